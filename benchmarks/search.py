@@ -215,8 +215,8 @@ def compare(task: Task, folder: str) -> Result:
 def run_loop(task: Task, lr: float, every: int, noise: Literal["auto", "samples"] = "auto") -> None:
     """Run the loop of a ``tune_recipe`` trial, in this process, with the noise measured on every ``every``-th step."""
     from ray_adascale import AdaScaleConfig, LocalBackend, Run
-    from ray_adascale.run.base_noise import NoiseEvery, NoiseRecorder
-    from ray_adascale.run.base_run import base_config, train_base
+    from ray_adascale.run.base.base_noise import NoiseEvery, NoiseRecorder
+    from ray_adascale.run.base.base_run import base_config, train_base
 
     torch.manual_seed(0)
     built = workload_of(task, lr)

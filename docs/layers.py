@@ -1,19 +1,16 @@
 """The layers of the package from the top down: their packages, what each decides, and which libraries each may import.
 
-``tests/project/test_architecture.py`` checks every import against this list. ``make docs`` writes the picture and the table of
-modules in docs/reference/architecture.md from it.
+``tests/project/test_architecture.py`` checks every import against this list. ``make docs`` writes the
+picture in docs/reference/architecture.md from it.
 """
 
 from __future__ import annotations
 
-import ast
-import re
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
 PAGE = Path(__file__).parent / "reference" / "architecture.md"
-SOURCES = Path(__file__).parents[1] / "ray_adascale"
 
 
 class Package(NamedTuple):
@@ -30,7 +27,7 @@ class Package(NamedTuple):
     modules: str
 
 
-# A package imports from the layers below its own only: not from a higher layer, and not from another package of its layer.
+# A package imports from the packages after it only, in its own layer and in those below.
 RAY_LAYERS: list[list[Package]] = [
     [
         Package(
@@ -55,76 +52,63 @@ TORCH_LAYERS: list[list[Package]] = [
             "integrations",
             "adapters for training loops of other libraries; each imports its library",
             "accelerate transformers lightning client",
-        )
-    ],
-    [
+        ),
         Package(
             "analysis",
             "what a person reads: forecast, report, display",
             "check batch_size runs forecast throughput report plots describe tensorboard display",
-        )
-    ],
-    [
-        Package(
-            "run",
-            "what happens at a step boundary of one worker's loop",
-            "loop assemble build evidence passes step batch evaluation notices checkpointing reporting "
-            "train_state schedule tau_schedule backend metrics advice "
-            "eta pulse trace attach base_noise base_run failure",
         ),
         Package("compat", "FairScale's and AdaptDL's interfaces", "adaptdl fairscale"),
+        Package("", "AdaptDL's scaling rules under AdaptDL's path", "scaling_rules"),
+    ],
+    [
+        Package("run.base", "base runs, and AdaScale in a loop of one's own", "base_run base_noise attach"),
+        Package("run", "the loop of one worker", "loop assemble build evidence passes"),
+        Package(
+            "run.boundary",
+            "what acts at a step boundary",
+            "evaluation batch notices checkpointing reporting train_state backend stage",
+        ),
+        Package("run.observe", "what only observes a run", "advice trace failure pulse metrics eta step"),
     ],
     [
         Package("", "the model, data and optimizer that a user's function returns", "workload"),
         Package(
             "forecast", "how many steps a recipe takes at another scale, and how long a step takes", "replay throughput"
         ),
-    ],
-    [
         Package("", "the settings of a run", "config"),
-        Package("", "AdaptDL's scaling rules under AdaptDL's path", "scaling_rules"),
-    ],
-    [
         Package("", "the frozen result of a search", "recipe"),
-        Package("", "the batch of a step", "batch"),
     ],
     [
         Package("checkpoint", "what reaches a disk, and whether it is valid", "files dcp optimizer rng"),
-        Package("data", "which examples a worker sees next", "order source iterables"),
-    ],
-    [
         Package(
             "optim",
-            "how weights move",
-            "adascale algorithm step_shape gradient_statistics observing workers averages rules betas "
-            "step_counts deferred wrapper grad_scaler adam_metric example_noise numbers sample device_step",
-        )
-    ],
-    [
+            "how weights move, and at which learning rate",
+            "tau_schedule curves schedule scheduler_checks adascale algorithm step_shape gradient_statistics observing workers "
+            "averages rules betas step_counts deferred wrapper grad_scaler adam_metric example_noise numbers sample device_step",
+        ),
+        Package("", "the batch of a step", "batch"),
+        Package("data", "which examples a worker sees next", "order source iterables"),
         Package(
             "sharding",
             "where a tensor lives and how it travels",
             "oss partition share_state collect_state clipping elsewhere sharded_ddp reduction gradient_bucket observers buckets "
             "collectives fsdp2",
-        )
-    ],
-    [
+        ),
         Package("", "several optimizers as one", "chain"),
-    ],
-    [
         Package(
             "measure",
             "where squared norms of gradients are measured",
             "norms observers ddp fsdp2 probe layers per_example noise_meter",
-        )
+        ),
     ],
-    [Package("", "how noisy a gradient is: the mathematics, as pure functions", "gain")],
     [
+        Package("", "how noisy a gradient is: the mathematics, as pure functions", "gain"),
         Package(
             "",
             "helpers for torch, files, errors and warnings that several packages use; the version",
             "_torch _hooks _files _errors _warn _version",
-        )
+        ),
     ],
 ]
 LAYERS = RAY_LAYERS + TORCH_LAYERS
@@ -151,7 +135,6 @@ HEAVY = {
 LIGHT = ["run.loop", "train.backend"]
 
 BEGIN, END = "<!-- from docs/layers.py, by `make docs` -->", "<!-- end -->"
-BEGIN_MODULES = "<!-- from the modules' docstrings, by `make docs` -->"
 WIDTH = 120
 
 
@@ -172,30 +155,13 @@ def picture() -> str:
 
 
 def _label(package: Package) -> str:
-    return f"{package.name}/" if package.name else ", ".join(package.modules.split())
-
-
-def module_table() -> str:
-    """Each module with the first line of its docstring, in the order of the picture."""
-    lines = []
-    for package in (package for layer in LAYERS for package in layer):
-        names = ["__init__", *package.modules.split()] if package.name else package.modules.split()
-        for path in (SOURCES / package.name / f"{module}.py" for module in names):
-            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-            if doc is not None:
-                summary = re.sub(r":\w+:`~?(?:ray_adascale\.)?([^`]+)`", r"`\1`", doc.partition("\n")[0])
-                lines.append(f"| `{path.relative_to(SOURCES)}` | {summary.replace('``', '`')} |")
-    return "\n".join(["| module | summary |", "| --- | --- |", *lines])
+    return f"{package.name.replace('.', '/')}/" if package.name else ", ".join(package.modules.split())
 
 
 def page() -> str:
-    """docs/reference/architecture.md with a fresh picture and a fresh table of modules."""
-    text = PAGE.read_text(encoding="utf-8")
-    for begin, content in ((BEGIN, picture()), (BEGIN_MODULES, module_table())):
-        block = f"{begin}\n{content}\n{END}"
-        before, _, rest = text.partition(begin)
-        text = before + block + rest.partition(END)[2]
-    return text
+    """docs/reference/architecture.md with a fresh picture."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}\n{picture()}\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":

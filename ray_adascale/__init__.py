@@ -41,14 +41,14 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .optim.rules import UnscaledRule as UnscaledRule
     from .optim.step_shape import StepResult as StepResult
     from .optim.step_shape import StepShape as StepShape
+    from .optim.tau_schedule import TauSchedule as TauSchedule
     from .recipe import Recipe as Recipe
     from .recipe import RecipeError as RecipeError
-    from .run.attach import attach as attach
-    from .run.backend import LocalBackend as LocalBackend
-    from .run.base_run import record_recipe as record_recipe
+    from .run.base.attach import attach as attach
+    from .run.base.base_run import record_recipe as record_recipe
+    from .run.boundary.backend import LocalBackend as LocalBackend
     from .run.loop import Run as Run
-    from .run.tau_schedule import TauSchedule as TauSchedule
-    from .run.trace import read_trace as read_trace
+    from .run.observe.trace import read_trace as read_trace
     from .search.tune import tune_recipe as tune_recipe
     from .sharding.oss import OSS as OSS
     from .sharding.partition import register_elementwise as register_elementwise
@@ -87,12 +87,12 @@ _NAMES = {
     ],
     "optim.step_shape": ["StepResult", "StepShape"],
     "recipe": ["Recipe", "RecipeError"],
-    "run.attach": ["attach"],
-    "run.backend": ["LocalBackend"],
-    "run.base_run": ["record_recipe"],
+    "run.base.attach": ["attach"],
+    "run.boundary.backend": ["LocalBackend"],
+    "run.base.base_run": ["record_recipe"],
     "run.loop": ["Run"],
-    "run.tau_schedule": ["TauSchedule"],
-    "run.trace": ["read_trace"],
+    "optim.tau_schedule": ["TauSchedule"],
+    "run.observe.trace": ["read_trace"],
     "search.tune": ["tune_recipe"],
     "sharding.oss": ["OSS"],
     "sharding.partition": ["register_elementwise"],

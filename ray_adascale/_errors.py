@@ -66,3 +66,7 @@ def check_count(name: str, value: Any, minimum: int | None = 1, remedy: str = ""
         least = "" if minimum is None else f" of at least {minimum}"
         raise SettingError(f"Invalid {{}}. Must be an integer{least}.{remedy and f' {remedy}'}", "", **{name: value})
     return int(value)
+
+
+def kind_of(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__module__}.{type(value).__qualname__}"

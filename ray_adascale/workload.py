@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
@@ -16,10 +15,11 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
-from ._errors import SettingError, noted
+from ._errors import SettingError, kind_of, noted
 from .config import AdaScaleConfig
+from .optim.scheduler_checks import check_scheduler
 from .optim.wrapper import check_parameters, check_wrappable
 from .recipe import Recipe
 
@@ -116,7 +116,7 @@ class Pieces:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
-            raise ValueError(f"Invalid model: {_kind(self.model)}. Must be a torch.nn.Module.")
+            raise ValueError(f"Invalid model: {kind_of(self.model)}. Must be a torch.nn.Module.")
         check_wrappable(self.optimizer)
         check_parameters(self.model, self.optimizer, alone=True)
         if self.scheduler is not None:
@@ -126,7 +126,7 @@ class Pieces:
         for name in ("evaluate", "collate_fn", "after_step"):
             value = getattr(self, name)
             if value is not None and not callable(value):
-                raise ValueError(f"Invalid {name}: {_kind(value)}. Must be a function.")
+                raise ValueError(f"Invalid {name}: {kind_of(value)}. Must be a function.")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -172,7 +172,7 @@ class Workload(Pieces):
                 "would fall hundreds of times too fast or too slowly."
             )
         if not callable(self.loss_fn):
-            raise ValueError(f"Invalid loss_fn: {_kind(self.loss_fn)}. Must be a function.")
+            raise ValueError(f"Invalid loss_fn: {kind_of(self.loss_fn)}. Must be a function.")
         if not isinstance(self.metric, str) or not self.metric:
             raise ValueError(
                 f"Invalid metric={self.metric!r}. Must be 'loss' or a key of the dict that evaluate returns."
@@ -189,61 +189,6 @@ class Workload(Pieces):
         """Return ``loss_fn(model, batch)``. An exception gets a note on the batch, since torch's messages don't name it."""
         with noted(lambda: _loss_note(model, batch)):
             return self.loss_fn(model, batch)
-
-
-def nested_schedulers(scheduler: LRScheduler) -> Iterator[LRScheduler]:
-    """Yield the scheduler and the schedulers inside it (SequentialLR, ChainedScheduler)."""
-    yield scheduler
-    for inner in getattr(scheduler, "_schedulers", ()):
-        yield from nested_schedulers(inner)
-
-
-def check_scheduler(optimizer: Optimizer, scheduler: LRScheduler) -> None:
-    """Check that a scheduler is fresh, drives this optimizer, and has a curve that is known beforehand.
-
-    Raises:
-        ValueError: It has not. The message says what to use.
-    """
-    if not isinstance(scheduler, LRScheduler):
-        raise ValueError(
-            f"Invalid scheduler: {_kind(scheduler)}. Must be a torch.optim.lr_scheduler.LRScheduler or None; combine several "
-            f"with SequentialLR or ChainedScheduler.{torchs_own_hint(scheduler)}"
-        )
-    for part in nested_schedulers(scheduler):
-        if isinstance(part, ReduceLROnPlateau):
-            raise ValueError(
-                "ReduceLROnPlateau is not supported: it follows a metric, so its curve is not known beforehand and"
-                " can't be replayed on another number of workers. Use a scheduler that is a function of the step, such"
-                " as MultiStepLR with the milestones of the base run."
-            )
-        last_epoch = getattr(part, "last_epoch", 0)
-        if last_epoch > 0:
-            raise ValueError(
-                f"The {type(part).__name__} was stepped already (last_epoch={last_epoch}). Give a fresh scheduler and"
-                " never call its step(). The schedule calls it by τ, also after a resume."
-            )
-    theirs, ours = scheduler.optimizer.param_groups, optimizer.param_groups
-    if scheduler.optimizer is not optimizer and [id(g) for g in theirs] != [id(g) for g in ours]:
-        raise ValueError(
-            f"The {type(scheduler).__name__} drives another optimizer ({type(scheduler.optimizer).__name__}) than the"
-            f" {type(optimizer).__name__} given here. Build the scheduler on the optimizer of the run."
-        )
-
-
-def torchs_own_hint(scheduler: object) -> str:
-    """Return advice about a scheduler that is not one of torch's, as a further sentence; empty for unknown ones."""
-    if "metrics" in inspect.signature(getattr(type(scheduler), "step", object.__init__)).parameters:
-        return (
-            " It follows a metric, so its curve is not known beforehand and can't be replayed on another number of workers. Use "
-            "a scheduler that is a function of the step."
-        )
-    if type(scheduler).__module__.partition(".")[0] != "timm":
-        return ""
-    return (
-        " timm's schedulers are stepped with a number that the loop counts, so τ can't drive them. Use torch's own: a warm-up "
-        "and a cosine are SequentialLR(optimizer, [LinearLR(optimizer, start_factor, total_iters=w), "
-        "CosineAnnealingLR(optimizer, T_max=T - w)], milestones=[w])."
-    )
 
 
 WorkloadFn: TypeAlias = Callable[[dict[str, Any]], Workload]
@@ -310,7 +255,7 @@ def build(
     if not isinstance(workload, Workload):
         name = getattr(workload_fn, "__qualname__", repr(workload_fn))
         hint = " Is a return statement missing?" if workload is None else ""
-        raise TypeError(f"{name} returned {_kind(workload)}. Must return a ray_adascale.Workload.{hint}")
+        raise TypeError(f"{name} returned {kind_of(workload)}. Must return a ray_adascale.Workload.{hint}")
     workload.config_reads = reads
     return workload
 
@@ -344,7 +289,3 @@ def _length(dataset: Any) -> int | None:
         return len(dataset)
     except (TypeError, NotImplementedError, AttributeError):  # an iterable, or Ray Data's, which raises
         return None
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__module__}.{type(value).__qualname__}"

@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 from ray_adascale import Recipe, Workload
 from ray_adascale.batch import BatchPlan
 from ray_adascale.recipe import NoiseProbe
-from ray_adascale.run.metrics import METRICS
-from ray_adascale.run.step import Step
-from ray_adascale.run.trace import Trace
+from ray_adascale.run.observe.metrics import METRICS
+from ray_adascale.run.observe.step import Step
+from ray_adascale.run.observe.trace import Trace
 
 
 def regression(config: dict[str, Any]) -> Workload:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from ray_adascale import AdaScaleConfig, Run
 from ray_adascale.batch import BatchFollower, BatchPlan, BatchSettings
-from ray_adascale.run.trace import read_trace
+from ray_adascale.run.observe.trace import read_trace
 
 from . import changing_batch
 from .changing_batch import Numbered, Step, assert_exactly_once, drive, flat, network

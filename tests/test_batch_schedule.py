@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from ray_adascale import AdaScaleConfig
 from ray_adascale.batch import BatchFollower, BatchSchedule, read_schedule
 from ray_adascale.forecast.replay import Forecaster, Law, noise_curves, replay
-from ray_adascale.run.eta import forecast_remaining_steps
-from ray_adascale.run.trace import read_trace
+from ray_adascale.run.observe.eta import forecast_remaining_steps
+from ray_adascale.run.observe.trace import read_trace
 
 from .changing_batch import Numbered, Step, assert_exactly_once, drive, make_run, network, stopped_at
 from .samples_of import recipe

@@ -17,7 +17,7 @@ from torch.optim import LBFGS, SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 from ray_adascale import OSS, AdaScale, AdaScaleBetasRule, BetaRule, OptimizerChain
-from ray_adascale.run.base_run import Momentum, momentum_of
+from ray_adascale.run.base.base_run import Momentum, momentum_of
 from ray_adascale.sharding.partition import has_state
 
 from .uneven import assert_same

@@ -11,7 +11,7 @@ import pytest
 from ray_adascale import AdaScaleConfig, Run, attach
 from ray_adascale.analysis.forecast import forecast_recipe
 from ray_adascale.integrations.client import with_clients_batch
-from ray_adascale.run.base_run import record_recipe
+from ray_adascale.run.base.base_run import record_recipe
 
 from .samples_of import recipe, regression
 

@@ -14,8 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ray_adascale.optim.schedule import EffectiveSchedule
 from ray_adascale.recipe import NoiseProbe, Recipe, RecipeError, Repeat, curve_length
-from ray_adascale.run.schedule import EffectiveSchedule
 
 VERSION_1 = Path(__file__).parent / "samples" / "recipe_v1.json"
 SETTINGS = {"precision": "bf16", "grad_clip": 1.0, "shuffle": True, "drop_last": False}

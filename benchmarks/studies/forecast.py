@@ -30,8 +30,8 @@ from study import announce, kept
 from ray_adascale import AdaScaleConfig, Recipe, Run, forecast_recipe, record_recipe, seed_everything
 from ray_adascale.measure.per_example import not_covered
 from ray_adascale.recipe import Repeat
-from ray_adascale.run.base_noise import NoiseEvery
-from ray_adascale.run.eta import forecast_remaining_steps
+from ray_adascale.run.base.base_noise import NoiseEvery
+from ray_adascale.run.observe.eta import forecast_remaining_steps
 from ray_adascale.workload import build
 
 sys.path.append(str(Path(__file__).parents[1]))

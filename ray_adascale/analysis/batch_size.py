@@ -30,7 +30,7 @@ from ..checkpoint.rng import capture_rng, restore_rng, seed_everything
 from ..config import AdaScaleConfig, read_settings
 from ..data import is_map_style
 from ..recipe import Recipe
-from ..run.backend import LocalBackend
+from ..run.boundary.backend import LocalBackend
 from ..run.loop import Run
 from ..workload import Workload, WorkloadFn, build
 

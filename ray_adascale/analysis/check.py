@@ -14,10 +14,10 @@ from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig, read_settings
 from ..measure.probe import examples_of, halves_of
 from ..recipe import Recipe
-from ..run.backend import LocalBackend
-from ..run.evaluation import in_eval_mode
-from ..run.failure import annotate_exceptions, lines_of, place_of
+from ..run.boundary.backend import LocalBackend
+from ..run.boundary.evaluation import in_eval_mode
 from ..run.loop import Run
+from ..run.observe.failure import annotate_exceptions, lines_of, place_of
 from ..workload import Workload, WorkloadFn, build, unread_warning
 
 _EXAMPLES = 8

@@ -12,8 +12,8 @@ import numpy as np
 from .. import checkpoint
 from .._files import ERROR, SEARCH
 from ..recipe import Recipe, RecipeError
-from ..run.base_run import RESULT, BaseResult
-from ..run.eta import clock_time
+from ..run.base.base_run import RESULT, BaseResult
+from ..run.observe.eta import clock_time
 from .runs import RunTrace, failure_of, is_number, load_run, workers_in_words
 
 

@@ -21,8 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..run.eta import LEFT, Eta, clock_time
-from ..run.metrics import METRICS, format_metrics, state_of, tau_of
+from ..run.observe.eta import LEFT, Eta, clock_time
+from ..run.observe.metrics import METRICS, format_metrics, state_of, tau_of
 
 _WIDTH = 32  # of the bar, in characters
 

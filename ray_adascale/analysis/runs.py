@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from .._files import ERROR, SEARCH, TRACE
-from ..run.metrics import COUNTERS, METRICS, SHORT_STEP
-from ..run.trace import read_trace
+from ..run.observe.metrics import COUNTERS, METRICS, SHORT_STEP
+from ..run.observe.trace import read_trace
 
 
 @dataclass(frozen=True)

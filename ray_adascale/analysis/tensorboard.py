@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..run.metrics import COUNTERS
+from ..run.observe.metrics import COUNTERS
 from .runs import RunTrace, is_number, load_run
 
 _NO_CURVES = (*COUNTERS, "optimizer_steps")

@@ -17,7 +17,7 @@ from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig, read_settings
 from ..forecast.throughput import Measurement, Throughput
 from ..run.loop import Run
-from ..run.trace import read_trace
+from ..run.observe.trace import read_trace
 from ..workload import WorkloadFn, build
 
 _WIDE = 1.5

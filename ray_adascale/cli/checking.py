@@ -171,7 +171,7 @@ def _check(request: Request, on_draw: Callable[[str], object] = lambda at: None)
 
 def _other_workload(named: str, workload: Any) -> str | None:
     """Return a warning if a recipe names another workload; None if the names of file and function agree, since files move."""
-    from ..run.base_run import workload_name
+    from ..run.base.base_run import workload_name
 
     name = workload_name(workload)
     if not named or file_and_function(named) == file_and_function(name):

@@ -494,8 +494,8 @@ def _print_error(text: str) -> None:
 
 def _summary(metrics: dict[str, Any], seconds: float, stopped: str) -> str:
     """Return the result of a run in a line: the user's metrics, steps and gain, and why it stopped."""
-    from ..run.eta import LEFT
-    from ..run.metrics import METRICS
+    from ..run.observe.eta import LEFT
+    from ..run.observe.metrics import METRICS
 
     not_own = {*METRICS, *LEFT}
     own = ", ".join(

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ..config import AdaScaleConfig
+from ..optim.tau_schedule import TauSchedule
 from ..recipe import Recipe
-from ..run.attach import attach
-from ..run.tau_schedule import TauSchedule
+from ..run.base.attach import attach
 from .client import early_step_end, with_clients_batch
 
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)

@@ -22,13 +22,13 @@ from ..measure.per_example import not_covered
 from ..measure.probe import probe_examples, probe_noise
 from ..optim.adascale import AdaScale
 from ..optim.step_shape import StepEnd, StepShape
+from ..optim.tau_schedule import TauSchedule
 from ..recipe import NoiseProbe, Recipe
-from ..run.base_run import BaseResult, Momentum, freeze, momentum_of
-from ..run.eta import RemainingSteps, forecast_remaining_steps
-from ..run.metrics import SHORT_STEP, step_metrics
-from ..run.step import Step
-from ..run.tau_schedule import TauSchedule
-from ..run.trace import TraceFile, read_trace
+from ..run.base.base_run import BaseResult, Momentum, freeze, momentum_of
+from ..run.observe.eta import RemainingSteps, forecast_remaining_steps
+from ..run.observe.metrics import SHORT_STEP, step_metrics
+from ..run.observe.step import Step
+from ..run.observe.trace import TraceFile, read_trace
 
 LOGGED = ("gain", "scale", "effective_steps", "noise_scale", "efficiency")
 """The metrics of a step for the client's log."""

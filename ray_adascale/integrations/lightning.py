@@ -21,9 +21,9 @@ from .._warn import warn_at_user
 from ..chain import SEVERAL_OPTIMIZERS
 from ..config import AdaScaleConfig
 from ..optim.adascale import AdaScale
+from ..optim.tau_schedule import TauSchedule
 from ..recipe import Recipe
-from ..run.attach import attach
-from ..run.tau_schedule import TauSchedule
+from ..run.base.attach import attach
 from .client import RecipeRecorder, StepLog, early_step_end, follow_batch, with_clients_batch
 
 _PRECISIONS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}

@@ -18,10 +18,10 @@ from transformers.trainer_utils import has_length
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
 from ..optim.adascale import AdaScale
+from ..optim.tau_schedule import TauSchedule
 from ..recipe import Recipe
-from ..run.attach import attach
-from ..run.evaluation import in_eval_mode
-from ..run.tau_schedule import TauSchedule
+from ..run.base.attach import attach
+from ..run.boundary.evaluation import in_eval_mode
 from .client import RecipeRecorder, StepLog, StepsToGo, follow_batch, with_clients_batch
 
 _Base: Any = Trainer if TYPE_CHECKING else object

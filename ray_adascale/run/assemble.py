@@ -19,11 +19,17 @@ from ..data.iterables import known_length
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MapSource
 from ..optim.adascale import AdaScale
+from ..optim.schedule import BaseSchedule, EffectiveSchedule
 from ..recipe import Recipe
 from ..workload import Pieces
-from .advice import NoiseWarning
-from .backend import Backend
-from .batch import StepBatch
+from .boundary.backend import Backend
+from .boundary.batch import StepBatch
+from .boundary.checkpointing import Checkpointing
+from .boundary.evaluation import Evaluation
+from .boundary.notices import Interrupt, Preemption
+from .boundary.reporting import Reporting
+from .boundary.stage import LoopState, Stage
+from .boundary.train_state import TrainState, log_start
 from .build import (
     check_built,
     check_recipe,
@@ -33,17 +39,12 @@ from .build import (
     warn_of_state_dict_hooks,
     wrap,
 )
-from .checkpointing import Checkpointing
-from .eta import EtaTracker, forecast_remaining_steps
-from .evaluation import Evaluation
-from .metrics import METRICS
-from .notices import Interrupt, Preemption
+from .observe.advice import NoiseWarning
+from .observe.eta import EtaTracker, forecast_remaining_steps
+from .observe.metrics import METRICS
+from .observe.step import Listener
+from .observe.trace import TraceFile, read_trace
 from .passes import Passes
-from .reporting import Reporting
-from .schedule import BaseSchedule, EffectiveSchedule
-from .step import Listener, LoopState, Stage
-from .trace import TraceFile, read_trace
-from .train_state import TrainState, log_start
 
 
 @dataclass(frozen=True, kw_only=True)

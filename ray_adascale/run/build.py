@@ -21,14 +21,15 @@ from ..config import AdaScaleConfig
 from ..data.source import BatchSource
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
+from ..optim.curves import curve_difference, other_length
 from ..optim.rules import betas_of, make_rule, metric_of
+from ..optim.schedule import BaseSchedule
 from ..optim.wrapper import check_parameters, check_wrappable
 from ..recipe import Recipe
 from ..sharding.oss import OSS
 from ..sharding.partition import has_state
 from ..sharding.sharded_ddp import ShardedDataParallel
 from .evidence import doubt, recipe_doubt
-from .schedule import BaseSchedule, curve_difference, other_length
 
 
 @dataclass(frozen=True)

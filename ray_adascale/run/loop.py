@@ -25,13 +25,14 @@ from ..data.iterables import IterableSource
 from ..gain import advanced
 from ..recipe import Recipe
 from ..workload import Pieces, Workload, with_unit
-from .advice import UnreadHyperparameters, warn_of_equal_batches
 from .assemble import assemble
-from .backend import Backend, LocalBackend
+from .boundary.backend import Backend, LocalBackend
+from .boundary.stage import BoundaryFlags, StepReport, TakenStep
 from .build import set_batch
-from .metrics import SKIPPED, plain_numbers, step_metrics
-from .pulse import Phase, Pulse
-from .step import BoundaryFlags, Step, StepReport, TakenStep
+from .observe.advice import UnreadHyperparameters, warn_of_equal_batches
+from .observe.metrics import SKIPPED, plain_numbers, step_metrics
+from .observe.pulse import Phase, Pulse
+from .observe.step import Step
 
 _log = logging.getLogger(__name__)
 TOTAL_STEPS_REACHED = "total_steps reached"

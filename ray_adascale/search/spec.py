@@ -26,8 +26,8 @@ from .._errors import SettingError, check_count
 from .._files import SEARCH, join, read_json, write_json
 from ..config import AdaScaleConfig
 from ..recipe import json_value
-from ..run.base_noise import NoiseEvery
-from ..run.base_run import base_config, kept_settings, workload_name
+from ..run.base.base_noise import NoiseEvery
+from ..run.base.base_run import base_config, kept_settings, workload_name
 from ..workload import WorkloadFn
 from .trial import EPOCHS
 

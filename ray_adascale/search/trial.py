@@ -25,12 +25,12 @@ from .. import checkpoint
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import NoiseProbe
-from ..run.backend import Backend, ReportPolicy
-from ..run.base_noise import NoiseEvery, NoiseRecorder
-from ..run.base_run import RESULT, BaseResult, Momentum, momentum_of, train_base
-from ..run.failure import annotate_exceptions
+from ..run.base.base_noise import NoiseEvery, NoiseRecorder
+from ..run.base.base_run import RESULT, BaseResult, Momentum, momentum_of, train_base
+from ..run.boundary.backend import Backend, ReportPolicy
+from ..run.boundary.stage import StepReport
 from ..run.loop import Run
-from ..run.step import StepReport
+from ..run.observe.failure import annotate_exceptions
 from ..workload import ConfigAccessLog, Workload, WorkloadFn, build
 
 OBJECTIVE = "objective"  # the workload's metric, negated where small is better; Tune maximises it

@@ -17,10 +17,11 @@ from ray.train.torch import TorchTrainer
 from ray.util.queue import Empty, Queue
 
 from ..recipe import NoiseProbe
-from ..run.backend import ReportPolicy
-from ..run.eta import EtaTracker
-from ..run.failure import annotate_exceptions
-from ..run.step import Listener, Step, StepReport
+from ..run.boundary.backend import ReportPolicy
+from ..run.boundary.stage import StepReport
+from ..run.observe.eta import EtaTracker
+from ..run.observe.failure import annotate_exceptions
+from ..run.observe.step import Listener, Step
 from ..train.backend import RayTrainBackend
 from ..train.cluster import WORKER_TIMEOUT_S, build_on_worker
 from ..train.network import AddressTorchConfig

@@ -25,8 +25,8 @@ from .._files import absolute, join, unique_name
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
 from ..recipe import Recipe, Repeat
-from ..run.base_noise import NoiseEvery
-from ..run.base_run import BaseResult, freeze
+from ..run.base.base_noise import NoiseEvery
+from ..run.base.base_run import BaseResult, freeze
 from ..train.cluster import portable, quiet_init
 from ..train.run_lock import RunLock
 from ..workload import WorkloadFn, unread_warning

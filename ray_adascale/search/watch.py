@@ -17,8 +17,8 @@ from ray import cloudpickle, tune
 
 from ..analysis.display import SearchDisplay
 from ..recipe import Repeat, json_value
-from ..run.base_run import RESULT, BaseResult
-from ..run.failure import lines_of, was_building
+from ..run.base.base_run import RESULT, BaseResult
+from ..run.observe.failure import lines_of, was_building
 from .trial import MissingMetric, PlannedRepeat, describe_config
 
 

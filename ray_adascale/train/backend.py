@@ -1,4 +1,4 @@
-"""A worker of a Ray Train run as :class:`ray_adascale.run.backend.Backend`: reports, checkpoints, notices."""
+"""A worker of a Ray Train run as :class:`ray_adascale.run.boundary.backend.Backend`: reports, checkpoints, notices."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ import torch.distributed as dist
 
 from .. import checkpoint
 from .._files import TRACE, room_in_words
-from ..run.backend import Backend, ReportPolicy
-from ..run.eta import EtaTracker
-from ..run.pulse import Pulse
-from ..run.step import Listener, StepReport
+from ..run.boundary.backend import Backend, ReportPolicy
+from ..run.boundary.stage import StepReport
+from ..run.observe.eta import EtaTracker
+from ..run.observe.pulse import Pulse
+from ..run.observe.step import Listener
 from .driver_channel import DriverClient
 from .driver_updates import DriverUpdates
 from .gauges import Gauges

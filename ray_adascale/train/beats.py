@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..run.pulse import Phase
+from ..run.observe.pulse import Phase
 
 _SILENT_S = 60.0
 """Seconds without a beat after which a worker counts as silent in the description of a hang."""

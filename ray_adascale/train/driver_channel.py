@@ -17,7 +17,7 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ..run.failure import is_users
+from ..run.observe.failure import is_users
 from .beats import Beat, Beats, Hang
 
 _MOST_EVENTS = 1_000

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..run.eta import EtaTracker
-from ..run.step import IntervalTimer, Listener, Step
+from ..run.boundary.stage import IntervalTimer
+from ..run.observe.eta import EtaTracker
+from ..run.observe.step import Listener, Step
 from .driver_channel import DriverClient
 
 _INTERVAL_S = 1.0

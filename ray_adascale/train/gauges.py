@@ -6,9 +6,10 @@ import re
 
 from ray.util.metrics import Gauge
 
-from ..run.eta import EtaTracker
-from ..run.metrics import METRICS
-from ..run.step import IntervalTimer, Listener, Step
+from ..run.boundary.stage import IntervalTimer
+from ..run.observe.eta import EtaTracker
+from ..run.observe.metrics import METRICS
+from ..run.observe.step import Listener, Step
 
 _GAUGES = ("gain", "scale", "effective_steps", "efficiency", "lr", "loss", "steps_left", "seconds_left")
 _MOST_GAUGES = 50

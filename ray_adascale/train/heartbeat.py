@@ -8,7 +8,7 @@ import time
 
 import ray
 
-from ..run.pulse import Phase, Pulse
+from ..run.observe.pulse import Phase, Pulse
 from .beats import Beat
 from .driver_channel import DriverClient
 

@@ -18,8 +18,8 @@ from ray.train import UserCallback
 
 from .._errors import SettingError
 from ..checkpoint import CheckpointError
-from ..run.backend import CHECKPOINT
-from ..run.failure import lines_of, place_of, traceback_of, was_beginning
+from ..run.boundary.backend import CHECKPOINT
+from ..run.observe.failure import lines_of, place_of, traceback_of, was_beginning
 from .driver_channel import DriverClient
 from .network import network_advice
 

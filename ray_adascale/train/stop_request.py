@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from ..run.step import Listener
+from ..run.observe.step import Listener
 from .driver_channel import DriverClient
 
 _INTERVAL_S = 0.5

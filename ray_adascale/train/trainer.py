@@ -26,10 +26,10 @@ from .._errors import SettingError
 from .._files import join, room_in_words
 from ..config import AdaScaleConfig, read_settings
 from ..recipe import Recipe
-from ..run.backend import ReportPolicy
-from ..run.failure import annotate_exceptions, telling_of_failure
+from ..run.boundary.backend import ReportPolicy
+from ..run.boundary.train_state import INTERRUPTED
 from ..run.loop import Run
-from ..run.train_state import INTERRUPTED
+from ..run.observe.failure import annotate_exceptions, telling_of_failure
 from ..workload import Workload, WorkloadFn
 from .backend import RayTrainBackend
 from .cluster import (

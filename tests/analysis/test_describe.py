@@ -10,8 +10,8 @@ import pytest
 
 from ray_adascale import LocalBackend
 from ray_adascale.analysis.describe import describe
-from ray_adascale.run.base_run import RESULT, BaseResult, record_recipe
-from ray_adascale.run.schedule import BaseSchedule
+from ray_adascale.optim.schedule import BaseSchedule
+from ray_adascale.run.base.base_run import RESULT, BaseResult, record_recipe
 
 from ..samples_of import recipe, regression, row, write_rows
 

@@ -13,7 +13,7 @@ from ray_adascale import AdaScaleConfig, Workload
 from ray_adascale.analysis import throughput
 from ray_adascale.analysis.throughput import measure_throughput, measurement_from_trace
 from ray_adascale.forecast.throughput import Measurement
-from ray_adascale.run.trace import Trace
+from ray_adascale.run.observe.trace import Trace
 
 from ..samples_of import regression
 

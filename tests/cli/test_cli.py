@@ -34,8 +34,8 @@ from ray_adascale.cli import main, run_folder
 from ray_adascale.cli.arguments import error_text
 from ray_adascale.cli.checking import file_and_function
 from ray_adascale.cli.run_folder import folder_of
-from ray_adascale.run.failure import annotate_exceptions
-from ray_adascale.run.metrics import METRICS
+from ray_adascale.run.observe.failure import annotate_exceptions
+from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.search import tune
 from ray_adascale.train import cluster, trainer
 

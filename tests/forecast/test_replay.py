@@ -17,7 +17,7 @@ from ray_adascale.checkpoint.rng import seed_everything
 from ray_adascale.forecast.replay import Forecaster, Law, NoiseCurve, Steps, momenta_of, replay
 from ray_adascale.gain import plain_gain
 from ray_adascale.recipe import Repeat
-from ray_adascale.run.base_run import record_recipe
+from ray_adascale.run.base.base_run import record_recipe
 
 from ..samples_of import probes, recipe, regression
 

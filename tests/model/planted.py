@@ -66,9 +66,9 @@ FAULTS: list[tuple[str, str, str]] = [
      "1 / plan.accumulation"),
     ("run/passes.py", "self._optimizer.sample_weights = self._weights", "self._optimizer.sample_weights = None"),
     ("run/passes.py", "self.scaler.unscale_(self._optimizer)  # here", "pass  # here"),
-    ("run/schedule.py", "calls = self._calls_before(math.floor(effective_steps))",
+    ("optim/schedule.py", "calls = self._calls_before(math.floor(effective_steps))",
      "calls = self._calls_before(round(effective_steps))"),
-    ("run/schedule.py", "return _floor(step / self._base_steps_per_epoch)",
+    ("optim/schedule.py", "return _floor(step / self._base_steps_per_epoch)",
      "return _floor((step + 1) / self._base_steps_per_epoch)"),
     # ---- data/order
     ("data/order.py", "return [size + 1] * larger + [size] * (parts - larger)",

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from ray_adascale import __version__, checkpoint
-from ray_adascale.run.trace import read_trace
+from ray_adascale.run.observe.trace import read_trace
 
 from ..pool import free_port
 

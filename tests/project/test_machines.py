@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_adascale.run.trace import read_trace
+from ray_adascale.run.observe.trace import read_trace
 
 from ..machines import SHARED, Machines, lacking
 from .test_wheel import build_wheel, outside_environment

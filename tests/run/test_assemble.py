@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend
-from ray_adascale.run.advice import NoiseWarning
 from ray_adascale.run.assemble import Parts, assemble
-from ray_adascale.run.batch import StepBatch
-from ray_adascale.run.checkpointing import Checkpointing
-from ray_adascale.run.eta import EtaTracker
-from ray_adascale.run.evaluation import Evaluation
-from ray_adascale.run.notices import Interrupt, Preemption
-from ray_adascale.run.reporting import Reporting
-from ray_adascale.run.step import Listener
-from ray_adascale.run.trace import TraceFile, read_trace
+from ray_adascale.run.boundary.batch import StepBatch
+from ray_adascale.run.boundary.checkpointing import Checkpointing
+from ray_adascale.run.boundary.evaluation import Evaluation
+from ray_adascale.run.boundary.notices import Interrupt, Preemption
+from ray_adascale.run.boundary.reporting import Reporting
+from ray_adascale.run.observe.advice import NoiseWarning
+from ray_adascale.run.observe.eta import EtaTracker
+from ray_adascale.run.observe.step import Listener
+from ray_adascale.run.observe.trace import TraceFile, read_trace
 from ray_adascale.workload import Pieces
 
 from .test_loop import dataset, drive, make_run, model

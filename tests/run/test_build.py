@@ -18,8 +18,8 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdamScaleRule, AdaScaleConfig, LEGWRule, Recipe, RuleInput, Run
+from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.run.build import _settle_buckets, check_built, check_recipe, check_rule, wrap
-from ray_adascale.run.schedule import BaseSchedule
 
 from ..placement import here
 from ..pool import ProcessPool, fork_server, free_port

@@ -41,12 +41,13 @@ from ray_adascale._torch import is_dtensor
 from ray_adascale.data.order import epoch_order
 from ray_adascale.optim.rules import RULES
 from ray_adascale.run import loop
-from ray_adascale.run.advice import NoiseWarning
-from ray_adascale.run.eta import EtaTracker
-from ray_adascale.run.metrics import METRICS
-from ray_adascale.run.step import BoundaryFlags, Listener, Step, StepReport
-from ray_adascale.run.trace import read_trace
-from ray_adascale.run.train_state import load_rng
+from ray_adascale.run.boundary.stage import BoundaryFlags, StepReport
+from ray_adascale.run.boundary.train_state import load_rng
+from ray_adascale.run.observe.advice import NoiseWarning
+from ray_adascale.run.observe.eta import EtaTracker
+from ray_adascale.run.observe.metrics import METRICS
+from ray_adascale.run.observe.step import Listener, Step
+from ray_adascale.run.observe.trace import read_trace
 from ray_adascale.workload import build
 
 from ..host_reads import host_reads

@@ -22,9 +22,9 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScale, AdaScaleConfig, LocalBackend, Run, attach
 from ray_adascale.data.order import epoch_order
+from ray_adascale.optim.tau_schedule import TauSchedule
 from ray_adascale.run import loop
-from ray_adascale.run.tau_schedule import TauSchedule
-from ray_adascale.run.trace import read_trace
+from ray_adascale.run.observe.trace import read_trace
 
 STEPS, BATCH = 12, 8
 

@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from ray_adascale import AdaScaleConfig, CheckpointError, Workload
+from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.recipe import NoiseProbe
-from ray_adascale.run.base_noise import NoiseEvery
-from ray_adascale.run.base_run import RESULT, BaseResult, base_config
-from ray_adascale.run.failure import was_building
-from ray_adascale.run.metrics import OWN_KEYS
-from ray_adascale.run.schedule import BaseSchedule
-from ray_adascale.run.step import StepReport
+from ray_adascale.run.base.base_noise import NoiseEvery
+from ray_adascale.run.base.base_run import RESULT, BaseResult, base_config
+from ray_adascale.run.boundary.stage import StepReport
+from ray_adascale.run.observe.failure import was_building
+from ray_adascale.run.observe.metrics import OWN_KEYS
 from ray_adascale.search.trial import (
     EPOCHS,
     OBJECTIVE,

@@ -33,10 +33,10 @@ from ray_adascale.cli.main import main
 from ray_adascale.cli.source import resolve
 from ray_adascale.data.order import epoch_order
 from ray_adascale.measure.probe import probe_noise
-from ray_adascale.run.base_run import BaseResult, workload_name
-from ray_adascale.run.failure import was_building
-from ray_adascale.run.schedule import BaseSchedule, EffectiveSchedule
-from ray_adascale.run.trace import read_trace
+from ray_adascale.optim.schedule import BaseSchedule, EffectiveSchedule
+from ray_adascale.run.base.base_run import BaseResult, workload_name
+from ray_adascale.run.observe.failure import was_building
+from ray_adascale.run.observe.trace import read_trace
 from ray_adascale.search.tune import _ranking, _restored
 from ray_adascale.search.watch import Finished, Watch
 from ray_adascale.train.run_lock import LOCK

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import pytest
 from ray import tune
 
+from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.recipe import NoiseProbe
-from ray_adascale.run.base_run import BaseResult
-from ray_adascale.run.failure import was_building
-from ray_adascale.run.schedule import BaseSchedule
+from ray_adascale.run.base.base_run import BaseResult
+from ray_adascale.run.observe.failure import was_building
 from ray_adascale.search.trial import PlannedRepeat
 from ray_adascale.search.watch import BestMean, Finished, Watch, best_mean
 

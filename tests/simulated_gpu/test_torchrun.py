@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ray_adascale import AdaScaleConfig, Run
-from ray_adascale.run.backend import LocalBackend
+from ray_adascale.run.boundary.backend import LocalBackend
 
 from ..pool import ProcessPool, free_port
 

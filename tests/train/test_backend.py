@@ -15,11 +15,11 @@ import ray.train
 import torch
 
 from ray_adascale.checkpoint import CheckpointError
-from ray_adascale.run import step
-from ray_adascale.run.eta import Eta, EtaTracker
-from ray_adascale.run.metrics import METRICS
-from ray_adascale.run.schedule import BaseSchedule
-from ray_adascale.run.step import StepReport
+from ray_adascale.optim.schedule import BaseSchedule
+from ray_adascale.run.boundary import stage
+from ray_adascale.run.boundary.stage import StepReport
+from ray_adascale.run.observe.eta import Eta, EtaTracker
+from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.train import gauges
 from ray_adascale.train.driver_updates import DriverUpdates
 
@@ -46,7 +46,7 @@ def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) ->
 
     clock = [100.0]
     monkeypatch.setattr(gauges, "Gauge", Gauge)
-    monkeypatch.setattr(step.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(stage.time, "monotonic", lambda: clock[0])
     tracker = EtaTracker(None)
     mine = gauges.Gauges("mine", 0, tracker)
     for gain, later in ((2.0, 0.5), (3.0, 0.6), (4.0, 0.0)):
@@ -66,7 +66,7 @@ def test_the_driver_gets_metrics_once_a_second_and_at_the_end(monkeypatch: pytes
     sent: list[Any] = []
     client: Any = SimpleNamespace(put=sent.append)
     clock = [100.0]
-    monkeypatch.setattr(step.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(stage.time, "monotonic", lambda: clock[0])
     tracker = EtaTracker(None)
     updates = DriverUpdates(client, tracker)
     for number, later in ((1, 0.5), (2, 0.6), (3, 0.1), (10, 0.0)):  # T is 10

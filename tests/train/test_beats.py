@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ray_adascale.run.pulse import Phase
+from ray_adascale.run.observe.pulse import Phase
 from ray_adascale.train.beats import Beat, Beats
 
 

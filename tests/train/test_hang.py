@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Run, Workload, load_weights, seed_everything
-from ray_adascale.run.pulse import Phase
+from ray_adascale.run.observe.pulse import Phase
 from ray_adascale.train import hang_watch
 from ray_adascale.train.beats import Beat, Hang
 from ray_adascale.train.hang_watch import HangWatch

@@ -17,7 +17,7 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer
 from ray_adascale.checkpoint import CheckpointError
-from ray_adascale.run.failure import annotate_exceptions, lines_of, users_lines, was_building
+from ray_adascale.run.observe.failure import annotate_exceptions, lines_of, users_lines, was_building
 from ray_adascale.train import retry as module
 from ray_adascale.train.retry import (
     RepeatedMistake,
@@ -109,7 +109,7 @@ def test_the_users_own_lines_come_along(write: Any, tmp_path: Path) -> None:
     assert lines_of(error).splitlines()[0] == "In your files:"
     assert lines_of(error).splitlines()[-4:] == expected
     assert "json/decoder.py" not in lines_of(error)
-    assert "ray_adascale/run/failure.py" not in lines_of(error)
+    assert "ray_adascale/run/observe/failure.py" not in lines_of(error)
     assert failure_in_words(Failed(w1=error)).splitlines()[0].startswith("Worker 1: JSONDecodeError: Expecting value")
     assert failure_in_words(Failed(w1=error)).splitlines()[-4:] == expected
     assert failure_in_words(Failed(w1=error), lines=False).count("\n") == 0

@@ -25,8 +25,8 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Workload, load_weights
-from ray_adascale.run.metrics import METRICS
-from ray_adascale.run.trace import read_trace
+from ray_adascale.run.observe.metrics import METRICS
+from ray_adascale.run.observe.trace import read_trace
 from ray_adascale.train import trainer as module
 
 from .test_trainer import _recipe, _without_ray, flat

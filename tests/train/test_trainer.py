@@ -28,8 +28,8 @@ from ray_adascale.checkpoint import Saved
 from ray_adascale.cli.main import main
 from ray_adascale.cli.source import resolve
 from ray_adascale.data.order import epoch_order
-from ray_adascale.run.metrics import METRICS
-from ray_adascale.run.trace import read_trace
+from ray_adascale.run.observe.metrics import METRICS
+from ray_adascale.run.observe.trace import read_trace
 from ray_adascale.train.ray_record import RECORD
 from ray_adascale.train.run_lock import LOCK
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from ray_adascale import checkpoint, load_weights
 from ray_adascale.checkpoint import CheckpointError
 from ray_adascale.data.order import epoch_order
-from ray_adascale.run.trace import read_trace
+from ray_adascale.run.observe.trace import read_trace
 
 from .chaos_workload import LENGTH, T
 

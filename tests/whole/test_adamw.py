@@ -26,7 +26,7 @@ from ray_adascale import (
     tune_recipe,
 )
 from ray_adascale.data.order import epoch_order
-from ray_adascale.run.trace import read_trace
+from ray_adascale.run.observe.trace import read_trace
 from ray_adascale.workload import build
 
 B0, T, LENGTH = 4, 60, 48

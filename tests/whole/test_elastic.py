@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, checkpoint
 from ray_adascale.data.order import epoch_order
-from ray_adascale.run.trace import read_trace
+from ray_adascale.run.observe.trace import read_trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
 

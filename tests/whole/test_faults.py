@@ -29,8 +29,8 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, checkpoint, load_weights
 from ray_adascale.checkpoint import CheckpointError, dcp
-from ray_adascale.run.step import StepReport
-from ray_adascale.run.trace import read_trace
+from ray_adascale.run.boundary.stage import StepReport
+from ray_adascale.run.observe.trace import read_trace
 
 from ..pool import fork_server, free_port
 

@@ -1,0 +1,127 @@
+"""Comparisons of learning-rate curves: with another curve, and with the length of the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    LRScheduler,
+    OneCycleLR,
+    PolynomialLR,
+    SequentialLR,
+)
+
+from .schedule import BaseSchedule
+
+
+def curve_difference(
+    expected: Sequence[Sequence[float]], actual: Sequence[Sequence[float]], *, rtol: float = 1e-6
+) -> str | None:
+    """Return the difference of two LR curves, to follow a colon: the first differing point, both values, and a count.
+
+    None if they agree.
+
+    Args:
+        expected: ``curve[group][call]``, e.g. the recipe's.
+        actual: ``curve[group][call]``, e.g. this run's.
+        rtol: Relative tolerance of each learning rate. Values below ``rtol / 1000`` of a group's peak count as 0: the
+            end of a cosine is a rounding error, which differs between machines.
+    """
+    if len(expected) != len(actual):
+        return f"{len(expected)} (expected) and {len(actual)} (actual) parameter groups"
+    lengths = [(len(e), len(a)) for e, a in zip(expected, actual, strict=True)]
+    first: tuple[int, int] | None = None
+    differing = 0
+    for group, (e_curve, a_curve) in enumerate(zip(expected, actual, strict=True)):
+        floor = rtol * 1e-3 * max((abs(e) for e in e_curve), default=0.0)
+        for call, (e, a) in enumerate(zip(e_curve, a_curve, strict=False)):
+            same_nan = math.isnan(e) and math.isnan(a)
+            if not same_nan and not math.isclose(e, a, rel_tol=rtol, abs_tol=floor):
+                first = first or (group, call)
+                differing += 1
+    if first is not None:
+        group, call = first
+        compared = sum(min(pair) for pair in lengths)
+        longer = "" if all(e == a for e, a in lengths) else ", and their lengths differ as well"
+        return (
+            f"the curves differ first in parameter group {group} at scheduler call {call}, where "
+            f"{expected[group][call]!r} is expected and the actual value is {actual[group][call]!r}; {differing} of {compared} "
+            f"points differ{longer}"
+        )
+    for group, (e_length, a_length) in enumerate(lengths):
+        if e_length != a_length:
+            return (
+                f"the curves of parameter group {group} differ in length only: {e_length} (expected) and {a_length} (actual) "
+                "scheduler calls (compare total_steps and the scheduler's unit)"
+            )
+    return None
+
+
+# The attribute with the length of a torch scheduler, in calls.
+_LENGTHS: dict[type[LRScheduler], str] = {
+    CosineAnnealingLR: "T_max",
+    OneCycleLR: "total_steps",
+    PolynomialLR: "total_iters",
+}
+_SLACK = 0.02
+"""Share of T. A smaller difference depends on whether a curve ends at its last step or after it."""
+
+
+def other_length(scheduler: LRScheduler | None, schedule: BaseSchedule) -> str | None:
+    """Return a doubt, with both numbers, if the scheduler seems to be made for another length than T; else None.
+
+    There is one if a torch scheduler has another length, or if the learning rate is zero relative to its peak for more than a
+    fiftieth of T before the end.
+
+    Args:
+        scheduler: The scheduler of the curve.
+        schedule: The schedule with the curve.
+    """
+    total = schedule.total_steps
+    per_call = schedule.base_steps_per_epoch if schedule.scheduler_unit == "epoch" else 1.0
+    if scheduler is None or per_call is None:
+        return None
+    calls = total / per_call
+    unit = "steps" if schedule.scheduler_unit == "step" else "epochs"
+    length = f"{total} steps" if unit == "steps" else f"{calls:.4g} epochs ({total} steps)"
+    fix = (
+        f"Make the schedule for {calls:.4g} {unit}: a workload gets it as config['total_steps']."
+        if unit == "steps"
+        else f"Make the schedule for {calls:.4g} {unit}."
+    )
+    for kind, name, ends in _own_ends(scheduler):
+        if abs(ends - calls) > max(1.0, _SLACK * calls):
+            what = "rises again" if kind is CosineAnnealingLR else "stays constant"
+            then = f"so the learning rate {what} after it" if ends < calls else "so the run ends before it"
+            return f"{kind.__name__}'s {name} ends at {ends:g} {unit}, and the run has {length}, {then}. {fix}"
+    at_zero = min((_calls_at_zero(curve) for curve in schedule.lr_curve if any(curve)), default=0)
+    if at_zero >= 2 and at_zero > _SLACK * calls:
+        begins = len(schedule.lr_curve[0]) - at_zero
+        return f"The learning rate is zero from {begins} {unit} on, and the run has {length}. {fix}"
+    return None
+
+
+def _own_ends(scheduler: LRScheduler, begins: int = 0) -> Iterator[tuple[type[LRScheduler], str, float]]:
+    """Yield the class, the attribute of the length, and the last call of each part that is in use at the end."""
+    if isinstance(scheduler, SequentialLR):
+        milestones = getattr(scheduler, "_milestones", None)  # torch has no public name for it
+        if milestones:
+            yield from _own_ends(scheduler._schedulers[-1], begins + milestones[-1])
+    elif isinstance(scheduler, ChainedScheduler):
+        for part in scheduler._schedulers:
+            yield from _own_ends(part, begins)
+    elif type(scheduler) in _LENGTHS:
+        name = _LENGTHS[type(scheduler)]
+        yield type(scheduler), name, begins + getattr(scheduler, name)
+
+
+def _calls_at_zero(curve: Sequence[float]) -> int:
+    """Return the number of equal values at the end of a curve, if they are at most a millionth of its peak; else 0."""
+    peak, last = max(map(abs, curve)), curve[-1]
+    if abs(last) > 1e-6 * peak:
+        return 0
+    different = (i for i, lr in enumerate(reversed(curve)) if abs(lr - last) > 1e-9 * peak)
+    return next(different, len(curve))

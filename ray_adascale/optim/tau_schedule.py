@@ -1,0 +1,212 @@
+"""TauSchedule: the base run's LR schedule as a torch scheduler, for the training loops of other libraries."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from .._torch import called_to_make_state
+from ..batch import BatchPlan
+from .adascale import AdaScale
+from .schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit
+
+
+class TauSchedule(LRScheduler):
+    """Drives any LR scheduler by the effective steps τ of an :class:`ray_adascale.AdaScale`. It is a torch scheduler itself.
+
+    Pass it to the loop in place of the scheduler. After each optimizer step the learning rates (and momenta) are those of base
+    step ⌊τ⌋, whenever the loop calls :meth:`step`: once a step, once an epoch, several times (Accelerate), or never. With a fused
+    optimizer on a GPU they change once the host has read the step: before the next optimizer step at the latest, and at once in
+    :meth:`get_last_lr`.
+
+    At T and beyond they stay those of the base run's last step.
+
+    Args:
+        optimizer: The AdaScale with the clock τ.
+        scheduler: A fresh scheduler on that optimizer or on the one it wraps: a torch scheduler, a timm scheduler (any object
+            with ``step_update(num_updates)`` and ``step(epoch)``), or None for constant learning rates.
+        unit: The unit of one ``scheduler.step()`` in the base run, "step" or "epoch". For a timm scheduler that counts updates
+            (``t_in_epochs=False``) it is "step".
+        base_steps_per_epoch: Optimizer steps in an epoch of the base run, ``len(dataset) / B0``; for ``unit="epoch"``.
+        total_steps: T. Without it :attr:`finished` is never True, and a scheduler with a length (OneCycleLR) raises beyond it.
+        base_batch_size: B0, for :attr:`base_schedule`.
+
+    Raises:
+        ValueError: The unit is missing, or the scheduler follows a metric, was stepped already, or drives another optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: AdaScale,
+        scheduler: Any,
+        unit: SchedulerUnit | None = None,
+        *,
+        base_steps_per_epoch: float | None = None,
+        total_steps: float | None = None,
+        base_batch_size: int | None = None,
+    ) -> None:
+        if not isinstance(optimizer, AdaScale):
+            raise ValueError(
+                f"Invalid optimizer of type {type(optimizer).__name__}. Must be the AdaScale with the effective steps: "
+                "AdaScale(optimizer, ...), or the optimizer that attach() returns. Build the schedule before the loop wraps it."
+            )
+        # LRScheduler.__init__ is not called, because it takes a first step and counts the optimizer's calls.
+        self.optimizer: Optimizer = optimizer
+        self._total_steps = total_steps
+        self._base_batch_size = base_batch_size
+        self._unit = unit
+        self._base_steps_per_epoch = base_steps_per_epoch
+        made = None if scheduler is None else _as_torchs(scheduler, unit)
+        self.scheduler = scheduler
+        """The scheduler that this one drives. Never step it yourself."""
+        self._schedule = EffectiveSchedule(
+            optimizer, made, unit=unit, base_steps_per_epoch=base_steps_per_epoch, total_steps=total_steps
+        )
+        self.base_lrs = list(self._schedule.lrs)
+        self.plan: BatchPlan | None = None
+        """The batch of a step; None unless :func:`ray_adascale.attach` has set it."""
+        self._step_count = 0
+        self._advance()
+        ref = weakref.ref(self)
+
+        makes_state = False  # torch then steps with LRs of zero, which it restores
+
+        def before(*_: Any) -> None:
+            nonlocal makes_state
+            makes_state = called_to_make_state(optimizer.wrapped)
+            if not makes_state and (schedule := ref()) is not None:
+                schedule._advance()
+
+        def after(*_: Any) -> None:
+            if not makes_state and (schedule := ref()) is not None and schedule._adascale.last_step_known:
+                schedule._advance()
+
+        # The LR of a step depends on the previous step. It is set after that step if the host has read it, for readers of the
+        # LR between steps, else before the next step.
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+        def loaded(*_: Any) -> None:
+            if (schedule := ref()) is not None:
+                schedule._schedule.restore(schedule._schedule.due(schedule._adascale.effective_steps))
+
+        # The LR in a state is that of its τ. One that was saved without this hook may have the LR of the step before.
+        optimizer.register_state_dict_pre_hook(before)
+        optimizer.register_load_state_dict_post_hook(loaded)
+
+    @property
+    def _adascale(self) -> AdaScale:
+        assert isinstance(self.optimizer, AdaScale)
+        return self.optimizer
+
+    @property
+    def last_epoch(self) -> int:  # type: ignore[override]
+        """Calls of ``scheduler.step()`` in the base run up to τ: steps, or epochs."""
+        return self._schedule.calls
+
+    @property
+    def effective_steps(self) -> float:
+        """τ."""
+        return self._adascale.effective_steps
+
+    @property
+    def finished(self) -> bool:
+        """Whether τ has reached T, the end of the run. Waits for the device only near T."""
+        total = self._total_steps
+        if total is None:
+            return False
+        adascale = self._adascale
+        furthest = adascale.known_effective_steps
+        if not adascale.last_step_known:
+            furthest += max(adascale.scale, 1.0)
+        return furthest >= total and adascale.effective_steps >= total
+
+    @property
+    def base_schedule(self) -> BaseSchedule:
+        """The schedule of the base run, as in a recipe. Needs T and B0.
+
+        Raises:
+            ValueError: ``total_steps`` or ``base_batch_size`` was not given.
+        """
+        if self._total_steps is None or self._base_batch_size is None:
+            raise ValueError(
+                "The base run's schedule needs T and B0: TauSchedule(..., total_steps=T, base_batch_size=B0)."
+            )
+        return BaseSchedule(
+            base_batch_size=self._base_batch_size,
+            total_steps=int(self._total_steps),
+            scheduler_unit=self._unit if self.scheduler is not None else None,
+            base_steps_per_epoch=self._base_steps_per_epoch,
+            lr_curve=self._schedule.curve(self._total_steps),
+        )
+
+    def step(self, *_: Any, **__: Any) -> None:
+        """Set the learning rates of ⌊τ⌋, unless that would wait for the device. Arguments are ignored."""
+        self._step_count += 1
+        if self._adascale.last_step_known:
+            self._advance()
+
+    step_update = step
+    """The name that timm's loops call."""
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        """Return the learning rate of each parameter group at ⌊τ⌋, before the gain."""
+        self._advance()
+        return list(self._schedule.lrs)
+
+    get_lr = get_last_lr
+
+    def _advance(self) -> None:
+        self._schedule.advance_to(self._adascale.effective_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``{"calls": n}``. The scheduler is a function of the number of its calls, and τ is in AdaScale's state."""
+        self._advance()
+        return {**self._schedule.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Fast-forward a fresh schedule, before or after the optimizer's state is loaded.
+
+        Raises:
+            ValueError: This schedule has advanced already, or the state is another scheduler's.
+        """
+        if self._schedule.calls == 0 or self._schedule.calls != state_dict.get("calls"):
+            self._schedule.load_state_dict(state_dict)
+
+
+class _Counted(LRScheduler):
+    """A timm scheduler as a torch scheduler: it counts its calls, which timm's scheduler takes as an argument."""
+
+    def __init__(self, scheduler: Any, unit: SchedulerUnit | None) -> None:
+        self.optimizer = scheduler.optimizer
+        self.last_epoch = 0
+        self._timms, self._unit = scheduler, unit
+
+    def step(self, epoch: int | None = None) -> None:
+        self.last_epoch += 1
+        if self._unit == "epoch":
+            self._timms.step(self.last_epoch)
+        else:
+            self._timms.step_update(self.last_epoch)
+
+
+def _as_torchs(scheduler: Any, unit: SchedulerUnit | None) -> Any:
+    if isinstance(scheduler, LRScheduler | ReduceLROnPlateau) or not callable(getattr(scheduler, "step_update", None)):
+        return scheduler  # EffectiveSchedule checks it
+    kind = type(scheduler).__name__
+    if isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
+        raise ValueError(
+            f"{kind} is not supported: it follows a metric, so its curve can't be replayed on another number of workers."
+        )
+    in_epochs = getattr(scheduler, "t_in_epochs", None)
+    if unit is not None and in_epochs is not None and in_epochs != (unit == "epoch"):
+        right = "epoch" if in_epochs else "step"
+        raise ValueError(
+            f"Invalid {unit=}: this {kind} has t_in_epochs={in_epochs}, so its unit is {right!r}. With the other unit it would "
+            "never change the learning rate."
+        )
+    return _Counted(scheduler, unit)

@@ -1,0 +1,136 @@
+"""attach: build AdaScale and its schedule for the training loop of another library, checked against the recipe."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..._errors import SettingError
+from ..._torch import is_dtensor
+from ..._warn import warn_on_first_worker
+from ...config import AdaScaleConfig, read_settings
+from ...optim.adascale import AdaScale
+from ...optim.tau_schedule import TauSchedule
+from ...recipe import Recipe
+from ...sharding.sharded_ddp import ShardedDataParallel
+from ..build import adascale_of, check_built, check_recipe, check_rule, check_schedule
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Any,
+    config: AdaScaleConfig,
+    recipe: Recipe | None = None,
+    *,
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> tuple[AdaScale, TauSchedule]:
+    """Build AdaScale and its schedule for the training loop of another library, with the checks of :class:`ray_adascale.Run`.
+
+    Call it in each process, after ``init_process_group``. Then pass the two to the loop in place of the optimizer and the
+    scheduler. The loop wraps the model (``DistributedDataParallel``), steps and saves. It ends when the schedule is
+    :attr:`~TauSchedule.finished`, at τ ≥ T::
+
+        optimizer, schedule = attach(model, optimizer, scheduler, AdaScaleConfig(base_batch_size=32, ...), recipe)
+        while not schedule.finished: ...
+
+    The loop has to do the rest of a Run's work: the order of examples, unequal micro-batches
+    (:attr:`AdaScale.sample_weights`), steps with fewer passes (:meth:`AdaScale.expect_passes`), and resuming.
+
+    Args:
+        model: The model, bare or in DistributedDataParallel.
+        optimizer: One bare optimizer, with the LRs of the base batch.
+        scheduler: A fresh scheduler of torch or timm on the optimizer, or None.
+        config: ``base_batch_size``, ``per_worker_batch_size`` and ``accumulation`` are the loop's batch: S and n follow from
+            them and the number of workers. ``total_steps``, or ``total_epochs`` with ``dataset_length``, is T. ``rule``,
+            ``averaging_window`` and ``scheduler_unit`` have their usual meaning. ``precision`` and ``grad_clip`` are those of
+            the loop, and are compared with the recipe's. Other settings are not used.
+        recipe: The result of a search. Base batch, T and LR curve must be the recipe's.
+        grad_scaler: The loop's scaler of the loss, for fp16.
+
+    Raises:
+        ValueError: A setting, the model, the optimizer or the scheduler can't work. The message names it and a remedy.
+        RuntimeError: There are several processes, and no process group yet.
+    """
+    config = read_settings(config).with_recipe(recipe)
+    workers = _workers()
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    _check_model(bare)
+    check_built(bare, optimizer, config, recipe)
+    if config.sharding not in ("auto", "none"):
+        raise SettingError(
+            "Invalid {}: the loop that owns the model decides how it is sharded. Leave it out; sharding by this package needs "
+            "ray_adascale.Run.",
+            sharding=config.sharding,
+        )
+    if config.global_batch_size is not None or config.elastic:
+        raise ValueError(
+            "AdaScaleConfig(global_batch_size=..., elastic=...) need ray_adascale.Run, which makes the batches by them. Give the "
+            "loop's per_worker_batch_size and accumulation."
+        )
+    if config.batch.changes:
+        chosen = {"target_efficiency": config.target_efficiency, "batch_schedule": config.batch_schedule}
+        raise SettingError(
+            "Invalid {}: it changes the batch as the run goes on, and here the loop that owns the data loader decides the batch. "
+            "Leave it out, or use ray_adascale.Run.",
+            **{name: value for name, value in chosen.items() if value is not None},
+        )
+    plan = config.batch.plan(workers)
+    per_epoch = None if config.dataset_length is None else config.dataset_length / plan.base_batch_size
+    total_steps = config.resolve_total_steps(per_epoch)
+    adascale = adascale_of(optimizer, config, plan, total_steps=total_steps, grad_scaler=grad_scaler, model=bare)
+    schedule = TauSchedule(
+        adascale,
+        scheduler,
+        config.scheduler_unit if scheduler is not None else None,
+        base_steps_per_epoch=per_epoch,
+        total_steps=total_steps,
+        base_batch_size=plan.base_batch_size,
+    )
+    schedule.plan = plan
+    base = schedule.base_schedule
+    if recipe is not None:
+        check_recipe(recipe, base)
+    check_rule(config, base.lr_curve)
+    for advice in check_schedule(scheduler, base, plan.global_batch_size):
+        warn_on_first_worker(advice)
+    return adascale, schedule
+
+
+def _workers() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    # Set by torchrun and similar launchers, so it shows that there are workers, which can't reduce gradients yet.
+    announced = os.environ.get("WORLD_SIZE", "1")
+    if announced.isdigit() and int(announced) > 1:
+        raise RuntimeError(
+            f"There are {announced} processes (WORLD_SIZE) and no process group yet, so S and n would be those of one worker. "
+            "Call attach() after init_process_group(): after Accelerator(), in Lightning's on_fit_start, or use the adapters of "
+            "ray_adascale.integrations."
+        )
+    return 1
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, DataParallel | ShardedDataParallel):
+        raise ValueError(
+            f"Invalid model: a {type(model).__name__}. Must be the bare model, or a torch.nn.parallel.DistributedDataParallel."
+        )
+    # By name, because importing FSDP takes half a second.
+    if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
+        raise ValueError(
+            "The model is in FullyShardedDataParallel (FSDP1). AdaScale can't measure its flat parameters. Use "
+            "DistributedDataParallel, or ray_adascale.Run with AdaScaleConfig(sharding='fsdp2')."
+        )
+    if any(is_dtensor(p) for p in model.parameters()):
+        raise ValueError(
+            "The model's parameters are DTensors (fully_shard, or tensor parallelism). attach() is for models that are whole on "
+            "each worker. With fully_shard use ray_adascale.Run with AdaScaleConfig(sharding='fsdp2'), or build "
+            "AdaScale(optimizer, model=model) and TauSchedule yourself."
+        )

@@ -1,0 +1,278 @@
+"""Checkpoints of a run: the stage that decides when one is saved and whether training waits, and the saver that writes it.
+
+:meth:`Saver.save` or :meth:`Saver.begin` writes a checkpoint's folder, once the workers have compared their positions. A
+manifest seals the folder, and the backend stores it. All of this is collective, at a step boundary.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ... import checkpoint
+from ..._files import room_in_words
+from ...batch import BatchPlan
+from ..observe.trace import TraceFile
+from .backend import Backend
+from .stage import BoundaryFlags, IntervalTimer, RunAtBoundary, Stage, StepReport
+from .train_state import TrainState
+
+_NOTHING = BoundaryFlags(0)
+
+Content = tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Path, int]]]
+"""Tensors, state and files: the arguments of :func:`ray_adascale.checkpoint.save`."""
+
+
+class Boundary(NamedTuple):
+    """Position of one worker at a step boundary. It must be the same on all workers.
+
+    Attributes:
+        step: Optimizer steps so far.
+        effective_steps: τ.
+        lr: lr(⌊τ⌋) of the first parameter group.
+    """
+
+    step: int
+    effective_steps: float
+    lr: float
+
+
+class _InFlight(NamedTuple):
+    """A checkpoint that a thread is writing, its folder, and its report."""
+
+    saving: checkpoint.Save
+    folder: Path
+    report: StepReport
+
+
+class Saver:
+    """Writes one worker's share of each checkpoint.
+
+    Args:
+        backend: Provides the folders, and stores sealed checkpoints.
+        process_group: The workers, for tensors on the CPU too. Default: the default group.
+    """
+
+    def __init__(self, backend: Backend, process_group: dist.ProcessGroup | None = None) -> None:
+        self._backend = backend
+        self._group = process_group
+        self._in_flight: _InFlight | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a checkpoint was begun and not finished. The same on all workers."""
+        return self._in_flight is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether this worker is still writing a checkpoint, or its backend is still uploading one."""
+        return (self._in_flight is not None and self._in_flight.saving.running) or self._backend.uploading
+
+    def save(self, boundary: Boundary, content: Callable[[], Content]) -> Path | None:
+        """Write this worker's share and seal the checkpoint. The caller reports the folder.
+
+        Args:
+            boundary: Position of this worker.
+            content: Returns the content of the checkpoint. Called after the folder was made.
+
+        Returns:
+            The folder; None if the backend keeps no checkpoints.
+
+        Raises:
+            RuntimeError: Workers are at different positions.
+            CheckpointError: A worker could not write this checkpoint or the previous one.
+        """
+        return self._write(checkpoint.save, boundary, content)[0]
+
+    def begin(self, boundary: Boundary, content: Callable[[], Content], report: StepReport) -> None:
+        """Copy the content of a checkpoint and start a thread that writes it. :meth:`finish` seals and reports it."""
+        folder, saving = self._write(checkpoint.begin_save, boundary, content)
+        if folder is not None:
+            assert saving is not None
+            # A copy, because the loop changes its metrics.
+            self._in_flight = _InFlight(saving, folder, replace(report, metrics=dict(report.metrics)))
+
+    def finish(self) -> None:
+        """Wait for the checkpoint in flight, if there is one, seal it and report it.
+
+        Raises:
+            CheckpointError: A worker could not write its share. The message names the worker and the cause.
+        """
+        written, self._in_flight = self._in_flight, None
+        if written is None:
+            return
+        with _discarded_on_error(written.folder):
+            written.saving.finish()
+        self._backend.report_in_background(written.report, written.folder)
+
+    def _write(
+        self,
+        write: Callable[..., checkpoint.Save | None],
+        boundary: Boundary,
+        content: Callable[[], Content],
+    ) -> tuple[Path | None, checkpoint.Save | None]:
+        self.finish()  # at most one checkpoint is in flight
+        folder: Path | None = None
+        error: Exception | None = None
+        made: Content = {}, {}, {}
+        try:
+            folder = self._backend.checkpoint_folder(boundary.step)
+            if folder is None:
+                return None, None
+            made = content()
+        except Exception as e:  # raised below, once the other workers have been informed
+            error = e
+        with _discarded_on_error(folder):
+            check_agreement(boundary, error, self._backend, self._group)
+            assert folder is not None
+            tensors, state, files = made
+            return folder, write(folder, tensors, state, files=files, process_group=self._group)
+
+
+def check_agreement(
+    boundary: Boundary,
+    error: Exception | None,
+    backend: Backend,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Check that all workers are at the same boundary and can write. Collective.
+
+    Args:
+        boundary: Position of this worker.
+        error: The error that keeps this worker from writing; None without one. This worker raises it; the other workers
+            raise a CheckpointError or a RuntimeError with its text.
+        backend: The surroundings of the run.
+        process_group: The workers. Default: the default group, with tensors on the backend's device.
+
+    Raises:
+        RuntimeError: Workers are at different boundaries, or the state of one can't be saved.
+        CheckpointError: A worker can't write.
+    """
+    if isinstance(error, OSError):  # the folder could not be made
+        cause, error = (
+            error,
+            checkpoint.CheckpointError(
+                f"No checkpoint was written: rank {backend.rank}: {type(error).__name__}: {error}"
+                + room_in_words(error, error.filename or tempfile.gettempdir())
+            ),
+        )
+        error.__cause__ = cause
+    if backend.world_size == 1:
+        if error is not None:
+            raise error
+        return
+    mine = torch.tensor([*boundary, error is not None], dtype=torch.float64)
+    if process_group is None:
+        mine = mine.to(backend.device)
+    everyone = [torch.empty_like(mine) for _ in range(backend.world_size)]
+    dist.all_gather(everyone, mine, group=process_group)
+    if any(row[3] != 0 for row in everyone):
+        errors: list[Any] = [None] * backend.world_size
+        dist.all_gather_object(
+            errors,
+            None if error is None else (isinstance(error, checkpoint.CheckpointError), str(error)),
+            process_group,
+        )
+        if error is not None:
+            raise error
+        rank, (on_disk, text) = next((rank, error) for rank, error in enumerate(errors) if error is not None)
+        if on_disk:
+            raise checkpoint.CheckpointError(text)
+        raise RuntimeError(f"No checkpoint was written: the state of rank {rank} can't be saved; see its error: {text}")
+    if any(not torch.equal(other, everyone[0]) for other in everyone):
+        table = "; ".join(
+            f"rank {rank}: τ={tau!r}, lr={lr!r}, step={step:.0f}"
+            for rank, (step, tau, lr, _) in enumerate(row.tolist() for row in everyone)
+        )
+        raise RuntimeError(f"No checkpoint was written: the workers are at different positions. {table}")
+
+
+@contextmanager
+def _discarded_on_error(folder: Path | None) -> Iterator[None]:
+    """Return a context that deletes an unsealed checkpoint after an error: it is useless, and a full disk needs the space."""
+    try:
+        yield
+    except BaseException:
+        if folder is not None and not checkpoint.is_sealed(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+class Checkpointing(Stage):
+    """Saves checkpoints at an interval: in the background, at most one at a time, or with a report that the run waits for.
+
+    Args:
+        backend: Stores the checkpoints.
+        train_state: The state to save.
+        trace: The trace, saved with the state; None without one.
+        every_s: Seconds between checkpoints.
+        in_background: Whether checkpoints are written in the background.
+        process_group: The workers, for tensors on the CPU too. Default: the default group.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        train_state: TrainState,
+        trace: TraceFile | None,
+        *,
+        every_s: float,
+        in_background: bool,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.saver = Saver(backend, process_group)
+        self._train_state = train_state
+        self._trace = trace
+        self._in_background = in_background
+        self._timer = IntervalTimer(every_s)
+
+    def flags(self) -> BoundaryFlags:
+        if self.saver.busy:
+            return BoundaryFlags.BUSY
+        return BoundaryFlags.CHECKPOINT if self.saver.in_flight or self._timer.due else _NOTHING
+
+    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
+        if BoundaryFlags.BUSY in flags:
+            return None
+        if self.saver.in_flight:
+            self.saver.finish()
+        elif self._in_background and BoundaryFlags.CHECKPOINT in flags and not run.reported:
+            self.begin(run)
+        return None
+
+    def begin(self, run: RunAtBoundary) -> None:
+        """Begin a checkpoint in the background. Collective."""
+        self.saver.begin(self._boundary(run), lambda: self._content(run.plan), run.step_report())
+        self._timer.restart()
+
+    def saves_with_report(self, flags: BoundaryFlags) -> bool:
+        """Return whether a checkpoint that the run waits for is due."""
+        due = BoundaryFlags.CHECKPOINT in flags and BoundaryFlags.BUSY not in flags
+        return due and not self._in_background
+
+    def save(self, run: RunAtBoundary) -> Path | None:
+        """Write this worker's share of a checkpoint and seal the checkpoint. Collective.
+
+        Returns:
+            The checkpoint's folder, not reported yet; None if the backend keeps no checkpoints.
+        """
+        return self.saver.save(self._boundary(run), lambda: self._content(run.plan))
+
+    def restart_interval(self) -> None:
+        """Begin a new interval after a checkpoint was reported."""
+        self._timer.restart()
+
+    def _boundary(self, run: RunAtBoundary) -> Boundary:
+        return Boundary(run.state.iterations, run.effective_steps, run.schedule.lrs[0])
+
+    def _content(self, plan: BatchPlan) -> Content:
+        files = {} if self._trace is None else self._trace.files()
+        return self._train_state.tensors(), self._train_state.state(plan), files

@@ -1,0 +1,129 @@
+"""The stage that evaluates the model at intervals in τ, and ends a run whose evaluations have stopped improving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...config import EarlyStop
+from .stage import BoundaryFlags, RunAtBoundary, Stage
+
+_NOTHING = BoundaryFlags(0)
+
+
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Put a module and all modules in it in eval mode. Restore the mode of each of them: a frozen part may stay in eval mode."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+class Evaluation(Stage):
+    """Evaluates the model at multiples of an interval in τ, and ends the run if evaluations have stopped improving.
+
+    Args:
+        evaluate: Returns metrics of the bare model. None for a loop that evaluates by itself and records the metrics.
+        module: The bare model.
+        every: Effective steps between evaluations.
+        early_stop: When to end the run; None for never.
+
+    Attributes:
+        evaluated_at: τ of the last evaluation; −1 before the first.
+        best: The best evaluation's metric for ``early_stop``; None before the first.
+        best_at: τ of the best evaluation; −1 before the first.
+        evaluated_step: Number of the optimizer step after which this start last evaluated the model; −1 before the first.
+    """
+
+    def __init__(
+        self,
+        evaluate: Callable[[nn.Module], Mapping[str, float]] | None,
+        module: nn.Module,
+        *,
+        every: float,
+        early_stop: EarlyStop | None,
+    ) -> None:
+        self._evaluate = evaluate
+        self._module = module
+        self._every = every
+        self._early_stop = early_stop
+        self.evaluated_at = -1.0
+        self.best: float | None = None
+        self.best_at = -1.0
+        self.evaluated_step = -1
+
+    def multiples_by(self, effective_steps: float) -> float:
+        """Return the number of multiples of the interval between the last evaluation and this τ."""
+        return effective_steps // self._every - max(self.evaluated_at, 0.0) // self._every
+
+    def due_by(self, effective_steps: float) -> bool:
+        return self._evaluate is not None and self.multiples_by(effective_steps) > 0
+
+    def flags(self) -> BoundaryFlags:
+        return BoundaryFlags.STALLED if self.stalled is not None else _NOTHING
+
+    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
+        if BoundaryFlags.STALLED in flags:
+            return self._reason()
+        if self.due_by(run.effective_steps):
+            self._run(run)
+        return None
+
+    def finish(self, run: RunAtBoundary) -> None:
+        """Evaluate at the end of the run, unless the last evaluation was at this τ."""
+        if self._evaluate is not None and self.evaluated_at < run.effective_steps:
+            self._run(run)
+
+    def recorded(self, metrics: Mapping[str, Any], effective_steps: float) -> None:
+        """Process metrics that were recorded at this τ. They count as an evaluation."""
+        self.evaluated_at = effective_steps
+        stop = self._early_stop
+        if stop is None or stop.metric is None or stop.metric not in metrics:
+            return
+        if stop.better(metrics[stop.metric], self.best):
+            self.best, self.best_at = metrics[stop.metric], effective_steps
+
+    @property
+    def stalled(self) -> str | None:
+        """The reason to end the run early; None to go on. A function of the state in a checkpoint."""
+        stop = self._early_stop
+        if stop is None or self.best_at < 0 or self.evaluated_at - self.best_at < stop.patience:
+            return None
+        return self._reason()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"evaluated_at": self.evaluated_at, "best": self.best, "best_at": self.best_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.evaluated_at, self.best, self.best_at = state["evaluated_at"], state["best"], state["best_at"]
+
+    def _reason(self) -> str:
+        stop = self._early_stop
+        assert stop is not None
+        # best is None on a worker whose evaluations were all NaN. An error here would leave the other workers waiting.
+        than = "" if self.best is None else f" than {self.best:.4g}"
+        return f"no better {stop.metric}{than} for {stop.patience:g} effective steps"
+
+    def _run(self, run: RunAtBoundary) -> None:
+        assert self._evaluate is not None
+        with in_eval_mode(self._module), torch.no_grad():
+            metrics = self._evaluate(self._module)
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"evaluate returned a {type(metrics).__name__}. It must return a dict of metrics by name.")
+        stop = self._early_stop
+        if stop is not None and stop.metric not in metrics:
+            raise ValueError(
+                f"Invalid EarlyStop(metric={stop.metric!r}): evaluate returned {', '.join(map(repr, metrics)) or 'nothing'}. "
+                "The metric must be one of them."
+            )
+        self.evaluated_step = run.state.iterations
+        run.record(**metrics)
+        run.state.metrics.update(run.state.recorded)

@@ -1,0 +1,56 @@
+"""The stages that process notices: an interrupt by the user, and the preemption of a worker."""
+
+from __future__ import annotations
+
+import logging
+
+from .backend import Backend
+from .stage import BoundaryFlags, IntervalTimer, RunAtBoundary, Stage
+from .train_state import INTERRUPTED
+
+_log = logging.getLogger(__name__)
+
+_NOTHING = BoundaryFlags(0)
+
+
+class Interrupt(Stage):
+    """Ends this start of the run if the backend requests it. A later start resumes the run."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def flags(self) -> BoundaryFlags:
+        return BoundaryFlags.STOP if self._backend.stop_requested else _NOTHING
+
+    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
+        # A stalled run ends for good: it must not be resumed.
+        if BoundaryFlags.STOP not in flags or BoundaryFlags.STALLED in flags:
+            return None
+        if self._backend.rank == 0:
+            _log.info("Stopped after optimizer step %s. Its checkpoint is being written.", f"{run.state.iterations:,}")
+        return INTERRUPTED
+
+
+class Preemption(Stage):
+    """Saves a checkpoint, with a report, if there is a new preemption notice."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._notice: str | None = None
+        self._timer = IntervalTimer(backend.preemption_poll_s)
+
+    def flags(self) -> BoundaryFlags:
+        return BoundaryFlags.POLL if self._timer.due else _NOTHING
+
+    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
+        if BoundaryFlags.POLL not in flags:
+            return None
+        self._timer.restart()
+        notice, before = self._backend.preemption_notice(), self._notice
+        self._notice = notice
+        if notice is not None and notice != before:
+            step = run.state.iterations
+            if self._backend.rank == 0:
+                _log.warning("Preemption notice: %s. Writing a checkpoint at step %d.", notice, step)
+            run.report(save=True)
+        return None

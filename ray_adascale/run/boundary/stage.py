@@ -1,0 +1,182 @@
+"""Values and interfaces of a step boundary: the stages that act there, and what a stage reads of the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntFlag
+from typing import Any, Protocol
+
+from ...batch import BatchPlan
+from ...optim.schedule import BaseSchedule, EffectiveSchedule
+
+
+@dataclass(frozen=True)
+class TakenStep:
+    """An optimizer step that was taken. Its numbers may still be on the device.
+
+    Attributes:
+        number: Optimizer steps of the run so far, including this step and skipped steps.
+        plan: The step's batch.
+        lr: lr(⌊τ⌋) of the first parameter group, before the gain.
+        tau: τ before the step.
+        position: Examples of the run so far.
+        flags: This worker's flags, if it is the only one. Flags of several workers arrive with the step's numbers.
+        own: The user's metrics of this step.
+        recorded: The user's metrics so far.
+    """
+
+    number: int
+    plan: BatchPlan
+    lr: float
+    tau: float
+    position: int
+    flags: BoundaryFlags
+    own: dict[str, Any]
+    recorded: dict[str, Any]
+
+
+@dataclass
+class LoopState:
+    """Numbers and metrics of the loop itself, stored in a checkpoint's state under these names.
+
+    Attributes:
+        iterations: Optimizer steps, including steps that were skipped for a non-finite gradient.
+        progress: Σ r over the steps.
+        nonfinite: Consecutive skipped steps up to now.
+        attempt: Number of earlier starts of the run.
+        recorded: The user's metrics, each as last recorded.
+        metrics: The last step's metrics and the user's.
+        stopped: The reason for the end of the loop, or None.
+    """
+
+    iterations: int = 0
+    progress: float = 0.0
+    nonfinite: int = 0
+    attempt: int = 0
+    recorded: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    stopped: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """State of a run at a step boundary, to be reported.
+
+    Attributes:
+        metrics: The last step's metrics and the user's.
+        effective_steps: τ.
+        schedule: The schedule of the base run, with T.
+        stopped: The reason for the end of the run; None before the end.
+        evaluated: Whether the model was evaluated at this τ.
+    """
+
+    metrics: Mapping[str, Any]
+    effective_steps: float
+    schedule: BaseSchedule
+    stopped: str | None = None
+    evaluated: bool = False
+
+
+class BoundaryFlags(IntFlag):
+    """Actions that are due at a step boundary, as one number that is summed over the workers.
+
+    Rank 0 alone measures intervals: if each worker went by its own clock, workers would wait in different collectives. So only
+    rank 0 sends the bits below BUSY, and each worker may send BUSY.
+    """
+
+    REPORT = 1
+    CHECKPOINT = 2
+    POLL = 4
+    """Check for a preemption notice."""
+    STOP = 8
+    """End this start of the run, with a checkpoint."""
+    STALLED = 16
+    """End the run: the evaluations have stopped improving."""
+    BUSY = 32
+    """A worker is still writing or uploading the previous checkpoint."""
+
+    @classmethod
+    def from_sum(cls, total: float) -> BoundaryFlags:
+        """Return the flags of all workers together, from the sum of each worker's number."""
+        busy, bits = divmod(int(total), cls.BUSY.value)
+        return cls(bits) | (cls.BUSY if busy else cls(0))
+
+
+class IntervalTimer:
+    """Measures whether an interval has passed.
+
+    Args:
+        seconds: The interval; inf for one that never passes.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new interval now."""
+        self._began = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the interval began."""
+        return time.monotonic() - self._began
+
+    @property
+    def due(self) -> bool:
+        """Whether the interval has passed."""
+        return self.elapsed >= self._seconds
+
+
+class RunAtBoundary(Protocol):
+    """The part of :class:`ray_adascale.Run` that stages use."""
+
+    state: LoopState
+    schedule: EffectiveSchedule
+    plan: BatchPlan
+
+    @property
+    def effective_steps(self) -> float: ...
+
+    @property
+    def reported(self) -> bool: ...
+
+    def set_plan(self, plan: BatchPlan) -> None: ...
+
+    def record(self, **metrics: Any) -> None: ...
+
+    def step_report(self) -> StepReport: ...
+
+    def report(self, *, save: bool) -> None: ...
+
+
+class Stage:
+    """Base class of the objects that act at step boundaries, on all workers together and in one fixed order."""
+
+    def due_by(self, effective_steps: float) -> bool:
+        """Return whether this stage may have to act by this τ, so that the host must read the step now."""
+        return False
+
+    def flags(self) -> BoundaryFlags:
+        """Return this worker's flags. Of other workers than rank 0 only BUSY counts."""
+        return BoundaryFlags(0)
+
+    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
+        """Act at a step boundary. Collective.
+
+        Args:
+            run: The run. The host has read all of its steps.
+            flags: The flags of all workers together, the same on all of them.
+
+        Returns:
+            The reason to end the run; None to go on.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this stage's part of a checkpoint: JSON values, the same on all workers."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this stage's part of a checkpoint's state."""

@@ -1,0 +1,349 @@
+"""The state of a run: saved in a checkpoint, loaded on any number of workers, logged at a start.
+
+τ and the averages are the optimizer's state. The schedule is a function of τ. The data's position is a number of examples.
+The loop itself has a few numbers, its :class:`LoopState`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import checkpoint
+from ..._torch import uncompiled_name
+from ..._version import __version__
+from ..._warn import warn_at_user
+from ...batch import BatchPlan
+from ...checkpoint.optimizer import hyperparameters, load_hyperparameters, load_optimizer, optimizer_tensors
+from ...checkpoint.rng import capture_rng, empty_rng, restore_rng
+from ...data.source import BatchSource
+from ...optim.adascale import AdaScale
+from ...optim.algorithm import of_other_base_batch
+from ...optim.curves import curve_difference
+from ...optim.schedule import BaseSchedule, EffectiveSchedule
+from .stage import LoopState, Stage
+
+_log = logging.getLogger(__name__)
+
+INTERRUPTED = "interrupted"
+"""The reason for the end of a start that a later start resumes. Its checkpoint is that of a running run."""
+
+_EXTRA = "extra/"
+_TENSOR = "__tensor__"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """The objects that a checkpoint is made from and loaded into.
+
+    Attributes:
+        module: The bare model.
+        optimizer: The optimizer of the run.
+        parameter_names: Names of the optimizer's parameters.
+        scaler: The loss scaler, or None.
+        schedule: The schedule that drives the optimizer.
+        source: The data.
+        loop: The loop's own state.
+        stages: The stages of a step boundary that have a state.
+        base_schedule: The schedule of the base run.
+        world_size: Number of workers.
+        recipe: The recipe's fingerprint, or None.
+        rank: This worker's number.
+        device: The device of this worker.
+        extra: The user's objects with ``state_dict`` and ``load_state_dict``, by name.
+    """
+
+    module: nn.Module
+    optimizer: AdaScale
+    parameter_names: Mapping[Tensor, str]
+    scaler: torch.amp.GradScaler | None
+    schedule: EffectiveSchedule
+    source: BatchSource
+    loop: LoopState
+    stages: Sequence[Stage]
+    base_schedule: BaseSchedule
+    world_size: int
+    recipe: str | None
+    rank: int
+    device: torch.device
+    extra: Mapping[str, Any]
+
+    def tensors(self) -> dict[str, Any]:
+        """Return this worker's share of a checkpoint's tensors. They are the live tensors, not copies."""
+        # Parameters are equal on all workers. Buffers (BatchNorm's averages) differ, and DDP continues with rank 0's.
+        own = {name for name, _ in self.module.named_buffers()} if self.rank > 0 else ()
+        out = _weights(self.module, without=own)
+        out.update(optimizer_tensors(self.optimizer, self.parameter_names))
+        out.update({f"adascale/{key}": value for key, value in self.optimizer.statistics_state().items()})
+        out.update({f"rng/{self.rank}/{key}": value for key, value in capture_rng(self.device).items()})
+        for name, stateful in self.extra.items():
+            taken_apart(stateful.state_dict(), f"{_EXTRA}{name}", out)
+        out["schedule/lr_curve"] = torch.tensor(self.base_schedule.lr_curve, dtype=torch.float64)
+        return out
+
+    def state(self, plan: BatchPlan) -> dict[str, Any]:
+        """Return the state of a checkpoint beside the tensors: JSON values, the same on all workers.
+
+        Args:
+            plan: The batch of the next step.
+        """
+        base = self.base_schedule
+        of_stages = {key: value for stage in self.stages for key, value in stage.state_dict().items()}
+        return {
+            **vars(self.loop),
+            **of_stages,
+            "stopped": None if self.loop.stopped == INTERRUPTED else self.loop.stopped,
+            "effective_steps": self.optimizer.effective_steps,
+            "total_steps": base.total_steps,
+            "scheduler_unit": base.scheduler_unit,
+            "base_steps_per_epoch": base.base_steps_per_epoch,
+            "plan": dict(vars(plan)),
+            "schedule": self.schedule.state_dict(),
+            "data": self.source.state_dict(),
+            "param_groups": hyperparameters(self.optimizer),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "recipe": self.recipe,
+            "extra": {
+                name: taken_apart(stateful.state_dict(), f"{_EXTRA}{name}", {}) for name, stateful in self.extra.items()
+            },
+            "versions": {"ray_adascale": __version__, "torch": torch.__version__},
+        }
+
+    def load(self, folder: Path, *, accept_changes: bool) -> int:
+        """Load a checkpoint into a run that was just built. Not collective.
+
+        Args:
+            folder: The folder of the checkpoint.
+            accept_changes: Accept another base batch, T or LR curve than the checkpoint's.
+
+        Returns:
+            Number of workers that wrote the checkpoint.
+
+        Raises:
+            ValueError: Base batch, T, LR curve or data are not the checkpoint's, and the change was not accepted.
+            CheckpointError: The checkpoint can't be read, or does not fit the model.
+        """
+        whole = checkpoint.Saved(folder)
+        saved = whole.state
+        changed = self._changed_on_purpose(whole, accept_changes)
+        statistics = whole.tensors("adascale/")
+        whole.load(_weights(self.module))
+        load_optimizer(whole, self.optimizer, self.parameter_names)
+        if changed:  # the new settings apply from this τ on
+            self.schedule.load_state_dict({"calls": self.schedule.due(saved["effective_steps"])})
+            ratio = saved["plan"]["base_batch_size"] / self.base_schedule.base_batch_size
+            statistics = of_other_base_batch(statistics, ratio)
+        else:
+            self.schedule.load_state_dict(saved["schedule"])
+            load_hyperparameters(self.optimizer, saved["param_groups"])
+        self.optimizer.load_statistics_state(statistics)
+        self.source.load_state_dict(saved["data"])
+        if self.scaler is not None and saved["scaler"]:
+            self.scaler.load_state_dict(saved["scaler"])
+        for each in fields(LoopState):
+            setattr(self.loop, each.name, saved[each.name])
+        for stage in self.stages:
+            stage.load_state_dict(saved)
+        self._load_extra(whole)
+        self.loop.attempt += 1
+        if self.optimizer.effective_steps < self.base_schedule.total_steps:
+            self.loop.stopped = None  # the run had ended, and T is larger now
+        workers: int = saved["plan"]["world_size"]
+        if workers == self.world_size:
+            load_rng(whole, self.rank, self.device)
+        return workers
+
+    def _load_extra(self, whole: checkpoint.Saved) -> None:
+        saved = whole.state["extra"]
+        for name, state in saved.items():
+            if name not in self.extra:
+                if self.rank == 0:
+                    warn_at_user(
+                        f"The checkpoint's extra_state {name!r} is not loaded: this run has none of this name."
+                    )
+                continue
+            prefix = f"{_EXTRA}{name}/"
+            tensors = {f"{prefix}{key}": value for key, value in whole.tensors(prefix).items()}
+            self.extra[name].load_state_dict(put_together(state, tensors))
+        missing = sorted(self.extra.keys() - saved.keys())
+        if missing and self.rank == 0:
+            warn_at_user(
+                f"The checkpoint {whole.folder.name} has no extra_state {', '.join(map(repr, missing))}: it begins as built."
+            )
+
+    def _changed_on_purpose(self, whole: checkpoint.Saved, accept: bool) -> bool:
+        """Return whether base batch, T or LR curve were changed since the checkpoint. Warn of accepted changes.
+
+        Raises:
+            ValueError: They were changed, and ``accept`` is False.
+        """
+        saved, curve = whole.state, whole.tensors("schedule/")["lr_curve"]
+        changed = changes_since(saved_schedule(saved, curve.tolist()), self.base_schedule)
+        if not changed:
+            return False
+        what = f"The run was changed since its checkpoint {whole.folder.name}: {'; '.join(changed)}."
+        if not accept:
+            raise ValueError(
+                f"{what} Restore the settings, start a new run under another name, or accept them with "
+                "AdaScaleConfig(accept_changes=True), which is --accept-changes on the command line."
+            )
+        if self.rank == 0:
+            warn_at_user(
+                f"{what} Accepted: it goes on at effective step {saved['effective_steps']:.1f} with the new settings."
+            )
+        return True
+
+
+def _weights(module: nn.Module, without: Collection[str] = ()) -> dict[str, Any]:
+    """Return a model's weights by their keys in a checkpoint, which don't depend on ``torch.compile``."""
+    weights = module.state_dict()
+    return {
+        f"{checkpoint.WEIGHTS_PREFIX}{uncompiled_name(key)}": value
+        for key, value in weights.items()
+        if key not in without
+    }
+
+
+def taken_apart(state: Any, key: str, tensors: dict[str, Any]) -> Any:
+    """Return a nested state as JSON values, with a placeholder for each tensor.
+
+    Args:
+        state: Dicts with strings as keys, lists, tuples (loaded as lists), tensors, and JSON values.
+        key: The key of the state in the checkpoint.
+        tensors: Receives the tensors, by key.
+
+    Raises:
+        TypeError: The state has a value of another type. The message names its key.
+    """
+    if isinstance(state, Tensor):
+        if type(state) not in (Tensor, nn.Parameter):
+            raise TypeError(f"Invalid {key}: a {type(state).__name__}. Must be a plain tensor, whole on each worker.")
+        tensors[key] = state.detach()
+        return {_TENSOR: key}
+    if isinstance(state, Mapping):
+        wrong = next((name for name in state if not isinstance(name, str) or name == _TENSOR), None)
+        if wrong is not None:
+            raise TypeError(f"Invalid key {wrong!r} in {key}. Must be a string other than {_TENSOR!r}.")
+        return {name: taken_apart(value, f"{key}/{name}", tensors) for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [taken_apart(value, f"{key}/{i}", tensors) for i, value in enumerate(state)]
+    if state is None or isinstance(state, bool | int | float | str):
+        return state
+    raise TypeError(
+        f"Invalid {key}: a {type(state).__name__}. Must be tensors and JSON values in the state_dict of extra_state, because "
+        "nothing in a checkpoint is pickled."
+    )
+
+
+def put_together(state: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the nested state from the JSON values and tensors of :func:`taken_apart`."""
+    if isinstance(state, Mapping):
+        if set(state) == {_TENSOR}:
+            return tensors[state[_TENSOR]]
+        return {name: put_together(value, tensors) for name, value in state.items()}
+    if isinstance(state, list):
+        return [put_together(value, tensors) for value in state]
+    return state
+
+
+def load_rng(saved: checkpoint.Saved, rank: int, device: torch.device) -> None:
+    """Load the state of a worker's random number generators."""
+    prefix = f"rng/{rank}/"
+    rng = {key: value for key, value in empty_rng(device).items() if f"{prefix}{key}" in saved.index}
+    saved.load({f"{prefix}{key}": value for key, value in rng.items()})
+    restore_rng(rng, device)
+
+
+def saved_schedule(state: Mapping[str, Any], lr_curve: list[list[float]]) -> BaseSchedule:
+    """Return the base run's schedule from a checkpoint's state and LR curve."""
+    return BaseSchedule(
+        base_batch_size=state["plan"]["base_batch_size"],
+        total_steps=state["total_steps"],
+        scheduler_unit=state["scheduler_unit"],
+        base_steps_per_epoch=state["base_steps_per_epoch"],
+        lr_curve=lr_curve,
+    )
+
+
+def changes_since(was: BaseSchedule, now: BaseSchedule) -> list[str]:
+    """Return the differences in base batch, T, unit and LR curve, a phrase each."""
+    changed = [
+        f"{name} is {getattr(now, name)}, was {getattr(was, name)}"
+        for name in ("base_batch_size", "total_steps")
+        if getattr(now, name) != getattr(was, name)
+    ]
+    if was.scheduler_unit != now.scheduler_unit:
+        changed.append(f"scheduler_unit is {now.scheduler_unit!r}, was {was.scheduler_unit!r}")
+    difference = curve_difference(was.lr_curve, now.lr_curve)
+    if difference is not None:
+        table = _differing_points(was, now) if len(was.lr_curve) == len(now.lr_curve) else []
+        points = f"; at effective step {', '.join(table)}" if table else ""
+        changed.append(f"the learning-rate curve differs: {difference}{points}")
+    return changed
+
+
+def _differing_points(was: BaseSchedule, now: BaseSchedule, shown: int = 5) -> list[str]:
+    """Return "τ: lr before → lr now" at a few of the τ at which the first group that differs does so."""
+    end = min(was.total_steps, now.total_steps)
+    taus = sorted({int(i * end / 200) for i in range(200)})
+    for group in range(len(was.lr_curve)):
+        rates = {tau: (was.lr_at(group, tau), now.lr_at(group, tau)) for tau in taus}
+        differing = [tau for tau, (before, after) in rates.items() if abs(before - after) > 1e-6 * abs(before)]
+        if differing:
+            picked = sorted({differing[i * (len(differing) - 1) // (shown - 1)] for i in range(shown)})
+            name = f" (group {group})" if group else ""
+            return [f"{tau}{name}: lr {rates[tau][0]:.6g} → {rates[tau][1]:.6g}" for tau in picked]
+    return []
+
+
+def log_start(
+    train_state: TrainState, plan: BatchPlan, folder: Path | None, workers_before: int | None, checkpoint_every_s: float
+) -> None:
+    """Log that a run begins, or where it resumes.
+
+    Args:
+        train_state: The state of the run, loaded from the checkpoint if there is one.
+        plan: The batch of the next step.
+        folder: The checkpoint; None if the run begins.
+        workers_before: Number of workers that wrote the checkpoint; None if the run begins.
+        checkpoint_every_s: Seconds between checkpoints.
+    """
+    workers = f"{plan.world_size} worker{'' if plan.world_size == 1 else 's'}"
+    total = train_state.base_schedule.total_steps
+    if folder is None:
+        _log.info(
+            "Started on %s: batch %d at base batch %d, so S = %g; T = %d effective steps.",
+            workers,
+            plan.global_batch_size,
+            plan.base_batch_size,
+            plan.scale,
+            total,
+        )
+        return
+    loop = train_state.loop
+    if loop.stopped is not None:
+        _log.warning(
+            "The run in %s has ended before: %s, at optimizer step %d. Nothing is left to do.",
+            folder.name,
+            loop.stopped,
+            loop.iterations,
+        )
+        return
+    if workers_before not in (None, plan.world_size):
+        workers += f" (before: {workers_before}; S is {plan.scale:g} now)"
+    _log.info(
+        "Resumed from %s: optimizer step %d, effective step %.2f of %d, %s. Steps taken after this checkpoint "
+        "are taken again: at most those of %g s and of the writing of a checkpoint.",
+        folder.name,
+        loop.iterations,
+        train_state.optimizer.effective_steps,
+        total,
+        workers,
+        checkpoint_every_s,
+    )

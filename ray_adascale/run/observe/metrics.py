@@ -1,0 +1,160 @@
+"""The metrics of an optimizer step: their keys and values, the user's metrics, and their text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ...batch import BatchPlan
+from ...gain import plain_noise_scale
+from ...optim.adascale import AdaScale
+from .eta import LEFT, Eta
+
+METRICS = (
+    "gain",
+    "scale",
+    "effective_steps",
+    "progress",
+    "lr",
+    "loss",
+    "sigma2",
+    "mu2",
+    "noise_scale",
+    "efficiency",
+    "examples_per_s",
+    "optimizer_steps",
+    "world_size",
+)
+"""The keys of every report, beside the user's. ``lr`` is the schedule's lr(⌊τ⌋) of the first parameter group, before the gain,
+so that over effective steps it is the same curve at every scale."""
+
+
+SHORT_STEP = "short_step"
+"""The key of True in the trace's row of a step with fewer passes than declared, as at the end of a client's epoch."""
+
+
+SKIPPED = "skipped"
+"""The key of True in the trace's row of a step that was skipped, because its gradient was not finite."""
+
+
+COUNTERS = ("step", "attempt", "position", "total_steps", "steps_left")
+"""The keys of a row, beside :data:`METRICS`, that the run writes itself. They give its position and measure nothing."""
+
+
+OWN_KEYS = frozenset(
+    {
+        *METRICS,
+        *LEFT,
+        *COUNTERS,
+        SHORT_STEP,
+        SKIPPED,
+        "stopped",  # the end of the run, for the driver
+        "loop_seconds",  # these two in the run's summary
+        "skipped_steps",
+        "objective",  # these three in a trial's reports to Tune
+        "epochs",
+        "outcome",
+    }
+    - {"loss"}
+)
+"""The keys that the package writes into rows, reports and messages. The user's metrics have other names; only ``loss`` may be
+replaced."""
+
+
+def step_metrics(
+    optimizer: AdaScale,
+    plan: BatchPlan,
+    *,
+    loss: float,
+    lr: float,
+    progress: float,
+    examples_per_s: float,
+    probed: tuple[float, float] | None,
+) -> dict[str, Any]:
+    """Return the values of the last step under :data:`METRICS`. Waits for the device if the step has not been read.
+
+    Args:
+        optimizer: The optimizer that has taken the step.
+        plan: The step's batch.
+        loss: Mean over the step's examples, of all workers.
+        lr: lr(⌊τ⌋) of the schedule, before the gain.
+        progress: Σ r.
+        examples_per_s: Over all workers.
+        probed: σ² and μ² of the last probe, for steps that have one gradient sample; None without one.
+    """
+    sigma2, mu2 = optimizer.average_moments()
+    if math.isnan(sigma2) and probed is not None:
+        sigma2, mu2 = probed
+    gain, scale = optimizer.last_step.gain, plan.scale
+    return {
+        "gain": gain,
+        "scale": scale,
+        "effective_steps": optimizer.effective_steps,
+        "progress": progress,
+        "lr": lr,
+        "loss": loss,
+        "sigma2": sigma2,
+        "mu2": mu2,
+        "noise_scale": plain_noise_scale(sigma2, mu2, plan.base_batch_size),
+        "efficiency": gain / scale,
+        "examples_per_s": examples_per_s,
+        "optimizer_steps": optimizer.steps,
+        "world_size": plan.world_size,
+    }
+
+
+def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the user's metrics with one-element tensors and NumPy scalars as Python numbers.
+
+    Raises:
+        ValueError: A name is one of :data:`OWN_KEYS`.
+        TypeError: A value is neither a number nor a string.
+    """
+    out = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
+    for key, value in out.items():
+        if key in OWN_KEYS:
+            raise ValueError(f"Invalid metric {key!r}: the run reports it itself. Choose another name.")
+        if not isinstance(value, bool | int | float | str):
+            raise TypeError(f"Invalid metric {key!r} of type {type(value).__name__}. Must be a number or a string.")
+    return out
+
+
+def too_large_for_the_noise(plan: BatchPlan, noise_scale: float, gain: float, *, window: float) -> str | None:
+    """Return a warning if the batch exceeds the noise scale (examples), so that r/S is below one half; else None.
+
+    Args:
+        plan, noise_scale, gain: Of the last step.
+        window: Effective steps over which the noise scale is averaged.
+    """
+    if plan.scale <= 1 or not plan.global_batch_size > noise_scale:
+        return None
+    return (
+        f"The batch of {plan.global_batch_size} exceeds the gradient noise scale of {noise_scale:.0f} examples "
+        f"over the last {window:,.0f} effective steps (gain {gain:.2f} at scale {plan.scale:g}): more workers now buy less than "
+        "half."
+    )
+
+
+# ---- progress as text ------------------------------------------------------------------------------------------------
+
+
+def tau_of(metrics: Mapping[str, Any], total_steps: float) -> str:
+    """Return τ and T as text."""
+    return f"τ {metrics['effective_steps']:,.0f}/{total_steps:,.0f}"
+
+
+def state_of(metrics: Mapping[str, Any]) -> str:
+    """Return steps, gain and scale, LR, loss, throughput and workers as text."""
+    workers = metrics["world_size"]
+    return (
+        f"step {metrics['optimizer_steps']:,}  gain {metrics['gain']:.2f} of {metrics['scale']:g}  "
+        f"lr {metrics['lr']:.3g}  loss {metrics['loss']:.4g}  {metrics['examples_per_s']:,.0f} examples/s  "
+        f"{workers} worker{'s' if workers != 1 else ''}"
+    )
+
+
+def format_metrics(metrics: Mapping[str, Any], total_steps: float, left: Eta) -> str:
+    """Return one line of text: τ/T, steps, gain and scale, LR, loss, throughput, workers and time left."""
+    share = min(metrics["effective_steps"] / total_steps, 1)
+    return f"{tau_of(metrics, total_steps)} {share:4.0%}  {state_of(metrics)}  {left}"

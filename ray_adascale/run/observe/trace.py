@@ -1,0 +1,376 @@
+"""The trace: one JSON line for each optimizer step, in a file that survives a kill of the process.
+
+Rows are appended while the run trains, so a crash damages at most the last line. After a crash the run resumes from a
+checkpoint, and its trace from the checkpoint's copy: steps after the checkpoint are taken again.
+
+Each checkpoint has a copy, so a trace must not grow without bound. Beyond ``keep`` steps every k-th step stays, with the first
+and the last row. The stride k is a power of two that depends on the newest step alone, so a trace does not depend on when it was
+thinned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import tempfile
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..._errors import check_count
+from ..._files import TRACE, write_atomically
+from ..._warn import warn_at_user
+from .metrics import OWN_KEYS
+from .step import Listener, Step
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_SCALARS = frozenset({bool, int, float, str, type(None)})
+
+
+class Trace:
+    """An open trace. It appends to the rows of an existing file, after dropping a torn last line.
+
+    Args:
+        path: The file. It and its folder are made if missing.
+        flush_every: Rows to collect before they are written, ≥ 1.
+        keep: Largest number of rows that :meth:`shorten` leaves between the first and the last; None for all.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, flush_every: int = 100, keep: int | None = None) -> None:
+        self.flush_every = check_count("flush_every", flush_every)
+        self.keep = None if keep is None else check_count("keep", keep, remedy="None keeps all rows.")
+        self.path = Path(path)
+        self._pending: list[bytes] = []
+        self._last_at = 0  # where the rows begin that were written last
+        self._steps = array("q")  # the step of each row, if there is a limit to them
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            _mend(self.path)
+            if keep is not None:
+                self._steps.extend(row["step"] for _, row in _rows(self.path))
+        self._file: BinaryIO | None = self.path.open("ab")
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add the row of one step.
+
+        Args:
+            row: ``step`` (int, the optimizer step) and further keys, with Python numbers (NaN allowed), bools, strings,
+                None, and lists of these.
+
+        Raises:
+            TypeError: A value has another type. A tensor must be read explicitly (``.item()``), because reading it waits
+                for the device.
+            ValueError: There is no integer ``step``, or the trace is closed.
+        """
+        step = row.get("step")
+        if not isinstance(step, int) or isinstance(step, bool):
+            raise ValueError(f"Invalid row: {step=}. Every row needs the optimizer step as an int.")
+        if self._file is None:
+            raise ValueError(f"The trace {self.path} is closed.")
+        for key, value in row.items():
+            if type(value) not in _SCALARS or type(key) is not str:
+                _check(key, value)
+        self._pending.append(_line(row))
+        if self.keep is not None:
+            self._steps.append(step)
+        if len(self._pending) >= self.flush_every:
+            self.flush()
+
+    def replace_last(self, row: Mapping[str, Any]) -> None:
+        """Replace the row that :meth:`append` has added last, which was written at once (``flush_every=1``)."""
+        if self._file is None:
+            raise ValueError(f"The trace {self.path} is closed.")
+        self._file.truncate(self._last_at)
+        self._file.seek(0, os.SEEK_END)
+        if self.keep is not None:
+            self._steps.pop()
+        self.append(row)
+
+    def flush(self) -> None:
+        """Write the collected rows to the file."""
+        if self._file is not None and self._pending:
+            self._last_at = self._file.tell()
+            self._file.write(b"".join(self._pending))
+            self._file.flush()
+            self._pending.clear()
+
+    def shorten(self) -> None:
+        """Write the collected rows, and leave out all but every k-th step, the first and the last row.
+
+        The user's metrics of a row that is left out, such as those of an evaluation, go to the next row that stays.
+        """
+        self.flush()
+        if self.keep is None or not self._steps:
+            return
+        stride = 1
+        while self._steps[-1] > self.keep * stride:
+            stride *= 2
+        last = len(self._steps) - 1
+        stays = [step % stride == 0 or i in (0, last) for i, step in enumerate(self._steps)]
+        if all(stays):
+            return
+        with self.path.open("rb") as file:
+            self._rewrite(_thinned(file, stays))
+        self._steps = array("q", itertools.compress(self._steps, stays))
+
+    def _rewrite(self, lines: Iterable[bytes]) -> None:
+        """Replace the lines of the file by these. After an error the file is unchanged."""
+        if self._file is None:
+            raise ValueError(f"The trace {self.path} is closed.")
+        self._file.close()
+        self._file = None
+        try:
+            write_atomically(self.path, lines, sync=False)  # the copy in a checkpoint is synced
+        finally:
+            self._file = self.path.open("ab")
+
+    def close(self) -> None:
+        """Write the collected rows and close the file. A second call does nothing."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def abandon(self) -> None:
+        """Close the file without writing the collected rows."""
+        self._pending.clear()
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # the file object may have a buffer to write
+                file.close()
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return all rows of a trace, in the order of the file, without a last line that a crash has torn.
+
+    Raises:
+        ValueError: A line before the last one is no row: the file is damaged, or no trace.
+    """
+    return [row for _, row in _rows(Path(path))]
+
+
+def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield each line, with its line break, and its row."""
+    torn: int | None = None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if torn is not None:
+                break
+            row = _parse(line)
+            if row is None:
+                torn = number  # accepted if no line follows
+                continue
+            yield line.rstrip(b"\r\n") + b"\n", row
+        else:
+            return
+    raise ValueError(f"Line {torn} of {path} is not a trace row. Only the last line of a trace may be torn.")
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return _encode(dict(row)).encode() + b"\n"
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    # No proper prefix of a JSON object is JSON, so a torn row is never read as a shorter row.
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _thinned(lines: Iterable[bytes], stays: Iterable[bool]) -> Iterator[bytes]:
+    """Yield the lines that stay, with the user's metrics of the lines left out before each."""
+    left: dict[str, Any] = {}
+    for line, stay in zip(lines, stays, strict=True):
+        if not stay:
+            row = json.loads(line)
+            left.update((key, value) for key, value in row.items() if key not in OWN_KEYS and key != "loss")
+        elif left:
+            row = json.loads(line)
+            yield _line(row | left | row)
+            left = {}
+        else:
+            yield line
+
+
+def _mend(path: Path) -> None:
+    """Prepare a file after a crash for appending: drop a torn last line, or add its missing line break."""
+    with path.open("rb+") as file:
+        start = end = 0
+        line = b""
+        for line in file:
+            start, end = end, end + len(line)
+        if line and _parse(line) is None:
+            file.truncate(start)
+        elif line and not line.endswith(b"\n"):
+            file.seek(end)
+            file.write(b"\n")
+
+
+def _check(key: object, value: Any) -> None:
+    if not isinstance(key, str):
+        raise TypeError(f"Invalid key {key!r}: {type(key).__name__}. Keys of a trace row are strings.")
+    if isinstance(value, list):
+        for item in value:
+            _check(key, item)
+    elif value is not None and not isinstance(value, bool | int | float | str):
+        raise TypeError(
+            f"Invalid {key!r} in a trace row: a {type(value).__module__}.{type(value).__qualname__}. "
+            "Must be a Python number, bool, str, None or a list of these. Read a tensor with .item()."
+        )
+
+
+class TraceFile(Listener):
+    """Writes the trace of a run, a row for each optimizer step.
+
+    A failing trace never ends a run: if a row can't be written, as on a full disk, the trace ends with one warning.
+
+    Args:
+        path: The file. New rows are appended.
+        keep: Rows to keep, see :class:`Trace`.
+        store: Function that stores the file of an ended run. Default: the file stays where it is.
+        flush: Whether to write each row at once, so that the trace of a run that fails is there. Default: many rows together.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        keep: int | None,
+        store: Callable[[Path], object] | None = None,
+        flush: bool = False,
+    ) -> None:
+        self._path = path
+        self._store = store
+        self._flush = flush
+        self._row: dict[str, Any] | None = None  # the last step's, while metrics may be recorded for it
+        self._changed = False  # whether metrics were recorded since that row was written
+        self._trace: Trace | None = None  # None once the trace can't be written
+        with self._warning_on_error():
+            self._trace = Trace(path, flush_every=1 if flush else 100, keep=keep)
+
+    @classmethod
+    def in_folder(cls, folder: Path, rows: Sequence[Mapping[str, Any]], *, keep: int | None) -> TraceFile:
+        """Return a trace that grows in the run's own folder.
+
+        Args:
+            folder: The run's.
+            rows: The rows of earlier starts. They replace the trace of a start that failed later.
+            keep: Rows to keep, see :class:`Trace`.
+        """
+        path = folder / TRACE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, (_line(row) for row in rows), sync=False)
+        except OSError as e:
+            _warn_of_loss(e)
+        return cls(path, keep=keep, flush=True)
+
+    @classmethod
+    def scratch(cls, *, keep: int | None, store: Callable[[Path], object]) -> TraceFile | None:
+        """Return a trace in a temporary folder, which is removed with the object; None if there can't be a folder."""
+        try:
+            folder = tempfile.mkdtemp(prefix="ray_adascale-")
+        except OSError as e:
+            _warn_of_loss(e)
+            return None
+        trace = cls(Path(folder) / TRACE, keep=keep, store=store)
+        weakref.finalize(trace, shutil.rmtree, folder, ignore_errors=True)
+        return trace
+
+    def resume(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append the rows of earlier starts."""
+        with self._warning_on_error():
+            for row in rows:
+                if self._trace is not None:
+                    self._trace.append(row)
+
+    def after_step(self, step: Step) -> None:
+        """Write the previous step's row, and keep this step's row for metrics that are recorded for it."""
+        self.write_row()
+        self._row = step.row
+        if self._flush:
+            self._write(Trace.append, step.row)
+
+    def recorded(self, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to the row of the last step."""
+        if self._row is not None:
+            self._row.update(metrics)
+            self._changed = True
+
+    def ended(self, why: str, metrics: Mapping[str, Any]) -> None:
+        """Write the last row, shorten the trace, and store it."""
+        self.close(shorten=True)
+        if self._store is None or not self._path.exists():
+            return
+        try:
+            self._store(self._path)
+        except OSError as e:  # the run has ended and has stored its checkpoint
+            warn_at_user(f"The run's trace could not be stored: {e}", RuntimeWarning)
+
+    def close(self, *, shorten: bool = False) -> None:
+        """Write the last row and close the file.
+
+        Args:
+            shorten: Thin out the rows.
+        """
+        self.write_row()
+        with self._warning_on_error():
+            if self._trace is not None:
+                if shorten:
+                    self._trace.shorten()
+                self._trace.close()
+
+    def files(self) -> dict[str, tuple[Path, int]]:
+        """Return the file with the rows up to the last step, as the ``files`` of :func:`ray_adascale.checkpoint.save`."""
+        self.write_row()
+        with self._warning_on_error():
+            if self._trace is not None:
+                self._trace.shorten()
+        return {TRACE: (self._path, self._path.stat().st_size)} if self._path.exists() else {}
+
+    def write_row(self) -> None:
+        """Write the last step's row. No more metrics can be recorded for it."""
+        row, self._row, changed, self._changed = self._row, None, self._changed, False
+        if row is not None and (changed or not self._flush):
+            self._write(Trace.replace_last if self._flush else Trace.append, row)
+
+    def _write(self, write: Callable[[Trace, Mapping[str, Any]], None], row: Mapping[str, Any]) -> None:
+        if self._trace is not None:
+            with self._warning_on_error():
+                write(self._trace, row)
+
+    def failed(self) -> None:
+        """Store the trace of a run that fails."""
+        if self._store is not None:
+            self.ended("failed", {})
+
+    @contextlib.contextmanager
+    def _warning_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            if self._trace is not None:
+                self._trace.abandon()
+            self._trace = None
+            _warn_of_loss(e)
+
+
+def _warn_of_loss(error: OSError) -> None:
+    warn_at_user(
+        f"The run's trace can't be written any more: {error}. Training goes on; the report will lack the next steps of this "
+        "start.",
+        RuntimeWarning,
+    )

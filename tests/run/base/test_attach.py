@@ -1,0 +1,147 @@
+"""attach: S, n and T for a loop that others own, the recipe's checks, and what it can't be right with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+
+from ray_adascale import OSS, AdaScale, AdaScaleConfig, TauSchedule, attach, record_recipe
+
+from ...integrations.problem import BATCH, Notes, assert_same_run, by_run, dataset, loss_of, make, settings
+from ...samples_of import regression
+
+
+def test_scale_and_samples_follow_from_the_clients_batch() -> None:
+    model, optimizer, scheduler = make(100)
+    adascale, schedule = attach(
+        model, optimizer, scheduler, settings(100, per_worker_batch_size=2 * BATCH, accumulation=3)
+    )
+    assert isinstance(adascale, AdaScale)
+    assert isinstance(schedule, TauSchedule)
+    assert (adascale.scale, adascale.num_samples) == (6.0, 3)
+    assert schedule.base_schedule.total_steps == 100
+    assert not schedule.finished
+    adascale.effective_steps = 100.0
+    assert schedule.finished
+
+
+def test_epochs_are_counted_by_the_datasets_length() -> None:
+    model, optimizer, _ = make(100)
+    scheduler = LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    config = AdaScaleConfig(
+        base_batch_size=8, total_epochs=3, scheduler_unit="epoch", dataset_length=100, accumulation=2
+    )
+    _, schedule = attach(model, optimizer, scheduler, config)
+    assert schedule.base_schedule.total_steps == 37
+    assert schedule.base_schedule.lr_curve == [[0.05, 0.025, 0.0125]]
+
+
+def under_ddp(total_steps: int, examples: int) -> tuple[Notes, Notes]:
+    """A loop by hand, with DistributedDataParallel and no client at all."""
+    import torch.distributed as dist
+
+    model, optimizer, scheduler = make(total_steps)
+    adascale, schedule = attach(model, optimizer, scheduler, settings(total_steps))
+    ddp = DistributedDataParallel(model)
+    notes = Notes().of(adascale, model)
+    x, y = dataset(examples).tensors
+    position = dist.get_rank() * BATCH
+    while not schedule.finished:
+        rows = [(position + j) % examples for j in range(BATCH)]
+        adascale.zero_grad()
+        loss_of(ddp, (x[rows], y[rows])).backward()
+        adascale.step()
+        position += 2 * BATCH
+    return notes, by_run(total_steps, 1, examples)
+
+
+def test_a_loop_by_hand_is_the_run_that_run_makes(pool: Any) -> None:
+    for ours, theirs in pool(2).run(under_ddp, 40, 160):
+        assert_same_run(ours, theirs)
+
+
+def test_several_processes_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    model, optimizer, scheduler = make(10)
+    with pytest.raises(RuntimeError, match=r"4 processes.*no process group.*after init_process_group\(\)"):
+        attach(model, optimizer, scheduler, settings(10, accumulation=2))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        (lambda m, o: (m, [o, o]), "a list of 2"),
+        (lambda m, o: (m, AdaScale(o)), "Pass the bare optimizer"),
+        (lambda m, o: (m, OSS.wrap(o)), "Pass the bare optimizer"),
+        (lambda m, o: (nn.DataParallel(m), o), "a DataParallel"),
+    ],
+)
+def test_what_is_wrapped_or_several_is_refused(wrong: Any, match: str) -> None:
+    model, optimizer, scheduler = make(10)
+    model, optimizer = wrong(model, optimizer)
+    with pytest.raises(ValueError, match=match):
+        attach(model, optimizer, scheduler, settings(10, accumulation=2))
+
+
+def sharded() -> list[str]:
+    """What a model gets for an answer whose parameters no worker holds whole."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    said = []
+    for shard in (fully_shard, lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu"))):
+        model = shard(make(10)[0].float())
+        optimizer = SGD(model.parameters(), lr=0.1)
+        try:
+            attach(model, optimizer, None, settings(10))
+        except ValueError as e:
+            said.append(str(e))
+    return said
+
+
+def test_a_sharded_model_is_refused(pool: Any) -> None:
+    for two, one in pool(2).run(sharded):
+        assert "DTensors" in two
+        assert "FSDP1" in one
+
+
+def test_the_curve_must_be_the_recipes() -> None:
+    recipe = record_recipe(regression, {}, base_batch_size=4, total_steps=12)
+    built = regression({"total_steps": 12})
+    config = AdaScaleConfig(per_worker_batch_size=4, accumulation=2)
+    adascale, schedule = attach(built.model, built.optimizer, built.scheduler, config, recipe)
+    assert schedule.base_schedule.total_steps == recipe.total_steps
+    assert schedule.base_schedule.lr_curve == recipe.lr_curve
+    assert adascale.scale == 2.0
+
+    other = regression({"total_steps": 12})
+    other.optimizer.param_groups[0]["lr"] *= 2
+    other.scheduler.base_lrs = [0.02]
+    with pytest.raises(ValueError, match="The learning-rate curve is not the recipe's"):
+        attach(other.model, other.optimizer, other.scheduler, config, recipe)
+
+
+def test_the_recipes_settings_are_compared_with_what_the_client_is_said_to_do() -> None:
+    recipe = record_recipe(regression, {}, base_batch_size=4, total_steps=12)
+    built = regression({"total_steps": 12})
+    config = AdaScaleConfig(per_worker_batch_size=4, accumulation=2)
+    with pytest.warns(UserWarning, match="found with precision='fp32'"):
+        attach(built.model, built.optimizer, built.scheduler, replace(config, precision="bf16"), recipe)
+
+
+def test_a_loop_that_cannot_cut_its_batches_says_so() -> None:
+    model, optimizer, scheduler = make(10)
+    for more in ({"global_batch_size": 64}, {"elastic": True}):
+        with pytest.raises(ValueError, match=r"ray_adascale\.Run"):
+            attach(model, optimizer, scheduler, settings(10, **more))
+    for name, chosen in (("target_efficiency", 0.5), ("batch_schedule", "0:4,50%:16")):
+        with pytest.raises(ValueError, match=rf"{name}=.*{chosen}.*\): .*data loader decides.*ray_adascale\.Run"):
+            attach(model, optimizer, scheduler, settings(10, **{name: chosen}))
+    with pytest.raises(ValueError, match="sharding='zero2'"):
+        attach(model, optimizer, scheduler, settings(10, accumulation=2, sharding="zero2"))

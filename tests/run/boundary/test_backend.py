@@ -1,0 +1,317 @@
+"""LocalBackend: which checkpoint a start begins from, which are kept, and who does what where there are several workers.
+
+A function whose name starts with an underscore runs on each rank of the pool.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ray_adascale import CheckpointError, LocalBackend, checkpoint
+from ray_adascale.optim.schedule import BaseSchedule
+from ray_adascale.run.boundary.backend import ReportPolicy
+from ray_adascale.run.boundary.stage import StepReport
+from ray_adascale.run.observe.eta import EtaTracker
+
+from ...pool import ProcessPool
+
+Pool = Callable[[int], ProcessPool]
+
+
+def outcome(**metrics: Any) -> StepReport:
+    schedule = BaseSchedule(
+        base_batch_size=4, total_steps=9, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
+    )
+    return StepReport(metrics=metrics, effective_steps=1.0, schedule=schedule)
+
+
+def save(backend: LocalBackend, step: int) -> Path:
+    folder = backend.checkpoint_folder(step)
+    assert folder is not None
+    checkpoint.save(folder, {"x": torch.ones(3)}, {"step": step})
+    backend.report(outcome(step=step), folder)
+    return folder
+
+
+def damage(folder: Path) -> None:
+    """A bit flipped, the size as it was."""
+    (path, *_) = folder.glob("*.distcp")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoint_*"))
+
+
+def latest(backend: LocalBackend) -> str | None:
+    with backend.latest_checkpoint() as found:
+        return None if found is None else found.name
+
+
+def test_without_a_folder_nothing_is_kept_and_nothing_found(tmp_path: Path) -> None:
+    backend = LocalBackend(device="cpu")
+    assert (backend.rank, backend.world_size, backend.device) == (0, 1, torch.device("cpu"))
+    assert backend.checkpoint_folder(3) is None
+    assert latest(backend) is None
+    assert backend.trace_folder() is None
+    assert backend.trace_store() is None
+    backend.report(outcome(loss=0.5), None)
+    assert backend.metrics == {"loss": 0.5}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_trace_is_beside_the_checkpoints(tmp_path: Path) -> None:
+    assert LocalBackend(tmp_path / "run").trace_folder() == tmp_path / "run"
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+    backend = LocalBackend(tmp_path, device="cpu", keep=keep)
+    for step in (2, 10, 100, 1000):  # by number, not by their digits
+        save(backend, step)
+    newest = ["checkpoint_0000000010", "checkpoint_0000000100", "checkpoint_0000001000"]
+    assert names(tmp_path) == newest[-keep:]
+    backend.report(outcome(), None)  # a report without a checkpoint takes none away
+    assert names(tmp_path) == newest[-keep:]
+    for folder in tmp_path.iterdir():
+        checkpoint.verify(folder)
+
+
+def test_old_checkpoints_go_and_wrecks_do_not_count(tmp_path: Path) -> None:
+    for name in ("checkpoint_0000000003", "checkpoint_9999999999"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "__0_0.distcp").write_text("of a save that was cut short")
+    (tmp_path / "checkpoint_9999999999" / "manifest.json").write_text("{}")
+    checkpoint.save(tmp_path / "checkpoint_0000000002", {"x": torch.ones(1)})
+    checkpoint.save(tmp_path / "checkpoint_0000000004", {"x": torch.ones(1)})
+    LocalBackend(tmp_path).report(outcome(), tmp_path / "checkpoint_0000000004")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint_0000000002", "checkpoint_0000000004"]
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_a_run_that_keeps_no_checkpoint_is_refused(keep: int) -> None:
+    with pytest.raises(ValueError, match=f"keep={keep}"):
+        LocalBackend(keep=keep)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Not at the first checkpoint, or with the whole run lost at its end."""
+    (tmp_path / "file").write_text("no folder")
+    for folder in (tmp_path / "file" / "runs", Path("/proc/nope")):
+        with pytest.raises(ValueError, match=r"Invalid folder .* Name a folder that can be written"):
+            LocalBackend(folder, device="cpu")
+    LocalBackend(tmp_path / "new" / "runs", device="cpu")
+    assert list((tmp_path / "new" / "runs").iterdir()) == []  # nothing stays of the attempt
+
+
+def test_the_last_report_is_a_copy() -> None:
+    metrics = {"loss": 1.0}
+    backend = LocalBackend(device="cpu")
+    backend.report(StepReport(metrics=metrics, effective_steps=1.0, schedule=outcome().schedule), None)
+    metrics["loss"] = 2.0  # the next step's
+    assert backend.metrics == {"loss": 1.0}
+
+
+def test_a_start_begins_from_the_newest_that_is_whole(tmp_path: Path) -> None:
+    backend = LocalBackend(tmp_path, device="cpu", keep=5)
+    folders = [save(backend, step) for step in (1, 2, 3, 4)]
+    assert latest(backend) == "checkpoint_0000000004"
+    damage(folders[3])
+    (folders[2] / "manifest.json").unlink()  # never completed
+    with pytest.warns(RuntimeWarning) as told:
+        assert latest(backend) == "checkpoint_0000000002"
+    assert [str(w.message).split(":")[0] for w in told] == [
+        f"Skipped the checkpoint {folders[3]}",
+        f"Skipped the checkpoint {folders[2]}",
+    ]
+
+
+def test_where_all_are_damaged_the_run_does_not_begin_anew(tmp_path: Path) -> None:
+    backend = LocalBackend(tmp_path, device="cpu")
+    for step in (1, 2):
+        damage(save(backend, step))
+    with (
+        pytest.warns(RuntimeWarning, match="Skipped"),
+        pytest.raises(CheckpointError, match=f"None of the 2 checkpoints in {tmp_path} can be used"),
+    ):
+        latest(backend)
+
+
+def test_a_run_that_never_completed_a_checkpoint_begins_anew(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint_0000000001").mkdir()
+    with pytest.warns(RuntimeWarning, match="Skipped"):
+        assert latest(LocalBackend(tmp_path, device="cpu")) is None
+
+
+def test_a_folder_is_empty_before_it_is_written_to(tmp_path: Path) -> None:
+    backend = LocalBackend(tmp_path, device="cpu")
+    left = tmp_path / "checkpoint_0000000007"
+    left.mkdir()
+    (left / "__3_0.distcp").write_text("of an earlier start, cut short")
+    assert backend.checkpoint_folder(7) == left
+    assert not left.exists()
+
+
+def test_what_a_backend_need_not_say(tmp_path: Path) -> None:
+    backend = LocalBackend(tmp_path, device="cpu")
+    folder = backend.checkpoint_folder(1)
+    assert folder is not None
+    checkpoint.save(folder, {"x": torch.ones(3)})
+    backend.report_in_background(outcome(loss=3.0), folder)
+    assert (backend.metrics, backend.uploading) == ({"loss": 3.0}, False)
+    assert (backend.preemption_notice(), backend.preemption_poll_s) == (None, math.inf)
+    assert backend.report_policy == ReportPolicy(evaluations=True, save_evaluations=False, save_end=True)
+    assert list(backend.listeners(EtaTracker(None))) == []
+
+
+def _on_two_workers(folder: str) -> tuple[list[Any], list[str]]:
+    rank = dist.get_rank()
+    backend = LocalBackend(folder, device="cpu", keep=1)
+    assert (backend.rank, backend.world_size) == (rank, 2)
+    told: list[Any] = [latest(backend)]
+    for step in (1, 2):
+        path = backend.checkpoint_folder(step)
+        assert path is not None
+        checkpoint.save(path, {f"x/{rank}": torch.ones(3)})
+        if rank == 1:
+            backend.report(outcome(), path)
+            assert path.exists()
+        dist.barrier()
+        before = names(Path(folder))
+        dist.barrier()
+        if rank == 0:
+            assert len(before) == step  # rank 1 took none away
+            backend.report(outcome(), path)
+        dist.barrier()
+        told.append(latest(backend))
+    (left,) = [Path(folder) / name for name in names(Path(folder))]
+    dist.barrier()
+    if rank == 0:
+        damage(left)
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            latest(backend)
+        except CheckpointError as error:
+            told.append(str(error))
+    return told, [str(w.message) for w in caught]
+
+
+def test_rank_0_looks_and_takes_away_and_all_know_what_it_found(pool: Pool, tmp_path: Path) -> None:
+    (found, warned), (same, silent) = pool(2).run(_on_two_workers, str(tmp_path))
+    assert found[:3] == [None, "checkpoint_0000000001", "checkpoint_0000000002"]
+    assert f"None of the 1 checkpoints in {tmp_path} can be used" in found[3]
+    assert same == found
+    assert len(warned) == 1
+    assert silent == []
+
+
+# ---- the device ------------------------------------------------------------------------------------------------------
+
+
+class Cuda:
+    """torch.cuda with a number of visible devices, of which none is in use yet unless ``current`` says so."""
+
+    def __init__(self, patched: pytest.MonkeyPatch, visible: int, current: int | None = None) -> None:
+        self.chosen: list[int] = []
+        patched.setattr(torch.cuda, "is_available", lambda: visible > 0)
+        patched.setattr(torch.cuda, "device_count", lambda: visible)
+        patched.setattr(torch.cuda, "is_initialized", lambda: current is not None)
+        patched.setattr(torch.cuda, "current_device", lambda: current or 0)
+        patched.setattr(torch.cuda, "set_device", lambda device: self.chosen.append(torch.device("cuda", device).index))
+        patched.delenv("LOCAL_RANK", raising=False)
+        patched.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize("asked", [None, "cuda"])
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_each_of_torchruns_workers_has_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int, asked: str | None
+) -> None:
+    cuda = Cuda(monkeypatch, visible=2)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    assert LocalBackend(device=asked).device == torch.device("cuda", local_rank)
+    assert cuda.chosen == [local_rank]  # NCCL's object collectives use the current device
+
+
+def test_without_a_launcher_the_current_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cuda(monkeypatch, visible=2)
+    assert LocalBackend().device == torch.device("cuda", 0)
+    Cuda(monkeypatch, visible=2, current=1)
+    assert LocalBackend().device == torch.device("cuda", 1)
+
+
+def test_a_gpu_that_the_program_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, visible=4, current=3)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert LocalBackend().device == torch.device("cuda", 3)
+    assert LocalBackend(device="cuda:2").device == torch.device("cuda", 2)
+    assert cuda.chosen == [3, 2]
+
+
+def test_a_gpu_in_use_by_default_is_not_one_that_the_program_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cuda(monkeypatch, visible=2, current=0)  # by a tensor.cuda() before
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert LocalBackend().device == torch.device("cuda", 1)
+
+
+def test_the_gpu_of_the_process_group_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, visible=4)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    group = type("Group", (), {"bound_device_id": torch.device("cuda", 2)})()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(type(dist.group), "WORLD", group)
+    assert LocalBackend().device == torch.device("cuda", 2)
+    assert cuda.chosen == [2]
+
+
+def test_one_visible_gpu_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, visible=1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert LocalBackend().device == torch.device("cuda", 0)
+    assert cuda.chosen == [0]
+
+
+@pytest.mark.parametrize("visible", [1, 2])
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, visible: int) -> None:
+    cuda = Cuda(monkeypatch, visible=visible)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match=rf"LOCAL_RANK is 2, .* {visible} CUDA device.*--nproc-per-node"):
+        LocalBackend()
+    assert LocalBackend(device="cuda:0").device == torch.device("cuda", 0)  # several may share one, with gloo
+    assert LocalBackend(device="cpu").device == torch.device("cpu")
+    assert cuda.chosen == [0]
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, visible=2)
+    with pytest.raises(ValueError, match=r"Invalid device='cuda:2'.*2 CUDA device"):
+        LocalBackend(device="cuda:2")
+    assert cuda.chosen == []
+    Cuda(monkeypatch, visible=0)
+    for asked in ("cuda", "cuda:0"):
+        with pytest.raises(ValueError, match=rf"Invalid device='{asked}': torch finds no CUDA device .* Use 'cpu'"):
+            LocalBackend(device=asked)
+
+
+def test_no_gpu_is_touched_for_a_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, visible=2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert LocalBackend(device="cpu").device == torch.device("cpu")
+    Cuda(monkeypatch, visible=0)
+    assert LocalBackend().device == torch.device("cpu")
+    assert cuda.chosen == []

@@ -1,0 +1,275 @@
+"""The stages of a step boundary: when each is due, and what each does."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ray_adascale import EarlyStop, LocalBackend
+from ray_adascale.run.boundary import stage
+from ray_adascale.run.boundary.backend import ReportPolicy
+from ray_adascale.run.boundary.checkpointing import Checkpointing
+from ray_adascale.run.boundary.evaluation import Evaluation
+from ray_adascale.run.boundary.notices import Interrupt, Preemption
+from ray_adascale.run.boundary.reporting import Reporting
+from ray_adascale.run.boundary.stage import BoundaryFlags
+from ray_adascale.run.boundary.train_state import INTERRUPTED
+
+NOTHING = BoundaryFlags(0)
+REPORT, CHECKPOINT, POLL = BoundaryFlags.REPORT, BoundaryFlags.CHECKPOINT, BoundaryFlags.POLL
+STOP, STALLED, BUSY = BoundaryFlags.STOP, BoundaryFlags.STALLED, BoundaryFlags.BUSY
+
+
+class Told(LocalBackend):
+    preemption_poll_s = 5.0
+    notice: str | None = None
+    uploads = stops = False
+
+    def __init__(self) -> None:
+        super().__init__(device="cpu")
+
+    def preemption_notice(self) -> str | None:
+        return self.notice
+
+    @property
+    def uploading(self) -> bool:
+        return self.uploads
+
+    @property
+    def stop_requested(self) -> bool:
+        return self.stops
+
+
+class FakeRun:
+    """The part of a run that stages use."""
+
+    def __init__(self, backend: LocalBackend) -> None:
+        self.state = SimpleNamespace(iterations=7, metrics={}, recorded={})
+        self.effective_steps = 10.0
+        self.reports: list[bool] = []
+        self.reported = False
+        self.recorded: list[dict[str, Any]] = []
+
+    def report(self, *, save: bool) -> None:
+        self.reports.append(save)
+        self.reported = True
+
+    def record(self, **metrics: Any) -> None:
+        self.recorded.append(metrics)
+
+    def step_report(self) -> Any:
+        return SimpleNamespace(metrics={}, effective_steps=10.0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(stage.time, "monotonic", lambda: now[0])
+    return now
+
+
+def checkpointing(backend: LocalBackend, *, in_background: bool = True) -> Checkpointing:
+    state: Any = None
+    return Checkpointing(backend, state, None, every_s=300.0, in_background=in_background, process_group=None)
+
+
+def evaluating(metric: dict[str, float] | None = None, **settings: Any) -> Evaluation:
+    evaluate = None if metric is None else lambda _: metric
+    return Evaluation(evaluate, nn.Linear(1, 1), **{"every": 4.0, "early_stop": None, **settings})
+
+
+def test_each_stage_is_due_after_its_own_interval(clock: list[float]) -> None:
+    backend, run = Told(), FakeRun(Told())
+    saving = checkpointing(backend)
+    stages = [Preemption(backend), saving, Reporting(backend, 10.0, evaluating(), saving)]
+
+    def flags() -> BoundaryFlags:
+        return stages[0].flags() | stages[1].flags() | stages[2].flags()
+
+    assert flags() == NOTHING
+    clock[0] += 5
+    assert flags() == POLL
+    stages[0].act(run, POLL)  # type: ignore[arg-type]
+    assert flags() == NOTHING
+    clock[0] += 295
+    assert flags() == POLL | CHECKPOINT | REPORT
+    backend.uploads = True
+    assert flags() == POLL | REPORT | BUSY
+    backend.uploads = False
+    stages[2].report(run, save=False)  # type: ignore[attr-defined]
+    assert flags() == POLL | CHECKPOINT
+    saving.restart_interval()
+    assert flags() == POLL
+
+
+def test_an_interrupt_ends_the_run_unless_it_ends_for_good(clock: list[float]) -> None:
+    backend, run = Told(), FakeRun(Told())
+    stage = Interrupt(backend)
+    assert stage.flags() == NOTHING
+    backend.stops = True
+    assert stage.flags() == STOP
+    assert stage.act(run, STOP | REPORT) == INTERRUPTED  # type: ignore[arg-type]
+    assert stage.act(run, REPORT) is None  # type: ignore[arg-type]
+    assert stage.act(run, STOP | STALLED) is None  # type: ignore[arg-type]
+
+
+def test_a_notice_counts_once_until_it_changes(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    backend, run = Told(), FakeRun(Told())
+    stage = Preemption(backend)
+    saved = []
+    for backend.notice in (None, "node a", "node a", None, "node a", "nodes a, b", None, "node a"):
+        run.reports.clear()
+        stage.act(run, POLL)  # type: ignore[arg-type]
+        saved.append(list(run.reports))
+    assert saved == [[], [True], [], [], [True], [True], [], [True]]
+    run.reports.clear()
+    backend.notice = "node d"
+    stage.act(run, REPORT)  # type: ignore[arg-type]
+    assert run.reports == []  # the notice is read when it is due on all workers
+    with caplog.at_level(logging.WARNING):
+        backend.notice = "node c"
+        stage.act(run, POLL)  # type: ignore[arg-type]
+    assert "node c. Writing a checkpoint at step 7" in caplog.text
+
+
+def test_evaluations_come_at_multiples_of_the_interval() -> None:
+    run: Any = FakeRun(Told())
+    stage = evaluating({"accuracy": 0.5})
+    assert not stage.due_by(3.9)
+    assert stage.due_by(4.0)
+    run.effective_steps = 3.9
+    stage.act(run, NOTHING)
+    assert (run.recorded, stage.evaluated_step) == ([], -1)
+    run.effective_steps = 9.0
+    stage.act(run, NOTHING)
+    assert (run.recorded, stage.evaluated_step) == ([{"accuracy": 0.5}], 7)
+    stage.recorded({"accuracy": 0.5}, 9.0)
+    assert not stage.due_by(11.9)
+    assert stage.due_by(12.0)
+    stage.finish(SimpleNamespace(effective_steps=9.0))  # type: ignore[arg-type]
+    assert len(run.recorded) == 1  # the last evaluation was at this τ
+
+
+def test_a_worker_without_a_best_evaluation_of_its_own_ends_with_the_others() -> None:
+    """Its evaluate returns NaN, and that of rank 0, whose metrics count, does not."""
+    stage = evaluating(early_stop=EarlyStop(patience=10, metric="error", mode="min"))
+    stage.recorded({"error": math.nan}, 4.0)
+    assert (stage.best, stage.stalled) == (None, None)
+    assert stage.act(FakeRun(Told()), STALLED) == "no better error for 10 effective steps"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("mode", "worse"), [("min", 0.6), ("max", 0.4)])
+def test_a_run_has_stalled_once_its_best_evaluation_is_patience_ago(mode: Any, worse: float) -> None:
+    stage = evaluating(early_stop=EarlyStop(patience=10, metric="error", mode=mode))
+    stage.recorded({"other": 1.0}, 1.0)
+    assert (stage.best, stage.stalled) == (None, None)
+    stage.recorded({"error": 0.5}, 2.0)
+    stage.recorded({"error": worse}, 11.9)
+    assert (stage.best, stage.best_at, stage.flags()) == (0.5, 2.0, NOTHING)
+    stage.recorded({"error": math.nan}, 12.0)
+    assert stage.flags() == STALLED
+    assert stage.act(FakeRun(Told()), STALLED) == stage.stalled  # type: ignore[arg-type]
+    assert stage.stalled == "no better error than 0.5 for 10 effective steps"
+    again = evaluating(early_stop=EarlyStop(patience=10, metric="error", mode=mode))
+    again.load_state_dict(stage.state_dict())
+    assert again.stalled == stage.stalled
+
+
+@pytest.mark.parametrize(
+    ("flags", "evaluated", "policy", "reports"),
+    [
+        (NOTHING, False, ReportPolicy(), []),
+        (REPORT, False, ReportPolicy(), [False]),
+        (REPORT | BUSY, False, ReportPolicy(), []),
+        (CHECKPOINT, False, ReportPolicy(), [True]),
+        (CHECKPOINT | BUSY, False, ReportPolicy(), []),
+        (NOTHING, True, ReportPolicy(), [False]),
+        (BUSY, True, ReportPolicy(), [False]),
+        (NOTHING, True, ReportPolicy(evaluations=False, save_evaluations=True), []),
+        (NOTHING, True, ReportPolicy(save_evaluations=True), [True]),
+        (NOTHING, False, ReportPolicy(save_evaluations=True), []),
+    ],
+)
+def test_when_a_boundary_is_reported(
+    flags: BoundaryFlags, evaluated: bool, policy: ReportPolicy, reports: list[bool]
+) -> None:
+    class Backend(Told):
+        def report(self, report: Any, folder: Any) -> None:
+            made.append(folder is not None)
+
+    class Saving(Checkpointing):
+        def save(self, run: Any) -> Path:
+            return Path("checkpoint")
+
+    made: list[bool] = []
+    state: Any = None
+    backend = Backend()
+    backend.report_policy = policy
+    run, evaluation = FakeRun(backend), evaluating()
+    evaluation.evaluated_step = 7 if evaluated else 6
+    saving = Saving(backend, state, None, every_s=300.0, in_background=False, process_group=None)
+    stage = Reporting(backend, 10.0, evaluation, saving)
+    stage.act(run, flags)  # type: ignore[arg-type]
+    assert made == reports
+    run.reported, made[:] = True, []
+    stage.act(run, flags)  # type: ignore[arg-type]
+    assert made == []  # one report a boundary
+
+
+def test_a_checkpoint_in_the_background_is_begun_when_due_and_finished_when_nobody_is_busy(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, run = Told(), FakeRun(Told())
+    stage = checkpointing(backend)
+    calls: list[str] = []
+    flying = [False]
+    monkeypatch.setattr(type(stage.saver), "in_flight", property(lambda _: flying[0]))
+    monkeypatch.setattr(stage.saver, "begin", lambda *_: calls.append("begin"))
+    monkeypatch.setattr(stage.saver, "finish", lambda: calls.append("finish"))
+    run.schedule = SimpleNamespace(lrs=[0.1])  # type: ignore[attr-defined]
+    for flags in (NOTHING, CHECKPOINT | BUSY, CHECKPOINT):
+        stage.act(run, flags)  # type: ignore[arg-type]
+    assert calls == ["begin"]
+    flying[0] = True
+    assert stage.flags() == CHECKPOINT  # to be finished
+    for flags in (CHECKPOINT | BUSY, CHECKPOINT):
+        stage.act(run, flags)  # type: ignore[arg-type]
+    assert calls == ["begin", "finish"]
+    flying[0], run.reported = False, True
+    stage.act(run, CHECKPOINT)  # type: ignore[arg-type]
+    assert calls == ["begin", "finish"]  # a preemption notice has saved a checkpoint at this boundary
+
+
+def test_examples_a_second_count_from_the_last_report(clock: list[float]) -> None:
+    backend, run = Told(), FakeRun(Told())
+    mine = Reporting(backend, 10.0, evaluating(), checkpointing(backend))
+    clock[0] += 2
+    mine.count(8)
+    mine.count(8)
+    assert mine.examples_per_s == 8
+    mine.report(run, save=False)  # type: ignore[arg-type]
+    clock[0] += 4
+    mine.count(8)
+    assert mine.examples_per_s == 2
+
+
+def test_evaluate_gets_the_bare_model_in_eval_mode_and_the_mode_comes_back() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        seen.append((model.training, torch.is_grad_enabled()))
+        raise KeyError
+
+    module = nn.Linear(1, 1)
+    run: Any = FakeRun(Told())
+    stage = Evaluation(evaluate, module, every=4.0, early_stop=None)
+    with pytest.raises(KeyError):
+        stage.act(run, NOTHING)
+    assert (seen, module.training) == ([(False, False)], True)

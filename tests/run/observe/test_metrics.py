@@ -1,0 +1,93 @@
+"""What a step reports: names that are taken, numbers that are plain, and when a batch is too large."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ray_adascale.config import AdaScaleConfig
+from ray_adascale.run.observe.metrics import METRICS, plain_numbers, step_metrics, too_large_for_the_noise
+
+
+def test_tensors_and_numpy_scalars_are_read_out() -> None:
+    found = plain_numbers({"a": torch.tensor(2.5), "b": np.float32(0.5), "loss": 1, "c": "x"})
+    assert found == {"a": 2.5, "b": 0.5, "loss": 1, "c": "x"}
+    assert type(found["b"]) is float
+
+
+def test_a_name_that_the_run_reports_is_refused() -> None:
+    with pytest.raises(ValueError, match="Invalid metric 'gain'"):
+        plain_numbers({"gain": 2.0})
+    with pytest.raises(ValueError, match="Invalid metric 'seconds_left'"):
+        plain_numbers({"seconds_left": 2.0})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("step", "attempt", "position", "total_steps", "steps_left", "short_step"),  # of a row
+        *("stopped", "loop_seconds"),  # for the driver
+        *("objective", "epochs", "outcome"),  # of a report to Tune
+    ],
+)
+def test_a_name_that_the_package_writes_elsewhere_is_refused_as_well(name: str) -> None:
+    """A row's "step" would end the run or renumber the trace, and "stopped" would tell the driver that the run has ended."""
+    with pytest.raises(ValueError, match=f"Invalid metric '{name}': the run reports it itself. Choose another name"):
+        plain_numbers({name: 2.0})
+
+
+def test_what_is_no_number_is_refused() -> None:
+    with pytest.raises(TypeError, match="Invalid metric 'a' of type list"):
+        plain_numbers({"a": [1]})
+
+
+def test_a_batch_beyond_the_noise_scale_is_too_large_but_not_at_the_base_batch() -> None:
+    plan = AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=32).batch.plan(2)
+    text = too_large_for_the_noise(plan, 63.0, 2.0, window=100.0) or ""
+    assert "64 exceeds the gradient noise scale of 63 examples over the last 100 effective steps (gain" in text
+    assert too_large_for_the_noise(plan, 64.0, 2.0, window=100.0) is None
+    base = AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=8).batch.plan(1)
+    assert too_large_for_the_noise(base, 1.0, 1.0, window=100.0) is None
+
+
+@pytest.mark.parametrize(
+    ("averaged", "probed", "sigma2", "mu2", "noise"),
+    [
+        ((6.0, 2.0), None, 6.0, 2.0, 24.0),
+        ((6.0, 2.0), (1.0, 1.0), 6.0, 2.0, 24.0),  # a probe is for where the steps show nothing
+        ((math.nan, math.nan), (1.0, 4.0), 1.0, 4.0, 2.0),
+        ((math.nan, math.nan), None, math.nan, math.nan, math.nan),
+        ((6.0, 0.0), None, 6.0, 0.0, math.inf),
+    ],
+)
+def test_a_steps_metrics(averaged: Any, probed: Any, sigma2: float, mu2: float, noise: float) -> None:
+    last = SimpleNamespace(gain=3.0)
+    optimizer: Any = SimpleNamespace(average_moments=lambda: averaged, last_step=last, effective_steps=7.5, steps=3)
+    plan = AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=16).batch.plan(2)
+    found = step_metrics(optimizer, plan, loss=0.5, lr=0.1, progress=7.0, examples_per_s=90.0, probed=probed)
+    assert tuple(found) == METRICS
+    assert found == pytest.approx(
+        {
+            "gain": 3.0,
+            "scale": 4.0,
+            "effective_steps": 7.5,
+            "progress": 7.0,
+            "lr": 0.1,
+            "loss": 0.5,
+            "sigma2": sigma2,
+            "mu2": mu2,
+            "noise_scale": noise,
+            "efficiency": 0.75,
+            "examples_per_s": 90.0,
+            "optimizer_steps": 3,
+            "world_size": 2,
+        },
+        rel=0,
+        abs=0,
+        nan_ok=True,
+    )
