@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._warn import warn_on_first_worker
-from ..gain import advanced
+from ..gain import Average, advanced
 from ..sharding.oss import OSS
 from .averages import Averages, NoiseReadout, StepNumbers
 from .deferred import HostCopy, skippable_step, steps_on_device
@@ -21,7 +22,7 @@ from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, RuleInput, ScalingRule, betas_of
 from .step_counts import StepCounts
 from .step_shape import StepResult
-from .step_sums import StepSums
+from .step_sums import StepSums, joined
 
 _EQUAL, _EQUAL_STEPS = 1e-6, 10
 """Largest σ²/μ² of equal gradient samples (the mean of three equal float32 numbers is rounded), and steps before a warning."""
@@ -93,9 +94,8 @@ class AdaScaleAlgorithm:
             RuntimeError: Backward passes are missing, or there were too many.
         """
         self.synchronize()
-        on_device = self._on_device
-        step = self._numbers(self._statistics.finish(), on_host=not on_device)
-        self._step_on_device(step) if on_device else self._step_on_host(step)
+        sums = self._statistics.finish()
+        self._step_on_device(sums) if self._on_device else self._step_on_host(sums)
         self._end_step()
 
     @property
@@ -117,28 +117,40 @@ class AdaScaleAlgorithm:
         self._of = None
         self._statistics.end_step()
 
-    def _step_on_device(self, step: StepNumbers) -> None:
+    def _step_on_device(self, sums: StepSums) -> None:
+        step = self._numbers(sums, on_host=False)
         factors = step.gains[: self._statistics.num_gains].unbind()
         skip = (~step.finite).float()
         skippable_step(self._inner, skip, lambda: self._step_inner(factors, step.scale))
         self._averages.now = step.averages
         self._pending = step, HostCopy(step.numbers)
 
-    def _step_on_host(self, step: StepNumbers) -> None:
-        result, readout = step.read(step.numbers.tolist())
-        if result.skipped:
-            self._leave_out(result)
+    def _step_on_host(self, sums: StepSums) -> None:
+        scale = sums.shape.scale
+        averages, step, readout = self._on_host(sums)
+        if step.skipped:
+            self._leave_out(step)
             return
         betas, groups, gains = betas_of(self.rule), self._optimizer.param_groups, readout.gains
         # Even with one gain, a rule may have another factor for each group.
-        answers = [self._apply_rule(gains[i % len(gains)], step.scale, i) for i in range(len(groups))]
-        factor, increment = self._apply_rule(readout.gain, step.scale, None)
+        answers = [self._apply_rule(gains[i % len(gains)], scale, i) for i in range(len(groups))]
+        factor, increment = self._apply_rule(readout.gain, scale, None)
         increments = [c for _, c in answers]
         with nullcontext() if betas is None else betas.applied(groups, self._inner, increments, self._step_counts):
-            self._step_inner([f for f, _ in answers], step.scale)
-        self._averages.now = step.averages
-        self._averages.cache(step.averages, step.scale, readout)
-        self._advance(result, factor, increment)
+            self._step_inner([f for f, _ in answers], scale)
+        self._averages.now = averages
+        self._averages.cache(averages, scale, readout)
+        self._advance(step, factor, increment)
+
+    def _on_host(self, sums: StepSums) -> tuple[Average, StepResult, NoiseReadout]:
+        """Return the averages after a step, and step and averages on the host; waits for the device."""
+        if sums.measured:
+            numbers = self._numbers(sums, on_host=not self._on_device)
+            return numbers.averages, *numbers.read(numbers.numbers.tolist())
+        averages = self._averages.now
+        readout = self._averages.evaluate(averages, sums.shape.scale)
+        check, *payload = joined(sums.parts).tolist()
+        return averages, StepResult(gain=readout.gain, skipped=not math.isfinite(check), payload=payload), readout
 
     def _apply_rule(self, r: float, scale: float, group: int | None) -> tuple[float, float]:
         return self.rule(
@@ -190,8 +202,7 @@ class AdaScaleAlgorithm:
             RuntimeError: Backward passes are missing, or there were too many.
         """
         self.synchronize()
-        step = self._numbers(self._statistics.finish(), on_host=not self._on_device)
-        self._leave_out(step.read(step.numbers.tolist())[0])
+        self._leave_out(self._on_host(self._statistics.finish())[1])
         self._end_step()
 
     def _leave_out(self, step: StepResult) -> None:

@@ -56,6 +56,11 @@ class StepSums:
     seen_here: bool = False
 
     @property
+    def measured(self) -> bool:
+        """Whether passes have measured the gradients."""
+        return "check" not in self.parts
+
+    @property
     def payload(self) -> Tensor | None:
         """The payload, summed over workers; None without one."""
         return self.parts.get("payload")
@@ -76,7 +81,7 @@ class StepSums:
             A number that is finite if the step's gradient is, and else NaN or +∞; 0-dim. σ² and μ², unclipped, and a row of ones,
             ``[3, num_gains]``; None where the step yields none. Whether they are valid, bool, 0-dim; None if they are.
         """
-        if "check" in self.parts:
+        if not self.measured:
             return self.parts["check"][0], None, None
         shape, a, c, groups = self.shape, self.parts["a"], self.parts["c"], len(self.parts["a"])
         if shape.multiple_of_mean != 1:

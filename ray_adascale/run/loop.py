@@ -126,7 +126,7 @@ class Run:
         self._slower = "Lower the learning rate" if recipe is None else "Search for a recipe with a lower learning rate"
         self._probed: tuple[float, float] | None = None
         self._taken: TakenStep | None = None  # until it is read
-        self._flags = BoundaryFlags(0)  # of the steps that were read since the stages last ran
+        self._flags = BoundaryFlags.NONE  # of the steps that were read since the stages last ran
         self._loop_seconds = 0.0
         self._pulse = Pulse(parts.config.step_timeout_s)
 
@@ -383,7 +383,7 @@ class Run:
         """Take the optimizer step. Return its values on the host; its numbers may still be on the device."""
         lr, tau = self.schedule.lrs[0], self.effective_steps
         self.parts.passes.step()
-        flags = self._own_flags() if self.plan.world_size == 1 else BoundaryFlags(0)
+        flags = self._own_flags() if self.plan.world_size == 1 else BoundaryFlags.NONE
         self.parts.passes.end_step()
         self.source.commit()
         self.state.iterations += 1
@@ -401,9 +401,9 @@ class Run:
         # Filled on the device: a copy from the host would wait for the device.
         return torch.stack([loss, torch.full_like(loss, self._own_flags())])
 
-    def _own_flags(self) -> BoundaryFlags:
+    def _own_flags(self) -> int:
         """Return the flags of this worker's stages. Other workers than rank 0 send BUSY only."""
-        flags = BoundaryFlags(0)
+        flags = BoundaryFlags.NONE
         for stage in self.parts.stages:
             flags |= stage.flags()
         return flags if self.backend.rank == 0 else flags & BoundaryFlags.BUSY
@@ -455,7 +455,7 @@ class Run:
 
     def _run_stages(self) -> None:
         """Run the stages of this step boundary. End the run if a stage returns a reason."""
-        flags, self._flags = self._flags, BoundaryFlags(0)
+        flags, self._flags = self._flags, BoundaryFlags.NONE
         if self.effective_steps >= self.total_steps:
             return  # the loop ends the run
         for stage in self.parts.stages:

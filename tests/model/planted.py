@@ -28,7 +28,7 @@ FAULTS: list[tuple[str, str, str]] = [
     ("optim/averages.py", "total = torch.maximum(total, self._floors_on(total.device)[:2] * weight)", "total = total.abs()"),
     ("gain.py", "max(1.0 - count / 1000.0, 0.0)", "max(1.0 - (count - 1) / 1000.0, 0.0)"),
     # ---- optim
-    ("optim/algorithm.py", "self._apply_rule(gains[i % len(gains)], step.scale, i)", "self._apply_rule(gains[0], step.scale, i)"),
+    ("optim/algorithm.py", "self._apply_rule(gains[i % len(gains)], scale, i)", "self._apply_rule(gains[0], scale, i)"),
     ("optim/algorithm.py", "replace(self.last, skipped=True, payload=step.payload)\n        if isinstance",
      "replace(self.last, skipped=True, gain=1.0, payload=step.payload)\n        if isinstance"),
     ("optim/algorithm.py", 'gain=float(state["previous_gain"])', "gain=1.0"),
