@@ -6,8 +6,10 @@ manifest seals the folder, and the backend stores it. All of this is collective,
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +29,27 @@ from .train_state import TrainState
 
 Content = tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Path, int]]]
 """Tensors, state and files: the arguments of :func:`ray_adascale.checkpoint.save`."""
+
+
+_log = logging.getLogger(__name__)
+_LONG_S = 30.0
+_WAITS_FOR_OTHERS = (
+    "Rank %d has been in run.save_checkpoint() for %.0f s. Unless the storage is slow, it waits for the others. "
+    "Call it on every worker, not on rank 0 alone."
+)
+
+
+@contextmanager
+def warns_if_alone(rank: int, workers: int) -> Iterator[None]:
+    """Return a context that logs a warning if it lasts, since other workers may not have come to the checkpoint."""
+    alone = threading.Timer(_LONG_S, _log.warning, (_WAITS_FOR_OTHERS, rank, _LONG_S))
+    alone.daemon = True
+    if workers > 1:
+        alone.start()
+    try:
+        yield
+    finally:
+        alone.cancel()
 
 
 class Boundary(NamedTuple):

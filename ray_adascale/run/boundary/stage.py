@@ -9,6 +9,9 @@ from typing import Any, Final, Protocol
 
 from ...batch import BatchPlan
 from ...optim.schedule import BaseSchedule, EffectiveSchedule
+from ...optim.step_shape import StepResult
+from ..observe.metrics import SKIPPED
+from ..observe.step import Step
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,32 @@ class TakenStep:
     flags: int
     own: dict[str, Any]
     recorded: dict[str, Any]
+
+    def observed(self, last: StepResult, metrics: dict[str, Any], state: LoopState, total_steps: int) -> Step:
+        """Return the step as listeners see it.
+
+        Args:
+            last: The step's numbers.
+            metrics: The run's own metrics.
+            state: The loop's state after the step.
+            total_steps: T.
+        """
+        row = {"step": self.number, "attempt": state.attempt, "position": self.position, **metrics, **self.own}
+        if last.skipped:
+            row[SKIPPED] = True
+        return Step(
+            number=self.number,
+            plan=self.plan,
+            total_steps=total_steps,
+            tau_before=self.tau,
+            tau=last.effective_steps,
+            gain=last.gain,
+            skipped=last.skipped,
+            sigma2=last.sigma2,
+            mu2=last.mu2,
+            metrics=state.metrics,
+            row=row,
+        )
 
 
 @dataclass
