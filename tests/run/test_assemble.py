@@ -89,15 +89,6 @@ def test_listeners_that_add_to_a_step_come_before_those_that_write_it(tmp_path: 
     assert kinds(adaptive) == with_trace[1:]  # its batch is never larger than wanted
 
 
-def test_a_fresh_run_begins_at_zero() -> None:
-    parts = built(per_worker_batch_size=8, accumulation=2)
-    assert (parts.plan.global_batch_size, parts.plan.scale) == (16, 4.0)
-    assert (parts.state.iterations, parts.state.attempt, parts.state.stopped) == (0, 0, None)
-    assert (parts.optimizer.effective_steps, parts.optimizer.scale, parts.source.position) == (0.0, 4.0, 0)
-    assert parts.base_schedule.total_steps == 40
-    assert parts.model is parts.module
-
-
 def _beside_rank_0(folder: str) -> tuple[list[str], list[str], int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -174,34 +165,3 @@ def test_a_resumed_adaptive_run_begins_with_the_batch_of_its_checkpoint(tmp_path
     first = next(iter(parts.source))
     assert first.examples == run.plan.global_batch_size // run.plan.accumulation
     parts.source.close()
-
-
-@pytest.mark.parametrize("ends", ["at T", "early"])
-def test_a_run_that_has_ended_is_not_begun_again(tmp_path: Path, ends: str) -> None:
-    stop = None if ends == "at T" else EarlyStop(patience=8, metric="accuracy", mode="max")
-    settings: dict[str, Any] = {"early_stop": stop, "evaluate_every": 4}
-    run = make_run(
-        model(), backend=LocalBackend(tmp_path), scheduler=False, evaluate=lambda _: {"accuracy": 0.5}, **settings
-    )
-    drive(run)
-    parts = built(LocalBackend(tmp_path), evaluate=lambda _: {}, **settings)
-    assert parts.state.stopped == run.stopped
-    assert (run.stopped == "total_steps reached") == (stop is None)
-
-
-@pytest.mark.parametrize(
-    ("stop", "evaluates", "message"),
-    [
-        (EarlyStop(patience=3), True, "EarlyStop needs metric and mode"),
-        (EarlyStop(patience=3, metric="loss", mode="min"), False, r"EarlyStop.metric='loss'.: the loss of one step"),
-        (EarlyStop(patience=3, metric="loss", mode="min"), True, None),
-        (EarlyStop(patience=3, metric="accuracy", mode="max"), False, None),
-    ],
-)
-def test_an_early_stop_needs_a_metric_of_evaluations(stop: EarlyStop, evaluates: bool, message: str | None) -> None:
-    evaluate = (lambda _: {"loss": 1.0}) if evaluates else None
-    if message is None:
-        assert built(early_stop=stop, evaluate=evaluate).evaluation.stalled is None
-        return
-    with pytest.raises(ValueError, match=message):
-        built(early_stop=stop, evaluate=evaluate)

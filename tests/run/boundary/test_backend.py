@@ -70,10 +70,6 @@ def test_without_a_folder_nothing_is_kept_and_nothing_found(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_trace_is_beside_the_checkpoints(tmp_path: Path) -> None:
-    assert LocalBackend(tmp_path / "run").trace_folder() == tmp_path / "run"
-
-
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     backend = LocalBackend(tmp_path, device="cpu", keep=keep)

@@ -48,14 +48,6 @@ def test_the_remainder_is_the_forecasts() -> None:
     assert constant(3.0, 1000).at(0) == pytest.approx(1000 / 3)
 
 
-def test_a_run_that_goes_as_forecast_corrects_nothing() -> None:
-    left = constant(2.0, 1000)
-    for step in range(250):
-        left.observe(2.0 * step, 2.0 * step + 2, 2.0)
-    assert left.correction == pytest.approx(0)
-    assert left.at(500) == pytest.approx(250)
-
-
 def test_gains_other_than_forecast_correct_what_is_to_come() -> None:
     # Forecast r = 2 of S = 4: q = (1 − ½)/1 = ½. The run has r = 2.5: q = 0.375/1.5 = ¼. Half of ln ½ is believed.
     left = constant(2.0, 1000)
