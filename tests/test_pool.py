@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
 import sys
@@ -45,11 +44,6 @@ def test_the_server_has_one_thread_and_every_module(two: ProcessPool) -> None:
         assert missing == []
 
 
-def test_the_modules_of_the_server_exist() -> None:
-    # The server passes over an import error: each worker would import the rest alone, slowly.
-    assert [name for name in module._PRELOADED if importlib.util.find_spec(name) is None] == []
-
-
 def _threads_and_sum() -> tuple[int, float]:
     total = torch.full((1000,), float(dist.get_rank() + 1))
     dist.all_reduce(total)
@@ -57,10 +51,6 @@ def _threads_and_sum() -> tuple[int, float]:
     (weight * total).sum().backward()
     assert weight.grad is not None
     return torch.get_num_threads(), float(weight.grad.sum())
-
-
-def test_a_worker_reduces_and_differentiates(two: ProcessPool) -> None:
-    assert two.run(_threads_and_sum) == [(1, 3000.0)] * 2
 
 
 def _fail_on(rank: int) -> int:
@@ -105,14 +95,6 @@ def test_a_crash_starts_the_pool_again_once_and_says_so(
     (line,) = said
     assert line.startswith("tests/test_pool.py::test_a_crash_starts_the_pool_again_once_and_says_so")
     assert f"Rank {rank} of 2 died of SIGSEGV. Its pool was started again." in line
-
-
-def test_a_crash_that_comes_again_is_a_failure(
-    two: ProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "RESTARTED", [])
-    with pytest.raises(RankFailed, match="Rank 0 of 2 died of SIGSEGV"):
-        two.run(_crash_once, str(tmp_path / "no folder" / "mark"), 0, "again")
 
 
 @pytest.mark.parametrize(

@@ -268,16 +268,13 @@ def test_a_damaged_field_is_named_or_noticed(tmp_path: Path, name: str, value: A
     ("change", "message"),
     [
         (lambda d: d.update(total_steps=0), "Invalid total_steps=0"),
-        (lambda d: d.update(base_batch_size=32.0), "Invalid base_batch_size=32.0"),
         (lambda d: d.update(base_steps_per_epoch=0), "Invalid base_steps_per_epoch=0"),
         (lambda d: d.update(base_steps_per_epoch=5e-324), "Invalid base_steps_per_epoch=5e-324"),
         (lambda d: d.update(score=10**400), "Invalid score=1000"),
         (lambda d: d.update(scheduler_unit="batch"), "Invalid scheduler_unit='batch'.*'step', 'epoch', None"),
         (lambda d: d.update(mode="maximum"), "Invalid mode='maximum'.*'min', 'max'"),
-        (lambda d: d.update(lr_curve=[]), r"Invalid lr_curve: \[\]"),
         (lambda d: d["lr_curve"][1].clear(), r"Invalid lr_curve\[1\]: \[\]"),
         (lambda d: d["lr_curve"][1].pop(), r"Invalid lr_curve\[1\]: 3 values. Must be 4"),
-        (lambda d: d["lr_curve"][1].append(0.1), r"Invalid lr_curve\[1\]: 5 values. Must be 4"),
         (lambda d: d["lr_curve"][1].__setitem__(2, -0.1), r"Invalid lr_curve\[1\]\[2\]=-0.1"),
         (lambda d: d["lr_curve"][1].__setitem__(2, math.nan), r"Invalid lr_curve\[1\]\[2\]=nan"),
         (lambda d: d["lr_curve"][0].__setitem__(0, "0.1"), r"Invalid lr_curve\[0\]\[0\]='0.1'"),
@@ -285,23 +282,18 @@ def test_a_damaged_field_is_named_or_noticed(tmp_path: Path, name: str, value: A
         (lambda d: d["noise"][1].pop("mu2"), r"Invalid noise\[1\].*exactly the fields effective_steps, sigma2, mu2"),
         (lambda d: d["noise"][1].update(loss=1), r"Invalid noise\[1\]"),
         (lambda d: d["noise"][0].update(sigma2=math.inf), r"Invalid noise\[0\].sigma2=inf"),
-        (lambda d: d["noise"][0].update(mu2=None), r"Invalid noise\[0\].mu2=None"),
         (lambda d: d["noise"][1].update(effective_steps=-1), r"Invalid noise\[1\].effective_steps=-1"),
         (lambda d: d["noise"][1].update(effective_steps=101), r"noise\[1\].effective_steps=101.*total_steps=100"),
         (lambda d: d["hyperparameters"].update(lr=math.nan), "Invalid hyperparameters.lr=nan"),
         (lambda d: d["versions"].update(torch=2), "Invalid versions.torch=2"),
-        (lambda d: d.update(created="yesterday"), "Invalid created='yesterday'"),
         (lambda d: d.update(notes="mine", author="me"), "Unknown fields 'author', 'notes'"),
-        (lambda d: d.update(format="ray_adascale/checkpoint"), "Invalid format='ray_adascale/checkpoint'"),
         (
             lambda d: d.update(version=2, new_field=1),
             "Invalid version=2: written by a newer.* reads version 1; upgrade",
         ),
         (lambda d: d.update(momentum=1), "Invalid momentum=1. Must be at least 0 and below 1"),
-        (lambda d: d.update(momentum="0.9"), "Invalid momentum='0.9'"),
         (lambda d: d.update(settings=["bf16"]), r"Invalid settings: \['bf16'\]. Must be a dict"),
         (lambda d: d.update(settings={"precision": "fp8"}), r"Invalid settings.precision='fp8'. Must be one of 'fp32'"),
-        (lambda d: d.update(settings={"precision": None}), r"Invalid settings.precision=None"),
         (lambda d: d.update(settings={"grad_clip": 0}), r"Invalid settings.grad_clip=0. Must be positive, or null"),
         (lambda d: d.update(settings={"grad_clip": "1"}), r"Invalid settings.grad_clip='1'. Must be a number"),
         (lambda d: d.update(settings={"shuffle": 1}), r"Invalid settings.shuffle=1. Must be true or false"),
@@ -314,7 +306,6 @@ def test_a_damaged_field_is_named_or_noticed(tmp_path: Path, name: str, value: A
             lambda d: d["repeats"].append({"seed": 1, "score": 1.0, "noise": [{"mu2": 1}]}),
             r"Invalid repeats\[0\].noise\[0\].*exactly the fields",
         ),
-        (lambda d: d.update(version=0), "Invalid version=0"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str) -> None:
@@ -388,11 +379,6 @@ def test_rounding_does_not_cost_an_epoch() -> None:
     assert curve_length(4, "epoch", per_epoch) == 11
 
 
-def test_groups_have_curves_of_one_length() -> None:
-    with pytest.raises(RecipeError, match=r"lr_curve\[1\]: 1 values, but group 0 has 2"):
-        recipe(scheduler_unit="step", lr_curve=[[0.1, 0.1], [0.1]])
-
-
 def test_numpy_numbers_and_tuples_become_plain(tmp_path: Path) -> None:
     made = recipe(
         hyperparameters={
@@ -447,11 +433,6 @@ def test_a_recipe_is_frozen_and_shares_nothing_with_its_maker(tmp_path: Path) ->
     with pytest.raises(RecipeError, match=r"hyperparameters\.late"):
         made.save(tmp_path / "r.json")
     assert not (tmp_path / "r.json").exists()
-
-
-def test_a_noise_probe_is_checked_on_construction_of_the_recipe() -> None:
-    with pytest.raises(RecipeError, match=r"Invalid noise\[0\]"):
-        recipe(noise=[(0.0, 1.0, 1.0)])
 
 
 def test_the_fingerprint_names_the_schedule_and_nothing_else() -> None:

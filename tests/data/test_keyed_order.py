@@ -87,16 +87,6 @@ def test_pairs_that_share_a_half_of_the_network_stay_together_no_more_than_other
         assert abs(((counts - 100) ** 2 / 100).sum() - 99) < 4.5 * np.sqrt(2 * 99)
 
 
-def test_a_billion_examples_need_no_memory() -> None:
-    tracemalloc.start()
-    try:
-        keyed_order(np.arange(500_000_000, 500_000_512), 10**9, seed=0, epoch=0)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 200_000
-
-
 # ---- in a source -----------------------------------------------------------------------------------------------------
 
 
@@ -133,15 +123,6 @@ def test_a_large_dataset_is_read_in_it_and_a_small_one_as_ever(monkeypatch: pyte
     assert steps(source(150), 5) == stream[:320]
     assert steps(source(149), 2) == epoch_order(149, seed=5, epoch=0)[:128].tolist()
     assert steps(source(150, shuffle=False), 3) == [*range(150), *range(42)]
-
-
-def test_a_resumed_run_continues_in_the_keyed_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "KEYED_FROM", 100)
-    made = source(150)
-    before = steps(made, 2)
-    again = source(150)
-    again.load_state_dict(made.state_dict())
-    assert before + steps(again, 3) == steps(source(150), 5)
 
 
 def test_a_run_over_a_billion_examples_holds_no_list_of_them() -> None:

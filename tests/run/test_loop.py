@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import ray_adascale
 from ray_adascale import (
@@ -854,20 +854,6 @@ def test_epochs_may_give_the_length() -> None:
     assert run.total_steps == 37  # 2.5 × 60 / 4, whole steps
     drive(run)
     assert run.epoch == 2
-
-
-def test_mappings_and_named_tuples_reach_the_device() -> None:
-    class Rows(Dataset[Any]):
-        def __len__(self) -> int:
-            return 12
-
-        def __getitem__(self, i: int) -> Any:
-            return {"x": torch.ones(6), "y": 1, "name": f"row {i}"}
-
-    run = make_run(model(), data=Rows())
-    batch = next(iter(run))
-    assert batch["x"].shape == (4, 6)
-    assert batch["name"][0].startswith("row")
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 from ray_adascale import OSS, AdaScale, ShardedDataParallel
 
 from ..uneven import assert_agree, batches, loss_of, weights
-from .against_ddp import ROUNDING, SMALL, Lars, Pool, build, wrapped
+from .against_ddp import ROUNDING, SMALL, Pool, build, wrapped
 from .test_unused_gradients import Branches
 
 
@@ -136,37 +136,6 @@ def _other_branch() -> tuple[Tensor, Tensor]:
 def test_what_the_last_evaluation_does_not_reach_stays_where_it_is(pool: Pool) -> None:
     """It has momentum, which would move it: a gradient of zero is not the same as none."""
     assert_agree(pool(2).run(_other_branch), ROUNDING)
-
-
-class Replacing(Lars):
-    """Gives its parameters other memory."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data = p.data.clone()
-        super().step()
-
-
-def _replacing() -> tuple[Tensor, Tensor]:
-    ends = []
-    for sharded in (False, True):
-        model = build(torch.float64)
-        optimizer: Any = Replacing(model.parameters(), lr=0.01)
-        if sharded:
-            optimizer = OSS.wrap(optimizer, bucket_numel=SMALL)
-        ddp: Any = ShardedDataParallel(model, optimizer) if sharded else model
-        for i in range(4):
-            optimizer.zero_grad()
-            loss_of(ddp, batches(4, 0, torch.float64)[i]).backward()
-            optimizer.step()
-        ends.append(weights(model))
-    return ends[0], ends[1]
-
-
-def test_an_optimizer_that_replaces_its_parameters_memory(pool: Pool) -> None:
-    assert_agree(pool(2).run(_replacing), ROUNDING)
 
 
 class Passed(SGD):

@@ -19,7 +19,7 @@ from torch.optim import SGD
 from ray_adascale import OSS, AdaScale, ShardedDataParallel
 
 from ..uneven import assert_agree, batches, loss_of, weights
-from .against_ddp import OPTIMIZERS, ROUNDING, SMALL, Pool, build, clip, default_dtype, default_tolerance, wrapped
+from .against_ddp import OPTIMIZERS, SMALL, Pool, build, clip, default_dtype, default_tolerance, wrapped
 
 
 def _reduced_on_request(name: str, passes: int, clip_at: float | None, idle: bool) -> tuple[Tensor, Tensor]:
@@ -183,35 +183,6 @@ def test_reduce_between_the_passes_of_an_adascale_step_is_refused(pool: Pool) ->
     pool(2).run(_too_early)
 
 
-def _of_two_optimizers() -> tuple[Tensor, Tensor]:
-    ends = []
-    for sharded in (False, True):
-        model = build()
-        options = {"lr": 0.05, "momentum": 0.9}
-        halves = [
-            [*model.first.parameters()],
-            [p for p in model.parameters() if p not in set(model.first.parameters())],
-        ]
-        optimizers: list[Any] = [SGD(half, **options) for half in halves]
-        if sharded:
-            optimizers = [OSS.wrap(optimizer, bucket_numel=SMALL) for optimizer in optimizers]
-        ddp: Any = ShardedDataParallel(model, optimizers) if sharded else DistributedDataParallel(model)
-        for batch in batches(4, dist.get_rank()):
-            with ddp.no_sync() if sharded else nullcontext():
-                loss_of(ddp, batch).backward()
-            if sharded:
-                ddp.reduce()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        ends.append(weights(model))
-    return ends[0], ends[1]
-
-
-def test_reduce_serves_several_optimizers(pool: Pool) -> None:
-    assert_agree(pool(2).run(_of_two_optimizers), 0.0)
-
-
 def _left_of_one_of_two(left: int) -> list[list[float]]:
     """A pass that was reduced for both optimizers, one under no_sync() that reaches one of them alone, and reduce()."""
     model = nn.ModuleList([nn.Linear(3, 1, bias=False).double() for _ in range(2)])
@@ -297,24 +268,3 @@ def _second_order(accumulate: bool, adascale: bool) -> None:
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_gradient_with_a_graph_is_refused(pool: Pool, accumulate: bool, adascale: bool) -> None:
     pool(2).run(_second_order, accumulate, adascale)
-
-
-def _penalty() -> tuple[Tensor, Tensor]:
-    """A gradient penalty by torch.autograd.grad, as the error advises."""
-    ends = []
-    for sharded in (False, True):
-        model = build(torch.float64)
-        ddp, optimizer = wrapped(model, OPTIMIZERS["momentum"](model), sharded)
-        for x, y in batches(6, dist.get_rank(), torch.float64):
-            optimizer.zero_grad()
-            inputs = x.clone().requires_grad_()
-            loss = nn.functional.mse_loss(ddp(inputs), y)
-            (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
-            (loss + slope.square().sum()).backward()
-            optimizer.step()
-        ends.append(weights(model))
-    return ends[0], ends[1]
-
-
-def test_a_gradient_penalty_goes_another_way(pool: Pool) -> None:
-    assert_agree(pool(2).run(_penalty), ROUNDING)

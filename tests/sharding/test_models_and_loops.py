@@ -12,71 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
-from ray_adascale import OSS, AdaScale, ShardedDataParallel
+from ray_adascale import AdaScale
 
 from ..uneven import Net, assert_agree, batches, loss_of, weights
-from .against_ddp import OPTIMIZERS, ROUNDING, SMALL, Pool, build, default_dtype, default_tolerance, wrapped
-
-
-def _two_optimizers() -> tuple[Tensor, Tensor]:
-    ends = []
-    for sharded in (False, True):
-        model = build(default_dtype())
-        first: Any = SGD(model.first.parameters(), lr=0.1, momentum=0.9)
-        second: Any = AdamW([model.middle.weight, *model.last.parameters(), model.gain, model.none], lr=0.01)
-        if sharded:
-            first, second = OSS.wrap(first, bucket_numel=SMALL), OSS.wrap(second, bucket_numel=SMALL)
-            ddp: Any = ShardedDataParallel(model, [first, AdaScale(second, scale=1.0)])
-        else:
-            ddp = DistributedDataParallel(model)
-        for step, batch in enumerate(batches(20, dist.get_rank(), default_dtype())):
-            loss_of(ddp, batch).backward()
-            if step % 2:  # the other one first; it has gradients yet
-                second.step()
-                second.zero_grad()
-                first.step()
-                first.zero_grad()
-            else:
-                first.step()
-                second.step()
-                first.zero_grad()
-                second.zero_grad()
-        ends.append(weights(model))
-    return ends[0], ends[1]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_list_of_optimizers_that_step_one_after_the_other(pool: Pool, world_size: int) -> None:
-    assert_agree(pool(world_size).run(_two_optimizers), default_tolerance(world_size))
-
-
-def _grows() -> tuple[Tensor, Tensor]:
-    ends = []
-    for sharded in (False, True):
-        model = build(default_dtype())
-        model.last.requires_grad_(False)
-        rest = [p for p in model.parameters() if p.requires_grad]
-        ddp, optimizer = wrapped(model, SGD(rest, lr=0.05, momentum=0.9), sharded)
-        for step, batch in enumerate(batches(20, dist.get_rank(), default_dtype())):
-            if step == 10:
-                model.last.requires_grad_(True)
-                optimizer.add_param_group({"params": list(model.last.parameters()), "lr": 0.02})
-                if not sharded:
-                    ddp = DistributedDataParallel(model)
-            optimizer.zero_grad()
-            loss_of(ddp, batch).backward()
-            optimizer.step()
-        ends.append(weights(model))
-    return ends[0], ends[1]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_group_added_later_is_reduced(pool: Pool, world_size: int) -> None:
-    assert_agree(pool(world_size).run(_grows), default_tolerance(world_size))
+from .against_ddp import OPTIMIZERS, ROUNDING, Pool, build, default_dtype, default_tolerance, wrapped
 
 
 def _sub_group() -> tuple[Tensor, Tensor] | None:
