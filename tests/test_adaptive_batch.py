@@ -20,7 +20,7 @@ from ray_adascale.batch import BatchFollower, BatchPlan, BatchSettings
 from ray_adascale.run.observe.trace import read_trace
 
 from . import changing_batch
-from .changing_batch import Numbered, Step, assert_exactly_once, drive, flat, network
+from .changing_batch import Numbered, Step, assert_exactly_once, drive, network
 
 # ---- the decision ----------------------------------------------------------------------------------------------------
 
@@ -94,17 +94,6 @@ def test_a_resumed_follower_decides_as_one_that_was_never_stopped() -> None:
             cut.resume(state, tau, lambda: (math.nan, math.nan))
             assert cut.plan == whole.plan
     assert len(set(batches)) > 4
-
-
-def test_other_workers_go_on_towards_the_same_batch() -> None:
-    two = follower(max_accumulation=16)
-    for tau in (13, 26, 39):
-        decided(two, tau, 6.4, 1.0)  # S = 7.4/0.5 − 6.4 = 8.4; from 2 it goes to 4 and 8, which is near enough
-    assert two.plan.scale == 8
-    one, three = follower(workers=1, max_accumulation=16), follower(workers=3, max_accumulation=16)
-    for it in (one, three):
-        it.resume(two.state(), 39.0, lambda: (6.4, 1.0))
-        assert it.plan.scale == pytest.approx(8, rel=0.1)  # the nearest that they can make
 
 
 @pytest.mark.parametrize(("workers", "batch"), [(2, 224), (3, 192), (4, 192), (5, 195)])
@@ -185,37 +174,6 @@ def test_where_the_scale_is_decided_does_not_depend_on_when_the_host_reads() -> 
 class Doubles(Numbered):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
         return self.x[index].double(), self.y[index], index
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_augmentation_and_examples_do_not_depend_on_how_many_were_fetched_ahead(drop_last: bool) -> None:
-    """Two loader processes fetch four micro-batches ahead, one fetches two: what is thrown away differs."""
-
-    def seen(loaders: int) -> list[tuple[list[int], list[float]]]:
-        run = make_run(network(), data=Numbered(noisy=True), num_loader_workers=loaders, drop_last=drop_last)
-        out = []
-        for x, y, index in run:
-            out.append((index.tolist(), x[:, 0].tolist()))
-            run.backward(F.cross_entropy(run.model(x), y))
-            run.step()
-        return out
-
-    assert seen(1) == seen(2)
-
-
-def test_efficiency_one_is_the_base_run_bit_for_bit() -> None:
-    outcomes = []
-    for settings in (
-        {"target_efficiency": 1.0},
-        {"target_efficiency": None, "max_global_batch_size": None, "per_worker_batch_size": 4},
-    ):
-        net = network()
-        torch.manual_seed(5)
-        run = make_run(net, **settings)
-        steps = drive(run)
-        assert [step[:2] for step in steps] == [(1.0, 1)] * 200
-        outcomes.append((flat(net), steps, run.effective_steps))
-    assert outcomes[0] == outcomes[1]
 
 
 def test_twenty_stops_leave_the_run_as_it_was_bit_for_bit(tmp_path: Path) -> None:

@@ -72,13 +72,6 @@ def test_a_floor_on_a_workers_examples_lets_the_batch_grow_instead() -> None:
         assert min(config.batch.plan(workers).split(0).sample_sizes) >= 12
 
 
-@pytest.mark.parametrize("workers", range(1, 8))
-def test_few_workers_accumulate_up_to_a_base_batch(workers: int) -> None:
-    plan = AdaScaleConfig(base_batch_size=40, per_worker_batch_size=8, elastic=True).batch.plan(workers)
-    assert plan.scale >= 1
-    assert plan.accumulation == max(1, math.ceil(5 / workers))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

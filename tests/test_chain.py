@@ -152,19 +152,6 @@ def test_the_state_dict_is_that_of_one_optimizer_and_goes_on_to_the_last_bit() -
     assert list(muon.state) == [other[2].weight, other[0].weight]
 
 
-def test_an_optimizer_that_is_loaded_by_itself_is_loaded_in_the_chain() -> None:
-    model, other = make_model(), make_model()
-    first, second = members(model), members(other)
-    train(model, list(first), batches(0, 5))
-    other.load_state_dict(model.state_dict())
-    chain = OptimizerChain(second)
-    for optimizer, trained in zip(second, first, strict=True):
-        optimizer.load_state_dict(copy.deepcopy(trained.state_dict()))
-    train(model, list(first), batches(5, 9))
-    train(other, [chain], batches(5, 9))
-    assert torch.equal(weights(model), weights(other))
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_a_copy_is_independent_and_goes_on_alike(copied: Callable[[Any], Any]) -> None:
     model = make_model()

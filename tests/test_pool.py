@@ -9,15 +9,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from . import pool as module
 from .pool import ProcessPool, RankFailed
-from .pool import _serve as serve
 
 pytestmark = pytest.mark.pool
 
@@ -42,15 +39,6 @@ def test_the_server_has_one_thread_and_every_module(two: ProcessPool) -> None:
     for threads, missing, _ in two.run(_parent_of_a_new_worker):
         assert len(threads) == 1, threads
         assert missing == []
-
-
-def _threads_and_sum() -> tuple[int, float]:
-    total = torch.full((1000,), float(dist.get_rank() + 1))
-    dist.all_reduce(total)
-    weight = torch.ones(1000, requires_grad=True)
-    (weight * total).sum().backward()
-    assert weight.grad is not None
-    return torch.get_num_threads(), float(weight.grad.sum())
 
 
 def _fail_on(rank: int) -> int:
@@ -119,18 +107,3 @@ def test_a_rank_without_an_answer_is_named(two: ProcessPool, monkeypatch: pytest
     monkeypatch.setattr(two, "patience_s", 0.5)
     with pytest.raises(RankFailed, match=r"ranks \[1\] of 2 gave no answer: a hang\?"):
         two.run(_sleep_on_one, 60.0)
-
-
-def _serve_late(*args: Any) -> None:
-    time.sleep(1.0)
-    serve(*args)
-
-
-def test_patience_starts_once_the_workers_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_serve", _serve_late)
-    late = ProcessPool(1)
-    late.patience_s = 0.8
-    try:
-        assert late.run(_threads_and_sum) == [(1, 1000.0)]
-    finally:
-        late.close()

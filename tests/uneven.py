@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -183,6 +184,16 @@ class NormedSGD(SGD):
                 if p.grad is not None:
                     p.grad.div_(p.grad.norm() + 1)
         return super().step(closure)
+
+
+def compared(body: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return what a function makes of the plain optimizer, and of the sharded one. Its first argument says which it is."""
+
+    @functools.wraps(body)
+    def both(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return body(False, *args, **kwargs), body(True, *args, **kwargs)
+
+    return both
 
 
 def assert_agree(results: list[Any], tolerance: float = 0.0) -> None:

@@ -48,30 +48,6 @@ def test_any_number_of_ranks_loads_what_any_number_saved(
         pool(3).run(load_ranks, str(folder), other)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_key_may_be_on_any_of_the_ranks(tmp_path: Path, pool: Pool, world: int) -> None:
-    folder = saved(tmp_path, pool, world)
-    assert set(checkpoint.Saved(folder).index) == {
-        "model/weight",
-        "model/bias",
-        "optim/exp_avg",
-        *(f"rng/{rank}" for rank in range(world)),
-    }
-    last = torch.empty(5, dtype=torch.uint8)
-    checkpoint.Saved(folder).load({f"rng/{world - 1}": last})
-    assert last.tolist() == [world - 1] * 5
-
-
-def test_shards_load_into_a_plain_tensor_and_the_other_way_round(tmp_path: Path, pool: Pool) -> None:
-    folder = saved(tmp_path, pool, 2)
-    whole = torch.empty(NUMEL, dtype=torch.float64)
-    checkpoint.Saved(folder).load({"optim/exp_avg": whole})
-    assert torch.equal(whole, flat())
-    part = torch.empty(4)
-    checkpoint.Saved(folder).load({"model/bias": TensorShard(part, 3, 9)})
-    assert part.tolist() == [3, 4, 5, 6]
-
-
 @pytest.mark.also_simulated
 def test_replicated_tensors_are_written_once_and_spread_over_ranks(tmp_path: Path, pool: Pool) -> None:
     pool(2).run(save_replicated, str(tmp_path))

@@ -1,4 +1,4 @@
-"""The order that needs no list of all examples: a permutation, even, and with no visible relation between epochs or neighbours.
+"""The order that needs no list of all examples: a permutation, even, and pinned.
 
 Every test here has fixed seeds, so it fails always or never; the bounds are 4.5 standard deviations, of which chance goes
 beyond one time in 150,000.
@@ -49,42 +49,6 @@ def test_each_example_is_equally_likely_at_each_place() -> None:
     freedom = (blocks - 1) ** 2
     # An epoch has each example once, so counts vary less than if each were drawn: by (1 − 1/12)·N/(N − 1).
     assert abs(chi2 - freedom) < 4.5 * np.sqrt(2 * freedom)
-
-
-def test_single_places_are_even_too() -> None:
-    # Which of 50 examples stands at the first, the middle and the last place of 5,000 epochs: χ² with 49 degrees of freedom.
-    length, epochs = 50, 5000
-    orders = np.array([keyed_order(np.array([0, 25, 49]), length, seed=3, epoch=e) for e in range(epochs)])
-    for place in range(3):
-        counts = np.bincount(orders[:, place], minlength=length)
-        chi2 = ((counts - epochs / length) ** 2 / (epochs / length)).sum()
-        assert abs(chi2 - (length - 1)) < 4.5 * np.sqrt(2 * (length - 1))
-
-
-def test_epochs_and_neighbours_are_not_correlated() -> None:
-    length = 200_000
-    orders = [whole(length, epoch).astype(float) for epoch in range(6)]
-    bound = 4.5 / np.sqrt(length)
-    for i, one in enumerate(orders):
-        assert abs(np.corrcoef(one[:-1], one[1:])[0, 1]) < bound  # neighbours in an epoch
-        assert abs(np.corrcoef(one, np.arange(length))[0, 1]) < bound  # the dataset's own order
-        for other in orders[:i]:
-            assert abs(np.corrcoef(one, other)[0, 1]) < bound
-            # As often as chance has it, an example has the same place, or the same follower: about once.
-            assert (one == other).sum() < 9
-            follower, theirs = (np.empty(length, dtype=int) for _ in range(2))
-            follower[one[:-1].astype(int)] = one[1:]
-            theirs[other[:-1].astype(int)] = other[1:]
-            assert (follower == theirs).sum() < 9
-
-
-def test_pairs_that_share_a_half_of_the_network_stay_together_no_more_than_others() -> None:
-    # Positions 0 … a − 1 have the same left half. Their examples, counted into 100 equal parts: χ² with 99 degrees of freedom.
-    length = 10**8
-    for first in (0, 10**4, 5 * 10**7):
-        found = keyed_order(np.arange(first, first + 10**4), length, seed=1, epoch=2)
-        counts = np.bincount(found // 10**6, minlength=100)
-        assert abs(((counts - 100) ** 2 / 100).sum() - 99) < 4.5 * np.sqrt(2 * 99)
 
 
 # ---- in a source -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend
+from ray_adascale import AdaScaleConfig, LocalBackend
 from ray_adascale.run.assemble import Parts, assemble
 from ray_adascale.run.boundary.batch import StepBatch
 from ray_adascale.run.boundary.checkpointing import Checkpointing
@@ -21,10 +21,10 @@ from ray_adascale.run.boundary.reporting import Reporting
 from ray_adascale.run.observe.advice import NoiseWarning
 from ray_adascale.run.observe.eta import EtaTracker
 from ray_adascale.run.observe.step import Listener
-from ray_adascale.run.observe.trace import TraceFile, read_trace
+from ray_adascale.run.observe.trace import TraceFile
 from ray_adascale.workload import Pieces
 
-from .test_loop import dataset, drive, make_run, model
+from .test_loop import dataset, model
 
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
 
@@ -130,38 +130,3 @@ def test_checkpoints_have_a_group_for_tensors_on_the_cpu(pool: Any, backends: st
     """A checkpoint in the background must not share NCCL's communicator with the steps."""
     for found in pool(2).run(_groups_of_checkpoints, backends, name):
         assert found.startswith(expected)
-
-
-def test_a_resume_loads_every_part_of_a_checkpoint(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"per_worker_batch_size": 4, "accumulation": 2, "elastic": True}
-    settings |= {"checkpoint_every_s": 1e-9, "async_checkpoint": False, "evaluate_every": 4}
-    run = make_run(
-        model(), backend=LocalBackend(tmp_path), scheduler=False, evaluate=lambda _: {"accuracy": 0.5}, **settings
-    )
-    rows = drive(run, stop_after=7)
-    stop = EarlyStop(patience=30, metric="accuracy", mode="max")
-    parts = built(Watched(tmp_path, device="cpu"), evaluate=lambda _: {}, early_stop=stop, **settings)
-    assert (parts.state.iterations, parts.state.attempt, parts.state.stopped) == (7, 1, None)
-    assert parts.state.metrics["loss"] == rows[-1]["loss"]
-    assert parts.optimizer.effective_steps == run.effective_steps
-    assert parts.source.position == 7 * 8
-    assert parts.evaluation.evaluated_at == run.parts.evaluation.evaluated_at > 0
-    assert kinds(parts.stages) == STAGES
-    assert kinds(parts.listeners) == [NoiseWarning, EtaTracker, TraceFile, Watched.Mine]
-    trace = next(each for each in parts.listeners if isinstance(each, TraceFile))
-    ((path, _),) = trace.files().values()
-    assert [row["step"] for row in read_trace(path)] == [1, 2, 3, 4, 5, 6, 7]
-
-
-def test_a_resumed_adaptive_run_begins_with_the_batch_of_its_checkpoint(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"total_steps": 400, "target_efficiency": 0.9, "max_global_batch_size": 32}
-    run = make_run(model(), backend=LocalBackend(tmp_path), scheduler=False, **settings)
-    drive(run, stop_after=25)
-    run.report(save=True)
-    assert run.plan != built(**settings).plan
-    parts = built(LocalBackend(tmp_path), **settings)
-    assert parts.plan == run.plan
-    assert parts.optimizer.scale == run.plan.scale
-    first = next(iter(parts.source))
-    assert first.examples == run.plan.global_batch_size // run.plan.accumulation
-    parts.source.close()

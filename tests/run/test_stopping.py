@@ -118,27 +118,6 @@ def test_patience_is_counted_in_effective_steps_since_the_best(tmp_path: Path) -
     assert drive(again) == []
 
 
-def _early_on_two(folder: str) -> tuple[Any, int]:
-    low = dist.get_rank() * 0.5  # rank 0's answer counts
-    run = make_run(
-        model(),
-        backend=LocalBackend(folder, device="cpu"),
-        per_worker_batch_size=2,
-        evaluate=scores(*([0.9, 0.8, 0.7, 0.6] if low == 0 else [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])),
-        evaluate_every=4,
-        early_stop=STOP,
-    )
-    drive(run)
-    return run.stopped is not None, run.state.iterations
-
-
-def test_workers_agree_on_an_early_stop(pool: Any, tmp_path: Path) -> None:
-    one, two = pool(2).run(_early_on_two, str(tmp_path))
-    assert one == two
-    assert one[0]
-    assert one[1] <= 14
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 
 from ray_adascale import OSS, AdaScale, ShardedDataParallel
 
-from ..uneven import assert_agree, batches, loss_of, weights
+from ..uneven import assert_agree, batches, compared, loss_of, weights
 from .against_ddp import ROUNDING, SMALL, Pool, build, wrapped
 from .test_unused_gradients import Branches
 
@@ -111,26 +111,24 @@ def test_an_optimizer_that_evaluates_the_model_again(
     assert_agree(pool(world_size).run(_sharpness_aware, kind, options, clears), ROUNDING)
 
 
-def _other_branch() -> tuple[Tensor, Tensor]:
+@compared
+def _other_branch(sharded: bool) -> Tensor:
     """In the second step the second evaluation leaves out a branch that the first one reached."""
     rank = dist.get_rank()
-    ends = []
-    for sharded in (False, True):
-        torch.manual_seed(1)
-        model = Branches().double()
-        ddp, optimizer = wrapped(model, SharpnessAware(model.parameters(), lr=0.02), sharded, unused=True)
-        for batch, branches in zip(batches(3, rank, torch.float64), ((0, 0), (0, 1), (1, 0)), strict=True):
-            turn = iter(branches)
+    torch.manual_seed(1)
+    model = Branches().double()
+    ddp, optimizer = wrapped(model, SharpnessAware(model.parameters(), lr=0.02), sharded, unused=True)
+    for batch, branches in zip(batches(3, rank, torch.float64), ((0, 0), (0, 1), (1, 0)), strict=True):
+        turn = iter(branches)
 
-            def closure(ddp: Any = ddp, batch: Any = batch, turn: Iterator[int] = turn) -> Tensor:
-                loss = nn.functional.mse_loss(ddp(batch[0], next(turn)), batch[1])
-                loss.backward()
-                return loss
+        def closure(ddp: Any = ddp, batch: Any = batch, turn: Iterator[int] = turn) -> Tensor:
+            loss = nn.functional.mse_loss(ddp(batch[0], next(turn)), batch[1])
+            loss.backward()
+            return loss
 
-            optimizer.zero_grad()
-            optimizer.step(closure)
-        ends.append(weights(model))
-    return ends[0], ends[1]
+        optimizer.zero_grad()
+        optimizer.step(closure)
+    return weights(model)
 
 
 def test_what_the_last_evaluation_does_not_reach_stays_where_it_is(pool: Pool) -> None:

@@ -18,37 +18,35 @@ from torch.optim import SGD
 
 from ray_adascale import OSS, AdaScale, ShardedDataParallel
 
-from ..uneven import assert_agree, batches, loss_of, weights
+from ..uneven import assert_agree, batches, compared, loss_of, weights
 from .against_ddp import OPTIMIZERS, SMALL, Pool, build, clip, default_dtype, default_tolerance, wrapped
 
 
-def _reduced_on_request(name: str, passes: int, clip_at: float | None, idle: bool) -> tuple[Tensor, Tensor]:
+@compared
+def _reduced_on_request(sharded: bool, name: str, passes: int, clip_at: float | None, idle: bool) -> Tensor:
     """All passes under no_sync, then reduce(); DDP reduces in the last one."""
     rank, dtype = dist.get_rank(), default_dtype()
-    ends = []
-    for sharded in (False, True):
-        model = build(dtype)
-        ddp, optimizer = wrapped(model, OPTIMIZERS[name](model), sharded)
-        data = iter(batches(8 * passes, rank, dtype))
-        for step in range(8):
-            optimizer.zero_grad()
-            for i in range(passes):
-                with ddp.no_sync() if sharded or i < passes - 1 else nullcontext():
-                    loss = loss_of(ddp, next(data))
-                    if idle and rank == 1 and step % 3 == 1:
-                        (0 * loss).backward() if not sharded else None
-                    else:
-                        loss.backward()
-            if sharded:
-                ddp.reduce()
-                assert all(p.grad is None for p in model.parameters())
-                assert all(f.tensor.grad is not None for f in optimizer.fragments)
-                ddp.reduce()  # nothing is left
-            if clip_at is not None:
-                clip(model, optimizer, clip_at)
-            optimizer.step()
-        ends.append(weights(model))
-    return ends[0], ends[1]
+    model = build(dtype)
+    ddp, optimizer = wrapped(model, OPTIMIZERS[name](model), sharded)
+    data = iter(batches(8 * passes, rank, dtype))
+    for step in range(8):
+        optimizer.zero_grad()
+        for i in range(passes):
+            with ddp.no_sync() if sharded or i < passes - 1 else nullcontext():
+                loss = loss_of(ddp, next(data))
+                if idle and rank == 1 and step % 3 == 1:
+                    (0 * loss).backward() if not sharded else None
+                else:
+                    loss.backward()
+        if sharded:
+            ddp.reduce()
+            assert all(p.grad is None for p in model.parameters())
+            assert all(f.tensor.grad is not None for f in optimizer.fragments)
+            ddp.reduce()  # nothing is left
+        if clip_at is not None:
+            clip(model, optimizer, clip_at)
+        optimizer.step()
+    return weights(model)
 
 
 @pytest.mark.also_simulated("lars-3-None-False-2")
@@ -124,38 +122,36 @@ def test_a_pass_that_would_be_left_out_of_the_step_is_refused(pool: Pool, clippe
         torch.testing.assert_close(moved, torch.full((3,), 12.0, dtype=torch.float64))
 
 
-def _adascale(passes: int, idle: bool) -> tuple[Tensor, Tensor]:
+@compared
+def _adascale(sharded: bool, passes: int, idle: bool) -> Tensor:
     """AdaScale under DDP, and under ShardedDataParallel with every pass in no_sync and reduce() after the last."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    ends = []
-    for sharded in (False, True):
-        model = build(torch.float64)
-        inner: Any = OPTIMIZERS["kinds"](model)
+    model = build(torch.float64)
+    inner: Any = OPTIMIZERS["kinds"](model)
+    if sharded:
+        inner = OSS.wrap(inner, bucket_numel=SMALL)
+    ddp: Any = ShardedDataParallel(model, inner) if sharded else DistributedDataParallel(model)
+    optimizer = AdaScale(inner, scale=5.0, num_gradients_to_accumulate=passes, smoothing=0.6)
+    data = iter(batches(8 * passes, rank, torch.float64))
+    trace = []
+    for step in range(8):
+        optimizer.zero_grad()
+        for i in range(passes):
+            with ddp.no_sync() if sharded or i < passes - 1 else nullcontext():
+                loss = loss_of(ddp, next(data)) / passes
+                if idle and rank == 1 and step % 3 == 1 and i == passes - 1:
+                    (0 * loss).backward() if not sharded else None
+                else:
+                    loss.backward()
         if sharded:
-            inner = OSS.wrap(inner, bucket_numel=SMALL)
-        ddp: Any = ShardedDataParallel(model, inner) if sharded else DistributedDataParallel(model)
-        optimizer = AdaScale(inner, scale=5.0, num_gradients_to_accumulate=passes, smoothing=0.6)
-        data = iter(batches(8 * passes, rank, torch.float64))
-        trace = []
-        for step in range(8):
-            optimizer.zero_grad()
-            for i in range(passes):
-                with ddp.no_sync() if sharded or i < passes - 1 else nullcontext():
-                    loss = loss_of(ddp, next(data)) / passes
-                    if idle and rank == 1 and step % 3 == 1 and i == passes - 1:
-                        (0 * loss).backward() if not sharded else None
-                    else:
-                        loss.backward()
-            if sharded:
-                ddp.reduce()
-                ones = torch.ones(1)
-                dist.all_reduce(ones)  # of the user's own: it must not meet one of AdaScale's
-                assert ones == world
-                ddp.reduce()
-            optimizer.step()
-            trace += [optimizer.gain(), optimizer.effective_steps, *optimizer.average_moments()]
-        ends.append(torch.cat([weights(model), torch.tensor(trace, dtype=torch.float64)]))
-    return ends[0], ends[1]
+            ddp.reduce()
+            ones = torch.ones(1)
+            dist.all_reduce(ones)  # of the user's own: it must not meet one of AdaScale's
+            assert ones == world
+            ddp.reduce()
+        optimizer.step()
+        trace += [optimizer.gain(), optimizer.effective_steps, *optimizer.average_moments()]
+    return torch.cat([weights(model), torch.tensor(trace, dtype=torch.float64)])
 
 
 @pytest.mark.also_simulated("3-False")
@@ -239,6 +235,7 @@ def test_what_neither_has_is_reported_as_the_wrappers() -> None:
     model.banana = "sweet"
     ddp = ShardedDataParallel(model, OSS(model.parameters(), lr=0.1))
     assert ddp.banana == "sweet"
+    assert all(name.startswith("module.") for name in ddp.state_dict())  # as DDP's
     assert not hasattr(ddp, "orange")
     with pytest.raises(AttributeError, match=r"^'ShardedDataParallel' object has no attribute 'orange'") as info:
         _ = ddp.orange

@@ -32,6 +32,7 @@ from ..uneven import (
     assert_same,
     batches,
     build,
+    compared,
     groups,
     loss_of,
     train,
@@ -44,34 +45,38 @@ Pool = Callable[[int], ProcessPool]
 STEPS = 20
 
 
+@compared
 def _run_both(
-    name: str, *, low: torch.dtype = torch.float32, frozen: str = "", accumulate: int = 1, clip: float | None = None
-) -> tuple[Tensor, Tensor]:
-    ends = []
-    for sharded in (False, True):
-        model = build(low)
-        if frozen:
-            model.first.requires_grad_(False)
-        optimizer = OPTIMIZERS[name](model)
-        if sharded:
-            optimizer = OSS.wrap(optimizer)
-        ddp = DistributedDataParallel(model)
-        data = iter(batches(STEPS * accumulate, seed=dist.get_rank()))
-        start = weights(model)
-        for step in range(STEPS):
-            if frozen == "thawed" and step == STEPS // 2:
-                model.first.requires_grad_(True)
-                ddp = DistributedDataParallel(model)  # it has to be told
-            optimizer.zero_grad()
-            for i in range(accumulate):
-                with nullcontext() if i == accumulate - 1 else ddp.no_sync():
-                    (loss_of(ddp, next(data)) / accumulate).backward()
-            if clip is not None:
-                assert nn.utils.clip_grad_norm_(model.parameters(), clip) > clip
-            optimizer.step()
-        assert not torch.equal(start, weights(model))
-        ends.append(weights(model))
-    return ends[0], ends[1]
+    sharded: bool,
+    name: str,
+    *,
+    low: torch.dtype = torch.float32,
+    frozen: str = "",
+    accumulate: int = 1,
+    clip: float | None = None,
+) -> Tensor:
+    model = build(low)
+    if frozen:
+        model.first.requires_grad_(False)
+    optimizer = OPTIMIZERS[name](model)
+    if sharded:
+        optimizer = OSS.wrap(optimizer)
+    ddp = DistributedDataParallel(model)
+    data = iter(batches(STEPS * accumulate, seed=dist.get_rank()))
+    start = weights(model)
+    for step in range(STEPS):
+        if frozen == "thawed" and step == STEPS // 2:
+            model.first.requires_grad_(True)
+            ddp = DistributedDataParallel(model)  # it has to be told
+        optimizer.zero_grad()
+        for i in range(accumulate):
+            with nullcontext() if i == accumulate - 1 else ddp.no_sync():
+                (loss_of(ddp, next(data)) / accumulate).backward()
+        if clip is not None:
+            assert nn.utils.clip_grad_norm_(model.parameters(), clip) > clip
+        optimizer.step()
+    assert not torch.equal(start, weights(model))
+    return weights(model)
 
 
 @pytest.mark.also_simulated("momentum-2", "tensor-lr-2", "named-3", "odd-3")
@@ -133,41 +138,6 @@ def test_builds_the_optimizer_as_fairscale_does(pool: Pool, world_size: int) -> 
     assert_agree(pool(world_size).run(_constructor))
 
 
-def _other_layouts() -> tuple[Tensor, Tensor]:
-    """Channels-last, transposed, complex and half-precision parameters go through the broadcast unharmed."""
-    ends = []
-    plain: Any = None
-    for sharded in (False, True):
-        torch.manual_seed(1)
-        params = [
-            nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)),
-            nn.Parameter(torch.randn(5, 3).t()),
-            nn.Parameter(torch.randn(4, 2, dtype=torch.complex64)),
-            nn.Parameter(torch.randn(4, dtype=torch.float64)),
-            nn.Parameter(torch.randn(4, dtype=torch.float16)),
-        ]
-        optimizer: Any = SGD(params, lr=0.1, momentum=0.9)
-        if sharded:
-            optimizer = OSS.wrap(optimizer)
-        for step in range(5):
-            for p in params:
-                p.grad = torch.full_like(p, 1 + step)
-            optimizer.step()
-        if sharded:
-            optimizer.consolidate_state_dict(1)
-            if optimizer.rank == 1:
-                assert_same(optimizer.state_dict(), plain)
-        else:
-            plain = copy.deepcopy(optimizer.state_dict())
-        ends.append(torch.cat([torch.view_as_real(p.detach().to(torch.complex128)).reshape(-1) for p in params]))
-    return ends[0], ends[1]
-
-
-@pytest.mark.also_simulated
-def test_any_dtype_and_memory_format(pool: Pool) -> None:
-    assert_agree(pool(2).run(_other_layouts))
-
-
 def _frozen_and_changed(thaw: bool) -> tuple[float, float]:
     """Each rank adds its number to a frozen weight, as a loop of its own might; the weight before and after two steps."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -189,19 +159,17 @@ def test_a_frozen_parameter_is_not_exchanged_and_an_unfrozen_one_is(pool: Pool) 
     assert outcomes[0][1] == outcomes[1][1]
 
 
-def _frozen_with_a_gradient() -> tuple[Tensor, Tensor]:
+@compared
+def _frozen_with_a_gradient(sharded: bool) -> Tensor:
     """torch's optimizers go by the gradient alone, so a parameter frozen before zero_grad() still moves once."""
-    ends = []
-    for sharded in (False, True):
-        model = build()
-        optimizer: Optimizer = SGD(model.parameters(), lr=0.1)
-        if sharded:
-            optimizer = OSS.wrap(optimizer)
-        loss_of(model, batches(1)[0]).backward()
-        model.requires_grad_(False)
-        optimizer.step()
-        ends.append(weights(model))
-    return ends[0], ends[1]
+    model = build()
+    optimizer: Optimizer = SGD(model.parameters(), lr=0.1)
+    if sharded:
+        optimizer = OSS.wrap(optimizer)
+    loss_of(model, batches(1)[0]).backward()
+    model.requires_grad_(False)
+    optimizer.step()
+    return weights(model)
 
 
 def test_a_parameter_frozen_with_a_gradient_left_stays_equal_on_all_ranks(pool: Pool) -> None:

@@ -17,7 +17,7 @@ from torch.optim import SGD
 
 from ray_adascale import OSS, AdaScale, ShardedDataParallel
 
-from ..uneven import assert_agree, batches, weights
+from ..uneven import assert_agree, batches, compared, weights
 from .against_ddp import OPTIMIZERS, ROUNDING, SMALL, Pool, build, wrapped
 
 
@@ -155,31 +155,29 @@ def test_a_rank_that_lacks_one_of_several_synced_passes_takes_part(
     assert_agree(pool(world_size).run(_lacks_a_synced_pass, lacking, clips), ROUNDING)
 
 
-def _overflow(unhooked: bool) -> tuple[Tensor, Tensor]:
+@compared
+def _overflow(sharded: bool, unhooked: bool) -> Tensor:
     """An infinite gradient on one rank: nobody steps, and all go on."""
     rank = dist.get_rank()
-    ends = []
-    for sharded in (False, True):
-        model = build(torch.float64)
-        ddp, inner = wrapped(model, OPTIMIZERS["kinds"](model), sharded)
-        optimizer = AdaScale(inner, scale=4.0, num_gradients_to_accumulate=2, smoothing=0.5)
-        skipped = []
-        for step in range(10):
-            if step == 4 and unhooked:
-                optimizer.unhook()
-            for i, batch in enumerate(batches(2, 1000 * step + rank, torch.float64)):
-                with ddp.no_sync() if i == 0 else nullcontext():
-                    factor = float("inf") if step in (3, 6) and rank == 1 and i == step % 2 else 0.5
-                    (_loss(ddp, batch) * factor).backward()
-            before = weights(model), optimizer.effective_steps
-            optimizer.step()
-            skipped.append(optimizer.last_step.skipped)
-            assert torch.equal(before[0], weights(model)) == skipped[-1]
-            assert (before[1] == optimizer.effective_steps) == skipped[-1]
-            optimizer.zero_grad()
-        assert skipped == [step in (3, 6) for step in range(10)]
-        ends.append(torch.cat([weights(model), torch.tensor([optimizer.gain(), optimizer.effective_steps])]))
-    return ends[0], ends[1]
+    model = build(torch.float64)
+    ddp, inner = wrapped(model, OPTIMIZERS["kinds"](model), sharded)
+    optimizer = AdaScale(inner, scale=4.0, num_gradients_to_accumulate=2, smoothing=0.5)
+    skipped = []
+    for step in range(10):
+        if step == 4 and unhooked:
+            optimizer.unhook()
+        for i, batch in enumerate(batches(2, 1000 * step + rank, torch.float64)):
+            with ddp.no_sync() if i == 0 else nullcontext():
+                factor = float("inf") if step in (3, 6) and rank == 1 and i == step % 2 else 0.5
+                (_loss(ddp, batch) * factor).backward()
+        before = weights(model), optimizer.effective_steps
+        optimizer.step()
+        skipped.append(optimizer.last_step.skipped)
+        assert torch.equal(before[0], weights(model)) == skipped[-1]
+        assert (before[1] == optimizer.effective_steps) == skipped[-1]
+        optimizer.zero_grad()
+    assert skipped == [step in (3, 6) for step in range(10)]
+    return torch.cat([weights(model), torch.tensor([optimizer.gain(), optimizer.effective_steps])])
 
 
 @pytest.mark.also_simulated("2-*")
@@ -189,30 +187,28 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(pool: Pool, worl
     assert_agree(pool(world_size).run(_overflow, unhooked), ROUNDING)
 
 
-def _two_adascales() -> tuple[Tensor, Tensor]:
-    ends = []
-    for sharded in (False, True):
-        model = build(torch.float64)
-        first: Any = SGD(model.first.parameters(), lr=0.02, momentum=0.9)
-        second: Any = SGD([model.middle.weight, *model.last.parameters(), model.gain, model.none], lr=0.01)
-        if sharded:
-            first, second = OSS.wrap(first, bucket_numel=SMALL), OSS.wrap(second, bucket_numel=SMALL)
-        both = [AdaScale(o, scale=3.0, smoothing=0.5) for o in (first, second)]
-        ddp = ShardedDataParallel(model, both) if sharded else DistributedDataParallel(model)
-        for step, batch in enumerate(batches(12, dist.get_rank(), torch.float64)):
-            _loss(ddp, batch).backward()
-            if step % 2:  # the other one first; it has gradients yet
-                for optimizer in reversed(both):
-                    optimizer.step()
-                    optimizer.zero_grad()
-                continue
-            for optimizer in both:
+@compared
+def _two_adascales(sharded: bool) -> Tensor:
+    model = build(torch.float64)
+    first: Any = SGD(model.first.parameters(), lr=0.02, momentum=0.9)
+    second: Any = SGD([model.middle.weight, *model.last.parameters(), model.gain, model.none], lr=0.01)
+    if sharded:
+        first, second = OSS.wrap(first, bucket_numel=SMALL), OSS.wrap(second, bucket_numel=SMALL)
+    both = [AdaScale(o, scale=3.0, smoothing=0.5) for o in (first, second)]
+    ddp = ShardedDataParallel(model, both) if sharded else DistributedDataParallel(model)
+    for step, batch in enumerate(batches(12, dist.get_rank(), torch.float64)):
+        _loss(ddp, batch).backward()
+        if step % 2:  # the other one first; it has gradients yet
+            for optimizer in reversed(both):
                 optimizer.step()
-            for optimizer in both:
                 optimizer.zero_grad()
-        gains = [value for o in both for value in (o.gain(), o.effective_steps)]
-        ends.append(torch.cat([weights(model), torch.tensor(gains)]))
-    return ends[0], ends[1]
+            continue
+        for optimizer in both:
+            optimizer.step()
+        for optimizer in both:
+            optimizer.zero_grad()
+    gains = [value for o in both for value in (o.gain(), o.effective_steps)]
+    return torch.cat([weights(model), torch.tensor(gains)])
 
 
 @pytest.mark.also_simulated("2")

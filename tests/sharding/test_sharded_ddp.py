@@ -20,13 +20,15 @@ from torch.optim import SGD
 from ray_adascale import OSS, AdaScale, ShardedDataParallel, ShardedDDP
 
 from ..placement import here
-from ..uneven import assert_agree, batches, loss_of, weights
+from ..uneven import assert_agree, batches, compared, loss_of, weights
 from .against_ddp import OPTIMIZERS, SMALL, Pool, build, clip, default_dtype, default_tolerance
 
 STEPS = 20
 
 
+@compared
 def _run_both(
+    sharded: bool,
     name: str,
     *,
     dtype: torch.dtype | None = None,
@@ -37,44 +39,41 @@ def _run_both(
     clear: str = "optimizer",
     frozen: bool = False,
     reduce_fp16: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     dtype = dtype or default_dtype()
-    ends = []
-    for sharded in (False, True):
-        model = build(dtype, low)
-        optimizer: Any = OPTIMIZERS[name](model)
-        start = weights(model)
-        if frozen:
-            model.first.requires_grad_(False)
-        if sharded:
-            optimizer = OSS.wrap(optimizer, bucket_numel=SMALL)
-            ddp: Any = ShardedDataParallel(model, optimizer, reduce_fp16=reduce_fp16)
-        else:
-            ddp = DistributedDataParallel(model)
-        data = iter(batches(STEPS * accumulate, dist.get_rank(), dtype if low is None else torch.float32))
-        for step in range(STEPS):
-            if frozen and step % 6 == 4:  # each half of the model in turn
-                model.first.requires_grad_(step != 10)
-                model.last.requires_grad_(step != 4)
-                if not sharded:
-                    ddp = DistributedDataParallel(model)  # it has to be told
-            for i in range(accumulate):
-                with ddp.no_sync() if i < accumulate - 1 and not sync_all else nullcontext():
-                    (loss_of(ddp, next(data)) / accumulate).backward()
-            if clip_at is not None:
-                assert clip(model, optimizer, clip_at) > clip_at
-            if sharded and dist.get_world_size() > 1:
-                assert all(p.grad is None for p in model.parameters())
-            optimizer.step()
-            if clear == "optimizer" or not sharded:
-                optimizer.zero_grad()
-            elif clear == "zeros":
-                optimizer.zero_grad(set_to_none=False)
-            elif clear == "module":
-                ddp.zero_grad()
-        assert not torch.equal(start, weights(model))
-        ends.append(weights(model))
-    return ends[0], ends[1]
+    model = build(dtype, low)
+    optimizer: Any = OPTIMIZERS[name](model)
+    start = weights(model)
+    if frozen:
+        model.first.requires_grad_(False)
+    if sharded:
+        optimizer = OSS.wrap(optimizer, bucket_numel=SMALL)
+        ddp: Any = ShardedDataParallel(model, optimizer, reduce_fp16=reduce_fp16)
+    else:
+        ddp = DistributedDataParallel(model)
+    data = iter(batches(STEPS * accumulate, dist.get_rank(), dtype if low is None else torch.float32))
+    for step in range(STEPS):
+        if frozen and step % 6 == 4:  # each half of the model in turn
+            model.first.requires_grad_(step != 10)
+            model.last.requires_grad_(step != 4)
+            if not sharded:
+                ddp = DistributedDataParallel(model)  # it has to be told
+        for i in range(accumulate):
+            with ddp.no_sync() if i < accumulate - 1 and not sync_all else nullcontext():
+                (loss_of(ddp, next(data)) / accumulate).backward()
+        if clip_at is not None:
+            assert clip(model, optimizer, clip_at) > clip_at
+        if sharded and dist.get_world_size() > 1:
+            assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
+        if clear == "optimizer" or not sharded:
+            optimizer.zero_grad()
+        elif clear == "zeros":
+            optimizer.zero_grad(set_to_none=False)
+        elif clear == "module":
+            ddp.zero_grad()
+    assert not torch.equal(start, weights(model))
+    return weights(model)
 
 
 @pytest.mark.also_simulated("adamw-2", "lars-3", "kinds-2")
@@ -164,15 +163,6 @@ def test_starts_with_the_weights_of_rank_0_wherever_they_lie(pool: Pool) -> None
 
 def test_the_alias_is_fairscales() -> None:
     assert ShardedDDP is ShardedDataParallel
-
-
-def test_forwards_what_it_lacks_to_the_module() -> None:
-    model = build()
-    ddp = ShardedDataParallel(model, OSS(model.parameters(), lr=0.1))
-    assert ddp.first is model.first
-    with pytest.raises(AttributeError, match="nonsense"):
-        _ = ddp.nonsense
-    assert all(name.startswith("module.") for name in ddp.state_dict())  # as DDP's
 
 
 @pytest.mark.parametrize(

@@ -240,15 +240,3 @@ def test_without_a_forecast_it_is_rough_and_at_the_base_batch_exact(found: Recip
     drive(run, loss_fn, until=100)
     assert not backend.seen[-1].rough
     assert backend.seen[-1].steps == 300
-
-
-def test_a_run_that_chooses_its_scale_has_the_steps_of_its_replay_left() -> None:
-    # Nothing but noise: r = S, 2 and 4 and then 8 a step (tests/forecast/test_replay.py), so 2 + (100 − 6)/8 steps.
-    config = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, max_global_batch_size=64)
-    left = forecast_remaining_steps(
-        recipe([(0, 1, 0)]), [], scale=2, rule="adascale", averaging_window=0.05, following=(config.batch, 2)
-    )
-    assert left is not None
-    assert [left.at(tau) for tau in (0, 2, 6, 50, 100)] == pytest.approx([13.75, 12.75, 11.75, 6.25, 0])
-    left.observe(0, 50, 25.0)
-    assert left.at(50) == pytest.approx(6.25)
