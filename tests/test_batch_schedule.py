@@ -1,4 +1,4 @@
-"""A given schedule of batches: how it is read, its plans, and runs in one process and on gloo workers."""
+"""A given schedule of batches: how it is read, its plans, and resumes. ``tests/model`` compares whole runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs with Muon and AdamW in an OptimizerChain: the plain loop, resumes, every sharding, warnings and recipes."""
+"""Runs with Muon and AdamW in an OptimizerChain: refusals and recipes. ``tests/model`` compares their steps."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ LENGTH, B0, T = 64, 16, 40
 def workload(config: dict[str, Any]) -> Workload:
     """Regression with three linear layers; the two LRs have schedules of their own."""
     torch.manual_seed(1)
-    dtype = config.get("dtype", torch.float32)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
     muon = Muon([model[0].weight, model[2].weight], lr=config.get("lr", 0.02))
     adamw = AdamW([model[0].bias, model[2].bias, *model[4].parameters()], lr=0.01)
     chain = OptimizerChain([muon, adamw])
@@ -36,7 +35,7 @@ def workload(config: dict[str, Any]) -> Workload:
         optimizer=chain,
         scheduler=LambdaLR(chain, [cosine, linear]),
         scheduler_unit="step",
-        train_dataset=TensorDataset(x.to(dtype), y.to(dtype)),
+        train_dataset=TensorDataset(x, y),
         loss_fn=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
     )
 

@@ -29,7 +29,6 @@ from ray_adascale import (
     Recipe,
     Run,
     UnscaledRule,
-    Workload,
     checkpoint,
     load_weights,
 )
@@ -42,7 +41,6 @@ from ray_adascale.run.observe.eta import EtaTracker
 from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.run.observe.step import Listener, Step
 from ray_adascale.run.observe.trace import read_trace
-from ray_adascale.workload import build
 
 from ..host_reads import host_reads
 from ..placement import here
@@ -318,28 +316,6 @@ def test_a_schedule_of_another_length_and_a_base_batch_beyond_the_dataset_are_wa
     assert [w.filename for w in told] == [__file__] * 2
     assert "ends at 600 steps, and the run has 3000" in str(told[0].message)
     assert "base batch of 64 is larger than the dataset of 60" in str(told[1].message)
-
-
-def test_a_hyperparameter_that_nobody_has_read_by_the_first_step_is_warned_of() -> None:
-    def workload(config: dict[str, Any]) -> Workload:
-        net = model()
-
-        def loss_fn(net: nn.Module, batch: Any) -> Tensor:
-            return F.cross_entropy(net(batch[0]), batch[1]) * config["weight"]
-
-        optimizer = torch.optim.SGD(net.parameters(), lr=config["lr"])
-        return Workload(model=net, optimizer=optimizer, train_dataset=dataset(), loss_fn=loss_fn)
-
-    config = AdaScaleConfig(base_batch_size=4, total_steps=3)
-    for hyperparameters, told in (({"lr": 0.1, "weight": 1.0}, 0), ({"lr": 0.1, "weight": 1.0, "lrr": 2}, 1)):
-        built = build(workload, hyperparameters, config)
-        run = Run.of(built, config)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            for batch in run:
-                run.backward(built.loss_fn(run.model, batch))
-                run.step()
-        assert [(w.filename, "'lrr' (is 'lr' meant?)" in str(w.message)) for w in said] == [(__file__, True)] * told
 
 
 # ---- gradients that are not finite -----------------------------------------------------------------------------------
@@ -776,24 +752,6 @@ def test_a_loader_may_give_the_length_of_an_epoch() -> None:
     assert (run.total_steps, run.base_schedule.base_steps_per_epoch) == (30, 15)
     drive(run, stop_after=16)
     assert run.epoch == 1
-
-
-@pytest.mark.filterwarnings("ignore:Skipping batches")
-def test_batches_with_the_examples_in_another_dimension_are_made_from_the_dataset() -> None:
-    def positions_first(examples: list[Any]) -> Any:
-        return torch.stack([x for x, _ in examples], dim=1), torch.stack([y for _, y in examples])
-
-    net = nn.Linear(6, 2)
-    loader = DataLoader(dataset(), batch_size=4, collate_fn=positions_first)
-    run = make_run(net, data=loader)
-    with pytest.raises(ValueError, match=r"loader\.dataset"):
-        next(iter(run))
-    run = make_run(net, data=loader.dataset, collate_fn=positions_first)
-    for x, y in run:
-        assert x.shape == (6, 4)
-        run.backward(F.cross_entropy(run.model(x.T), y))
-        run.step()
-    assert run.effective_steps == 40
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------

@@ -147,23 +147,6 @@ def test_gradients_of_before_the_loop_are_no_part_of_its_first_step() -> None:
     assert torch.equal(*grads)
 
 
-def test_a_step_is_between_passes_at_its_end_and_knows_its_last_pass() -> None:
-    setup = Setup()
-    passes = setup.passes
-    seen = []
-    for index in range(2):
-        seen.append((passes.between, passes.is_last))
-        setup.backward(index)
-        seen.append((passes.between, passes.is_last))
-        passes.ends_step()
-    passes.step()
-    assert not passes.between
-    passes.end_step()
-    assert seen == [(True, False), (False, False), (True, False), (False, True)]
-    assert passes.between
-    assert setup.model.weight.grad is None  # cleared
-
-
 def test_the_users_optimizer_is_guarded_after_a_step_that_failed() -> None:
     setup = Setup()
     with setup.passes.guard():

@@ -152,12 +152,6 @@ def test_a_trainable_parameter_that_no_group_has_is_named(how: str) -> None:
     built(how, model, optimizer)
 
 
-def test_a_parameter_that_is_shared_between_modules_counts_once() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    model[1].weight = model[0].weight
-    built("run", model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 def built(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
     if how == "run":
         return make_run(model, optimizer=optimizer)
