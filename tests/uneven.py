@@ -175,17 +175,6 @@ def assert_same(ours: Any, theirs: Any, path: str = "") -> None:
         assert ours == theirs, path
 
 
-class NormedSGD(SGD):
-    """Looks at the norm of a whole gradient, as LARS does: cut by element it would be another optimizer."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.div_(p.grad.norm() + 1)
-        return super().step(closure)
-
-
 def compared(body: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return what a function makes of the plain optimizer, and of the sharded one. Its first argument says which it is."""
 

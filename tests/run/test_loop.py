@@ -61,19 +61,16 @@ def model(dtype: torch.dtype = torch.float32, *, dropout: float = 0.0, seed: int
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 2)).to(dtype)
 
 
-def optimizer_of(
-    net: nn.Module, kind: str, lr: float = 0.1, fused: bool | None = None, momentum: float = 0.9
-) -> torch.optim.Optimizer:
+def optimizer_of(net: nn.Module, kind: str, lr: float = 0.1, fused: bool | None = None) -> torch.optim.Optimizer:
     if kind == "adamw":
         return torch.optim.AdamW(net.parameters(), lr=lr / 5, weight_decay=0.1, fused=fused)
-    return torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum, fused=fused)
+    return torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, fused=fused)
 
 
 def make_run(
     net: nn.Module,
     *,
     kind: str = "sgd",
-    momentum: float = 0.9,
     data: Any = None,
     lr: float = 0.1,
     gamma: float = 0.9,
@@ -82,7 +79,7 @@ def make_run(
     fused: bool | None = None,
     **settings: Any,
 ) -> Run:
-    optimizer = optimizer_of(net, kind, lr, fused, momentum)
+    optimizer = optimizer_of(net, kind, lr, fused)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma) if scheduler else None
     extra = {key: settings.pop(key) for key in ("evaluate", "recipe", "collate_fn") if key in settings}
     defaults: dict[str, Any] = {

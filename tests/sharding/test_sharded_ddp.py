@@ -31,7 +31,6 @@ def _run_both(
     sharded: bool,
     name: str,
     *,
-    dtype: torch.dtype | None = None,
     low: torch.dtype | None = None,
     accumulate: int = 1,
     sync_all: bool = False,
@@ -40,7 +39,7 @@ def _run_both(
     frozen: bool = False,
     reduce_fp16: bool = False,
 ) -> Tensor:
-    dtype = dtype or default_dtype()
+    dtype = default_dtype()
     model = build(dtype, low)
     optimizer: Any = OPTIMIZERS[name](model)
     start = weights(model)
