@@ -96,15 +96,6 @@ def test_flush_every_is_checked(tmp_path: Path) -> None:
         Trace(tmp_path / "t", flush_every=0)
 
 
-def test_going_on_with_the_rows_of_a_checkpoint(tmp_path: Path) -> None:
-    path = filled(tmp_path / "checkpoint", *range(1, 5))
-    with Trace(tmp_path / "t") as trace:
-        copy_rows(path, trace)
-        trace.append({"step": 5, "attempt": 2})
-    assert read_trace(tmp_path / "t") == [*rows(1, 2, 3, 4), {"step": 5, "attempt": 2}]
-    assert read_trace(path) == rows(1, 2, 3, 4)
-
-
 def test_thinning_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t"
     with Trace(path, keep=4) as trace:
@@ -170,11 +161,6 @@ def test_closing(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "t") == rows(1)
     with pytest.raises(ValueError, match="closed"):
         trace.append(rows(2)[0])
-
-
-def test_an_empty_trace(tmp_path: Path) -> None:
-    Trace(tmp_path / "t").close()
-    assert read_trace(tmp_path / "t") == []
 
 
 # ---- long runs -------------------------------------------------------------------------------------------------------
@@ -384,16 +370,6 @@ def test_a_trace_is_written_where_somebody_keeps_it(
         monkeypatch.setattr(backend, "trace_store", lambda: store)
     assert len(scratch_while_running(str(tmp_path / "scratch"), backend)) == (why == "no disk")
     assert (tmp_path / "run" / "trace.jsonl").exists() == (why in ("no disk", None))
-
-
-def on_two_workers(folder: str) -> list[int]:
-    backend = LocalBackend(Path(folder, "run"), device="cpu")
-    scratch_while_running(folder, backend)
-    return [] if backend.trace_folder() is None else [row["step"] for row in read_trace(Path(folder, "run", TRACE))]
-
-
-def test_the_first_worker_alone_writes_a_trace(pool: Any, tmp_path: Path) -> None:
-    assert pool(2).run(on_two_workers, str(tmp_path))[0] == [1, 2, 3]
 
 
 # ---- a run that fails ------------------------------------------------------------------------------------------------
