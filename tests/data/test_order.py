@@ -88,6 +88,9 @@ def test_drop_last_counts_what_it_drops_as_consumed() -> None:
         itertools.islice(itertools.accumulate(itertools.repeat(0), lambda p, _: sampler.next_position(p)), 6)
     )
     assert positions == [0, 4, 10, 14, 20, 24]
+    assert (
+        StepSampler(12, BatchSplit(4), ExampleOrder(drop_last=True)).next_position(4) == 8
+    )  # a last step that just fits
     batches = list(itertools.islice(sampler, 4))
     assert batches[2] == epoch_order(10, seed=0, epoch=1).tolist()[:4]
 
