@@ -50,6 +50,10 @@ class SettingError(ValueError):
         return self._text.replace("{}", text, 1)
 
 
+class RecipeError(ValueError):
+    """A recipe can't be used or can't be written. The message names the field."""
+
+
 def check_count(name: str, value: Any, minimum: int | None = 1, remedy: str = "") -> int:
     """Return an argument as an int. NumPy's integers are accepted; True and False are not.
 

@@ -225,7 +225,10 @@ def test_a_damaged_field_is_named_or_noticed(tmp_path: Path, name: str, value: A
         (lambda d: d["lr_curve"][1].__setitem__(2, math.nan), r"Invalid lr_curve\[1\]\[2\]=nan"),
         (lambda d: d["lr_curve"][0].__setitem__(0, "0.1"), r"Invalid lr_curve\[0\]\[0\]='0.1'"),
         (lambda d: d["noise"].append([1, 2, 3]), r"Invalid noise\[2\]: \[1, 2, 3\]"),
-        (lambda d: d["noise"][1].pop("mu2"), r"Invalid noise\[1\].*with the fields effective_steps, sigma2, mu2"),
+        (
+            lambda d: d["noise"][1].pop("mu2"),
+            r"Invalid noise\[1\].*with exactly the fields effective_steps, sigma2, mu2",
+        ),
         (lambda d: d["noise"][1].update(loss=1), r"Invalid noise\[1\]"),
         (lambda d: d["noise"][0].update(sigma2=math.inf), r"Invalid noise\[0\].sigma2=inf"),
         (lambda d: d["noise"][1].update(effective_steps=-1), r"Invalid noise\[1\].effective_steps=-1"),
@@ -250,7 +253,7 @@ def test_a_damaged_field_is_named_or_noticed(tmp_path: Path, name: str, value: A
         (lambda d: d["repeats"].append([1, 2, 3]), r"Invalid repeats\[0\]: \[1, 2, 3\]"),
         (
             lambda d: d["repeats"].append({"seed": 1, "score": 1.0, "noise": [{"mu2": 1}]}),
-            r"Invalid repeats\[0\].noise\[0\].*with the fields",
+            r"Invalid repeats\[0\].noise\[0\].*with exactly the fields",
         ),
     ],
 )

@@ -54,10 +54,10 @@ FAULTS: list[tuple[str, str, str]] = [
     ("measure/layers.py", "same = index.unsqueeze(1) == index.unsqueeze(2)",
      "same = torch.eye(t, dtype=torch.bool).expand(len(index), t, t)"),
     # ---- sharding
-    ("sharding/clipping.py", "            total = total ** (1 / self.norm_type)\n", "            total = total * 1.0\n"),
-    ("sharding/clipping.py", "torch.float64 if self.wide else torch.float32", "torch.float32"),
+    ("sharding/clipping.py", "        total = total ** (1 / norm_type)\n", "        total = total * 1.0\n"),
+    ("sharding/oss.py", "torch.float64 if wide or group is not self.group else torch.float32", "torch.float32"),
     ("sharding/gradient_bucket.py", "if not all(self._seen[span.index] for span in mine):", "if False:"),
-    ("sharding/gradient_bucket.py", "shift(start), shift(end - 1) + 1", "shift(start), shift(end - 1)"),
+    ("sharding/gradient_bucket.py", "at + span.numel - start)", "at + span.numel - 1 - start)"),
     ("sharding/oss.py", "f.tensor.grad = None if f.param.grad is None else f.of(f.param.grad)",
      "f.tensor.grad = torch.zeros_like(f.tensor) if f.param.grad is None else f.of(f.param.grad)"),
     # ---- run/passes, run/schedule
