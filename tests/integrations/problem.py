@@ -103,7 +103,7 @@ def check_against_reference(
     workers: int,
     examples: int,
 ) -> None:
-    """Gains, clock, learning rates and weights of each step against the literal reference.
+    """Gains, clock, learning rates and weights of each step against the literal reference and SGD with momentum 0.9.
 
     Args:
         notes: Of the client's steps.
@@ -124,7 +124,7 @@ def check_against_reference(
         window=0.05,
         total_steps=total_steps,
     )
-    position, tau = 0, 0.0
+    position, tau, velocity = 0, 0.0, np.zeros(notes.end.numel())
     for step, before in enumerate(notes.weights):
         n = passes[step % len(passes)] * workers
         torch.nn.utils.vector_to_parameters(before, model.parameters())
@@ -140,10 +140,25 @@ def check_against_reference(
         curve = LR * (1 + math.cos(math.pi * math.floor(notes.clocks[step]) / total_steps)) / 2
         # The optimizer was called with the schedule's rate times the gain.
         assert notes.lrs[step] / notes.gains[step] == pytest.approx(curve, rel=1e-12)
+        velocity = 0.9 * velocity + np.concatenate(expected.mean_gradient)
+        after = notes.weights[step + 1] if step + 1 < len(notes.weights) else notes.end
+        np.testing.assert_allclose(after.numpy(), before.numpy() - notes.lrs[step] * velocity, rtol=1e-6, atol=1e-9)
         tau = expected.effective_steps
     assert notes.tau == pytest.approx(tau, rel=1e-9)
     assert total_steps <= notes.tau < total_steps + samples
     assert 1 < np.mean(notes.gains) < samples
+
+
+def check_losses(rows: list[dict[str, Any]], notes: Notes, passes: Sequence[int], examples: int) -> None:
+    """The loss of each row of a trace is the mean over rank 0's passes of the step, at even places of two workers' data."""
+    model, first, (x, y) = make(1)[0].requires_grad_(False), 0, dataset(examples).tensors
+    for step, (row, before) in enumerate(zip(rows, notes.weights, strict=True)):
+        torch.nn.utils.vector_to_parameters(before, model.parameters())
+        n = passes[step % len(passes)]
+        places = [first + 2 * i * BATCH for i in range(n)]
+        losses = [float(loss_of(model, (x[at : at + BATCH], y[at : at + BATCH]))) for at in places]
+        first = (first + 2 * n * BATCH) % examples
+        assert row["loss"] == pytest.approx(sum(losses) / n, rel=1e-12)
 
 
 def assert_same_run(ours: Notes, theirs: Notes) -> None:

@@ -164,14 +164,6 @@ def test_a_trial_goes_on_from_any_checkpoint_as_if_nothing_happened(
         assert numbers(again.last) == numbers(whole.last)  # the noise too
 
 
-def test_a_metric_that_is_not_measured_is_found_at_the_first_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(MissingMetric, match="Invalid metric='accuracy': evaluate returned 'error'"):
-        Trial(tmp_path, monkeypatch, metric="accuracy")
-    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == EVERY - 1
-
-
 def test_other_workers_collect_nothing_and_write_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[Path] = []
     monkeypatch.setattr(ray.train, "report", lambda metrics, checkpoint: reported.append(Path(checkpoint.path)))

@@ -219,28 +219,6 @@ def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happe
     assert "gain" in capfd.readouterr().err  # the display
 
 
-@pytest.mark.slow
-def test_workers_killed_under_ray_are_restarted_and_end_as_if_nothing_happened(
-    ray_session: Path, pool: Any, tmp_path: Path
-) -> None:
-    result = AdaScaleTrainer(
-        workload,
-        recipe=_recipe(),
-        hyperparameters={"fail_at": 31, "kill": True, "pause_s": 0.05, "flag": str(tmp_path / "flag")},
-        config=AdaScaleConfig(per_worker_batch_size=4, accumulation=2, seed=2, checkpoint_every_s=0.3),
-        scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(
-            name="killed", storage_path=str(ray_session), failure_config=ray.train.FailureConfig(max_failures=1)
-        ),
-        progress=False,
-    ).fit()
-    assert flat(load_weights(result.checkpoint.path)).tolist() == pool(2).run(_without_ray)[0]
-    trace = read_trace(Path(result.path) / "trace.jsonl")
-    assert [row["step"] for row in trace] == list(range(1, result.metrics["optimizer_steps"] + 1))
-    assert [row["attempt"] for row in trace][-1] == 1
-    assert int((Path(result.path) / "progress").read_text()) == trace[-1]["step"]
-
-
 def _damage_the_newest(run: Path) -> int:
     """Flips a bit in the checkpoint that Ray will hand out; returns its optimizer step."""
     newest = json.loads((run / "checkpoint_manager_snapshot.json").read_text())["latest_checkpoint_result"]
