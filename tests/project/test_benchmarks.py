@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from ray_adascale import RuleInput
 from tests.project.benchmarks import BENCHMARKS, STUDIES, load
 
 pytestmark = pytest.mark.docs
@@ -110,32 +108,6 @@ def test_a_kind_that_did_other_work_is_named(smoke: tuple[dict[str, Any], str]) 
         assert said in message
 
 
-def test_the_resnet_has_the_tensors_of_resnet18() -> None:
-    model = load("kinds").resnet18(64, classes=1000)
-    assert len(list(model.parameters())) == 62
-    # torchvision's resnet18 has 11 689 512 parameters with a first convolution of 7×7; here it has 3×3, for images of 32×32.
-    assert sum(p.numel() for p in model.parameters()) == 11_689_512 - 64 * 3 * (49 - 9)
-
-
-def test_the_gpt2_has_the_tensors_of_gpt2_small() -> None:
-    kinds = load("kinds")
-    with torch.device("meta"):
-        model = kinds.GPT2()
-    # transformers' GPT2LMHeadModel has 124 439 808 parameters in 148 tensors, the head being the embedding.
-    assert (sum(p.numel() for p in model.parameters()), len(list(model.parameters()))) == (124_439_808, 148)
-    spec = kinds.specs(smoke=True)["gpt2"]
-    (x, y), _ = load_overhead().make_batches(
-        spec, kinds.Place(rank=0, world_size=1, device=torch.device("cpu"), passes=2), 2
-    )
-    small = spec.build()
-    loss = torch.nn.functional.cross_entropy(small(x), y)
-    assert loss.item() == pytest.approx(
-        math.log(spec.classes), rel=0.1
-    )  # at first each token is as likely as any other
-    loss.backward()
-    assert all(p.grad is not None for p in small.parameters())
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -183,20 +155,6 @@ def test_the_checkpoint_benchmark_measures_every_kind_at_every_size(tmp_path: Pa
         assert r["written_s"] >= r["stall_s"]
         assert r["bytes"] > 8 * r["parameters"]  # the weights and the momentum
     assert sum(line.startswith("| 0.00") for line in run.stdout.splitlines()) == len(results)
-
-
-def test_the_elastic_experiment_runs_every_plan(tmp_path: Path) -> None:
-    path = tmp_path / "elastic.json"
-    command = [sys.executable, str(STUDIES / "elastic.py"), "--smoke", "--json", str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ, "LC_ALL": "C.UTF-8"})
-    assert run.returncode == 0, run.stderr
-    results = {tuple(r["scales"]): r for r in json.loads(path.read_text())}
-    assert set(results) == {(1,), (4,), (8,), (16,), (4, 8, 16), (16, 8, 4)}
-    assert results[1,]["steps"] == 60
-    assert results[1,]["examples"] == 480
-    for changing in ((4, 8, 16), (16, 8, 4)):  # part of the run at S = 4, part at 16
-        assert results[16,]["steps"] < results[changing]["steps"] < results[4,]["steps"]
-    assert "| 4 → 8 → 16 |" in run.stdout
 
 
 def test_a_pages_command_names_no_file_of_this_machine() -> None:
@@ -304,123 +262,6 @@ def test_efficiencies_are_compared_at_as_many_steps_seed_by_seed(autobatch: Any)
     assert found.better_error == pytest.approx(0.05)
     assert autobatch.against(case, results, "mnist1d", 100, "E=0.6", [1, 2, 4]) is None  # S = 2 was not run
     assert autobatch.interpolated([(0, 1), (2, 3)], 5) == 3
-
-
-# ---- first_steps.py --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def first_steps() -> Any:
-    return load("first_steps")
-
-
-def test_the_first_steps_run_from_every_start(tmp_path: Path) -> None:
-    path = tmp_path / "first_steps.jsonl"
-    command = [sys.executable, str(STUDIES / "first_steps.py"), "--smoke", "--json", str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ, "LC_ALL": "C.UTF-8"})
-    assert run.returncode == 0, run.stderr
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    steps = {(row["job"]["scale"], row["job"]["start"]): row["result"]["optimizer_steps"] for row in rows}
-    assert list(steps) == [(1, "plain"), (4, "plain"), (4, "prior"), (4, "ramp")]
-    assert steps[1, "plain"] == 60
-    # The prior slows the start more than the ramp: 0.05 T is 3 effective steps here, and the prior has 10.
-    assert 60 / 4 < steps[4, "plain"] < steps[4, "ramp"] < steps[4, "prior"] < 60
-    assert [len(row["result"]["gains"]) for row in rows] == [5] * 4
-    assert all(row["result"]["gains"][:1] == [1.0] for row in rows if row["job"]["scale"] == 1)
-    printed = [line for line in run.stdout.splitlines() if line.startswith("| tabular")]
-    assert len(printed) == 4 + 1  # a row for each cell, and one of gains
-
-
-def test_a_start_is_held_back_as_it_says(first_steps: Any) -> None:
-    def now(tau: float, gain: float = 4.0, scale: float = 8.0) -> RuleInput:
-        return RuleInput(gain=gain, scale=scale, effective_steps=tau, total_steps=2000)
-
-    ramp, prior = first_steps.Ramp(0.05), first_steps.Prior(10.0)
-    # 0.05 · 2000 = 100 effective steps: a share of 0 of r − 1 = 3 at first, a quarter at 25, all from 100 on.
-    assert [ramp(now(tau)) for tau in (0, 25, 100, 900)] == [(1, 1), (1.75, 1.75), (4, 4), (4, 4)]
-    # p = 10/11 at first: 1/r = 10/11 + 1/11 · 1/4 = 41/44. At τ = 9 p is a half: 1/r = 5/8.
-    assert prior(now(0)) == pytest.approx((44 / 41, 44 / 41))
-    assert prior(now(9)) == pytest.approx((1.6, 1.6))
-    assert prior(now(1e9)) == pytest.approx((4, 4), rel=1e-6)
-    assert prior(now(3, gain=1.0, scale=1.0)) == ramp(now(3, gain=1.0, scale=1.0)) == (1, 1)
-
-
-def outcome(first_steps: Any, learnt: float) -> Any:
-    return first_steps.Result(0.5, learnt, 100, [2.0] * 5, 300.0, "2026-11-22")
-
-
-def test_the_edge_is_the_largest_rate_that_all_seeds_survive(first_steps: Any, tmp_path: Path) -> None:
-    seen: list[tuple[float, int]] = []
-
-    def stable_below(limit: float, unlucky: float) -> Any:
-        def do(job: Any) -> Any:
-            seen.append((job.lr, job.seed))
-            assert (job.scale, job.start, job.total_steps) == (1, "plain", 2000)
-            return outcome(first_steps, 0.1 if job.lr > (unlucky if job.seed == 4 else limit) else 0.8)
-
-        return do
-
-    # From 0.02 by 1.5² with two seeds: 0.045 is good, 0.10125 is not. Between them, 0.0675 with all four.
-    runs = first_steps.Runs(tmp_path / "a.jsonl", stable_below(0.07, 0.07))
-    assert first_steps.edge(runs, "tabular", "cosine") == pytest.approx(0.0675)
-    assert [seed for lr, seed in seen if lr == pytest.approx(0.0675)] == [1, 2, 3, 4]
-    # One seed out of four fails there and at 0.045.
-    runs = first_steps.Runs(tmp_path / "b.jsonl", stable_below(0.07, 0.04))
-    assert first_steps.edge(runs, "tabular", "cosine") == pytest.approx(0.03)
-
-
-def test_a_run_is_lost_where_its_loss_last_was_nearer_to_its_lowest(first_steps: Any) -> None:
-    taus = [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
-    # Halfway between 4 and 1 is 2.5: for the last time at the fourth step, of τ = 6 before it.
-    assert first_steps.well_until(taus, [4.0, 3.0, 1.0, 2.0, 5.0], width=1) == 6
-    assert first_steps.well_until(taus, [4.0, 3.0, 1.0, math.nan, math.nan], width=1) == 4
-    assert first_steps.well_until(taus, [4.0, 5.0, math.inf], width=1) == 0
-    assert first_steps.well_until([0.0], [math.nan]) == 0
-    # Means of two: 4, 3.5, 2, 1.5, 3.5.
-    assert first_steps.well_until(taus, [4.0, 3.0, 1.0, 2.0, 5.0], width=2) == 6
-
-
-def test_bad_runs_are_counted_against_the_best_schedule_of_s_1(first_steps: Any, tmp_path: Path) -> None:
-    def do(job: Any) -> Any:
-        # The best at S = 1 learns 0.8, so the limit of a good run is 0.72.
-        learnt = {1: 0.8, 2: 0.73 if job.seed == 1 else 0.71}[job.scale] if job.lr == 0.03 else 0.4
-        return outcome(first_steps, learnt)
-
-    plan = first_steps.Plan(("tabular",), (1, 2), ("plain",), (1, 2), ("cosine",), ("edge", "beyond"))
-    runs = first_steps.Runs(tmp_path / "runs.jsonl", do)
-    rows = [
-        [c.strip() for c in line.strip("|").split("|")] for line in first_steps.outcome_table(plan, runs).splitlines()
-    ]
-    assert rows[2] == ["tabular", "cosine 0.03, edge", "1", "all alike", "0 of 2", "0.500 ± 0.000", "100 ± 0", ""]
-    assert rows[3] == ["tabular", "cosine 0.03, edge", "2", "plain", "1 of 2", "0.500", "100", "0.15"]
-    assert rows[4][1:5] == ["cosine 0.045, beyond", "1", "all alike", "2 of 2"]
-    (gains,) = first_steps.gain_table(plan, runs).splitlines()[2:]
-    assert gains.count("1.00 (1.00–1.00)") == 5  # r = 2 of S = 2
-
-    again = first_steps.Runs(tmp_path / "runs.jsonl", None)
-    assert first_steps.outcome_table(plan, again) == first_steps.outcome_table(plan, runs)
-
-
-@pytest.mark.parametrize("wrong", [["--scales", "3"], ["--seeds", "0"], ["--starts", "bold"]])
-def test_the_first_steps_refuse_what_they_cannot_run(
-    first_steps: Any, wrong: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        first_steps.parse(wrong)
-    assert "error" in capsys.readouterr().err
-
-
-def test_a_smoke_run_leaves_kept_results_alone() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, default=Path("kept"))
-    parser.add_argument("--smoke", action=load("bench").Smoke, place="folder")
-    assert parser.parse_args([]).folder == Path("kept")
-    checked = parser.parse_args(["--smoke"])
-    assert checked.smoke
-    assert checked.folder.name == "kept"
-    assert checked.folder.is_absolute()
-    for mine in (["--smoke", "--folder", "mine"], ["--folder", "mine", "--smoke"]):
-        assert parser.parse_args(mine).folder == Path("mine")
 
 
 # ---- scale.py and start.py -------------------------------------------------------------------------------------------
