@@ -1,4 +1,4 @@
-"""The experiment of ``transfer.py`` and ``adam.py``: one schedule, tuned at S = 1, run at larger S by several methods.
+"""The experiment of ``transfer.py`` and others: one schedule, tuned at S = 1, run at larger S by several methods.
 
 First every schedule of a grid runs at S = 1, scored on the search split; the best one is the schedule to transfer. Then that
 schedule runs with other seeds, scored on a test split on which no choice was made. At S = 1 all methods are the plain
@@ -216,7 +216,6 @@ class Plan:
     grid_seeds: tuple[int, ...] = (101, 102)
     every: int = 1  # step through the grid's LRs
     total_steps: int | None = None
-    beta2: float = 0.999
 
     def case(self, workload: str) -> Case:
         """Return the case of a workload."""
@@ -253,7 +252,7 @@ class Plan:
     def job(self, workload: str, method: str, scale: int, seed: int, best: tuple[float, str]) -> Job:
         """Return a run of the comparison, for a method that is given no number of steps."""
         optimizer = self.comparison.optimizer
-        return Job(workload, method, scale, seed, *best, self.steps(workload), "test", None, optimizer, self.beta2)
+        return Job(workload, method, scale, seed, *best, self.steps(workload), "test", None, optimizer)
 
 
 def grid_score(plan: Plan, results: Results, workload: str, scale: int, lr: float, shape: str) -> float:
