@@ -32,7 +32,7 @@ from typing import Any
 import study
 import torch
 import torch.nn.functional as F
-from study import CASES, Case, KeptRuns, announce, check_scales, prepare_process, read_runs, schedule
+from study import CASES, Case, announce, check_scales, mean_and_error, prepare_process, read_runs, schedule
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -225,15 +225,12 @@ def train(job: Job) -> Result:
 
 def run_all(jobs: Sequence[Job], path: Path) -> dict[Job, Result]:
     """Run every job that the file lacks, one after the other, and return all results."""
-    runs = KeptRuns(path, Job, Result, train)
-    missing = runs.missing(jobs)
-    for number, (job, result) in enumerate(runs.run(missing), start=1):
-        print(
-            f"{number}/{len(missing)}: {job.workload}, {job.choice}, seed {job.seed}: {result.score:.4f} in {result.steps} "
-            f"steps, {result.examples} examples, {result.cpu_s:.1f} s",
-            flush=True,
-        )
-    return runs.results
+
+    def say(job: Job, result: Result) -> str:
+        end = f"{result.score:.4f} in {result.steps} steps, {result.examples} examples, {result.cpu_s:.1f} s"
+        return f"{job.workload}, {job.choice}, seed {job.seed}: {end}"
+
+    return study.run_all(path, Job, Result, train, lambda _: [("run", jobs)], say)
 
 
 def of_choice(results: dict[Job, Result], workload: str, total_steps: int, choice: str) -> list[Result]:
@@ -277,12 +274,6 @@ def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
         if x <= x1:
             return y0 + (y1 - y0) * (x - x0) / (x1 - x0) if x1 > x0 else y1
     return points[-1][1]
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and its standard error, which is NaN for one value."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return statistics.mean(values), error
 
 
 def against(

@@ -11,22 +11,20 @@ from __future__ import annotations
 import argparse
 import datetime
 import math
-import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import study
 import torch
 from adam_candidates import Attached
 from real_data import Unavailable
-from study import Case, KeptRuns, announce, check_scales, prepare_process, read_runs
+from study import Case, announce, check_scales, prepare_process, read_runs
 from study import parser as study_parser
 from torch import nn
 from torch.utils.data import DataLoader, Subset
@@ -399,30 +397,16 @@ def read(path: Path) -> Results:
 def run_all(
     path: Path, do: Callable[[Job], Result], rounds_of: Callable[[Results], Rounds], processes: int = 1
 ) -> Results:
-    """Run every job that the file lacks, and return all results.
+    """Run every job that the file lacks, and return all results; see :func:`study.run_all`."""
 
-    Args:
-        path: The file of runs.
-        do: Runs a job; a function of a module, so that other processes can import it.
-        rounds_of: Given the results, which grow meanwhile, yields the rounds.
-        processes: Number of jobs at a time.
-    """
-    runs = KeptRuns(path, Job, Result, do)
-    context = multiprocessing.get_context("spawn")  # torch's threads don't survive a fork
-    with ExitStack() as stack:
-        pool = None
-        if processes > 1:
-            pool = stack.enter_context(ProcessPoolExecutor(processes, mp_context=context, initializer=prepare_process))
-        for name, jobs in rounds_of(runs.results):
-            missing = runs.missing(jobs)
-            for number, (job, result) in enumerate(runs.run(missing, pool), start=1):
-                score = "failed" if result.failed else f"{result.score:.4f}"
-                print(
-                    f"{name} {number}/{len(missing)}: {job.workload}, {job.method}, S = {job.scale}, seed {job.seed}, "
-                    f"lr {job.lr:g} {job.shape}: {score} in {result.optimizer_steps} steps, {result.cpu_s:.1f} s",
-                    flush=True,
-                )
-    return runs.results
+    def say(job: Job, result: Result) -> str:
+        score = "failed" if result.failed else f"{result.score:.4f}"
+        return (
+            f"{job.workload}, {job.method}, S = {job.scale}, seed {job.seed}, lr {job.lr:g} {job.shape}: {score} in "
+            f"{result.optimizer_steps} steps, {result.cpu_s:.1f} s"
+        )
+
+    return study.run_all(path, Job, Result, do, rounds_of, say, processes)
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------

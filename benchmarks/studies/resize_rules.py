@@ -27,15 +27,12 @@ import datetime
 import itertools
 import json
 import math
-import multiprocessing
 import platform
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +40,7 @@ from typing import Any
 import torch
 from real_data import Unavailable
 from real_workloads import SMALL
-from study import KeptRuns, announce, prepare_process, read_runs
+from study import announce, mean_and_error, prepare_process, read_runs, run_all
 from study import parser as study_parser
 from wall_clock import BYTES_PER_S, LATENCY_S, StepSeconds, read_steps, share
 
@@ -190,16 +187,17 @@ class Plan:
         """Return a run with the best peak LR."""
         return Job(workload, rule, workers, seed, self.best(results, workload), self.steps(workload), "test")
 
-    def rounds(self, results: Results) -> Iterator[list[Job]]:
+    def rounds(self, results: Results) -> Iterator[tuple[str, list[Job]]]:
         """Yield the search, then everything else, some seeds at a time."""
-        yield [job for workload in self.workloads for jobs in self.grid(workload).values() for job in jobs]
+        yield "grid", [job for workload in self.workloads for jobs in self.grid(workload).values() for job in jobs]
         for first in range(0, len(self.seeds), 5):
-            yield [
+            jobs = [
                 self.job(results, workload, rule, workers, seed)
                 for workload in self.workloads
                 for seed in self.seeds[first : first + 5]
                 for rule, workers in ways()
             ]
+            yield "run", jobs
 
 
 def ways() -> list[tuple[str, tuple[int, ...]]]:
@@ -240,12 +238,6 @@ def fixed_steps(total_steps: int) -> list[float]:
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return mean and standard error."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return statistics.mean(values), error
 
 
 @dataclass(frozen=True)
@@ -403,29 +395,23 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
     return args, Plan(workloads, tuple(range(1, args.seeds + 1)))
 
 
+def say(job: Job, result: Result) -> str:
+    """Describe a run."""
+    score = "failed" if result.score is None else f"{result.score:.4f}"
+    about = f"{job.workload}, {job.rule}, {count(job.workers, 'number')} of workers, seed {job.seed}, lr {job.lr:g}"
+    return f"{about}: {score} in {sum(result.steps)} steps, {result.cpu_s:.1f} s"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args, plan = parse(argv)
     prepare_process()
     announce(args.json)
     try:
-        runs = KeptRuns(args.json, Job, Result, train) if not args.report_only else None
-        results = read_runs(args.json, Job, Result) if runs is None else runs.results
-        context = multiprocessing.get_context("spawn")
-        with ExitStack() as stack:
-            pool = None
-            if runs is not None and args.jobs > 1:
-                pool = stack.enter_context(
-                    ProcessPoolExecutor(args.jobs, mp_context=context, initializer=prepare_process)
-                )
-            for jobs in plan.rounds(results) if runs is not None else ():
-                assert runs is not None
-                missing = runs.missing(jobs)
-                for number, (job, result) in enumerate(runs.run(missing, pool), start=1):
-                    print(
-                        f"{number}/{len(missing)}: {job}: {result.score} in {result.steps}, {result.cpu_s:.1f} s",
-                        flush=True,
-                    )
+        if args.report_only:
+            results = read_runs(args.json, Job, Result)
+        else:
+            results = run_all(args.json, Job, Result, train, plan.rounds, say, args.jobs)
     except Unavailable as error:
         print(f"This study needs public data: {error}", file=sys.stderr)
         return 1

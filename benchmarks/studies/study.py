@@ -6,11 +6,14 @@ import argparse
 import functools
 import json
 import math
+import multiprocessing
 import os
+import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -326,11 +329,44 @@ class KeptRuns(Generic[JobT, ResultT]):
             append_line(self._path, {"job": asdict(job), "result": asdict(result)})  # type: ignore[call-overload]
             yield job, result
 
-    def of(self, jobs: Sequence[JobT]) -> list[ResultT]:
-        """Return the results of these jobs; those without one are run first."""
-        for _ in self.run(jobs):
-            pass
-        return [self.results[job] for job in jobs]
+
+def run_all(
+    path: Path,
+    job: type[JobT],
+    result: type[ResultT],
+    do: Callable[[JobT], ResultT],
+    rounds_of: Callable[[dict[JobT, ResultT]], Iterable[tuple[str, Sequence[JobT]]]],
+    say: Callable[[JobT, ResultT], str],
+    processes: int = 1,
+) -> dict[JobT, ResultT]:
+    """Run every job that the file lacks, print a line for each, and return all results.
+
+    Args:
+        path: The file of runs.
+        job: Dataclass of a run's settings.
+        result: Dataclass of a run's outcome.
+        do: Runs a job; a function of a module, so that other processes can import it.
+        rounds_of: Given the results, which grow meanwhile, yields names and jobs.
+        say: Describes a run.
+        processes: Number of jobs at a time.
+    """
+    runs = KeptRuns(path, job, result, do)
+    context = multiprocessing.get_context("spawn")  # torch's threads don't survive a fork
+    with ExitStack() as stack:
+        pool = None
+        if processes > 1:
+            pool = stack.enter_context(ProcessPoolExecutor(processes, mp_context=context, initializer=prepare_process))
+        for name, jobs in rounds_of(runs.results):
+            missing = runs.missing(jobs)
+            for number, (each, found) in enumerate(runs.run(missing, pool), start=1):
+                print(f"{name} {number}/{len(missing)}: {say(each, found)}", flush=True)
+    return runs.results
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and its standard error, which is NaN for one value."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.mean(values), error
 
 
 def kept(path: Path, make: Callable[[], Any]) -> Any:

@@ -264,7 +264,7 @@ def test_efficiencies_are_compared_at_as_many_steps_seed_by_seed(autobatch: Any)
     assert autobatch.interpolated([(0, 1), (2, 3)], 5) == 3
 
 
-# ---- scale.py and start.py -------------------------------------------------------------------------------------------
+# ---- scale.py -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -328,31 +328,10 @@ def test_messages_of_more_workers_follow_from_the_collectives(scale: Any) -> Non
     assert f.seconds == pytest.approx((3024 + 126) * 30e-6 + 787.5e6 / 1.25e9)
 
 
-def test_the_start_is_compared_within_a_round() -> None:
-    start = load("start")
-    rounds = [
-        {kind: dict.fromkeys(start.STAGES, seconds) for kind, seconds in zip(start.KINDS, times, strict=True)}
-        for times in ((10.0, 10.1, 10.5, 11.0), (20.0, 20.3, 20.0, 20.5), (12.0, 12.1, 13.0, 12.2))
-    ]
-    plain, beside, prepare, trainer = start.table(rounds).splitlines()[2:]
-    assert plain.startswith("| plain | 12.00 |")
-    assert beside.endswith("| +0.10 (+0.10 to +0.30) |")
-    assert prepare.endswith("| +0.50 (+0.00 to +1.00) |")
-    assert trainer.endswith("| +0.50 (+0.20 to +1.00) |")
-
-
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(400)
-def test_starts_and_the_controller_are_measured(tmp_path: Path) -> None:
-    path = tmp_path / "start.json"
-    command = [sys.executable, str(BENCHMARKS / "start.py"), "--rounds", "1", "--json", str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert run.returncode == 0, run.stderr
-    (found,) = json.loads(path.read_text())
-    for seconds in found.values():
-        order = [seconds[stage] for stage in ("built", "entered", "ready", "stepped", "ended")]
-        assert order == sorted(order)
+def test_the_controller_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "scale.json"
     command = [sys.executable, str(BENCHMARKS / "scale.py"), "--smoke", "--parts", "controller", "--json", str(path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=150)
