@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.project.benchmarks import load
+from tests.project.benchmarks import module
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,9 +27,7 @@ REPORT = """<?xml version="1.0" encoding="utf-8"?>
 TABLE = "| model | kind |\n|-------|------|\n| gpt2  | ddp  |"
 
 
-@pytest.fixture(scope="module")
-def first_gpu() -> Any:
-    return load("first_gpu")
+first_gpu = module("first_gpu")
 
 
 def option(command: list[str], name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.project.benchmarks import QUIET, load, runs_at_s_1
+from tests.project.benchmarks import QUIET, load, module, runs_at_s_1
 
 pytest.importorskip("mlxtend")
 pytest.importorskip("lion_pytorch")
@@ -15,9 +15,7 @@ pytest.importorskip("lion_pytorch")
 pytestmark = [pytest.mark.docs, *QUIET]
 
 
-@pytest.fixture(scope="module")
-def lion() -> Any:
-    return load("lion")
+lion = module("lion")
 
 
 def test_at_s_1_all_methods_are_the_same_run(lion: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from tests.project.benchmarks import load
+from tests.project.benchmarks import load, module
 
 pytestmark = [
     pytest.mark.docs,
@@ -23,26 +23,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def data() -> Any:
-    return load("real_data")
-
-
-@pytest.fixture(scope="module")
-def workloads() -> Any:
-    return load("real_workloads")
-
-
-@pytest.fixture(scope="module")
-def at_size() -> Any:
-    return load("at_size")
-
-
-@pytest.fixture(scope="module")
-def resizes() -> Any:
-    return load("resize_rules")
-
-
+data = module("real_data")
+workloads = module("real_workloads")
+at_size = module("at_size")
+resizes = module("resize_rules")
 # ---- packages --------------------------------------------------------------------------------------------------------
 
 

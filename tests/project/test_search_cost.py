@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.project.benchmarks import BENCHMARKS, load
-
-SCRIPT = BENCHMARKS / "search.py"
+from tests.project.benchmarks import BENCHMARKS, module, run_script
 
 
 @pytest.mark.slow  # a Ray and eight trials' processes of its own: one minute, on a busy machine four
@@ -20,19 +16,15 @@ SCRIPT = BENCHMARKS / "search.py"
 @pytest.mark.timeout(600)
 def test_the_benchmark_runs_and_says_where_the_time_goes(tmp_path: Path) -> None:
     path = tmp_path / "search.json"
-    command = [sys.executable, str(SCRIPT), "--smoke", "--tasks", "digits", "--json", str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=580)
-    assert run.returncode == 0, run.stderr[-3000:]
+    printed = run_script(BENCHMARKS / "search.py", "--tasks", "digits", "--json", path, timeout=580)
     document = json.loads(path.read_text())
     (result,) = document["results"]
     (plain,), (ours,) = result["plain_s"], result["tune_recipe_s"]
     assert result["ratio"] == ours / plain > 0
-    assert f"| digits | {plain:.2f} | {ours:.2f} | {ours / plain:.3f} |" in run.stdout
+    assert f"| digits | {plain:.2f} | {ours:.2f} | {ours / plain:.3f} |" in printed
 
 
-@pytest.fixture(scope="module")
-def search() -> Any:
-    return load("search")
+search = module("search")
 
 
 def test_a_search_that_did_less_is_no_result(search: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +16,7 @@ from ray_adascale import BetaRule, RuleInput
 from ray_adascale.cli.source import resolve
 from ray_adascale.optim.rules import betas_of
 from ray_adascale.workload import build
-from tests.project.benchmarks import STUDIES, load, runs_at_s_1
+from tests.project.benchmarks import STUDIES, load, module, run_script, runs_at_s_1
 
 pytest.importorskip("mlxtend")
 
@@ -30,49 +27,19 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def candidates() -> Any:
-    return load("adam_candidates")
-
-
-@pytest.fixture(scope="module")
-def study() -> Any:
-    return load("study")
-
-
-@pytest.fixture(scope="module")
-def comparison() -> Any:
-    return load("comparison")
-
-
-@pytest.fixture(scope="module")
-def pages() -> Any:
-    return load("comparison_page")
-
-
-@pytest.fixture(scope="module")
-def betas() -> Any:
-    return load("adam_betas")
-
-
-@pytest.fixture(scope="module")
-def transfer() -> Any:
-    return load("transfer")
+candidates = module("adam_candidates")
+study = module("study")
+comparison = module("comparison")
+pages = module("comparison_page")
+betas = module("adam_betas")
+transfer = module("transfer")
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a smoke run, started from the command line."""
     folder = tmp_path_factory.mktemp("transfer")
-    done = subprocess.run(
-        [sys.executable, str(STUDIES / "transfer.py"), *arguments(folder), "--jobs", "2"],
-        cwd=folder,
-        env={**os.environ, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_script(STUDIES / "transfer.py", *arguments(folder)[1:], "--jobs", "2")
     return folder
 
 
