@@ -128,15 +128,6 @@ def test_without_a_gpu_nothing_is_started(
     assert programs.commands == []
 
 
-def test_what_is_not_installed_is_named(
-    first_gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(first_gpu.importlib.util, "find_spec", lambda name: None if name == "pytest_timeout" else 1)
-    with pytest.raises(SystemExit, match="2"):
-        first_gpu.main([])
-    assert "pip install pytest-timeout" in capsys.readouterr().err
-
-
 def test_the_tests_are_collected_without_ray() -> None:
     code = "import sys; sys.modules['ray'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "-q", "--lane=gpu", "--collect-only", "-p", "no:cacheprovider"]

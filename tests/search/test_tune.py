@@ -35,7 +35,6 @@ from ray_adascale.data.order import epoch_order
 from ray_adascale.measure.probe import probe_noise
 from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.run.base.base_run import BaseResult
-from ray_adascale.run.observe.trace import read_trace
 from ray_adascale.search.tune import _ranking, _restored
 from ray_adascale.search.watch import Finished, Watch
 from ray_adascale.train.run_lock import LOCK
@@ -472,48 +471,6 @@ def test_a_trial_spread_over_workers_makes_the_same_recipe(
         recipe=recipe,
     )
     assert (run.scale, run.total_steps) == (2.0, T)
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_an_interrupted_trial_on_workers_goes_on_from_its_checkpoint(
-    ray_session: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def search(name: str, **changes: Any) -> Recipe:
-        settings = {"probe_every": 10, "config": AdaScaleConfig(checkpoint_every_s=0.05), "scaling_config": TWO}
-        return one_trial(ray_session, {"lr": 0.02}, name=name, verbose=0, **(settings | changes))
-
-    def trace(name: str) -> list[dict[str, Any]]:
-        (path,) = ray_session.glob(f"{name}/workers/*/trace.jsonl")
-        return read_trace(path)
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    heard = Watch.on_trial_result
-
-    def interrupt(
-        self: Watch, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
-    ) -> None:
-        heard(self, iteration, trials, trial, result, **info)
-        if result["effective_steps"] == T // 2:
-            signal.raise_signal(signal.SIGINT)
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt, match="interrupted after 0 trials"):
-        patched.setattr(Watch, "on_trial_result", interrupt)
-        search("cut")
-    resumed = search("cut")
-    whole = search("whole", repeats=1)
-    rows = trace("cut")
-    assert [row["step"] for row in rows] == list(range(1, T + 1))
-    assert {row["attempt"] for row in rows} == {0, 1}
-    assert {row["attempt"] for row in trace("whole")} == {0}
-    # As if nothing had happened, to the bit: the same batches, the same draws, the same noise.
-    assert resumed.score == whole.score
-    assert resumed.noise == whole.noise
-    assert [probe.effective_steps for probe in resumed.noise] == list(range(0, T, 10))
-    (repeat,) = whole.repeats
-    assert (repeat.seed, len(repeat.noise)) == (4, T // 2)
-    assert repeat.score == pytest.approx(plain_loop({"lr": 0.02}, seed=4), rel=0.02)
 
 
 def ended(score: float | None, error: Exception | None = None, **changes: Any) -> Finished:
