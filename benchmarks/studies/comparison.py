@@ -23,16 +23,15 @@ from typing import Any
 import study
 import torch
 from adam_candidates import Attached
-from real_data import Unavailable
+from real_data import needs_data
 from study import Case, announce, check_scales, prepare_process, read_runs
-from study import parser as study_parser
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from ray_adascale import Recipe, Run, Workload, record_recipe, seed_everything
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import command_line, page_parser_options
+from bench import command_line
 
 MOST_PASSES = 8
 
@@ -433,25 +432,23 @@ def parse(
         seeds: Default number of seeds.
         scales: Default scales.
     """
-    parser = study_parser(doc, seeds=seeds, runs=runs, smoke="S = 1 and 4, one seed, two schedules, 60 steps")
-    parser.add_argument("--workloads", nargs="+", choices=list(comparison.cases), default=list(comparison.cases))
+    smoke = "S = 1 and 4, one seed, two schedules, 60 steps"
+    parser = study.parser(doc, seeds=seeds, runs=runs, smoke=smoke, workloads=comparison.cases, page=page)
     parser.add_argument("--scales", type=int, nargs="+", default=list(scales), help="beside 1; 1 to 8 or 8·k")
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    page_parser_options(parser, page)
-    args = parser.parse_args(argv)
-    if args.seeds < 1 or args.jobs < 1:
-        parser.error("--seeds and --jobs must be at least 1")
+    args = study.parsed(parser, argv)
     check_scales(parser, args.scales, MOST_PASSES)
-    workloads = tuple(dict.fromkeys(args.workloads))
     if args.smoke:
         grid_scale = 4 if comparison.grid_scale > 1 else 1
         shapes = comparison.shapes[:1]
-        plan = Plan(comparison, workloads, (1, 4), (1,), grid_scale, shapes, grid_seeds=(101,), every=3, total_steps=60)
+        plan = Plan(
+            comparison, args.workloads, (1, 4), (1,), grid_scale, shapes, grid_seeds=(101,), every=3, total_steps=60
+        )
         return args, plan
     chosen, numbers = tuple(sorted({1, *args.scales})), tuple(range(1, args.seeds + 1))
-    return args, Plan(comparison, workloads, chosen, numbers, comparison.grid_scale, comparison.shapes)
+    return args, Plan(comparison, args.workloads, chosen, numbers, comparison.grid_scale, comparison.shapes)
 
 
+@needs_data
 def conduct(
     argv: Sequence[str] | None,
     script: str,
@@ -478,11 +475,7 @@ def conduct(
     prepare_process()
     announce(args.json)
     path: Path = args.json
-    try:
-        results = read(path) if args.report_only else run_all(path, do, partial(rounds, plan, path), args.jobs)
-    except Unavailable as error:
-        print(f"This study needs public data: {error}", file=sys.stderr)
-        return 1
+    results = read(path) if args.report_only else run_all(path, do, partial(rounds, plan, path), args.jobs)
     if args.page is not None:
         write(plan, results, path, args.page, command_line(argv, f"benchmarks/studies/{Path(script).name}"))
     show(plan, results)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -11,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from comparison import MOST_PASSES, Plan, Result, Results, best_schedule, of_plan, recipes, seeds_of
-from study import Case
+from study import Case, made_by
 
 from ray_adascale import forecast_recipe
 
@@ -349,26 +347,18 @@ def provenance(plan: Plan, results: Results, command: str, more: Sequence[Result
         command: The command that makes them.
         more: Results that the page shows beside those of the plan.
     """
-    mine = [*of_plan(plan, results), *more]
-    dates = sorted({r.date for r in mine})
-    return (
-        f"`{command}`, {' to '.join(dict.fromkeys([*dates[:1], *dates[-1:]]))}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}; {len(mine)} runs of one thread each, {sum(r.cpu_s for r in mine) / 60:.0f} "
-        "minutes of CPU time in all."
-    )
+    return f"{made_by(command, [*of_plan(plan, results), *more])} in all."
 
 
 def workload_sections(plan: Plan, results: Results) -> list[str]:
     """Return a heading, a paragraph and a table for every workload."""
     parts = []
     for workload in plan.workloads:
-        case = plan.case(workload)
         best = best_schedule(plan, results, workload)
         tuned = "grid incomplete" if best is None else f"peak LR {best[0]:g}, shape {best[1]}"
         parts += [
             f"## {workload.capitalize()}",
-            f"{case.about[0].upper()}{case.about[1:]}. B0 = {case.base_batch_size}, T = {plan.steps(workload):,}; tuned: "
-            f"{tuned}. The best answer without a look at the input scores {case.chance():.3f}.",
+            plan.case(workload).sentences(plan.steps(workload), f"; tuned: {tuned}"),
             workload_table(plan, results, workload),
         ]
     return parts

@@ -25,12 +25,14 @@ import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+P = ParamSpec("P")
 CACHE = Path(__file__).parents[2] / "runs" / "data"
 LENGTH = 48
 """Characters in one example of SMILES."""
@@ -39,6 +41,20 @@ TEST_MONTHS, SEARCH_MONTHS = (4, 8, 12), (2, 10)
 
 class Unavailable(RuntimeError):
     """A package that can't be fetched, or that is another one."""
+
+
+def needs_data(main: Callable[P, int]) -> Callable[P, int]:
+    """Let a script end with a message and the status 1 where its public data can't be fetched."""
+
+    @functools.wraps(main)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return main(*args, **kwargs)
+        except Unavailable as error:
+            print(f"This study needs public data: {error}", file=sys.stderr)
+            return 1
+
+    return run
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ import datetime
 import itertools
 import json
 import math
-import platform
 import statistics
 import sys
 import tempfile
@@ -37,17 +36,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from real_data import Unavailable
+from real_data import needs_data
 from real_workloads import SMALL
-from study import announce, mean_and_error, prepare_process, read_runs, run_all
+from study import announce, made_by, mean_and_error, parsed, prepare_process, read_runs, run_all
 from study import parser as study_parser
 from wall_clock import BYTES_PER_S, LATENCY_S, StepSeconds, read_steps, share
 
 from ray_adascale import AdaScaleConfig, LinearRule, LocalBackend, Run, SquareRootRule, UnscaledRule, seed_everything
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, by_hand, command_line, count, markdown, page_parser_options
+from bench import ROOT, by_hand, command_line, count, markdown
 
 PAGE = ROOT / "docs" / "results" / "resizes.md"
 KEPT = "benchmarks/studies/kept/resize_rules.jsonl"
@@ -350,24 +348,21 @@ def write(plan: Plan, results: Results, page: Path, command: str) -> None:
         for job, r in results.items()
         if job.workload in plan.workloads and job.total_steps == plan.steps(job.workload)
     ]
-    dates = sorted({r.date for r in mine})
     measured, about = read_steps()
     sections: list[str] = []
     for workload in plan.workloads:
         case = SMALL[workload]
         sections += [
             f"## {workload}",
-            f"{case.about[0].upper()}{case.about[1:]}. B0 = {case.base_batch_size}, T = {plan.steps(workload):,}, peak LR "
-            f"{plan.best(results, workload):g}. The best answer without a look at the input scores {case.chance():.3f}.",
+            case.sentences(plan.steps(workload), f", peak LR {plan.best(results, workload):g}"),
             workload_table(plan, results, workload, measured[f"small {workload}"]),
         ]
     parts = [
         "# What do changes of the number of workers do to a run?",
         f"Ten forced changes within a run, 1 to 8 workers, three workloads on public data, {count(plan.seeds, 'seed')}, five "
         "ways to treat batch and learning rate.",
-        f"`{command}`, {' to '.join(dict.fromkeys([*dates[:1], *dates[-1:]]))}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}; {len(mine)} runs of one thread each, {sum(r.cpu_s for r in mine) / 60:.0f} minutes of CPU "
-        f"time. Seconds of a step: `wall_clock.py --steps`, {about['date'][:10]}, {about['cpu']}, load {about['load']} before.",
+        f"{made_by(command, mine)}. Seconds of a step: `wall_clock.py --steps`, {about['date'][:10]}, {about['cpu']}, load "
+        f"{about['load']} before.",
         "## What it says",
         kept_part,
         *sections,
@@ -382,17 +377,11 @@ def write(plan: Plan, results: Results, page: Path, command: str) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
-    parser = study_parser(__doc__, seeds=20, runs=KEPT, smoke="one seed, two LRs, 40 steps")
-    parser.add_argument("--workloads", nargs="+", choices=list(SMALL), default=list(SMALL))
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    page_parser_options(parser, PAGE)
-    args = parser.parse_args(argv)
-    if args.seeds < 1 or args.jobs < 1:
-        parser.error("--seeds and --jobs must be at least 1")
-    workloads = tuple(dict.fromkeys(args.workloads))
+    smoke = "one seed, two LRs, 40 steps"
+    args = parsed(study_parser(__doc__, seeds=20, runs=KEPT, smoke=smoke, workloads=SMALL, page=PAGE), argv)
     if args.smoke:
-        return args, Plan(workloads, (1,), total_steps=40, every=3)
-    return args, Plan(workloads, tuple(range(1, args.seeds + 1)))
+        return args, Plan(args.workloads, (1,), total_steps=40, every=3)
+    return args, Plan(args.workloads, tuple(range(1, args.seeds + 1)))
 
 
 def say(job: Job, result: Result) -> str:
@@ -402,19 +391,16 @@ def say(job: Job, result: Result) -> str:
     return f"{about}: {score} in {sum(result.steps)} steps, {result.cpu_s:.1f} s"
 
 
+@needs_data
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args, plan = parse(argv)
     prepare_process()
     announce(args.json)
-    try:
-        if args.report_only:
-            results = read_runs(args.json, Job, Result)
-        else:
-            results = run_all(args.json, Job, Result, train, plan.rounds, say, args.jobs)
-    except Unavailable as error:
-        print(f"This study needs public data: {error}", file=sys.stderr)
-        return 1
+    if args.report_only:
+        results = read_runs(args.json, Job, Result)
+    else:
+        results = run_all(args.json, Job, Result, train, plan.rounds, say, args.jobs)
     if args.page is not None:
         write(plan, results, args.page, command_line(argv, "benchmarks/studies/resize_rules.py"))
     measured, _ = read_steps()

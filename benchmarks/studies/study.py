@@ -8,6 +8,7 @@ import json
 import math
 import multiprocessing
 import os
+import platform
 import statistics
 import sys
 import warnings
@@ -30,7 +31,7 @@ from ray_adascale.cli.source import resolve
 from ray_adascale.workload import WorkloadFn
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import Smoke
+from bench import Smoke, page_parser_options
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -190,6 +191,13 @@ class Case:
     base_batch_size: int
     total_steps: int
     lrs: tuple[float, ...]
+
+    def sentences(self, total_steps: int, tuned: str) -> str:
+        """Return a paragraph for the page, with T and in words what was tuned."""
+        return (
+            f"{self.about[0].upper()}{self.about[1:]}. B0 = {self.base_batch_size}, T = {total_steps:,}{tuned}. The best answer "
+            f"without a look at the input scores {self.chance():.3f}."
+        )
 
     def better(self, one: float, other: float) -> float:
         """Return by how much ``one`` is the better score; negative if it is worse."""
@@ -383,20 +391,46 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 
-def parser(doc: str | None, *, seeds: int, runs: str, smoke: str) -> argparse.ArgumentParser:
-    """Return an argument parser with the options that every study of kept runs has.
+def parser(
+    doc: str | None, *, seeds: int, runs: str, smoke: str, workloads: Iterable[str], page: Path
+) -> argparse.ArgumentParser:
+    """Return an argument parser with the options that every study of kept runs has; read it by :func:`parsed`.
 
     Args:
         doc: The script's docstring; its first line is the description.
         seeds: Default number of seeds.
         runs: Default path of the kept results.
         smoke: What ``--smoke`` runs.
+        workloads: Names of the workloads.
+        page: Path of the page in the repository.
     """
     made = argparse.ArgumentParser(description=str(doc).splitlines()[0])
     made.add_argument("--seeds", type=int, default=seeds, help="number of seeds (default: %(default)s)")
     made.add_argument("--json", type=Path, default=Path(runs), help="kept results (default: %(default)s)")
     made.add_argument("--smoke", action=Smoke, help=f"a quick check that the study runs: {smoke}")
+    made.add_argument("--workloads", nargs="+", choices=list(workloads), default=list(workloads))
+    made.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
+    page_parser_options(made, page)
     return made
+
+
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read a command line by a parser of :func:`parser`, or end with an error. ``workloads`` is a tuple without repetitions."""
+    args = parser.parse_args(argv)
+    if args.seeds < 1 or args.jobs < 1:
+        parser.error("--seeds and --jobs must be at least 1")
+    args.workloads = tuple(dict.fromkeys(args.workloads))
+    return args
+
+
+def made_by(command: str, results: Sequence[Any]) -> str:
+    """Return in words how results were made, by the command, their dates and their CPU time."""
+    dates = sorted({r.date for r in results})
+    return (
+        f"`{command}`, {' to '.join(dict.fromkeys([*dates[:1], *dates[-1:]]))}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}; {len(results)} runs of one thread each, {sum(r.cpu_s for r in results) / 60:.0f} "
+        "minutes of CPU time"
+    )
 
 
 def check_scales(parser: argparse.ArgumentParser, scales: Sequence[int], most_passes: int = 8) -> None:
