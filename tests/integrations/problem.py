@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,8 @@ def check_against_reference(
     passes: Sequence[int],
     workers: int,
     examples: int,
+    gradient: Callable[[nn.Sequential, list[int]], list[np.ndarray]] | None = None,
+    weigh: Callable[[list[list[int]]], list[float] | None] = lambda samples: None,
 ) -> None:
     """Gains, clock, learning rates and weights of each step against the literal reference and SGD with momentum 0.9.
 
@@ -112,9 +114,16 @@ def check_against_reference(
         passes: Of each step of an epoch.
         workers: How many.
         examples: In the data, an epoch.
+        gradient: Of a model and the rows of a gradient sample; default: of the cross-entropy of ``dataset``.
+        weigh: Weights of a step's samples, given their rows; None: all alike.
     """
-    model, optimizer, _ = make(total_steps)
+    model = make_model()
     x, y = dataset(examples).tensors
+    if gradient is None:
+
+        def gradient(model: nn.Sequential, rows: list[int]) -> list[np.ndarray]:
+            return sample_gradient(model, (x[rows], y[rows]), [{"params": list(model.parameters())}])
+
     reference = ReferenceAdaScale(
         scale=samples,
         n=samples,
@@ -128,13 +137,10 @@ def check_against_reference(
     for step, before in enumerate(notes.weights):
         n = passes[step % len(passes)] * workers
         torch.nn.utils.vector_to_parameters(before, model.parameters())
-        gradients = []
-        for i in range(n):
-            rows = [(position + i * BATCH + j) % examples for j in range(BATCH)]
-            gradients.append(sample_gradient(model, (x[rows], y[rows]), optimizer.param_groups))
+        rows = [[(position + i * BATCH + j) % examples for j in range(BATCH)] for i in range(n)]
         position += n * BATCH
         reference.scale, reference.n = n, n
-        expected = reference.step(gradients)
+        expected = reference.step([gradient(model, sample) for sample in rows], weights=weigh(rows))
         assert notes.clocks[step] == pytest.approx(tau, rel=1e-9)
         assert notes.gains[step] == pytest.approx(expected.gain, rel=1e-6)
         curve = LR * (1 + math.cos(math.pi * math.floor(notes.clocks[step]) / total_steps)) / 2

@@ -20,7 +20,6 @@ from ray_adascale import read_trace
 
 from .. import samples_of
 from ..classifier import weights
-from ..model.reference_run import ReferenceAdaScale
 from .problem import (
     BATCH,
     LR,
@@ -350,40 +349,30 @@ def on_tokens(total_steps: int, accumulation: int, examples: int, folder: str, *
 @pytest.mark.parametrize("over_workers", [True, False])
 def test_unequal_tokens_weigh_the_gradient_samples(knowing: Any, tmp_path: Path, over_workers: bool) -> None:
     total_steps, examples = 60, 10 * BATCH * 2
-    more = {"average_tokens_across_devices": over_workers}
     data = token_data(examples)
+
+    def gradient(net: nn.Sequential, rows: list[int]) -> list[np.ndarray]:
+        x, y = (torch.stack([data[row][key] for row in rows]) for key in ("x", "labels"))
+        net.zero_grad()
+        Tokens(net)(x, y)["loss"].backward()
+        return [torch.cat([p.grad.reshape(-1) for p in net.parameters()]).numpy()]
+
+    def weigh(samples: list[list[int]]) -> list[float]:
+        counts = [sum(int((data[row]["labels"] != -100).sum()) for row in rows) for rows in samples]
+        if over_workers:
+            w = [count / sum(counts) for count in counts]
+        else:  # each worker is divided by its own tokens, and workers count alike
+            own = [sum(counts[rank::2]) for rank in range(2)]
+            w = [count / own[i % 2] / 2 for i, count in enumerate(counts)]
+        assert len(w) < 6 or max(w) > 1.2 * min(w)
+        return w
+
+    more = {"average_tokens_across_devices": over_workers}
     for notes in knowing(ADAPTER).run(on_tokens, total_steps, 3, examples, str(tmp_path), **more):
-        model = Tokens(make(total_steps)[0])
-        reference = ReferenceAdaScale(
-            scale=6, n=6, single_gain=True, clip="averages", averaging="effective", window=0.05, total_steps=total_steps
-        )
-        position = 0
-        for step, before in enumerate(notes.weights):
-            passes = [3, 3, 3, 1][step % 4]
-            torch.nn.utils.vector_to_parameters(before, model.parameters())
-            gradients, counts = [], []
-            for i in range(2 * passes):
-                rows = [data[(position + BATCH * i + j) % examples] for j in range(BATCH)]
-                x, y = torch.stack([r["x"] for r in rows]), torch.stack([r["labels"] for r in rows])
-                model.zero_grad()
-                model(x, y)["loss"].backward()
-                gradients.append([torch.cat([p.grad.reshape(-1) for p in model.parameters()]).numpy()])
-                counts.append(int((y != -100).sum()))
-            position += 2 * passes * BATCH
-            if over_workers:
-                w = np.array(counts) / sum(counts)
-            else:  # each worker is divided by its own tokens, and workers count alike
-                own = [sum(counts[rank::2]) for rank in range(2)]
-                w = np.array([count / own[i % 2] / 2 for i, count in enumerate(counts)])
-            assert passes < 3 or w.max() > 1.2 * w.min()
-            reference.scale = reference.n = 2 * passes
-            expected = reference.step(gradients, weights=list(w))
-            assert notes.gains[step] == pytest.approx(expected.gain, rel=1e-6)
-            curve = LR * (1 + math.cos(math.pi * math.floor(notes.clocks[step]) / total_steps)) / 2
-            if step == 0:  # before momentum
-                after = before.numpy() - curve * expected.gain * expected.mean_gradient[0]
-                np.testing.assert_allclose(notes.weights[1].numpy(), after, rtol=1e-9, atol=1e-12)
-        assert notes.tau == pytest.approx(reference.effective_steps, rel=1e-9)
+        check_against_reference(
+            notes, total_steps=total_steps, samples=6, passes=[3, 3, 3, 1], workers=2, examples=examples,
+            gradient=gradient, weigh=weigh,
+        )  # fmt: skip
 
 
 def that_ignores(folder: str, passes: int, **more: Any) -> tuple[list[str], Notes]:
