@@ -271,18 +271,3 @@ def test_the_clients_examples_fit_the_package(path: Path) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "digits_data":
             assert all(re.search(rf"^(def )?{alias.name}\b|, {alias.name} =", shared, re.M) for alias in node.names)
-
-
-def test_examples_say_how_they_are_called() -> None:
-    for name in (
-        "own_loop.py",
-        "language_model.py",
-        "oss_spawn.py",
-        "elastic_run.py",
-        "tune_asha_optuna.py",
-        "fairscale_before.py",
-        "fairscale_after.py",
-    ):
-        text = (EXAMPLES / name).read_text()
-        assert f"python examples/{name}" in text.split('"""')[1], name
-        assert "--smoke" in text
