@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from ray_adascale import AdaScaleConfig, CheckpointError
-from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.recipe import NoiseProbe
 from ray_adascale.run.base.base_noise import NoiseEvery
 from ray_adascale.run.base.base_run import RESULT, BaseResult, base_config
@@ -38,7 +37,7 @@ from ray_adascale.search.trial import (
     run_trial,
 )
 
-from ..samples_of import regression
+from ..samples_of import regression, schedule
 
 # ---- what is gathered and reported -----------------------------------------------------------------------------------
 
@@ -48,14 +47,8 @@ PROBES = [NoiseProbe(effective_steps=0.0, sigma2=3.0, mu2=1.0), NoiseProbe(effec
 def outcome(
     metrics: Mapping[str, Any], *, tau: float = 10.0, per_epoch: float | None = 4.0, stopped: str | None = None
 ) -> StepReport:
-    schedule = BaseSchedule(
-        base_batch_size=8,
-        total_steps=40,
-        scheduler_unit=None,
-        base_steps_per_epoch=per_epoch,
-        lr_curve=[[0.1]],
-    )
-    return StepReport(metrics=metrics, effective_steps=tau, schedule=schedule, stopped=stopped)
+    of_base = schedule(40, base_steps_per_epoch=per_epoch)
+    return StepReport(metrics=metrics, effective_steps=tau, schedule=of_base, stopped=stopped)
 
 
 def evaluated(collected: Collected, **found: float) -> dict[str, float]:

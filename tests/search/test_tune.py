@@ -33,7 +33,6 @@ from ray_adascale.cli.main import main
 from ray_adascale.cli.source import resolve
 from ray_adascale.data.order import epoch_order
 from ray_adascale.measure.probe import probe_noise
-from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.run.base.base_run import BaseResult
 from ray_adascale.search.tune import _ranking, _restored
 from ray_adascale.search.watch import Finished, Watch
@@ -41,6 +40,7 @@ from ray_adascale.train.run_lock import LOCK
 from ray_adascale.workload import build
 
 from ..live_lock import OWNER, locked_elsewhere
+from ..samples_of import schedule
 
 LRS = [0.01, 0.02, 5e-5]
 B0, T, LENGTH, DIM = 16, 200, 72, 8  # 4.5 base steps an epoch: batches run across borders
@@ -477,10 +477,7 @@ def ended(score: float | None, error: Exception | None = None, **changes: Any) -
     metrics = {}
     if score is not None:
         given: dict[str, Any] = {"metric": "error", "mode": "min"} | changes
-        schedule = BaseSchedule(
-            base_batch_size=B0, total_steps=T, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
-        )
-        outcome = BaseResult(score=score, schedule=schedule, noise=[], **given)
+        outcome = BaseResult(score=score, schedule=schedule(T, B0), noise=[], **given)
         metrics = {"outcome": outcome.to_json()}
     return Finished(f"t{score}", {"lr": 0.1}, metrics, error)
 

@@ -16,7 +16,6 @@ import torch
 
 from ray_adascale import checkpoint
 from ray_adascale.checkpoint import CheckpointError
-from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.run.boundary import stage
 from ray_adascale.run.boundary.stage import StepReport
 from ray_adascale.run.observe.eta import Eta, EtaTracker
@@ -26,15 +25,12 @@ from ray_adascale.train import gauges
 from ray_adascale.train.driver_updates import DriverUpdates
 from ray_adascale.train.ray_record import UnlistedCheckpoint
 
-from ..samples_of import step_of
+from ..samples_of import schedule, step_of
 
 
 def outcome(**metrics: float) -> StepReport:
     """After a step of a run whose metrics are all 1, but for some."""
-    schedule = BaseSchedule(
-        base_batch_size=4, total_steps=10, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
-    )
-    return StepReport(metrics={**dict.fromkeys(METRICS, 1.0), **metrics}, effective_steps=1.0, schedule=schedule)
+    return StepReport(metrics={**dict.fromkeys(METRICS, 1.0), **metrics}, effective_steps=1.0, schedule=schedule(10, 4))
 
 
 def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
