@@ -322,17 +322,26 @@ def test_a_loader_that_makes_other_batches_is_warned_of(alone: None, tmp_path: P
 def test_a_model_made_anew_for_each_train_has_a_schedule_and_probes_of_its_own(alone: None, tmp_path: Path) -> None:
     from ray_adascale.integrations.client import RecipeRecorder
 
-    recorder = RecipeRecorder(lambda model, batch: model(**batch)["loss"], probe_every=10)
-    how = {"model_init": lambda: Classifier(make(20)[0]), "optim": "sgd", "lr_scheduler_type": "cosine"}
-    ends = []
+    recorder, size = RecipeRecorder(lambda model, batch: model(**batch)["loss"], probe_every=10), [1.0]
+
+    def model_init() -> nn.Module:
+        made = Classifier(make(20)[0])
+        with torch.no_grad():
+            made.net[0].weight.mul_(size[0])
+        return made
+
+    how = {"model_init": model_init, "optim": "sgd", "lr_scheduler_type": "cosine"}
+    ends, noise = [], []
     with trainer(None, rows_of(80), 20, 1, str(tmp_path), recorder=recorder, **how) as made:
-        for _ in range(2):
+        for size[0] in (1.0, 1.0, 2.0):
             made.train()
             assert made.schedule.effective_steps == 20
             ends.append(weights(made.model))
             found = recorder.recipe({}, metric="loss", mode="min", score=0.5, workload=make).noise
             assert [probe.effective_steps for probe in found] == [0, 10]
-    assert torch.equal(*ends)
+            noise.append([probe.sigma2 for probe in found])
+    assert torch.equal(ends[0], ends[1])
+    assert noise[0] == noise[1] != noise[2]
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
