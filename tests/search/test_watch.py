@@ -12,12 +12,13 @@ from typing import Any, Literal
 import pytest
 from ray import tune
 
-from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.recipe import NoiseProbe
 from ray_adascale.run.base.base_run import BaseResult
 from ray_adascale.run.observe.failure import was_building
 from ray_adascale.search.trial import PlannedRepeat
 from ray_adascale.search.watch import BestMean, Finished, Watch, best_mean
+
+from ..samples_of import schedule
 
 T = 200
 
@@ -50,9 +51,7 @@ def repeated(index: int, score: float | None, mode: Literal["min", "max"] = "min
         metric="error",
         mode=mode,
         score=score,
-        schedule=BaseSchedule(
-            base_batch_size=8, total_steps=T, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
-        ),
+        schedule=schedule(T),
         noise=[NoiseProbe(effective_steps=20, sigma2=3.0, mu2=1.0)],
     )
     return Finished(f"r{index}", {"repeat": index}, {"outcome": outcome.to_json()}, None)
