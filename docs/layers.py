@@ -36,7 +36,7 @@ RAY_LAYERS: list[list[Package]] = [
             "main source run_folder checking connection arguments batch_options parser",
         )
     ],
-    [Package("search", "which settings win: trials on Ray Tune", "tune spec repeat_plan watch trial trial_workers")],
+    [Package("search", "which settings win: trials on Ray Tune", "tune spec repeats watch trial trial_workers")],
     [
         Package(
             "train",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-import json
 import logging
 import os
 import time
@@ -30,10 +30,10 @@ from ..run.base.base_run import BaseResult, freeze
 from ..train.cluster import portable, quiet_init
 from ..train.run_lock import RunLock
 from ..workload import WorkloadFn, unread_warning
-from .repeat_plan import RepeatPlan
+from .repeats import RepeatPlan, best_mean, best_mean_so_far
 from .spec import SearchSpec
 from .trial import OBJECTIVE, InOneProcess, TrialSetup, describe_config, run_repeat, run_trial
-from .watch import BestMean, Finished, StopOnMistake, Watch, best_mean, watching
+from .watch import Finished, StopOnMistake, Watch, reached_end, watching
 
 _QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
 """Tune's new output prints a banner even at verbose=0; the old output does not. Ray prints errors that are never fetched."""
@@ -188,7 +188,7 @@ def tune_recipe(
         again: list[Repeat] = []
         failed_repeats: list[dict[str, str]] = []
         if repeats:
-            best, again, failed_repeats = search.run_repeats(plan or search.new_plan([trial for trial, _ in ranking]))
+            best, again, failed_repeats = search.run_repeats(plan, [trial for trial, _ in ranking])
             winner, outcome = next(ended for ended in ranking if ended[0].trial_id == best)
     if lock.lost is not None:
         raise RuntimeError(
@@ -266,8 +266,8 @@ class _Search:
         Raises:
             ValueError: It was made for other numbers of repeats, or by another search.
         """
-        spec, folder = self.spec, _folder(self._repeats)
-        plan = RepeatPlan.read(folder, repeats=spec.repeats, repeat_best=spec.repeat_best)
+        folder = _folder(self._repeats)
+        plan = RepeatPlan.read(folder, repeats=self.spec.repeats, repeat_best=self.spec.repeat_best)
         if plan is not None and not self.earlier:
             raise ValueError(
                 f"The repeats in {folder} are those of another search, whose own folder is gone. Delete that folder, or choose "
@@ -275,29 +275,35 @@ class _Search:
             )
         return plan
 
-    def new_plan(self, ranked: list[Finished]) -> RepeatPlan:
-        """Return the plan of the repeats of the best of these trials, which are best first. Writes its file."""
-        spec, where = self.spec, self._repeats
-        plan = RepeatPlan.of(ranked, repeats=spec.repeats, repeat_best=spec.repeat_best, seed=spec.seed)
-        plan.write(_folder(where))
-        return plan
-
-    def run_repeats(self, plan: RepeatPlan) -> tuple[str, list[Repeat], list[dict[str, str]]]:
+    def run_repeats(
+        self, plan: RepeatPlan | None, ranked: Sequence[Finished]
+    ) -> tuple[str, list[Repeat], list[dict[str, str]]]:
         """Repeat the best few trials with further seeds.
+
+        Args:
+            plan: That of an earlier start; without one, a plan for the best of these trials is made, and written to its file.
+            ranked: The trials, best first.
 
         Returns:
             The id of the trial with the best mean, its repeats, and the failed repeats of all candidates, for the recipe.
+
+        Raises:
+            RuntimeError: Each candidate has a failed repeat.
         """
-        planned, where = plan.planned, self._repeats
+        spec, where = self.spec, self._repeats
+        if plan is None:
+            plan = RepeatPlan.of(ranked, repeats=spec.repeats, repeat_best=spec.repeat_best, seed=spec.seed)
+            plan.write(_folder(where))
+        planned = plan.planned
         watch = Watch(
             len(planned),
             verbose=self.verbose,
             what="repeat",
             earlier=self.earlier,
             describe=lambda config: str(planned[config["repeat"]]),
-            best=BestMean(planned),
+            best=functools.partial(best_mean_so_far, planned),
         )
-        setup = self._setup(str(where.name), self.spec.repeats_noise_every)
+        setup = self._setup(str(where.name), spec.repeats_noise_every)
         self._fit(
             tune.with_parameters(run_repeat, setup=setup, planned=planned),
             {"repeat": tune.grid_search(list(range(len(planned))))},
@@ -306,14 +312,16 @@ class _Search:
             search_alg=BasicVariantGenerator(max_concurrent=self.at_once or 0),
             scheduler=FIFOScheduler(),
         )
-        trials = list(watch.finished.values())
         failed = [
             {"trial": f"repeat at {planned[trial.config['repeat']]}", "error": trial.error_line}
-            for trial in trials
+            for trial in watch.finished.values()
             if trial.error is not None
         ]
-        candidate, repeats = best_mean(planned, trials)
-        return plan.trials[candidate], repeats, failed
+        best = best_mean(planned, watch.finished.values())
+        if not best:
+            raise RuntimeError(f"Each of the best trials failed with another seed. The first: {failed[0]['error']}")
+        repeats = [Repeat(seed=repeat.seed, score=outcome.score, noise=outcome.noise) for repeat, outcome in best]
+        return best[0][0].candidate, repeats, failed
 
     def _setup(self, name: str, noise_every: NoiseEvery) -> TrialSetup:
         """Return the setup of the trials or of the repeats. Tune's folder for them has this name."""
@@ -387,31 +395,27 @@ def _restored(run_config: tune.RunConfig, trainable: Any) -> tune.Tuner:
 
 
 def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:
-    """Return the trials that reached T, best first by their metric at the end.
+    """Return the trials that reached T, best first.
 
-    Equals are in the order of their configs as text, since a continued search finds its trials in another order.
+    Raises:
+        ValueError: The trials can't be compared.
+        RuntimeError: No trial reached T.
     """
-    ended = [(trial, outcome) for trial in trials if (outcome := trial.outcome) is not None]
-    what = {
-        "metric": lambda outcome: outcome.metric,
-        "mode": lambda outcome: outcome.mode,
-        "total_steps": lambda outcome: outcome.schedule.total_steps,
-    }
-    for trial, outcome in ended[1:]:
-        for name, of in what.items():
-            first, other = of(ended[0][1]), of(outcome)
-            if other != first:
+    compared = [
+        ({"metric": out.metric, "mode": out.mode, "total_steps": out.schedule.total_steps}, trial.config)
+        for trial in trials
+        if (out := trial.outcome) is not None
+    ]
+    for values, config in compared[1:]:
+        first, firsts_config = compared[0]
+        for name, value in values.items():
+            if value != first[name]:
                 raise ValueError(
-                    f"Trials differ in {name}: {first!r} at {describe_config(ended[0][0].config)}, "
-                    f"{other!r} at {describe_config(trial.config)}. They can't be compared: take it out of the search space."
+                    f"Trials differ in {name}: {first[name]!r} at {describe_config(firsts_config)}, "
+                    f"{value!r} at {describe_config(config)}. They can't be compared: take it out of the search space."
                 )
-    if ended:
-
-        def order(pair: tuple[Finished, BaseResult]) -> tuple[float, str, str]:
-            trial, outcome = pair
-            return -outcome.objective, json.dumps(trial.config, sort_keys=True, default=repr), trial.trial_id
-
-        return sorted(ended, key=order)
+    if compared:
+        return reached_end(trials)
     failed = [trial for trial in trials if trial.error is not None]
     if not failed:
         raise RuntimeError(f"No trial reached the end: the scheduler stopped all {len(trials)}.")
