@@ -41,7 +41,7 @@ RAY_LAYERS: list[list[Package]] = [
         Package(
             "train",
             "where the workers of a run live: Ray Train, its cluster, preemption notices",
-            "trainer backend driver_channel driver_updates beats heartbeat hang_watch stop_request gauges retry run_lock "
+            "trainer backend driver_channel worker_reports beats hang_watch retry run_lock "
             "ray_record pickling network cluster",
         )
     ],

@@ -22,7 +22,7 @@ from ..optim.tau_schedule import TauSchedule
 from ..recipe import Recipe
 from ..run.base.attach import attach
 from ..run.boundary.evaluation import in_eval_mode
-from .client import RecipeRecorder, StepLog, StepsToGo, follow_batch, with_clients_batch
+from .client import RecipeRecorder, StepLog, StepsToGo, follow_batch, parts_of, with_clients_batch
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -205,9 +205,7 @@ class AdaScaleMixin(_Base):
 
     @property
     def _adascale(self) -> AdaScale:
-        assert self.schedule is not None
-        assert isinstance(self.schedule.optimizer, AdaScale)
-        return self.schedule.optimizer
+        return parts_of(self.schedule)[0]
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
