@@ -74,7 +74,10 @@ def test_best_mean_over_the_repeats_wins() -> None:
     # Ended in any order. Means 0.3 and 0.25: the second is better where small is.
     scores = {3: 0.1, 0: 0.2, 2: 0.4, 1: 0.4}
     best = best_mean(planned, [repeated(i, score) for i, score in scores.items()])
-    assert [(repeat.candidate, repeat.seed, outcome.score) for repeat, outcome in best] == [("1", 4, 0.4), ("1", 5, 0.1)]
+    assert [(repeat.candidate, repeat.seed, outcome.score) for repeat, outcome in best] == [
+        ("1", 4, 0.4),
+        ("1", 5, 0.1),
+    ]
     assert best_mean(planned, [repeated(i, score, "max") for i, score in scores.items()])[0][0].candidate == "0"
     # A config that fails with another seed is out, however good its other repeats.
     scores_or_none = {0: 0.2, 1: 0.4, 2: 0.0, 3: None}
