@@ -41,8 +41,7 @@ RAY_LAYERS: list[list[Package]] = [
         Package(
             "train",
             "where the workers of a run live: Ray Train, its cluster, preemption notices",
-            "trainer backend driver_channel worker_reports beats hang_watch retry run_lock "
-            "ray_record pickling network cluster",
+            "trainer backend driver_channel worker_reports hangs retry run_lock ray_record pickling network cluster",
         )
     ],
 ]

@@ -150,9 +150,7 @@ class Forecast:
     def _columns(self) -> dict[str, list[str]]:
         """Return the cells of each column by its heading, without empty columns."""
         rows = self.rows
-        columns: dict[str, list[str]] = {
-            "workers": [f"{row.workers}" for row in rows],
-        }
+        columns = {"workers": [f"{row.workers}" for row in rows]}
         if all(row.scale == row.last_scale for row in rows):
             if any(row.accumulation > 1 for row in rows):
                 columns["passes"] = [f"{row.accumulation}" for row in rows]
@@ -349,9 +347,8 @@ def _step_time(throughput: Throughput | None, plan: BatchPlan) -> float:
     """Return the seconds of a step; without a throughput model the number of its passes, as if nothing else took time."""
     if throughput is None:
         return plan.accumulation
-    return throughput.step_seconds(
-        plan.world_size, plan.accumulation, plan.largest_pass
-    )  # workers wait for the largest
+    # Workers wait for the largest pass.
+    return throughput.step_seconds(plan.world_size, plan.accumulation, plan.largest_pass)
 
 
 def _notes(

@@ -167,9 +167,8 @@ def _drawn(panel: Panel, runs: list[RunTrace], *, ink: str) -> Iterator[tuple[An
             _draw_run(axes, panel, run, color_of(i), wider=1.8 * later)
         if panel.noisy:
             axes.margins(y=0.2)
-            axes.set(
-                xlim=axes.get_xlim(), ylim=axes.get_ylim()
-            )  # by the means: the range of single steps would make them flat
+            # By the means: the range of single steps would make them flat.
+            axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
             for i, run in enumerate(runs):
                 axes.plot(*_points(panel, run, panel.keys[0]), lw=0.6, alpha=0.18, zorder=1, color=color_of(i))
         axes.set_xlabel("effective steps τ")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from ray.tune.search.sample import Categorical, Domain
 from ray.util.state import list_nodes
 from ray.util.state.exception import RayStateApiException
 
-from .._errors import SettingError, check_count
+from .._errors import SettingError, check_count, check_type
 from .._files import SEARCH, join, read_json, write_json
 from ..config import AdaScaleConfig, read_settings
 from ..recipe import json_value
@@ -184,14 +184,8 @@ class SearchSpec:
     # ---- checks ----------------------------------------------------------------------------------------------------
 
     def _check_types_and_ranges(self) -> None:
-        if not callable(self.workload):
-            raise ValueError(
-                f"Invalid workload of type {type(self.workload).__name__}. Must be a function config -> Workload."
-            )
-        if not isinstance(self.param_space, dict):
-            raise ValueError(
-                f"Invalid param_space of type {type(self.param_space).__name__}. Must be a dict, as for ray.tune.Tuner."
-            )
+        check_type("workload", self.workload, Callable, "Must be a function config -> Workload.")
+        check_type("param_space", self.param_space, dict, "Must be a dict, as for ray.tune.Tuner.")
         _check_values("param_space", self.param_space)
         if (self.total_steps is None) == (self.total_epochs is None):
             raise ValueError(
@@ -214,10 +208,8 @@ class SearchSpec:
             )
 
     def _check_scaling_config(self) -> None:
-        if not isinstance(self.scaling_config, ScalingConfig):
-            raise ValueError(
-                f"Invalid scaling_config of type {type(self.scaling_config).__name__}. Must be a ray.train.ScalingConfig."
-            )
+        assert self.scaling_config is not None
+        check_type("scaling_config", self.scaling_config, ScalingConfig, "Must be a ray.train.ScalingConfig.")
         workers = self.scaling_config.num_workers
         if isinstance(workers, tuple) or workers < 2:
             raise SettingError(

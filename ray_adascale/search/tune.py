@@ -21,6 +21,7 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import BasicVariantGenerator
 from ray.util.annotations import PublicAPI
 
+from .._errors import check_type
 from .._files import absolute, join, unique_name
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
@@ -37,6 +38,11 @@ from .watch import Finished, StopOnMistake, Watch, reached_end, watching
 
 _QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
 """Tune's new output prints a banner even at verbose=0; the old output does not. Ray prints errors that are never fetched."""
+
+_TUNES_CALLBACKS = (
+    "Must be a ray.tune.Callback, such as those of ray.air.integrations; Ray Train's are for RunConfig(callbacks=...) of an "
+    "AdaScaleTrainer."
+)
 
 
 @PublicAPI(stability="alpha")
@@ -154,11 +160,7 @@ def tune_recipe(
         probe_every=probe_every,
     )
     for callback in callbacks:
-        if not isinstance(callback, tune.Callback):
-            raise ValueError(
-                f"Invalid callback of type {type(callback).__name__}. Must be a ray.tune.Callback, such as those "
-                "of ray.air.integrations; Ray Train's are for RunConfig(callbacks=...) of an AdaScaleTrainer."
-            )
+        check_type("callback", callback, tune.Callback, _TUNES_CALLBACKS)
     if name is None:
         name = unique_name("recipe")
     quiet_init()

@@ -18,7 +18,7 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..run.observe.failure import is_users
-from .beats import Beat, Beats, Hang
+from .hangs import Beat, Beats, Hang
 
 _MOST_EVENTS = 1_000
 """Largest number of events that wait for the driver."""

@@ -21,8 +21,8 @@ from ..run.observe.eta import EtaTracker
 from ..run.observe.metrics import METRICS
 from ..run.observe.pulse import Phase, Pulse
 from ..run.observe.step import Listener, Step
-from .beats import Beat
 from .driver_channel import DriverClient
+from .hangs import Beat
 
 _METRICS_S = 1.0
 _ASK_S = 0.5
