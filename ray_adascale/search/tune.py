@@ -161,35 +161,33 @@ def tune_recipe(
     )
     for callback in callbacks:
         check_type("callback", callback, tune.Callback, _TUNES_CALLBACKS)
-    if name is None:
-        name = unique_name("recipe")
     quiet_init()
     run_config = tune.RunConfig(
-        name=name,
+        name=unique_name("recipe") if name is None else name,
         storage_path=None if storage_path is None else absolute(storage_path),
         checkpoint_config=tune.CheckpointConfig(num_to_keep=1),
         verbose=0,
     )
     at_once = spec.trials_at_once()
     _warn_where_nothing_fits(spec.resources)
-    folder = join(str(run_config.storage_path), name)
+    return _recipe_of(
+        _Search(spec=spec, run_config=run_config, at_once=at_once, verbose=verbose > 0, callbacks=tuple(callbacks))
+    )
+
+
+def _recipe_of(search: _Search) -> Recipe:
+    """Run the search, and return its recipe."""
+    spec, name, folder = search.spec, str(search.run_config.name), _folder(search.run_config)
     started = time.monotonic()
     with RunLock(folder, name) as lock:
-        search = _Search(
-            spec=spec,
-            run_config=run_config,
-            at_once=at_once,
-            verbose=verbose > 0,
-            callbacks=tuple(callbacks),
-            earlier=spec.started_before(folder),
-        )
-        plan = search.earlier_plan() if repeats else None  # before the trials, since it refuses other numbers
+        search = replace(search, earlier=spec.started_before(folder))
+        plan = search.earlier_plan() if spec.repeats else None  # before the trials, since it refuses other numbers
         trials = search.run_trials()
         ranking = _ranking(trials)
         winner, outcome = ranking[0]
         again: list[Repeat] = []
         failed_repeats: list[dict[str, str]] = []
-        if repeats:
+        if spec.repeats:
             best, again, failed_repeats = search.run_repeats(plan, [trial for trial, _ in ranking])
             winner, outcome = next(ended for ended in ranking if ended[0].trial_id == best)
     if lock.lost is not None:
@@ -202,17 +200,17 @@ def tune_recipe(
     failed = [{"trial": trial.trial_id, "error": trial.error_line} for trial in trials if trial.error is not None]
     return freeze(
         outcome,
-        workload=workload,
+        workload=spec.workload,
         hyperparameters=winner.config,
         config=spec.trial_config,
         search={
-            "num_samples": num_samples,
+            "num_samples": spec.num_samples,
             "completed": completed,
             "stopped_early": len(trials) - completed - len(failed),
             "failed": failed + failed_repeats,
             "search_alg": spec.searcher_name,
             "scheduler": spec.scheduler_name,
-            "num_workers": 1 if scaling_config is None else scaling_config.num_workers,
+            "num_workers": 1 if spec.scaling_config is None else spec.scaling_config.num_workers,
             "best_trial": winner.trial_id,
             "wall_s": time.monotonic() - started,
             "name": name,
@@ -240,14 +238,14 @@ class _Search:
     at_once: int | None
     verbose: bool
     callbacks: tuple[tune.Callback, ...]
-    earlier: bool
+    earlier: bool = False
 
     def run_trials(self) -> list[Finished]:
         """Run all trials and return their results."""
         spec = self.spec
         watch = Watch(spec.num_trials, verbose=self.verbose, earlier=self.earlier, space=spec.param_space)
         self._fit(
-            tune.with_parameters(run_trial, setup=self._setup(self.run_config.name, self.spec.noise_every)),
+            tune.with_parameters(run_trial, setup=self._setup(self.run_config.name, spec.noise_every)),
             spec.param_space,
             self.run_config,
             watch,
