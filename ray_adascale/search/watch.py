@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ def best_trial(ended: Iterable[Finished]) -> tuple[str, str]:
     return "", ""
 
 
+@dataclass(eq=False)
 class Watch(tune.Callback):
     """Collects the trials that have ended, prints a line about each, and detects mistakes that end the search.
 
@@ -96,26 +97,20 @@ class Watch(tune.Callback):
         display: The display; None without output.
     """
 
-    def __init__(
-        self,
-        total: int,
-        *,
-        verbose: bool,
-        what: str = "trial",
-        earlier: bool = False,
-        describe: Callable[[Mapping[str, Any]], str] = describe_config,
-        best: Callable[[Iterable[Finished]], tuple[str, str]] = best_trial,
-        space: Mapping[str, Any] | None = None,
-    ) -> None:
+    total: int
+    _: KW_ONLY
+    verbose: bool
+    what: str = "trial"
+    earlier: bool = False
+    describe: Callable[[Mapping[str, Any]], str] = describe_config
+    best: Callable[[Iterable[Finished]], tuple[str, str]] = best_trial
+    space: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
         self.finished: dict[str, Finished] = {}
         self.fatal: ValueError | None = None
         self.interrupted = False
-        self.display = SearchDisplay(what, total) if verbose else None
-        self.what = what
-        self._earlier = earlier
-        self._describe_config = describe
-        self._best = best
-        self._space = space  # None once some config could be built
+        self.display = SearchDisplay(self.what, self.total) if self.verbose else None
         self._began = 0  # trials that had started at the first mistake of a build
         self._own_handler: Any = None  # the program's handler of Ctrl-C, while Tune's is in place
 
@@ -138,7 +133,7 @@ class Watch(tune.Callback):
     ) -> None:
         if "total_steps" not in result:
             return
-        self._space = None
+        self.space = None  # some config can be built
         if self.display is not None:
             self.display.advance(trial.trial_id, result["effective_steps"] / result["total_steps"])
 
@@ -151,9 +146,9 @@ class Watch(tune.Callback):
             self.fatal = error
             return  # every trial would raise it, so the search ends with this error
         self._add(Finished.of(trial, error, trial.error_file))
-        if self._space is not None and self.fatal is None and was_building(error):
+        if self.space is not None and self.fatal is None and was_building(error):
             self._began = self._began or sum(trial.status != "PENDING" for trial in trials)
-            self.fatal = _shared_mistake(trials, self.finished, self._space, self._began)
+            self.fatal = _shared_mistake(trials, self.finished, self.space, self._began)
 
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
         self._notice_ctrl_c()
@@ -166,7 +161,7 @@ class Watch(tune.Callback):
                 continue
             # A scheduler stops a paused trial without a callback, and trials of an earlier start have no callback either.
             error = _cause(trial) if trial.status == "ERROR" else None
-            self._add(Finished.of(trial, error), quiet=self._earlier)
+            self._add(Finished.of(trial, error), quiet=self.earlier)
 
     def _add(self, trial: Finished, *, quiet: bool = False) -> None:
         if trial.trial_id in self.finished or self.fatal is not None:
@@ -175,11 +170,11 @@ class Watch(tune.Callback):
         if self.display is not None and quiet:
             self.display.skip(trial.trial_id)
         elif self.display is not None:
-            score, best = self._best(self.finished.values())
+            score, best = self.best(self.finished.values())
             self.display.finish(trial.trial_id, self._describe(trial, score), best)
 
     def _describe(self, trial: Finished, best: str) -> str:
-        where = f"at {self._describe_config(trial.config)}"
+        where = f"at {self.describe(trial.config)}"
         if trial.error is not None:
             return f"failed {where}: {trial.error_line}"
         outcome = trial.outcome
@@ -195,21 +190,19 @@ class Watch(tune.Callback):
         Tune has no interface for it. Its handler restores the previous handler when the signal comes. Without a signal it
         leaves its own handler behind, which would swallow the program's next Ctrl-C.
         """
-        before = signal.getsignal(signal.SIGINT)
-        installs = threading.current_thread() is threading.main_thread() and not int(
-            os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0")
-        )
-        self._own_handler = before if installs else None
-        before_term = signal.getsignal(signal.SIGTERM)
-        if installs:
-            signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        disabled = int(os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0"))
+        if disabled or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._own_handler = before[signal.SIGINT]
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         try:
             yield
             self._notice_ctrl_c()
         finally:
-            if installs:
-                signal.signal(signal.SIGINT, before)
-                signal.signal(signal.SIGTERM, before_term)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _notice_ctrl_c(self) -> None:
         if self._own_handler is not None and signal.getsignal(signal.SIGINT) is self._own_handler:
