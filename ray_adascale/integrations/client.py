@@ -352,13 +352,12 @@ class RecipeRecorder:
         trained = [p for group in self._schedule.optimizer.param_groups for p in group["params"] if p.requires_grad]
         if self._by_examples is None:
             self._by_examples = not not_covered(model, [trained])
-        probed: tuple[float, float] | str | None = None
+        probed: tuple[float, float] | str | None = "not covered"
         if self._by_examples:
             probed = probe_examples(model, self._loss_fn, batch, parameters=trained)
-            self._by_examples = not isinstance(probed, str)
-        if not self._by_examples:
+        if isinstance(probed, str):
+            self._by_examples = False
             probed = probe_noise(model, self._loss_fn, batch, parameters=trained)
-        assert not isinstance(probed, str)
         if probed is None:
             warn_at_user(
                 "The batch can't be split in two, so its noise is not probed. The recipe will have no forecast."
