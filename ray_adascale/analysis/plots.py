@@ -185,21 +185,13 @@ def _points(panel: Panel, run: RunTrace, key: str) -> tuple[np.ndarray, np.ndarr
 
 
 def _draw_run(axes: Any, panel: Panel, run: RunTrace, color: str, *, wider: float) -> None:
+    marker = "o" if panel.dots else None
     for dash, key in zip(("-", ":"), panel.keys, strict=False):
         tau, values = _points(panel, run, key)
         label = _literal(run.label) if key == panel.keys[0] else None
         if panel.noisy and len(tau) > 2 * _STRETCHES:
             tau, values = _stretches(tau, values)
-        axes.plot(
-            tau,
-            values,
-            dash,
-            marker="o" if panel.dots else None,
-            ms=3 + wider,
-            lw=1.3 + wider,
-            color=color,
-            label=label,
-        )
+        axes.plot(tau, values, dash, marker=marker, ms=3 + wider, lw=1.3 + wider, color=color, label=label)
     if panel.ceiling is not None:
         axes.plot(*_line(run, panel.ceiling, dots=False), "--", lw=0.9, alpha=0.7, color=color)
     for at, what in run.events:
