@@ -59,7 +59,6 @@ def check_workload(
     """
     found: list[Finding] = []
     doing = "The build of the workload"
-    run: Run | None = None
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
@@ -89,7 +88,8 @@ def check_workload(
 def _at_base_batch(config: AdaScaleConfig, recipe: Recipe | None) -> AdaScaleConfig:
     """Return the settings of a run at the base batch on one worker."""
     config = read_settings(config).with_recipe(recipe)
-    fixed = {each.name: each.default for each in fields(BatchSettings) if each.init and each.name != "base_batch_size"}
+    batch = (each for each in fields(BatchSettings) if each.init and each.name != "base_batch_size")
+    fixed: dict[str, Any] = {each.name: each.default for each in batch}
     return replace(config, **fixed, sharding="none", num_loader_workers=0)
 
 
