@@ -54,22 +54,18 @@ def with_clients_batch(
         ValueError: The settings contradict the client.
     """
     config = read_settings(config)
-    (passes, their_passes), (batch, their_batch) = accumulation, per_worker_batch_size
-    if config.accumulation not in (1, passes):
-        raise ValueError(
-            f"Invalid AdaScaleConfig(accumulation={config.accumulation}). Must be {passes}, as {their_passes}, or left out."
-        )
-    mine = config.per_worker_batch_size
-    if mine is None and batch is None:
+    clients = {"accumulation": accumulation, "per_worker_batch_size": per_worker_batch_size}
+    for name, (theirs, setting) in clients.items():
+        mine, default = getattr(config, name), getattr(AdaScaleConfig, name)
+        if theirs is not None and mine not in (default, theirs):
+            raise ValueError(f"Invalid AdaScaleConfig({name}={mine}). Must be {theirs}, as {setting}, or left out.")
+    batch = per_worker_batch_size[0] or config.per_worker_batch_size
+    if batch is None:
         raise ValueError("Missing AdaScaleConfig(per_worker_batch_size=...): the dataloader has no batch size.")
-    if mine is not None and batch is not None and mine != batch:
-        raise ValueError(
-            f"Invalid AdaScaleConfig(per_worker_batch_size={mine}). Must be {batch}, as {their_batch}, or left out."
-        )
     length = config.dataset_length
     if length is None and isinstance(dataset, Sized):
         length = len(dataset)
-    return replace(config, accumulation=passes, per_worker_batch_size=batch or mine, dataset_length=length)
+    return replace(config, accumulation=accumulation[0], per_worker_batch_size=batch, dataset_length=length)
 
 
 def parts_of(schedule: TauSchedule | None) -> tuple[AdaScale, BatchPlan]:
