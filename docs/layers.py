@@ -36,13 +36,12 @@ RAY_LAYERS: list[list[Package]] = [
             "main source run_folder checking connection arguments batch_options parser",
         )
     ],
-    [Package("search", "which settings win: trials on Ray Tune", "tune spec repeat_plan watch trial trial_workers")],
+    [Package("search", "which settings win: trials on Ray Tune", "tune spec repeats watch trial trial_workers")],
     [
         Package(
             "train",
             "where the workers of a run live: Ray Train, its cluster, preemption notices",
-            "trainer backend driver_channel driver_updates beats heartbeat hang_watch stop_request gauges retry run_lock "
-            "ray_record pickling network cluster",
+            "trainer backend driver_channel worker_reports hangs retry run_lock ray_record pickling network cluster",
         )
     ],
 ]

@@ -269,7 +269,7 @@ class Noted(TrialSetup):
 
 
 def test_a_repeat_is_the_candidates_trial_with_another_seed() -> None:
-    planned = [PlannedRepeat(candidate=c, hyperparameters={"lr": c / 10}, seed=s) for c, s in ((0, 7), (1, 8))]
+    planned = [PlannedRepeat(candidate=str(c), hyperparameters={"lr": c / 10}, seed=s) for c, s in ((0, 7), (1, 8))]
     noted = Noted(workload=regression, config=AdaScaleConfig(seed=3), noise_every=NoiseEvery(20, 20))
     run_trial({"lr": 5.0}, noted)
     run_repeat({"repeat": 1}, noted, planned)

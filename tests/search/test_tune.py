@@ -504,7 +504,7 @@ class KeptRepeats:
             return
         if not self._repeats:
             for index in space["repeat"]["grid_search"]:
-                text = watch._describe_config({"repeat": index})  # such as "lr=0.1, seed 4"
+                text = watch.describe({"repeat": index})  # such as "lr=0.1, seed 4"
                 score = self._scores[float(re.findall(r"lr=([^,]+)", text)[0])]
                 self._repeats.append(replace(ended(score), trial_id=f"r{index}", config={"repeat": index}))
         watch.finished.update({trial.trial_id: trial for trial in self._repeats})

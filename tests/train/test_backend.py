@@ -21,9 +21,10 @@ from ray_adascale.run.boundary.stage import StepReport
 from ray_adascale.run.observe.eta import Eta, EtaTracker
 from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.train import backend as worker
-from ray_adascale.train import gauges
-from ray_adascale.train.driver_updates import DriverUpdates
+from ray_adascale.train import worker_reports
+from ray_adascale.train.driver_channel import DriverClient
 from ray_adascale.train.ray_record import UnlistedCheckpoint
+from ray_adascale.train.worker_reports import LiveMetrics
 
 from ..samples_of import schedule, step_of
 
@@ -44,10 +45,10 @@ def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) ->
             seen.setdefault(self.name, []).append((value, tags))
 
     clock = [100.0]
-    monkeypatch.setattr(gauges, "Gauge", Gauge)
+    monkeypatch.setattr(worker_reports, "Gauge", Gauge)
     monkeypatch.setattr(stage.time, "monotonic", lambda: clock[0])
     tracker = EtaTracker(None)
-    mine = gauges.Gauges("mine", 0, tracker)
+    mine = LiveMetrics("mine", 0, DriverClient(None), tracker)
     for gain, later in ((2.0, 0.5), (3.0, 0.6), (4.0, 0.0)):
         tracker.eta = Eta(steps=8 * gain, seconds=9 * gain, rough=False)
         mine.after_step(step_of(gain=gain, **{"my own": gain, "text": "x"}))
@@ -67,7 +68,8 @@ def test_the_driver_gets_metrics_once_a_second_and_at_the_end(monkeypatch: pytes
     clock = [100.0]
     monkeypatch.setattr(stage.time, "monotonic", lambda: clock[0])
     tracker = EtaTracker(None)
-    updates = DriverUpdates(client, tracker)
+    monkeypatch.setattr(worker_reports, "GAUGES", ())
+    updates = LiveMetrics("mine", 0, client, tracker)
     for number, later in ((1, 0.5), (2, 0.6), (3, 0.1), (10, 0.0)):  # T is 10
         updates.after_step(step_of(number))
         clock[0] += later
