@@ -167,7 +167,8 @@ autobatch = module("autobatch")
 
 def test_the_adaptive_batch_runs_and_kept_runs_are_not_repeated(tmp_path: Path) -> None:
     path, page, given = tmp_path / "runs.jsonl", tmp_path / "page.md", "G=0:1,50%:4"
-    command = [STUDIES / "autobatch.py", "--workloads", "mnist1d", "tabular", "--json", path, "--page", page]
+    options = ["--jobs", 1, "--workloads", "mnist1d", "tabular", "--json", path, "--page", page]  # rows in order
+    command = [STUDIES / "autobatch.py", *options]
     run_script(*command)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["job"]["workload"], row["job"]["choice"]) for row in rows] == [

@@ -79,6 +79,7 @@ class Trial:
         backend._storage = SimpleNamespace(
             storage_filesystem=pyarrow.fs.LocalFileSystem(), experiment_fs_path=str(keep)
         )
+        backend.preemption_poll_s = math.inf  # Ray answers in its workers only
         backend.last = {}
 
         @contextmanager
