@@ -106,13 +106,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     source, follower, total_steps = _data_of(pieces, config, backend)
     plan = follower.plan
     schedule, base_schedule = _schedules_of(pieces, config, source, total_steps)
-    advice = check_schedule(pieces.scheduler, base_schedule, plan.global_batch_size)
-    if rank == 0:
-        for sentence in advice:
-            warn_at_user(sentence)
-    check_rule(config, base_schedule.lr_curve)
-    if recipe is not None:
-        check_recipe(recipe, base_schedule)
+    advice = _check_schedule(pieces, config, recipe, base_schedule, plan, warns=rank == 0)
 
     module = model.to(device)
     # By the configuration: init_process_group() without a backend leaves the name "undefined", and has NCCL alone on a GPU.
@@ -260,6 +254,25 @@ def _schedules_of(
         lr_curve=schedule.curve(total_steps),
     )
     return schedule, base_schedule
+
+
+def _check_schedule(
+    pieces: Pieces,
+    config: AdaScaleConfig,
+    recipe: Recipe | None,
+    schedule: BaseSchedule,
+    plan: BatchPlan,
+    *,
+    warns: bool,
+) -> list[str]:
+    """Check the base run's schedule against rule and recipe. Return doubts about it, a sentence each, after a warning of each."""
+    advice = check_schedule(pieces.scheduler, schedule, plan.global_batch_size)
+    for sentence in advice if warns else ():
+        warn_at_user(sentence)
+    check_rule(config, schedule.lr_curve)
+    if recipe is not None:
+        check_recipe(recipe, schedule)
+    return advice
 
 
 def _length(config: AdaScaleConfig, dataset: Any, world_size: int) -> int | None:

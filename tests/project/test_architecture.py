@@ -269,7 +269,7 @@ def test_what_every_worker_loads_is_light(start: str) -> None:
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
-LONGEST_FILE, LONGEST_CLASS = 600, 400
+LONGEST_FILE, LONGEST_CLASS = 550, 400
 """Lines of a file, and lines of code of a class: without docstrings, comments and blank lines."""
 
 
