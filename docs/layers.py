@@ -33,7 +33,7 @@ RAY_LAYERS: list[list[Package]] = [
         Package(
             "cli",
             "options and output of the commands",
-            "main source run_folder checking connection arguments batch_options parser",
+            "main train tune reading connection checking run_folder command source options",
         )
     ],
     [Package("search", "which settings win: trials on Ray Tune", "tune spec repeat_plan watch trial trial_workers")],
