@@ -33,16 +33,22 @@ RAY_LAYERS: list[list[Package]] = [
         Package(
             "cli",
             "options and output of the commands",
-            "main train tune reading connection checking run_folder command source options",
+            "main train tune reading checking run_folder command source options",
         )
     ],
-    [Package("search", "which settings win: trials on Ray Tune", "tune spec repeat_plan watch trial trial_workers")],
+    [
+        Package(
+            "search",
+            "which settings win: trials on Ray Tune",
+            "tune spec precheck repeat_plan watch trial trial_workers",
+        )
+    ],
     [
         Package(
             "train",
             "where the workers of a run live: Ray Train, its cluster, preemption notices",
             "trainer backend driver_channel driver_updates beats heartbeat hang_watch stop_request gauges retry run_lock "
-            "ray_record pickling network cluster",
+            "ray_record pickling network connection cluster",
         )
     ],
 ]

@@ -6,18 +6,18 @@ context on the GPU.
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import AdaScaleConfig
+from ..train.connection import connect
 from .command import OfWorkload, file_and_function, search_space, tell
 from .options import no_option, option
 from .source import resolve
@@ -31,10 +31,6 @@ _QUIET_S = 2.0
 """Seconds after which a line says that the check runs."""
 _LIMIT_S = 120.0
 """Time limit of the check before a start. A start that waits longer for it would cost more than a mistake."""
-_DRAWS = 4
-"""Most draws from the search space. There is another one only if the workload fails at the values of the draws before."""
-_CANDIDATES = 100
-"""Values that a further draw is chosen from."""
 
 
 @dataclass(kw_only=True)
@@ -140,6 +136,7 @@ class Check(OfWorkload):
         from .._files import absolute, check_storage
         from ..analysis.check import Finding
         from ..recipe import Recipe
+        from ..search.precheck import check_at_draws
         from ..train.pickling import pickling_problem
 
         found: list[Finding] = []
@@ -164,45 +161,9 @@ class Check(OfWorkload):
             found.append(Finding("failed", problem))
         if recipe is not None:
             found += _other_workload(recipe.workload, workload)
-        return [*found, *self._try(workload, {} if space is None else space, recipe, on_draw)]
-
-    def _try(self, workload: Any, space: Any, recipe: Any, on_draw: Callable[[str], object]) -> list[Finding]:
-        """Check the workload at the given hyperparameters and at values drawn from the space for the others.
-
-        A trial that fails at some values of the space fails alone, so a failure at drawn values is a warning, and other values
-        are drawn. It is a failure only if the workload fails alike at each of several draws, which have no drawn value in common
-        where the space has others.
-        """
-        from ..analysis.check import Finding, check_workload
-        from ..search.trial import describe_config
-
-        if not isinstance(space, dict):
-            return [Finding("ok", "The search space is no dictionary, so no pass was made.")]
         given = {**(recipe.hyperparameters if recipe is not None else {}), **self.hyperparameters}
-        found: list[Finding] = []
-        failures: dict[str, str] = {}  # of the draws: the values in words -> the text
-        try:
-            draws = list(_draws({**space, **given}, self.config.seed))
-        except Exception as e:  # in the space's own functions
-            return [Finding("failed", f"No values can be drawn from the search space. {type(e).__name__}: {e}")]
-        for names, drawn in draws:
-            at = describe_config({name: drawn[name] for name in names}) if names else ""
-            if at in failures:
-                continue  # the space has no other values
-            if at:
-                on_draw(at)
-            found = check_workload(workload, drawn, self.config, recipe)
-            failed = " ".join(finding.text for finding in found if finding.level == "failed")
-            if not failed and self.memory is not None:
-                found.append(_memory(workload, drawn, self.config, recipe, self.memory))
-            if not failed or not at:
-                break
-            failures[at], found = failed, []
-        if not found and len(set(failures.values())) == 1:
-            text = f"{failed}\nIt failed alike at each draw from the search space: {'; '.join(failures)}."
-            return [Finding("failed", text)]
-        alone = "A trial at {}, drawn from the search space, would fail alone. {}"
-        return [*(Finding("warning", alone.format(*failure)) for failure in failures.items()), *found]
+        space = {} if space is None else space
+        return found + check_at_draws(workload, space, given, self.config, recipe, memory=self.memory, on_draw=on_draw)
 
 
 def _child(folder: str) -> None:
@@ -224,35 +185,41 @@ def _other_workload(named: str, workload: Any) -> list[Finding]:
     return [Finding("warning", f"{text} Ignore this if it has only another name now.")]
 
 
-def _memory(workload: Any, hyperparameters: Any, config: AdaScaleConfig, recipe: Any, workers: int) -> Finding:
-    """Return the largest batch that fits, in the words of the option that takes it."""
-    from ..analysis.batch_size import find_batch_size
-    from ..analysis.check import Finding
+@dataclass(kw_only=True)
+class Connection:
+    """Options of a command on Ray that hold for one start.
 
-    try:
-        size = find_batch_size(workload, config, hyperparameters, recipe=recipe, workers=workers)
-    except Exception as e:
-        notes = "".join(f" {note}" for note in getattr(e, "__notes__", []))
-        return Finding("failed", f"The search for the largest batch failed. {type(e).__name__}: {e}{notes}")
-    return Finding("ok", f"{size} examples a pass fit into memory: --per-worker-batch-size {size}")
-
-
-def _draws(space: dict[str, Any], seed: int) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Yield draws from the space: the names that are searched, and a value for each name. The seed decides them.
-
-    A later draw is the one of many with the fewest values in common with the draws before.
+    Attributes:
+        check: Check the workload on this machine first; it may lack the data, a GPU or memory.
+        verbose: Show what the workers print, too.
+        address: Address of a running Ray cluster, as HOST:6379 or auto. Default: RAY_ADDRESS, else a new local one.
     """
-    import numpy as np
-    from ray.tune.search.variant_generator import generate_variants
 
-    random, taken = np.random.default_rng(seed), set[str]()
+    check: bool = True
+    verbose: bool = False
+    address: str | None = None
 
-    def items(variant: tuple[Any, Any]) -> set[str]:
-        return {f"{path}={value!r}" for path, value in variant[0].items()}
 
-    variants = (each for _ in itertools.count() for each in generate_variants({"config": space}, random_state=random))
-    for number in range(_DRAWS):
-        candidates = itertools.islice(variants, _CANDIDATES if number else 1)
-        chosen = min(candidates, key=lambda variant: len(items(variant) & taken))
-        taken |= items(chosen)
-        yield list(dict.fromkeys(path[1] for path in chosen[0])), chosen[1]["config"]
+@dataclass(kw_only=True)
+class OnRay(OfWorkload, Connection):
+    """A command that starts workers.
+
+    Attributes:
+        storage_path: Where results go, a folder or URI. Default: ~/ray_results.
+        name: Name of the run or search; the same name and storage path continue it. Default: a new one.
+    """
+
+    storage_path: str | None = None
+    name: str | None = None
+
+    def start(self, **check: Any) -> bool:
+        """Check the workload, and connect to Ray. Return False if the check failed, after its failures are printed.
+
+        Args:
+            **check: Fields of :class:`Check`, beside those that any workload has.
+        """
+        common = Check(workload=self.workload, overrides=self.overrides, settings=self.settings)
+        if self.check and not replace(common, **check).passed():
+            return False
+        connect(self.address, verbose=self.verbose)
+        return True

@@ -31,9 +31,9 @@ from pathlib import Path
 
 from .._errors import SettingError, typed
 from .._version import __version__
+from ..train.connection import check_address
 from .checking import Check
 from .command import Command, parse, tell
-from .connection import check_address
 from .options import OptionParser
 from .reading import Describe, Forecast, Report
 from .train import Resume, Train

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from .._errors import typed
 from .._files import absolute, join, list_names, read_json, split, unique_name
 from ..config import AdaScaleConfig
+from ..train.connection import check_address
+from .checking import Connection, OnRay
 from .command import Command, file_and_function, parse, tell
-from .connection import Connection, OnRay, check_address
 from .options import OptionParser, add_options, option
 from .run_folder import RunFolder, folder_of, read_options
 from .source import resolve

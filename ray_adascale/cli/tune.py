@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from .._files import check_writable, unique_name
+from .checking import OnRay
 from .command import file_and_function, search_space, tell
-from .connection import OnRay
 from .options import option
 from .source import resolve
 

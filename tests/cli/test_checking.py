@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray import tune
 
 from ray_adascale.analysis.check import Finding
-from ray_adascale.cli import checking, connection
+from ray_adascale.cli import checking
 from ray_adascale.cli.checking import Check
 from ray_adascale.cli.main import main
 
@@ -35,8 +34,6 @@ def workload(config):
         os.kill(os.getpid(), 9)
     if config.get("sleep"):
         time.sleep(60)
-    if config.get("broken"):
-        raise TypeError("always")
     print("built", config["lr"], config["width"], config["nested"])
     x = torch.randn(64, 4)
     model = torch.nn.Linear(4, 1)
@@ -49,16 +46,7 @@ def workload(config):
     )
 
 param_space = {"lr": tune.loguniform(1e-3, 1e-1), "width": tune.grid_search([3, 4]), "nested": {"a": tune.choice([7])}}
-signs = {"lr": tune.grid_search([-1.0, 0.1]), "width": 3, "nested": 0}
-negative = {"lr": tune.uniform(-0.2, -0.1), "width": 3, "nested": 0}
-alike = {"lr": tune.loguniform(1e-3, 1e-1), "width": tune.grid_search([3, 4]), "broken": True}
-one_value = {"lr": 0.1, "width": 3, "broken": tune.choice([True])}
 deadly = {"lr": 0.1, "width": 3, "die": tune.choice([True])}
-undrawable = {"lr": tune.sample_from(lambda spec: spec.config["missing"])}
-depends = {"lr": tune.sample_from(lambda spec: 0.1 * spec.config["width"]), "width": tune.choice([2]), "nested": 0}
-
-def by_function(trial):
-    return {}
 
 GUARD = threading.Lock()
 
@@ -105,17 +93,6 @@ def of(findings: list[Finding], level: str) -> list[str]:
     return [found.text for found in findings if found.level == level]
 
 
-def test_values_that_are_not_given_are_drawn_from_the_space(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    findings = check_of(file, "width=9").findings_here()
-    assert [found.level for found in findings] == ["ok", "ok"]
-    _, lr, width, nested = capsys.readouterr().out.split(maxsplit=3)
-    assert 1e-3 <= float(lr) <= 1e-1
-    assert (width, nested.strip()) == ("9", "{'a': 7}")
-    check_of(file, "width=3", "nested=0", space="depends").findings_here()
-    assert capsys.readouterr().out == "built 0.30000000000000004 3 0\n"  # as Tune gives a function the other values
-    assert "so no pass was made" in of(check_of(file, space="by_function").findings_here(), "ok")[-1]
-
-
 def test_all_mistakes_are_found_at_once(file: Path, tmp_path: Path) -> None:
     (tmp_path / "no folder").touch()
     check = check_of(file, "lr=0.1", draws=False, storage_path=str(tmp_path / "no folder"))
@@ -124,49 +101,6 @@ def test_all_mistakes_are_found_at_once(file: Path, tmp_path: Path) -> None:
     assert build.startswith("The build of the workload failed. KeyError: 'width'")
     (text,) = of(check_of(file, recipe="missing.json").findings_here(), "failed")
     assert "missing.json" in text
-
-
-def test_values_that_fail_by_chance_are_a_warning_and_others_are_drawn(file: Path) -> None:
-    findings = check_of(file, space="signs").findings_here()
-    assert [found.level for found in findings] == ["ok", "warning", "ok"]
-    (warning,) = of(findings, "warning")
-    assert warning.startswith(
-        "A trial at lr=-1, drawn from the search space, would fail alone. The build of the workload failed. ValueError: "
-    )
-    assert "One forward and backward pass" in findings[-1].text
-
-
-def test_draws_that_fail_each_in_their_own_way_are_warnings(file: Path) -> None:
-    findings = check_of(file, space="negative").findings_here()
-    warnings = of(findings, "warning")
-    assert [found.level for found in findings] == ["ok", *["warning"] * 4]
-    assert len({warning.partition(",")[0] for warning in warnings}) == 4  # each at another value
-    assert warnings == of(check_of(file, space="negative").findings_here(), "warning")  # drawn by the seed
-
-
-def test_a_second_draw_has_other_values_where_there_are_others() -> None:
-    space = {
-        "a": tune.choice([1, 2]),
-        "b": {"c": tune.randint(0, 2)},
-        "d": tune.choice([5]),
-        "e": tune.grid_search([1, 2]),
-    }
-    for seed in range(10):  # by chance half of them would be equal
-        (names, first), (_, second), *_ = checking._draws({**space, "f": 0}, seed)
-        assert names == ["a", "b", "d", "e"]
-        assert {name for name in first if first[name] == second[name]} == {"d", "f"}
-
-
-@pytest.mark.parametrize("space", ["alike", "one_value"])
-def test_what_every_trial_would_repeat_is_a_failure(file: Path, space: str) -> None:
-    (failed,) = of(check_of(file, space=space).findings_here(), "failed")
-    assert failed.startswith("The build of the workload failed. TypeError: always")
-    assert "It failed alike at each draw from the search space: " in failed
-
-
-def test_a_space_that_cannot_be_drawn_from_is_a_failure(file: Path) -> None:
-    (failed,) = of(check_of(file, space="undrawable").findings_here(), "failed")
-    assert failed.startswith("No values can be drawn from the search space. ")
 
 
 def test_the_check_has_a_process_of_its_own_and_its_death_is_a_failure(file: Path) -> None:
@@ -269,7 +203,7 @@ def test_a_run_and_a_search_are_not_started_after_a_failure(
         raise AssertionError("Ray was started.")
 
     monkeypatch.setattr(Check, "findings", findings)
-    monkeypatch.setattr(connection, "connect", connect)
+    monkeypatch.setattr(checking, "connect", connect)
     words = [command, f"{file}:workload", "width=2", "--base-batch-size=4", "--total-steps=10"]
     words += [f"--storage-path={tmp_path}", *[f"--output={tmp_path / 'recipe.json'}"] * (command == "tune")]
     assert cli(*words, code=1).err.splitlines() == [

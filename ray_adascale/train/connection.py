@@ -1,59 +1,14 @@
-"""The start of a command on Ray: the check of its workload, and the cluster, which may require a token."""
+"""The connection of a process to a Ray cluster: whether one answers, whether it requires a token, and ``ray.init``."""
 
 from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from .checking import Check
-from .command import OfWorkload
 
 _ANSWER_S = 10.0
 _METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 """A method of Ray's control service that every driver calls first. It is not public; a test fails if it moves."""
-
-
-@dataclass(kw_only=True)
-class Connection:
-    """Options of a command on Ray that hold for one start.
-
-    Attributes:
-        check: Check the workload on this machine first; it may lack the data, a GPU or memory.
-        verbose: Show what the workers print, too.
-        address: Address of a running Ray cluster, as HOST:6379 or auto. Default: RAY_ADDRESS, else a new local one.
-    """
-
-    check: bool = True
-    verbose: bool = False
-    address: str | None = None
-
-
-@dataclass(kw_only=True)
-class OnRay(OfWorkload, Connection):
-    """A command that starts workers.
-
-    Attributes:
-        storage_path: Where results go, a folder or URI. Default: ~/ray_results.
-        name: Name of the run or search; the same name and storage path continue it. Default: a new one.
-    """
-
-    storage_path: str | None = None
-    name: str | None = None
-
-    def start(self, **check: Any) -> bool:
-        """Check the workload, and connect to Ray. Return False if the check failed, after its failures are printed.
-
-        Args:
-            **check: Fields of :class:`Check`, beside those that any workload has.
-        """
-        common = Check(workload=self.workload, overrides=self.overrides, settings=self.settings)
-        if self.check and not replace(common, **check).passed():
-            return False
-        connect(self.address, verbose=self.verbose)
-        return True
 
 
 def check_address(address: str | None) -> None:
@@ -108,7 +63,7 @@ def connect(address: str | None, *, verbose: bool = False) -> None:
     """
     import ray
 
-    from ..train.cluster import quiet_init
+    from .cluster import quiet_init
 
     if address is not None and ray.is_initialized():
         raise ValueError(
