@@ -69,7 +69,7 @@ TORCH_LAYERS: list[list[Package]] = [
     ],
     [
         Package("run.base", "base runs, and AdaScale in a loop of one's own", "base_run base_noise attach"),
-        Package("run", "the loop of one worker", "loop assemble build evidence passes"),
+        Package("run", "the loop of one worker", "loop assemble build evidence passes skipped"),
         Package(
             "run.boundary",
             "what acts at a step boundary",
@@ -91,7 +91,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "optim",
             "how weights move, and at which learning rate",
             "tau_schedule curves schedule scheduler_checks adascale algorithm step_shape gradient_statistics observing workers "
-            "averages rules betas step_counts deferred wrapper grad_scaler adam_metric example_noise numbers sample device_step",
+            "averages rules betas step_counts deferred wrapper grad_scaler adam_metric example_noise step_sums",
         ),
         Package("", "the batch of a step", "batch"),
         Package("data", "which examples a worker sees next", "order source iterables"),

@@ -6,7 +6,7 @@ They recognize DTensors without importing them, keep functions from Dynamo, and 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
@@ -78,3 +78,28 @@ def uncompiled(function: _Function) -> _Function:
     ``torch.compiler.disable`` does the same, but imports Dynamo when it decorates, which takes a second.
     """
     return cast(_Function, torch._disable_dynamo(function))
+
+
+def sum_over_workers(values: Mapping[str, float | Tensor], device: torch.device, workers: int) -> dict[str, float]:
+    """Return the sum of each number over all workers. Collective, with the same names on all workers; waits for the device.
+
+    Args:
+        values: Numbers, or tensors of one element.
+        device: Device of the collective.
+        workers: Number of workers.
+
+    Raises:
+        TypeError: A value is neither.
+    """
+    for name, value in values.items():
+        if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.numel() == 1):
+            what = f"tensor of {value.numel()} elements" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"Invalid {name}: a {what}. Must be a number or a tensor of one element.")
+    names = sorted(values)
+    if not names:
+        return {}
+    total = torch.cat([torch.as_tensor(values[name]).detach().to(device, torch.float64).reshape(1) for name in names])
+    if workers > 1:
+        dist.all_reduce(total)
+    sums = dict(zip(names, total.tolist(), strict=True))
+    return {name: sums[name] for name in values}

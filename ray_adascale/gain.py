@@ -65,16 +65,14 @@ def gain(sigma2: Tensor, mu2: Tensor, scale: float, *, variance_floor: float = 0
         variance_floor: Lower bound on σ². 0 makes the gain independent of the gradients' magnitude; 1e-6 is
             FairScale's and AdaptDL's constant, and reports S for gradients much smaller than that.
     """
-    if scale == 1:
-        return torch.ones_like(sigma2)
-    sigma2 = sigma2.clamp(min=variance_floor)
-    mu2 = mu2.clamp(min=0.0)
-    denominator = sigma2 / scale + mu2
-    # 0/0 (all gradients zero) is a gain of 1; filling the denominator first keeps the division itself free of NaN. Not
-    # torch.where(..., 1.0): that copies its number to the device, and on a GPU waits for the copy.
-    unknown = ~(denominator > 0)
-    r = ((sigma2 + mu2) / denominator.masked_fill(unknown, 1.0)).masked_fill(unknown, 1.0)
-    return r.clamp(min=min(1.0, scale), max=max(1.0, scale))  # rounding may leave the interval by one ulp
+    return gain_of_sums(sigma2.clamp(min=variance_floor), mu2.clamp(min=0.0), scale)
+
+
+def gain_of_sums(sigma2: Tensor, mu2: Tensor, scale: float) -> Tensor:
+    """Return :func:`gain` of statistics that are not negative. A factor that both have cancels, as the weight of an average."""
+    r = (sigma2 + mu2) / (sigma2 / scale + mu2)
+    # 0/0 (no gradient at all, or no sample) is a gain of 1. Rounding may leave the interval by one ulp.
+    return r.nan_to_num_(nan=1.0, posinf=1.0).clamp_(min=min(1.0, scale), max=max(1.0, scale))
 
 
 def plain_gain(sigma2: float, mu2: float, scale: float, *, variance_floor: float = 0.0) -> float:
@@ -84,9 +82,8 @@ def plain_gain(sigma2: float, mu2: float, scale: float, *, variance_floor: float
     # In this order NaN stays NaN: max() keeps its first argument unless the second is larger.
     sigma2, mu2 = max(sigma2, variance_floor), max(mu2, 0.0)
     denominator = sigma2 / scale + mu2
-    if not denominator > 0:
-        return 1.0
-    return min(max((sigma2 + mu2) / denominator, min(1.0, scale)), max(1.0, scale))
+    r = (sigma2 + mu2) / denominator if denominator else 1.0
+    return min(max(r, min(1.0, scale)), max(1.0, scale)) if math.isfinite(r) else 1.0
 
 
 def noise_scale(sigma2: Tensor, mu2: Tensor, base_batch_size: float) -> Tensor:

@@ -371,7 +371,7 @@ class AdaScale(OptimizerWrapper):
         """
         statistics = self._statistics
         self._algorithm.synchronize()
-        declared, made = statistics.declared, statistics.passes if statistics.gathered is None else 0
+        declared, made = statistics.declared, statistics.passes if statistics.sums is None else 0
         if isinstance(passes, bool) or not isinstance(passes, int) or not made < passes <= declared.passes:
             raise ValueError(
                 f"Invalid {passes=}. This step may have {made + 1} to {declared.passes} backward passes: {made} were made, and "

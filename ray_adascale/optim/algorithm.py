@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,38 +15,17 @@ from torch.optim import Optimizer
 from .._warn import warn_on_first_worker
 from ..gain import Average, advanced
 from ..sharding.oss import OSS
-from .averages import Averages, NoiseReadout
+from .averages import Averages, NoiseReadout, StepNumbers
 from .deferred import HostCopy, skippable_step, steps_on_device
-from .device_step import DeviceArithmetic, DeviceStep
 from .example_noise import no_examples
 from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, RuleInput, ScalingRule, betas_of
-from .sample import Outcome, Sample, unpack_outcome
 from .step_counts import StepCounts
 from .step_shape import StepResult
+from .step_sums import StepSums, joined
 
 _EQUAL, _EQUAL_STEPS = 1e-6, 10
 """Largest σ²/μ² of equal gradient samples (the mean of three equal float32 numbers is rounded), and steps before a warning."""
-
-
-@dataclass(frozen=True)
-class _PendingStep:
-    """A step that was taken on the device, with its numbers on their way to the host.
-
-    Attributes:
-        step: The step.
-        scale: S of the step.
-        numbers: ``step.numbers``.
-    """
-
-    step: DeviceStep
-    scale: float
-    numbers: HostCopy
-
-    def read(self, averages: Averages) -> tuple[Outcome, NoiseReadout]:
-        """Wait for the numbers; return the outcome, and the readout, which ``averages`` then has cached."""
-        outcome, rest = unpack_outcome(self.numbers.read(), self.step.payloads)
-        return outcome, averages.cache(self.step.averages, self.scale, rest)
 
 
 class AdaScaleAlgorithm:
@@ -56,7 +36,7 @@ class AdaScaleAlgorithm:
 
     Args:
         optimizer: The wrapped one.
-        statistics: Makes a sample of each step's gradients.
+        statistics: Sums up each step's gradient samples.
         averages: Averages the samples.
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment).
         total_steps: T, for the rule.
@@ -79,13 +59,13 @@ class AdaScaleAlgorithm:
         self._optimizer = optimizer
         self._statistics = statistics
         self._averages = averages
-        self._arithmetic = DeviceArithmetic(averages)
         self._step_counts = StepCounts(self._inner)
         self.rule = rule
         self._total_steps = total_steps
         self._base_batch_size = base_batch_size
         self.last = StepResult()
-        self._pending: _PendingStep | None = None
+        self._of: tuple[StepSums, StepNumbers] | None = None  # the step under way, once its last pass has ended
+        self._pending: tuple[StepNumbers, HostCopy] | None = None  # a step on the device, on its way to the host
         self._equal_steps = 0  # in a row, of equal gradient samples; −1 once that was warned of
 
     @property
@@ -114,12 +94,9 @@ class AdaScaleAlgorithm:
             RuntimeError: Backward passes are missing, or there were too many.
         """
         self.synchronize()
-        if self._on_device:
-            self._step_on_device()
-        else:
-            sample = self._statistics.finish(on_host=True)
-            self._step_on_host(sample, self._with(sample))
-        self._statistics.end_step()
+        sums = self._statistics.finish()
+        self._step_on_device(sums) if self._on_device else self._step_on_host(sums)
+        self._end_step()
 
     @property
     def _inner(self) -> Optimizer:
@@ -130,35 +107,30 @@ class AdaScaleAlgorithm:
         """Whether the next step needs no number on the host."""
         return type(self.rule) is AdaScaleRule and steps_on_device(type(self._inner), self._optimizer.param_groups)
 
-    def _step_on_device(self) -> None:
-        statistics = self._statistics
-        statistics.complete()
-        gathered = statistics.gathered
-        if gathered is not None and self._arithmetic.applies(gathered):
-            shape = gathered.shape
-            step = self._arithmetic.step(gathered, self.last.gain)
-        else:
-            sample = statistics.finish(on_host=False)
-            shape = sample.shape
-            step = DeviceStep.of(sample, self._averages, self.last.gain)
-        skippable_step(self._inner, step.skip, lambda: self._step_inner(step.gains, shape.scale))
-        self._averages.now = step.averages
-        self._pending = _PendingStep(step, shape.scale, HostCopy(step.numbers))
+    def _numbers(self, sums: StepSums, *, on_host: bool) -> StepNumbers:
+        """Return the numbers of the step under way, computed once; with ``on_host`` on the CPU, which waits for the device."""
+        if self._of is None or self._of[0] is not sums:
+            self._of = sums, self._averages.after(sums.on_host() if on_host else sums, self.last.gain)
+        return self._of[1]
 
-    def _step_on_host(self, sample: Sample, averages: Average) -> None:
-        scale = sample.shape.scale
-        readout = self._averages.cached(averages, scale)
-        if readout is None:
-            numbers = torch.cat([*sample.outcome(), *self._averages.numbers(averages, scale)])
-            outcome, rest = unpack_outcome(numbers.tolist(), sample.payloads)
-            if not outcome.skipped:
-                readout = self._averages.cache(averages, scale, rest)
-        else:
-            outcome = sample.on_host()
-        if outcome.skipped or readout is None:
-            self._leave_out(outcome)
+    def _end_step(self) -> None:
+        self._of = None
+        self._statistics.end_step()
+
+    def _step_on_device(self, sums: StepSums) -> None:
+        step = self._numbers(sums, on_host=False)
+        factors = step.gains[: self._statistics.num_gains].unbind()
+        skip = (~step.finite).float()
+        skippable_step(self._inner, skip, lambda: self._step_inner(factors, step.scale))
+        self._averages.now = step.averages
+        self._pending = step, HostCopy(step.numbers)
+
+    def _step_on_host(self, sums: StepSums) -> None:
+        scale = sums.shape.scale
+        averages, step, readout = self._on_host(sums)
+        if step.skipped:
+            self._leave_out(step)
             return
-        clock = self.last.effective_steps
         betas, groups, gains = betas_of(self.rule), self._optimizer.param_groups, readout.gains
         # Even with one gain, a rule may have another factor for each group.
         answers = [self._apply_rule(gains[i % len(gains)], scale, i) for i in range(len(groups))]
@@ -167,7 +139,18 @@ class AdaScaleAlgorithm:
         with nullcontext() if betas is None else betas.applied(groups, self._inner, increments, self._step_counts):
             self._step_inner([f for f, _ in answers], scale)
         self._averages.now = averages
-        self._advance(outcome, readout.gain, factor, advanced(clock, increment))
+        self._averages.cache(averages, scale, readout)
+        self._advance(step, factor, increment)
+
+    def _on_host(self, sums: StepSums) -> tuple[Average, StepResult, NoiseReadout]:
+        """Return the averages after a step, and step and averages on the host; waits for the device."""
+        if sums.measured:
+            numbers = self._numbers(sums, on_host=not self._on_device)
+            return numbers.averages, *numbers.read(numbers.numbers.tolist())
+        averages = self._averages.now
+        readout = self._averages.evaluate(averages, sums.shape.scale)
+        check, *payload = joined(sums.parts).tolist()
+        return averages, StepResult(gain=readout.gain, skipped=not math.isfinite(check), payload=payload), readout
 
     def _apply_rule(self, r: float, scale: float, group: int | None) -> tuple[float, float]:
         return self.rule(
@@ -219,31 +202,24 @@ class AdaScaleAlgorithm:
             RuntimeError: Backward passes are missing, or there were too many.
         """
         self.synchronize()
-        self._leave_out(self._statistics.finish(on_host=not self._on_device).on_host())
-        self._statistics.end_step()
+        self._leave_out(self._on_host(self._statistics.finish())[1])
+        self._end_step()
 
-    def _leave_out(self, outcome: Outcome) -> None:
-        self.last = replace(self.last, skipped=True, payload=outcome.payload)
+    def _leave_out(self, step: StepResult) -> None:
+        self.last = replace(self.last, skipped=True, payload=step.payload)
         if isinstance(self._optimizer, OSS):
             self._optimizer.discard_gradients()
 
-    def _advance(self, outcome: Outcome, gain: float, lr_factor: float, effective_steps: float) -> None:
-        self._check_samples(outcome)
-        self.last = StepResult(
-            gain=gain,
-            effective_steps=effective_steps,
-            steps=self.last.steps + 1,
-            sigma2=outcome.sigma2,
-            mu2=outcome.mu2,
-            lr_factor=lr_factor,
-            payload=outcome.payload,
-        )
+    def _advance(self, step: StepResult, lr_factor: float, increment: float) -> None:
+        self._check_samples(step)
+        tau = advanced(self.last.effective_steps, increment)
+        self.last = replace(step, effective_steps=tau, steps=self.last.steps + 1, lr_factor=lr_factor)
 
-    def _check_samples(self, outcome: Outcome) -> None:
+    def _check_samples(self, step: StepResult) -> None:
         """Warn once if the gradient samples of several steps in a row were equal: A = C, and so σ² = 0."""
         if self._equal_steps < 0:
             return
-        equal = abs(outcome.sigma2) <= _EQUAL * outcome.mu2 and outcome.mu2 > 0  # False for NaN
+        equal = abs(step.sigma2) <= _EQUAL * step.mu2 and step.mu2 > 0  # False for NaN
         self._equal_steps = self._equal_steps + 1 if equal else 0
         if self._equal_steps == _EQUAL_STEPS:
             self._equal_steps = -1
@@ -256,31 +232,25 @@ class AdaScaleAlgorithm:
         """Wait for the numbers of a step that was taken on the device, and learn of one that a GradScaler left out."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._read(pending)
+            numbers, copy = pending
+            step, readout = numbers.read(copy.read())
+            self._averages.cache(numbers.averages, numbers.scale, readout)
+            if step.skipped:
+                self.last = replace(self.last, skipped=True, payload=step.payload)
+            else:
+                self._advance(step, step.gain, step.gain)
         if self._statistics.left_out:
             self._statistics.left_out = False
             self.last = replace(self.last, skipped=True, payload=())
 
-    def _read(self, pending: _PendingStep) -> None:
-        outcome, readout = pending.read(self._averages)
-        if outcome.skipped:
-            self.last = replace(self.last, skipped=True, payload=outcome.payload)
-        else:
-            r = readout.gain
-            self._advance(outcome, r, r, advanced(self.last.effective_steps, r))
-
-    # ---- the averages --------------------------------------------------------------------------------------------
-
-    def _with(self, sample: Sample) -> Average:
-        return self._averages.with_sample(sample, self.last.gain)
-
     def readout(self, *, committed: bool = False) -> NoiseReadout:
         """Return the readout of the averages, with the current gradients unless ``committed``; waits for the device."""
         self.synchronize()
-        sample = None if committed else self._statistics.sample(on_host=not self._on_device)
-        if sample is None:
+        sums = None if committed else self._statistics.sums
+        if sums is None:
             return self._averages.evaluate(self._averages.now, self._statistics.shape.scale)
-        return self._averages.evaluate(self._with(sample), sample.shape.scale)
+        step = self._numbers(sums, on_host=not self._on_device)
+        return self._averages.evaluate(step.averages, step.scale)
 
     # ---- state ---------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .. import gain as gain_math
 from ..gain import Average
-from .sample import Sample
-from .step_shape import StepShape
+from .step_shape import StepResult, StepShape
+from .step_sums import StepSums, constant
 
 Smoothing = float | Callable[[StepShape], float]
 """θ of a moving average over steps: a constant, or a function of the step's shape."""
@@ -75,6 +75,42 @@ class NoiseReadout:
         return sum(0.0 if x < 0 else x for x in self.sigma2), sum(0.0 if x < 0 else x for x in self.mu2)
 
 
+@dataclass(frozen=True)
+class StepNumbers:
+    """The numbers of a step, on the device of its sums.
+
+    Attributes:
+        scale: S of the step.
+        averages: The averages with the step's sample in them.
+        finite: Whether the step's gradient is finite; bool, 0-dim.
+        gains: r of each gain's group, float64; then r of the whole optimizer, if there are several groups.
+        numbers: What the host reads, float64, 1-D: a number that is finite if the gradient is, σ² and μ² of the step's sample
+            (NaN where there is none), the gains, the averages, the payload.
+    """
+
+    scale: float
+    averages: Average
+    finite: Tensor
+    gains: Tensor
+    numbers: Tensor
+
+    def read(self, numbers: list[float]) -> tuple[StepResult, NoiseReadout]:
+        """Return the step and the averages on the host. The step's clock, factor and count are not set.
+
+        Args:
+            numbers: :attr:`numbers` on the host.
+        """
+        count, size = self.averages.total.shape[1], len(self.gains)
+        check, sigma2, mu2, *rest = numbers
+        gains, averages = rest[:size], rest[size : size + 3 * count]
+        weights = averages[2 * count :]
+        values = [x / w if w > 0 else math.nan for x, w in zip(averages, weights * 2, strict=False)]
+        readout = NoiseReadout(gains[:count], gains[-1], values[:count], values[count:])
+        skipped, payload = not math.isfinite(check), rest[size + 3 * count :]
+        step = StepResult(gain=readout.gain, sigma2=sigma2, mu2=mu2, skipped=skipped, payload=payload)
+        return step, readout
+
+
 class Averages:
     """Moving averages of σ² and μ² over steps, and the gains that follow from them.
 
@@ -114,9 +150,8 @@ class Averages:
         # One weight for each gain, since a group may be added later.
         self.now = Average.empty((2, num_gains), device)
         self.non_negative = clip_samples
-        self._cached: tuple[Average, float, NoiseReadout] | None = (
-            None  # a step evaluates the same averages several times
-        )
+        self._floors = torch.tensor([[variance_floor], [0.0], [1.0]], dtype=torch.float64)
+        self._cached: tuple[Average, float, NoiseReadout] | None = None  # a step reads the same averages several times
 
     def _empty(self, num_gains: int | None = None) -> Average:
         groups = self.now.total.shape[1] if num_gains is None else num_gains
@@ -128,26 +163,27 @@ class Averages:
         """Return θ of the moving average over steps, for a step of this shape."""
         return self.smoothing(shape) if callable(self.smoothing) else self.smoothing
 
-    def with_sample(self, sample: Sample, previous_gain: float) -> Average:
-        """Return the averages with one more sample in them. Computed once for each sample.
+    def after(self, sums: StepSums, previous_gain: float) -> StepNumbers:
+        """Return the numbers of a step, with the averages after it. No host synchronization. Call it once for a step.
 
         Args:
-            sample: A complete step's.
+            sums: The step's.
             previous_gain: r of the step before.
         """
-        if sample.averages is None:
-            sample.averages = self.now.to(sample.check.device)
-            if sample.moments is not None:
-                moments = sample.moments
-                if self.clip_samples:
-                    moments = torch.stack([moments[0].clamp(min=self.variance_floor), moments[1].clamp(min=0.0)])
-                sample.averages = sample.averages.update(
-                    moments,
-                    self.decay(sample.shape, previous_gain),
-                    debias=self.debias,
-                    use=sample.finite & sample.usable,
-                )
-        return sample.averages
+        check, sample, usable = sums.sample(self.now.total.shape[1])
+        finite = check < math.inf
+        now, device = self.now.to(check.device), check.device
+        moments = constant(math.nan, device).expand(2)
+        if sample is not None:
+            moments = sample[:2].reshape(-1) if sample.shape[1] == 1 else sample[:2].sum(dim=1)
+            if usable is not None:
+                moments = moments.masked_fill(~usable, math.nan)
+            if self.clip_samples:
+                sample = torch.maximum(sample, self._floors_on(device))
+            use = finite if usable is None else finite & usable
+            decay = self.decay(sums.shape, previous_gain)
+            now = now.update_packed(sample, decay, debias=self.debias, use=use)
+        return self._numbers(now, sums.shape.scale, check, finite, moments, sums.payload)
 
     def decay(self, shape: StepShape, previous_gain: float) -> float:
         """Return θ for a step of this shape.
@@ -185,40 +221,47 @@ class Averages:
 
     # ---- the gains that follow -----------------------------------------------------------------------------------
 
-    def numbers(self, averages: Average, scale: float) -> list[Tensor]:
-        """Return r of each group, r of the whole, and the averages: float64, 1-D; :meth:`cache` reads them on the host."""
-        floor = self.variance_floor
-        unknown = ~(averages.weight > 0)
-        sigma2, mu2 = (averages.total / averages.weight.masked_fill(unknown, 1.0)).masked_fill(unknown, 0.0)
-        each = gain_math.gain(sigma2, mu2, scale, variance_floor=floor).masked_fill(unknown, 1.0)
-        whole = each
-        if len(each) > 1:
-            whole = gain_math.gain(sigma2.sum(), mu2.sum(), scale, variance_floor=floor)
-            whole = whole.masked_fill(unknown.all(), 1.0).reshape(1)
-        return [each, whole, averages.packed.reshape(-1)]
+    def _floors_on(self, device: torch.device) -> Tensor:
+        if self._floors.device != device:
+            self._floors = self._floors.to(device)
+        return self._floors
 
-    def cache(self, averages: Average, scale: float, numbers: list[float]) -> NoiseReadout:
-        """Return the readout of averages at a scale from their :meth:`numbers` on the host, and keep it."""
-        count = averages.total.shape[1]
-        gains, (gain, *packed) = numbers[:count], numbers[count:]
-        weights = packed[2 * count :]
-        values = [x / w if w > 0 else math.nan for x, w in zip(packed[: 2 * count], weights * 2, strict=True)]
-        readout = NoiseReadout(gains, gain, values[:count], values[count:])
+    def _numbers(
+        self, averages: Average, scale: float, check: Tensor, finite: Tensor, moments: Tensor, payload: Tensor | None
+    ) -> StepNumbers:
+        total, weight = averages.total, averages.packed[-1:]
+        if total.shape[1] > 1:
+            # The whole has the sum of the groups' averages. Their totals have unequal weights if a group was added later.
+            whole = (total / weight).nan_to_num_(0.0).sum(dim=1, keepdim=True)  # 0/0 of a group without a sample
+            total = torch.cat([total, whole], dim=1)
+            weight = torch.cat([weight, weight.amax(dim=1, keepdim=True).sign()], dim=1)
+        if not self.non_negative:
+            total = torch.maximum(total, self._floors_on(total.device)[:2] * weight)
+        gains = gain_math.gain_of_sums(total[0], total[1], scale)
+        parts = [check.view(1), moments, gains, averages.packed.reshape(-1)]
+        numbers = torch.cat(parts if payload is None else [*parts, payload])
+        return StepNumbers(scale, averages, finite, gains, numbers)
+
+    def cache(self, averages: Average, scale: float, readout: NoiseReadout) -> None:
+        """Keep the readout of averages at a scale."""
         self._cached = averages, scale, readout
-        return readout
 
     def cached(self, averages: Average, scale: float) -> NoiseReadout | None:
-        """Return the readout of averages at a scale, if it was cached."""
+        """Return the readout of averages at a scale, if it was kept."""
         if self._cached is None:
             return None
         of, at, readout = self._cached
         return readout if of is averages and at == scale else None
 
     def evaluate(self, averages: Average, scale: float) -> NoiseReadout:
-        """Return the readout of averages at a scale; waits for the device unless it was cached."""
-        return self.cached(averages, scale) or self.cache(
-            averages, scale, torch.cat(self.numbers(averages, scale)).tolist()
-        )
+        """Return the readout of averages at a scale; waits for the device unless it was kept."""
+        readout = self.cached(averages, scale)
+        if readout is None:
+            zero = constant(0.0, averages.packed.device)
+            found = self._numbers(averages, scale, zero, zero, zero.expand(2), None)
+            readout = found.read(found.numbers.tolist())[1]
+            self.cache(averages, scale, readout)
+        return readout
 
     # ---- state ---------------------------------------------------------------------------------------------------
 

@@ -15,10 +15,9 @@ from ..measure.norms import all_finite, take_norm
 from ..measure.observers import GradientObserver
 from ..sharding.oss import OSS
 from .example_noise import ExampleNoise, ExampleSums
-from .numbers import Numbers
 from .observing import has_dtensors, has_sharded_gradients, make_observer
-from .sample import Gathered, Sample
 from .step_shape import StepEnd, StepShape
+from .step_sums import Parts, StepSums, constant, joined, separate
 from .workers import Workers
 
 
@@ -46,7 +45,7 @@ class GradientStatistics:
         observer: Measures the norms; None where there is nothing to measure.
         uncovered: Why examples turned out not to be measurable; None otherwise.
         passes: Backward passes so far in this step.
-        gathered: The sums of the step, once its last pass has ended.
+        sums: The sums of the step, once its last pass has ended.
         left_out: Whether a GradScaler left out the last complete step, as the clearing of its gradients shows.
     """
 
@@ -78,8 +77,7 @@ class GradientStatistics:
         self.uncovered: str | None = None
         self._unhooked = False
         self.passes = 0
-        self._constants: dict[tuple[float, torch.device], Tensor] = {}
-        self.gathered: Gathered | None = None
+        self.sums: StepSums | None = None
         self.left_out = False
         self._stepped_with: tuple[int, int] | None = None
         self.begin_step()
@@ -111,7 +109,7 @@ class GradientStatistics:
     @property
     def at_boundary(self) -> bool:
         """Whether there was no backward pass since the last step."""
-        return self.passes == 0 and self.gathered is None
+        return self.passes == 0 and self.sums is None
 
     @property
     def accumulating(self) -> bool:
@@ -154,7 +152,7 @@ class GradientStatistics:
 
     def expect(self, shape: StepShape) -> None:
         """Set the shape of the step under way, or at a step boundary of the next one; the steps after it are full ones."""
-        if self.gathered is not None:
+        if self.sums is not None:
             self.begin_step()  # of a step that was never taken
         self._expected = shape
 
@@ -208,7 +206,7 @@ class GradientStatistics:
         """Clear the passes since the last step."""
         if self.passes and self.examples is not None:
             self.examples.begin_step()
-        self.left_out |= self.gathered is not None and self._scales_loss
+        self.left_out |= self.sums is not None and self._scales_loss
         self._clear_passes()
 
     @property
@@ -222,10 +220,9 @@ class GradientStatistics:
         self._norms: list[Tensor] = []  # ‖g_i‖² of each pass on this worker, as measured
         self._ending: StepShape | None = None  # the shape, while the pass that runs is the step's last
         self._ended: StepShape | None = None  # the shape, once the last pass has ended
-        self._sent: tuple[Numbers, dist.Work | None] | None = None  # the all-reduce under way
+        self._sent: tuple[Parts, dist.Work | None] | None = None  # the all-reduce under way
         self._examples: Tensor | None = None  # this worker's ExampleSums, as a tensor
-        self.gathered = None
-        self._sample: Sample | None = None
+        self.sums = None
         self._too_many = self._uncleared = False
 
     def end_step(self) -> None:
@@ -255,7 +252,7 @@ class GradientStatistics:
     def on_begin(self, observer: GradientObserver) -> bool:
         self.workers.require_group(self._process_group)
         self._require_samples()
-        if self.gathered is not None:
+        if self.sums is not None:
             # A complete step was never taken, as after an overflow that a GradScaler found. Were its gradients cleared since?
             grads = observer.gradients_left(self.params)
             too_many = any(bool(take_norm(_local(grad.detach())) != 0) for grad in grads)
@@ -285,7 +282,7 @@ class GradientStatistics:
 
     @torch.no_grad()
     def on_reduced(self, observer: GradientObserver) -> None:
-        if self._ended is not None and self.gathered is None:
+        if self._ended is not None and self.sums is None:
             self._finish_passes(self._gather(observer))
 
     @property
@@ -304,9 +301,9 @@ class GradientStatistics:
             "examples are measured where its layers allow it."
         )
 
-    def _finish_passes(self, gathered: Gathered) -> None:
-        self.gathered = gathered
-        if gathered.shape.to_mean:
+    def _finish_passes(self, sums: StepSums) -> None:
+        self.sums = sums
+        if sums.shape.to_mean:
             self.divide_to_mean()
 
     def complete(self, caller: str = "step") -> None:
@@ -331,7 +328,7 @@ class GradientStatistics:
                 "The gradients of the last step were not cleared before the next backward pass, which has added to them. Call "
                 "optimizer.zero_grad() after each step()."
             )
-        if self.gathered is not None:
+        if self.sums is not None:
             return
         self.workers.require_group(self._process_group)
         if self.observer is not None:
@@ -339,31 +336,17 @@ class GradientStatistics:
         lacks_passes = self.accumulating
         if self.observer is not None and self.workers.reduce:
             # A backward pass reached no parameter here: a sample of zero. The others are in the reduction already.
-            gathered = self._gather(self.observer)
-            if lacks_passes and not bool(gathered.numbers["complete"] > 0):
+            sums = self._gather(self.observer)
+            if lacks_passes and not bool(sums.parts["complete"] > 0):
                 raise self._too_early(caller)  # no worker has seen all passes, so that was not the reason
-            self._finish_passes(gathered)
+            self._finish_passes(sums)
         elif lacks_passes:
             raise self._too_early(caller)
 
-    def sample(self, *, on_host: bool) -> Sample | None:
-        """Return the sample of the step's passes; None before the last one has ended.
-
-        Args:
-            on_host: Compute it on the CPU, see :meth:`Gathered.sample`.
-        """
-        if self._sample is None and self.gathered is not None:
-            self._sample = self.gathered.sample(on_host=on_host)
-        return self._sample
-
-    def finish(self, *, on_host: bool) -> Sample:
-        """Return the step's sample, once the step is :meth:`complete`.
-
-        Args:
-            on_host: Compute it on the CPU, see :meth:`Gathered.sample`.
-        """
+    def finish(self) -> StepSums:
+        """Return the sums of the step, once it is :meth:`complete`."""
         self.complete()
-        return self.sample(on_host=on_host) or self._sample_without_passes()
+        return self._sums_without_passes() if self.sums is None else self.sums
 
     def _too_early(self, caller: str) -> RuntimeError:
         if self.step_end is not None:
@@ -388,56 +371,43 @@ class GradientStatistics:
 
     # ---- over all workers ----------------------------------------------------------------------------------------
 
-    def _send(self, more: dict[str, Tensor]) -> tuple[Numbers, dist.Work | None]:
-        """Start the one small all-reduce of a step: ``more``, A, whether all passes were seen, examples, the payload."""
+    def _send(self, parts: Parts) -> tuple[Parts, dist.Work | None]:
+        """Start the one small all-reduce of a step: ``parts``, A, whether all passes were seen, examples, the payload."""
         if self._norms:
             local = self.shape.mean_sq_norm(self._norms, self.weights)
         else:
             local = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=self.device)
-        parts = {**more, "a": local, "complete": self._constant(self._ended is not None, local.device)}
+        parts = {**parts, "a": local, "complete": constant(float(self._ended is not None), local.device)}
         if self.examples is not None and (sums := self.examples.end_passes()) is not None:
             self._examples = sums.as_tensor()
         if self._examples is not None:
             parts["examples"] = self._examples
         if self.payload is not None:
             parts["payload"] = self.payload.to(local)
-        numbers = Numbers.of(**parts)
-        work = None
-        if self.workers.reduce:
-            work = dist.all_reduce(numbers.tensor, group=self._process_group, async_op=True)
-        return numbers, work
+        if not self.workers.reduce:
+            return parts, None
+        numbers = joined(parts)
+        return separate(numbers, parts), dist.all_reduce(numbers, group=self._process_group, async_op=True)
 
-    def _constant(self, number: float, device: torch.device) -> Tensor:
-        """Return a number as float64 ``[1]`` on a device; kept, since to make one is a launch in each step."""
-        key = float(number), device
-        if key not in self._constants:
-            self._constants[key] = torch.full((1,), float(number), dtype=torch.float64, device=device)
-        return self._constants[key]
-
-    def _gather(self, observer: GradientObserver) -> Gathered:
+    def _gather(self, observer: GradientObserver) -> StepSums:
         """Wait for the sums over workers."""
-        shape = self.shape
-        before: dict[str, Tensor] = {}
         if observer.reduced_everywhere:
             # Equal to the last bit on all workers, as their weights are: each takes C from its own copy.
-            before["c"] = observer.reduced_sq_norms(0, 1)
-            numbers, work = self._send({}) if self._sent is None else self._sent
+            own = {"c": observer.reduced_sq_norms(0, 1)}
+            parts, work = self._send({}) if self._sent is None else self._sent
         else:
+            own = {}
             rank, world_size = (
                 (dist.get_rank(self._process_group), self.workers.count) if self.workers.reduce else (0, 1)
             )
-            numbers, work = self._send({"c": observer.reduced_sq_norms(rank, world_size)})
+            parts, work = self._send({"c": observer.reduced_sq_norms(rank, world_size)})
         if work is not None:
             work.wait()
-        after: dict[str, Tensor] = {}
         if self._grad_scaler is not None and self._scales_loss:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
-            one = self._constant(1.0, numbers.tensor.device)
-            after["loss_scale"] = self._grad_scaler.scale(one)
-        numbers = numbers.between(before, after)
-        examples = self._covered_examples(numbers.part("examples"))
-        seen_here = self._ended is not None
-        return Gathered(shape, self.num_gains, numbers, examples, observer.complete, seen_here)
+            own["loss_scale"] = self._grad_scaler.scale(constant(1.0, parts["a"].device))
+        examples = self._covered_examples(parts.get("examples"))
+        return StepSums(self.shape, own | parts, examples, observer.complete, self._ended is not None)
 
     def _covered_examples(self, by_example: Tensor | None) -> ExampleNoise | None:
         """Return :attr:`examples`. The first measured step without an overflow shows whether the model is covered.
@@ -461,8 +431,8 @@ class GradientStatistics:
         self.uncovered = why
         return None
 
-    def _sample_without_passes(self) -> Sample:
-        """Return a sample without moments, of gradients that no observer watched: at n = 1 and S = 1, or after :meth:`unhook`."""
+    def _sums_without_passes(self) -> StepSums:
+        """Return the sums of a step of which nothing was measured: at n = 1 and S = 1, or after :meth:`unhook`."""
         device, grads = self.device, self.step_gradients()
         if grads and self.observer is not None:
             self.attach()  # the watched parameters may all be frozen now, and others trainable
@@ -472,9 +442,10 @@ class GradientStatistics:
             flag = finite.float()
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
             finite = flag > 0
-        check = 1 / finite.double()
-        payload = None if self.payload is None else self.payload.to(device, torch.float64)
-        return Sample(self.shape, None, finite, check, payload)
+        parts = {"check": 1 / finite.double().view(1)}
+        if self.payload is not None:
+            parts["payload"] = self.payload.to(device, torch.float64)
+        return StepSums(self.shape, parts)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -150,22 +150,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         device=device,
         extra=pieces.extra_state or {},
     )
-    trace: TraceFile | None = None
-    with backend.latest_checkpoint() as folder:
-        workers_before = None
-        if folder is not None:
-            workers_before = train_state.load(folder, accept_changes=config.accept_changes)
-        if batch.plan() != plan:
-            plan = batch.plan()
-            set_batch(plan, wrapped.optimizer, source, rank)
-        if evaluation.stalled is not None:
-            state.stopped = evaluation.stalled
-        listeners: list[Listener] = []
-        if rank == 0:
-            log_start(train_state, plan, folder, workers_before, config.checkpoint_every_s)
-            rows = read_trace(folder / TRACE) if folder is not None and (folder / TRACE).is_file() else []
-            trace = _open_trace(backend, rows, keep=config.trace_rows, ended=state.stopped is not None)
-            listeners = _listeners(backend, config, recipe, train_state, plan, trace, rows)
+    plan, trace, listeners = _resume(backend, config, recipe, train_state, (batch, evaluation), plan)
     # Built last, because their intervals begin now.
     checkpointing = Checkpointing(
         backend,
@@ -196,6 +181,33 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         reporting=reporting,
         listeners=listeners,
     )
+
+
+def _resume(
+    backend: Backend,
+    config: AdaScaleConfig,
+    recipe: Recipe | None,
+    train_state: TrainState,
+    stages: tuple[StepBatch, Evaluation],
+    plan: BatchPlan,
+) -> tuple[BatchPlan, TraceFile | None, list[Listener]]:
+    """Load the newest checkpoint. Return the batch of the next step, and rank 0's trace and listeners. Collective."""
+    batch, evaluation = stages
+    with backend.latest_checkpoint() as folder:
+        workers_before = None
+        if folder is not None:
+            workers_before = train_state.load(folder, accept_changes=config.accept_changes)
+        if batch.plan() != plan:
+            plan = batch.plan()
+            set_batch(plan, train_state.optimizer, train_state.source, backend.rank)
+        if evaluation.stalled is not None:
+            train_state.loop.stopped = evaluation.stalled
+        if backend.rank > 0:
+            return plan, None, []
+        log_start(train_state, plan, folder, workers_before, config.checkpoint_every_s)
+        rows = read_trace(folder / TRACE) if folder is not None and (folder / TRACE).is_file() else []
+        trace = _open_trace(backend, rows, keep=config.trace_rows, ended=train_state.loop.stopped is not None)
+        return plan, trace, _listeners(backend, config, recipe, train_state, plan, trace, rows)
 
 
 def _data_of(pieces: Pieces, config: AdaScaleConfig, backend: Backend) -> tuple[BatchSource, BatchFollower, int]:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._warn import warn_on_first_worker
+from .._torch import sum_over_workers
 from ..batch import BatchPlan
 from ..checkpoint.rng import separate_streams
 from ..config import AdaScaleConfig
@@ -27,22 +25,16 @@ from ..recipe import Recipe
 from ..workload import Pieces, Workload, with_unit
 from .assemble import assemble
 from .boundary.backend import Backend, LocalBackend
+from .boundary.checkpointing import warns_if_alone
 from .boundary.stage import BoundaryFlags, StepReport, TakenStep
 from .build import set_batch
 from .observe.advice import UnreadHyperparameters, warn_of_equal_batches
-from .observe.metrics import SKIPPED, plain_numbers, step_metrics
+from .observe.metrics import plain_numbers, step_metrics
 from .observe.pulse import Phase, Pulse
-from .observe.step import Step
+from .skipped import SkippedSteps
 
 _log = logging.getLogger(__name__)
 TOTAL_STEPS_REACHED = "total_steps reached"
-_LONG_S = 30.0
-_WAITS_FOR_OTHERS = (
-    "Rank %d has been in run.save_checkpoint() for %.0f s. Unless the storage is slow, it waits for the others. "
-    "Call it on every worker, not on rank 0 alone."
-)
-_MOST_OVERFLOWS = 40
-"""Skipped steps in a row that a loss scale may need to adapt: it begins at 2¹⁶ and halves."""
 
 
 class Run:
@@ -122,11 +114,16 @@ class Run:
         self.parts = parts
         """The objects that make up this run."""
         self._after_step = pieces.after_step
-        self._warned_of_skipped = False
-        self._slower = "Lower the learning rate" if recipe is None else "Search for a recipe with a lower learning rate"
+        self._skipped = SkippedSteps(
+            parts.state,
+            parts.passes.scaler,
+            most=parts.config.max_nonfinite_steps,
+            total_steps=self.total_steps,
+            by_recipe=recipe is not None,
+        )
         self._probed: tuple[float, float] | None = None
         self._taken: TakenStep | None = None  # until it is read
-        self._flags = BoundaryFlags(0)  # of the steps that were read since the stages last ran
+        self._flags = BoundaryFlags.NONE  # of the steps that were read since the stages last ran
         self._loop_seconds = 0.0
         self._pulse = Pulse(parts.config.step_timeout_s)
 
@@ -239,27 +236,10 @@ class Run:
         For counts and sums of a loop's own evaluation: ``total = run.sum(correct=correct, seen=seen)``, then
         ``run.record(accuracy=total["correct"] / total["seen"])``.
 
-        Args:
-            **values: Numbers, or tensors of one element.
-
         Raises:
-            TypeError: A value is neither.
+            TypeError: A value is neither a number nor a tensor of one element.
         """
-        for name, value in values.items():
-            if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.numel() == 1):
-                what = f"tensor of {value.numel()} elements" if isinstance(value, Tensor) else type(value).__name__
-                raise TypeError(f"Invalid {name}: a {what}. Must be a number or a tensor of one element.")
-        device = self.backend.device
-        numbers = [
-            torch.as_tensor(values[name]).detach().to(device, torch.float64).reshape(1) for name in sorted(values)
-        ]
-        if not numbers:
-            return {}
-        total = torch.cat(numbers)
-        if self.plan.world_size > 1:
-            dist.all_reduce(total)
-        sums = dict(zip(sorted(values), total.tolist(), strict=True))
-        return {name: sums[name] for name in values}
+        return sum_over_workers(values, self.backend.device, self.plan.world_size)
 
     def observe_noise(self, sigma2: float, mu2: float) -> None:
         """Set σ² and μ² from a probe, to be reported for steps that have one gradient sample at S = 1."""
@@ -383,7 +363,7 @@ class Run:
         """Take the optimizer step. Return its values on the host; its numbers may still be on the device."""
         lr, tau = self.schedule.lrs[0], self.effective_steps
         self.parts.passes.step()
-        flags = self._own_flags() if self.plan.world_size == 1 else BoundaryFlags(0)
+        flags = self._own_flags() if self.plan.world_size == 1 else BoundaryFlags.NONE
         self.parts.passes.end_step()
         self.source.commit()
         self.state.iterations += 1
@@ -401,9 +381,9 @@ class Run:
         # Filled on the device: a copy from the host would wait for the device.
         return torch.stack([loss, torch.full_like(loss, self._own_flags())])
 
-    def _own_flags(self) -> BoundaryFlags:
+    def _own_flags(self) -> int:
         """Return the flags of this worker's stages. Other workers than rank 0 send BUSY only."""
-        flags = BoundaryFlags(0)
+        flags = BoundaryFlags.NONE
         for stage in self.parts.stages:
             flags |= stage.flags()
         return flags if self.backend.rank == 0 else flags & BoundaryFlags.BUSY
@@ -425,37 +405,21 @@ class Run:
         loss, *summed = last.payload
         self._flags |= BoundaryFlags.from_sum(summed[0]) if summed else taken.flags
         if last.skipped:
-            self._count_nonfinite(loss, taken.number)
+            self._skipped.count(loss, taken.number, last.effective_steps)
         else:
             state.nonfinite = 0
             state.progress = advanced(state.progress, last.gain)
             self.schedule.advance_to(last.effective_steps)
         metrics = self._metrics(taken.own.get("loss", loss), taken.lr)
         state.metrics = {**metrics, **taken.recorded}
-        if not self.parts.listeners:
-            return
-        row = {"step": taken.number, "attempt": state.attempt, "position": taken.position, **metrics, **taken.own}
-        if last.skipped:
-            row[SKIPPED] = True
-        step = Step(
-            number=taken.number,
-            plan=taken.plan,
-            total_steps=self.total_steps,
-            tau_before=taken.tau,
-            tau=last.effective_steps,
-            gain=last.gain,
-            skipped=last.skipped,
-            sigma2=last.sigma2,
-            mu2=last.mu2,
-            metrics=state.metrics,
-            row=row,
-        )
-        for listener in self.parts.listeners:
-            listener.after_step(step)
+        if self.parts.listeners:
+            step = taken.observed(last, metrics, state, self.total_steps)
+            for listener in self.parts.listeners:
+                listener.after_step(step)
 
     def _run_stages(self) -> None:
         """Run the stages of this step boundary. End the run if a stage returns a reason."""
-        flags, self._flags = self._flags, BoundaryFlags(0)
+        flags, self._flags = self._flags, BoundaryFlags.NONE
         if self.effective_steps >= self.total_steps:
             return  # the loop ends the run
         for stage in self.parts.stages:
@@ -468,30 +432,6 @@ class Run:
         """Use this batch from the next step on. At a step boundary, after the step was read, on all workers."""
         self.plan = plan
         set_batch(plan, self.optimizer, self.source, self.backend.rank)
-
-    def _count_nonfinite(self, loss: float, step: int) -> None:
-        """Count a skipped step. Warn of the first one, unless it is an overflow of the loss scale, which then adapts.
-
-        Raises:
-            FloatingPointError: There were ``max_nonfinite_steps`` in a row.
-        """
-        self.state.nonfinite += 1
-        adapts = self.scaler is not None and math.isfinite(loss) and self.state.nonfinite < _MOST_OVERFLOWS
-        if not self._warned_of_skipped and not adapts:
-            self._warned_of_skipped = True
-            warn_on_first_worker(
-                f"Step {step} was skipped, because its gradient is not finite (loss {loss:g}). Weights and effective steps stay "
-                "as they were. Further ones are not warned of: summary() and the report count skipped steps. "
-                f"{self._slower}, clip gradients, or check the data of this step."
-            )
-        if self.state.nonfinite >= self.config.max_nonfinite_steps:
-            loss_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
-            raise FloatingPointError(
-                f"The gradient was not finite in {self.state.nonfinite} optimizer steps in a row, up to step "
-                f"{step} at effective step {self.effective_steps:.1f} of {self.total_steps} "
-                f"(loss {loss:g}, loss scale {loss_scale:g}). These steps left the weights as they were. "
-                f"{self._slower}, clip gradients, or check the data of this step."
-            )
 
     def _metrics(self, loss: float, lr: float) -> dict[str, Any]:
         return step_metrics(
@@ -555,12 +495,6 @@ class Run:
                 "after run.step() has returned True, before the next backward pass (run.at_boundary)."
             )
         self._synchronize()
-        alone = threading.Timer(_LONG_S, _log.warning, (_WAITS_FOR_OTHERS, self.backend.rank, _LONG_S))
-        alone.daemon = True
-        if self.plan.world_size > 1:
-            alone.start()
-        try:
+        with warns_if_alone(self.backend.rank, self.plan.world_size):
             folder = self.parts.reporting.report(self, save=True)
-        finally:
-            alone.cancel()
         return folder if folder is not None and folder.is_dir() else None

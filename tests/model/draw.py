@@ -127,6 +127,8 @@ def allowed(case: Case) -> bool:
         case.via != "dcp"
         or case.frozen is None
         or not any(case.frozen[0] <= start < case.frozen[1] for start in starts[1:]),
+        # parameters that were frozen from the first step on have no state when they are trainable for the first time
+        case.via != "dcp" or case.frozen is None or case.frozen[0] > 0 or case.frozen[1] not in starts[1:],
         # DDP does not reduce parameters that were frozen when it was built
         case.frozen is None
         or all(

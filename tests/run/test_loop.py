@@ -340,7 +340,7 @@ def test_what_is_due_once_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(model(), backend=backend, per_worker_batch_size=4, accumulation=2, total_steps=12)
     asked = itertools.count(1)
     due = {3: BoundaryFlags.REPORT}  # at the third step boundary
-    monkeypatch.setattr(run.parts.reporting, "flags", lambda: due.get(next(asked), BoundaryFlags(0)))
+    monkeypatch.setattr(run.parts.reporting, "flags", lambda: due.get(next(asked), BoundaryFlags.NONE))
     steps = len(drive(run))
     assert steps > 4
     assert [metrics["optimizer_steps"] for metrics, _ in backend.reports] == [3, steps]  # the last is of the end

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 from ray_adascale import AdaScale, AdaScaleConfig, LocalBackend, Run, attach
 from ray_adascale.data.order import epoch_order
 from ray_adascale.optim.tau_schedule import TauSchedule
-from ray_adascale.run import loop
+from ray_adascale.run.boundary import checkpointing
 from ray_adascale.run.observe.trace import read_trace
 
 STEPS, BATCH = 12, 8
@@ -523,7 +523,7 @@ def _saves_late(folder: str) -> list[str]:
         if run.step():
             break
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_LONG_S", 0.2)
+        patch.setattr(checkpointing, "_LONG_S", 0.2)
         time.sleep(0.6 * torch.distributed.get_rank())
         run.save_checkpoint()
     logging.getLogger("ray_adascale").removeHandler(handler)

@@ -9,7 +9,7 @@ from typing import Any
 from ..._warn import warn_at_user
 from ...batch import BatchFollower, BatchPlan
 from ...optim.adascale import AdaScale
-from .stage import BoundaryFlags, RunAtBoundary, Stage
+from .stage import RunAtBoundary, Stage
 
 
 class StepBatch(Stage):
@@ -60,7 +60,7 @@ class StepBatch(Stage):
     def due_by(self, effective_steps: float) -> bool:
         return self._optimizer.lacks_samples or self.follower.due_by(effective_steps)
 
-    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
+    def act(self, run: RunAtBoundary, flags: int) -> str | None:
         if self.due_by(run.effective_steps):
             self.follower.after_step(run.effective_steps, self._optimizer.average_moments)
             plan = self.plan()

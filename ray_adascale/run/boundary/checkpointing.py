@@ -6,8 +6,10 @@ manifest seals the folder, and the backend stores it. All of this is collective,
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,10 +27,29 @@ from .backend import Backend
 from .stage import BoundaryFlags, IntervalTimer, RunAtBoundary, Stage, StepReport
 from .train_state import TrainState
 
-_NOTHING = BoundaryFlags(0)
-
 Content = tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Path, int]]]
 """Tensors, state and files: the arguments of :func:`ray_adascale.checkpoint.save`."""
+
+
+_log = logging.getLogger(__name__)
+_LONG_S = 30.0
+_WAITS_FOR_OTHERS = (
+    "Rank %d has been in run.save_checkpoint() for %.0f s. Unless the storage is slow, it waits for the others. "
+    "Call it on every worker, not on rank 0 alone."
+)
+
+
+@contextmanager
+def warns_if_alone(rank: int, workers: int) -> Iterator[None]:
+    """Return a context that logs a warning if it lasts, since other workers may not have come to the checkpoint."""
+    alone = threading.Timer(_LONG_S, _log.warning, (_WAITS_FOR_OTHERS, rank, _LONG_S))
+    alone.daemon = True
+    if workers > 1:
+        alone.start()
+    try:
+        yield
+    finally:
+        alone.cancel()
 
 
 class Boundary(NamedTuple):
@@ -234,17 +255,17 @@ class Checkpointing(Stage):
         self._in_background = in_background
         self._timer = IntervalTimer(every_s)
 
-    def flags(self) -> BoundaryFlags:
+    def flags(self) -> int:
         if self.saver.busy:
             return BoundaryFlags.BUSY
-        return BoundaryFlags.CHECKPOINT if self.saver.in_flight or self._timer.due else _NOTHING
+        return BoundaryFlags.CHECKPOINT if self.saver.in_flight or self._timer.due else BoundaryFlags.NONE
 
-    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
-        if BoundaryFlags.BUSY in flags:
+    def act(self, run: RunAtBoundary, flags: int) -> str | None:
+        if flags & BoundaryFlags.BUSY:
             return None
         if self.saver.in_flight:
             self.saver.finish()
-        elif self._in_background and BoundaryFlags.CHECKPOINT in flags and not run.reported:
+        elif self._in_background and flags & BoundaryFlags.CHECKPOINT and not run.reported:
             self.begin(run)
         return None
 
@@ -253,9 +274,9 @@ class Checkpointing(Stage):
         self.saver.begin(self._boundary(run), lambda: self._content(run.plan), run.step_report())
         self._timer.restart()
 
-    def saves_with_report(self, flags: BoundaryFlags) -> bool:
+    def saves_with_report(self, flags: int) -> bool:
         """Return whether a checkpoint that the run waits for is due."""
-        due = BoundaryFlags.CHECKPOINT in flags and BoundaryFlags.BUSY not in flags
+        due = flags & (BoundaryFlags.CHECKPOINT | BoundaryFlags.BUSY) == BoundaryFlags.CHECKPOINT
         return due and not self._in_background
 
     def save(self, run: RunAtBoundary) -> Path | None:

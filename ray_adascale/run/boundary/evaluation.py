@@ -12,8 +12,6 @@ from torch import nn
 from ...config import EarlyStop
 from .stage import BoundaryFlags, RunAtBoundary, Stage
 
-_NOTHING = BoundaryFlags(0)
-
 
 @contextmanager
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
@@ -67,11 +65,11 @@ class Evaluation(Stage):
     def due_by(self, effective_steps: float) -> bool:
         return self._evaluate is not None and self.multiples_by(effective_steps) > 0
 
-    def flags(self) -> BoundaryFlags:
-        return BoundaryFlags.STALLED if self.stalled is not None else _NOTHING
+    def flags(self) -> int:
+        return BoundaryFlags.STALLED if self.stalled is not None else BoundaryFlags.NONE
 
-    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
-        if BoundaryFlags.STALLED in flags:
+    def act(self, run: RunAtBoundary, flags: int) -> str | None:
+        if flags & BoundaryFlags.STALLED:
             return self._reason()
         if self.due_by(run.effective_steps):
             self._run(run)

@@ -10,8 +10,6 @@ from .train_state import INTERRUPTED
 
 _log = logging.getLogger(__name__)
 
-_NOTHING = BoundaryFlags(0)
-
 
 class Interrupt(Stage):
     """Ends this start of the run if the backend requests it. A later start resumes the run."""
@@ -19,12 +17,12 @@ class Interrupt(Stage):
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    def flags(self) -> BoundaryFlags:
-        return BoundaryFlags.STOP if self._backend.stop_requested else _NOTHING
+    def flags(self) -> int:
+        return BoundaryFlags.STOP if self._backend.stop_requested else BoundaryFlags.NONE
 
-    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
+    def act(self, run: RunAtBoundary, flags: int) -> str | None:
         # A stalled run ends for good: it must not be resumed.
-        if BoundaryFlags.STOP not in flags or BoundaryFlags.STALLED in flags:
+        if not flags & BoundaryFlags.STOP or flags & BoundaryFlags.STALLED:
             return None
         if self._backend.rank == 0:
             _log.info("Stopped after optimizer step %s. Its checkpoint is being written.", f"{run.state.iterations:,}")
@@ -39,11 +37,11 @@ class Preemption(Stage):
         self._notice: str | None = None
         self._timer = IntervalTimer(backend.preemption_poll_s)
 
-    def flags(self) -> BoundaryFlags:
-        return BoundaryFlags.POLL if self._timer.due else _NOTHING
+    def flags(self) -> int:
+        return BoundaryFlags.POLL if self._timer.due else BoundaryFlags.NONE
 
-    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
-        if BoundaryFlags.POLL not in flags:
+    def act(self, run: RunAtBoundary, flags: int) -> str | None:
+        if not flags & BoundaryFlags.POLL:
             return None
         self._timer.restart()
         notice, before = self._backend.preemption_notice(), self._notice

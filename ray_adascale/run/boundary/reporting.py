@@ -9,8 +9,6 @@ from .checkpointing import Checkpointing
 from .evaluation import Evaluation
 from .stage import BoundaryFlags, IntervalTimer, RunAtBoundary, Stage
 
-_NOTHING = BoundaryFlags(0)
-
 
 class Reporting(Stage):
     """Reports metrics at an interval, with checkpoints, and after evaluations if the backend's policy includes them.
@@ -31,10 +29,10 @@ class Reporting(Stage):
         self.reported_step = -1
         """Number of the optimizer step that was reported last; −1 before the first report of this start."""
 
-    def flags(self) -> BoundaryFlags:
-        return BoundaryFlags.REPORT if self._timer.due else _NOTHING
+    def flags(self) -> int:
+        return BoundaryFlags.REPORT if self._timer.due else BoundaryFlags.NONE
 
-    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
+    def act(self, run: RunAtBoundary, flags: int) -> str | None:
         if run.reported:
             return None
         policy, evaluated = self._backend.report_policy, self._evaluation.evaluated_step == run.state.iterations
@@ -42,7 +40,7 @@ class Reporting(Stage):
             evaluated and policy.evaluations and policy.save_evaluations
         )
         # With a report at an interval the run would wait for a worker that is still uploading.
-        due = BoundaryFlags.REPORT in flags and BoundaryFlags.BUSY not in flags
+        due = flags & (BoundaryFlags.REPORT | BoundaryFlags.BUSY) == BoundaryFlags.REPORT
         if save or due or (evaluated and policy.evaluations):
             self.report(run, save=save)
         return None

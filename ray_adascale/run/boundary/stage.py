@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import IntFlag
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from ...batch import BatchPlan
 from ...optim.schedule import BaseSchedule, EffectiveSchedule
+from ...optim.step_shape import StepResult
+from ..observe.metrics import SKIPPED
+from ..observe.step import Step
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,35 @@ class TakenStep:
     lr: float
     tau: float
     position: int
-    flags: BoundaryFlags
+    flags: int
     own: dict[str, Any]
     recorded: dict[str, Any]
+
+    def observed(self, last: StepResult, metrics: dict[str, Any], state: LoopState, total_steps: int) -> Step:
+        """Return the step as listeners see it.
+
+        Args:
+            last: The step's numbers.
+            metrics: The run's own metrics.
+            state: The loop's state after the step.
+            total_steps: T.
+        """
+        row = {"step": self.number, "attempt": state.attempt, "position": self.position, **metrics, **self.own}
+        if last.skipped:
+            row[SKIPPED] = True
+        return Step(
+            number=self.number,
+            plan=self.plan,
+            total_steps=total_steps,
+            tau_before=self.tau,
+            tau=last.effective_steps,
+            gain=last.gain,
+            skipped=last.skipped,
+            sigma2=last.sigma2,
+            mu2=last.mu2,
+            metrics=state.metrics,
+            row=row,
+        )
 
 
 @dataclass
@@ -79,29 +107,30 @@ class StepReport:
     evaluated: bool = False
 
 
-class BoundaryFlags(IntFlag):
-    """Actions that are due at a step boundary, as one number that is summed over the workers.
+class BoundaryFlags:
+    """Actions that are due at a step boundary: the bits of one number, which is summed over the workers.
 
     Rank 0 alone measures intervals: if each worker went by its own clock, workers would wait in different collectives. So only
     rank 0 sends the bits below BUSY, and each worker may send BUSY.
     """
 
-    REPORT = 1
-    CHECKPOINT = 2
-    POLL = 4
+    NONE: Final = 0
+    REPORT: Final = 1
+    CHECKPOINT: Final = 2
+    POLL: Final = 4
     """Check for a preemption notice."""
-    STOP = 8
+    STOP: Final = 8
     """End this start of the run, with a checkpoint."""
-    STALLED = 16
+    STALLED: Final = 16
     """End the run: the evaluations have stopped improving."""
-    BUSY = 32
+    BUSY: Final = 32
     """A worker is still writing or uploading the previous checkpoint."""
 
     @classmethod
-    def from_sum(cls, total: float) -> BoundaryFlags:
+    def from_sum(cls, total: float) -> int:
         """Return the flags of all workers together, from the sum of each worker's number."""
-        busy, bits = divmod(int(total), cls.BUSY.value)
-        return cls(bits) | (cls.BUSY if busy else cls(0))
+        busy, bits = divmod(int(total), cls.BUSY)
+        return bits | (cls.BUSY if busy else cls.NONE)
 
 
 class IntervalTimer:
@@ -159,11 +188,11 @@ class Stage:
         """Return whether this stage may have to act by this τ, so that the host must read the step now."""
         return False
 
-    def flags(self) -> BoundaryFlags:
-        """Return this worker's flags. Of other workers than rank 0 only BUSY counts."""
-        return BoundaryFlags(0)
+    def flags(self) -> int:
+        """Return this worker's :class:`BoundaryFlags`. Of other workers than rank 0 only BUSY counts."""
+        return BoundaryFlags.NONE
 
-    def act(self, run: RunAtBoundary, flags: BoundaryFlags) -> str | None:
+    def act(self, run: RunAtBoundary, flags: int) -> str | None:
         """Act at a step boundary. Collective.
 
         Args:

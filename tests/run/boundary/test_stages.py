@@ -22,7 +22,7 @@ from ray_adascale.run.boundary.reporting import Reporting
 from ray_adascale.run.boundary.stage import BoundaryFlags
 from ray_adascale.run.boundary.train_state import INTERRUPTED
 
-NOTHING = BoundaryFlags(0)
+NOTHING = BoundaryFlags.NONE
 REPORT, CHECKPOINT, POLL = BoundaryFlags.REPORT, BoundaryFlags.CHECKPOINT, BoundaryFlags.POLL
 STOP, STALLED, BUSY = BoundaryFlags.STOP, BoundaryFlags.STALLED, BoundaryFlags.BUSY
 
@@ -90,7 +90,7 @@ def test_each_stage_is_due_after_its_own_interval(clock: list[float]) -> None:
     saving = checkpointing(backend)
     stages = [Preemption(backend), saving, Reporting(backend, 10.0, evaluating(), saving)]
 
-    def flags() -> BoundaryFlags:
+    def flags() -> int:
         return stages[0].flags() | stages[1].flags() | stages[2].flags()
 
     assert flags() == NOTHING
@@ -197,9 +197,7 @@ def test_a_run_has_stalled_once_its_best_evaluation_is_patience_ago(mode: Any, w
         (NOTHING, False, ReportPolicy(save_evaluations=True), []),
     ],
 )
-def test_when_a_boundary_is_reported(
-    flags: BoundaryFlags, evaluated: bool, policy: ReportPolicy, reports: list[bool]
-) -> None:
+def test_when_a_boundary_is_reported(flags: int, evaluated: bool, policy: ReportPolicy, reports: list[bool]) -> None:
     class Backend(Told):
         def report(self, report: Any, folder: Any) -> None:
             made.append(folder is not None)

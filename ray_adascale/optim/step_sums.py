@@ -1,0 +1,108 @@
+"""The sums of one optimizer step over its workers, as they travel in one all-reduce, and σ² and μ² that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..gain import gradient_moments
+from .example_noise import ExampleNoise, ExampleSums
+from .step_shape import StepShape
+
+Parts = dict[str, Tensor]
+"""Named numbers: float64, 1-D, on one device."""
+
+
+def joined(parts: Parts) -> Tensor:
+    """Return the numbers of all parts in one new tensor, so that they travel together."""
+    return torch.cat([*parts.values()])
+
+
+def separate(numbers: Tensor, like: Parts) -> Parts:
+    """Return the parts of a :func:`joined` tensor, as views; ``like`` has their names and lengths."""
+    return dict(zip(like, numbers.split([len(part) for part in like.values()]), strict=True))
+
+
+_CONSTANTS: dict[tuple[float, torch.device], Tensor] = {}
+
+
+def constant(number: float, device: torch.device) -> Tensor:
+    """Return one of few numbers as float64 ``[1]`` on a device. It is kept, since to make one is a launch in each step."""
+    if (number, device) not in _CONSTANTS:
+        _CONSTANTS[number, device] = torch.full((1,), number, dtype=torch.float64, device=device)
+    return _CONSTANTS[number, device]
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What the backward passes of one complete step left, summed over workers.
+
+    Attributes:
+        shape: The step's shape.
+        parts: "c" and "a": C and A per parameter group, as measured. "complete": the workers that saw all passes. "examples"
+            (:meth:`ExampleSums.as_tensor`), "payload" and "loss_scale" where there are such. Of gradients that no pass has
+            measured: "check", which is finite if they are, in place of "c", "a" and "complete".
+        examples: Measures the noise by single examples; None: gradient samples do.
+        watched: Whether every gradient of the step was watched. Else "c" has a gradient that "a" lacks.
+        seen_here: Whether this worker saw all passes, so that "complete" is not 0.
+    """
+
+    shape: StepShape
+    parts: Parts
+    examples: ExampleNoise | None = None
+    watched: bool = False
+    seen_here: bool = False
+
+    @property
+    def measured(self) -> bool:
+        """Whether passes have measured the gradients."""
+        return "check" not in self.parts
+
+    @property
+    def payload(self) -> Tensor | None:
+        """The payload, summed over workers; None without one."""
+        return self.parts.get("payload")
+
+    def on_host(self) -> StepSums:
+        """Return the sums on the CPU, after one copy, which waits for the device; this object if they are there."""
+        if next(iter(self.parts.values())).is_cpu:
+            return self
+        return replace(self, parts=separate(joined(self.parts).cpu(), self.parts))
+
+    def sample(self, num_gains: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the step's sample of the noise. No host synchronization. Call it once: examples keep the σ² of a measured step.
+
+        Args:
+            num_gains: One for each parameter group, or one for all.
+
+        Returns:
+            A number that is finite if the step's gradient is, and else NaN or +∞; 0-dim. σ² and μ², unclipped, and a row of ones,
+            ``[3, num_gains]``; None where the step yields none. Whether they are valid, bool, 0-dim; None if they are.
+        """
+        if not self.measured:
+            return self.parts["check"][0], None, None
+        shape, a, c, groups = self.shape, self.parts["a"], self.parts["c"], len(self.parts["a"])
+        if shape.multiple_of_mean != 1:
+            c = c / shape.multiple_of_mean**2
+        scale, unscale = self.parts.get("loss_scale"), None
+        if scale is not None:
+            unscale = scale.reciprocal().square()
+            a, c = a * unscale, c * unscale
+        if num_gains < groups:
+            a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
+        if not self.watched or (self.examples is None and shape.num_samples == 1):
+            return (a + c).sum(), None, None
+        usable = None if self.seen_here else self.parts["complete"][0] > 0
+        ones = constant(1.0, c.device).expand(num_gains)
+        if self.examples is None:
+            sample = torch.stack([*gradient_moments(a, c, scale=shape.scale, count=shape.num_samples), ones])
+            return sample.sum(), sample, usable
+        sums, found = None, self.parts.get("examples")
+        if found is not None:
+            sums = ExampleSums.of(found)
+            sq_norms = sums.sq_norms if unscale is None else sums.sq_norms * unscale
+            sums = replace(sums, sq_norms=sq_norms.sum(dim=0, keepdim=True) if num_gains < groups else sq_norms)
+        moments, measured = self.examples.moments(sums, c, shape)
+        return (a + c).sum(), torch.stack([*moments, ones]), measured if usable is None else usable & measured

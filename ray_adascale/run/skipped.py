@@ -1,0 +1,68 @@
+"""Steps whose gradient is not finite: a warning of the first one, and the end of the run after too many in a row."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .._warn import warn_on_first_worker
+from .boundary.stage import LoopState
+
+_MOST_OVERFLOWS = 40
+"""Skipped steps in a row that a loss scale may need to adapt: it begins at 2¹⁶ and halves."""
+
+
+class SkippedSteps:
+    """Counts skipped steps in a row.
+
+    Args:
+        state: Has the count.
+        scaler: The loss scaler; None without one.
+        most: Skipped steps in a row that end the run.
+        total_steps: T.
+        by_recipe: Whether the learning rate is a recipe's.
+    """
+
+    def __init__(
+        self,
+        state: LoopState,
+        scaler: torch.amp.GradScaler | None,
+        *,
+        most: int,
+        total_steps: int,
+        by_recipe: bool,
+    ) -> None:
+        self._state, self._scaler, self._most, self._total_steps = state, scaler, most, total_steps
+        slower = "Search for a recipe with a lower learning rate" if by_recipe else "Lower the learning rate"
+        self._remedy = f"{slower}, clip gradients, or check the data of this step."
+        self._warned = False
+
+    def count(self, loss: float, step: int, effective_steps: float) -> None:
+        """Count a skipped step. Warn of the first one, unless it is an overflow of the loss scale, which then adapts.
+
+        Args:
+            loss: Mean loss of the step.
+            step: Its number.
+            effective_steps: τ.
+
+        Raises:
+            FloatingPointError: It is one too many in a row.
+        """
+        self._state.nonfinite += 1
+        in_a_row = self._state.nonfinite
+        adapts = self._scaler is not None and math.isfinite(loss) and in_a_row < _MOST_OVERFLOWS
+        if not self._warned and not adapts:
+            self._warned = True
+            warn_on_first_worker(
+                f"Step {step} was skipped, because its gradient is not finite (loss {loss:g}). Weights and effective steps stay "
+                "as they were. Further ones are not warned of: summary() and the report count skipped steps. "
+                f"{self._remedy}"
+            )
+        if in_a_row >= self._most:
+            loss_scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+            raise FloatingPointError(
+                f"The gradient was not finite in {in_a_row} optimizer steps in a row, up to step {step} at effective step "
+                f"{effective_steps:.1f} of {self._total_steps} (loss {loss:g}, loss scale {loss_scale:g}). These steps left the "
+                f"weights as they were. {self._remedy}"
+            )
