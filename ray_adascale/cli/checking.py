@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import AdaScaleConfig
 from ..train.connection import connect
 from .command import OfWorkload, file_and_function, search_space, tell
-from .options import no_option, option
+from .options import option
 from .source import resolve
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Check(OfWorkload):
     storage_path: str | None = None
     param_space: str | None = option(None, metavar="FILE:NAME")
     memory: int | None = option(None, nargs="?", const=1)
-    draws: bool = no_option(True)
+    draws: bool = option(True, hidden=True)
     shown = ("base_batch_size", "total_steps", "total_epochs", "precision", "seed")
 
     def __call__(self) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..config import AdaScaleConfig, EarlyStop
-from .options import add_options, no_option, option
+from .options import add_options, option
 from .source import resolve
 
 
@@ -25,7 +25,7 @@ class Command:
         shown: Those of them that the help lists.
     """
 
-    settings: dict[str, Any] = no_option()
+    settings: dict[str, Any] = option(hidden=True)
     others: ClassVar[tuple[type, ...]] = ()
     shown: ClassVar[Collection[str]] = ()
 

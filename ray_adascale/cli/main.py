@@ -53,7 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     _cache_bytecode()
     command = parse(make_parser(), argv)
     try:
-        Path.cwd()  # the current directory may have been deleted
+        Path.cwd()
+    except FileNotFoundError:
+        tell("the current directory was deleted. Change to one that exists.")
+        return 2
+    try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: tell(f"warning: {message}")
             if hasattr(command, "address"):
@@ -108,8 +112,6 @@ def error_text(error: Exception, command: Command) -> str:
         options = {"patience", *(field.name for owner in (type(command), *command.others) for field in fields(owner))}
         if error.settings.keys() <= options:
             return error.with_settings_as(" ".join(typed(*setting, between=" ") for setting in error.settings.items()))
-    if isinstance(error, FileNotFoundError) and not error.filename:
-        return "the current directory was deleted. Change to one that exists."
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.strerror}: {error.filename}"  # without Python's brackets and numbers
     return str(error)

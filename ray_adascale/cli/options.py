@@ -28,16 +28,12 @@ def option(default: Any = dataclasses.MISSING, **more: Any) -> Any:
 
     Args:
         default: The default.
-        **more: The arguments. ``pattern`` is a regular expression that the value must match.
+        **more: The arguments. Beside them, ``pattern`` is a regular expression that the value must match, and ``hidden`` a field
+            without an option.
     """
     if isinstance(default, list):
         return dataclasses.field(default_factory=list, metadata=more)
     return dataclasses.field(default=default, metadata=more)
-
-
-def no_option(default: Any = dataclasses.MISSING, **more: Any) -> Any:
-    """Return a field of a command that is no option."""
-    return dataclasses.field(default=default, metadata={"hidden": True}, **more)
 
 
 def add_options(
@@ -86,7 +82,7 @@ def _help(field: dataclasses.Field[Any], texts: Mapping[str, str], default: str 
     text = f"{first.removesuffix('.')} (default: {shown[0]})" if shown else first.removesuffix(".")
     text = re.sub(r":\w+:`([^`]+)`", r"\1", text)
     text = re.sub(r"``([^`]+)``", lambda found: flag_of(found[1]) if found[1] in texts else f"`{found[1]}`", text)
-    return text.replace("%", "%%")
+    return text.replace("%", "%%").replace("None", "none")
 
 
 def _arguments(field: dataclasses.Field[Any]) -> tuple[list[str], dict[str, Any]]:

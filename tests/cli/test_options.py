@@ -100,7 +100,6 @@ def test_options_may_stand_in_a_file(called: dict[str, Any], tmp_path: Path, cli
     [
         ([], "the following arguments are required: COMMAND"),
         (["tain", WORKLOAD], "unknown command 'tain' (is train meant?). The commands are check, tune, "),
-        (["fly"], "unknown command 'fly'. The commands are check, tune, "),
         (["tune", WORKLOAD, "--base-batch-sise", "4"],
          "unknown option --base-batch-sise (is --base-batch-size meant?). `ray-adascale tune --help` lists"),
         # Its value looks like a hyperparameter.
@@ -117,21 +116,17 @@ def test_options_may_stand_in_a_file(called: dict[str, Any], tmp_path: Path, cli
         ([*TRAIN, "--precision=fp64"], "argument --precision: invalid choice: 'fp64' (choose from "),
         # What a setting refuses, and not its option.
         ([*TRAIN, "--grad-clip=-1"], "ray-adascale: Invalid --grad-clip -1.0. Must be a positive number"),
-        ([*TRAIN, "--base-batch-size=0"], "Invalid --base-batch-size 0. Must be an integer"),
         ([*TRAIN, "--total-epochs=1"], "Invalid --total-steps 10 --total-epochs 1.0. Give total_steps or total_epochs"),
-        ([*TRAIN, "--target-efficiency=1.5"], "Invalid --target-efficiency 1.5"),
         ([*TRAIN, "--batch-schedule", "20%:8"], "Invalid --batch-schedule 20%:8: the first batch begins at 20%"),
         ([*TRAIN, "--batch-schedule=0:8", "--target-efficiency=0.5"],
          "Invalid --target-efficiency 0.5 --batch-schedule 0:8. Give one"),
         ([*TRAIN, "--keep-checkpoints=0"], "Invalid --keep-checkpoints 0. Must be at least 1."),
         ([*TRAIN, "--keep-best=accuracy:max"], "Invalid --keep-best accuracy:max without --keep-checkpoints N"),
         *(([*TRAIN, f"--cpus-per-worker={value}"], f"Invalid --cpus-per-worker {value}. Must be above 0.")
-          for value in ("0", "-1", "inf", "nan")),
+          for value in ("0", "nan")),
         (["train", "nowhere.py:workload", *BASE], "Invalid workload 'nowhere.py:workload': there is no file"),
         (["train", WORKLOAD, "--recipe=missing.json"], "missing.json"),
-        (["tune", f"{SAMPLES}:row", *BASE, "--param-space=no.py:x"], "Invalid --param-space 'no.py:x': there is no file"),
         (["tune", f"{SAMPLES}:row", *BASE], "No search space beside the workload"),
-        (["forecast", str(RECIPE), "--measure=no.py:x"], "Invalid --measure 'no.py:x': there is no file"),
         (["forecast", str(RECIPE), "--run=x"], "--run needs --measure"),
         (["forecast", str(RECIPE), "--cost-per-worker-hour=2"], "--cost-per-worker-hour needs --measure"),
         (["resume", "/nowhere/x"], "no options.txt in /nowhere/x."),
