@@ -86,7 +86,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package("", "the frozen result of a search", "recipe"),
     ],
     [
-        Package("checkpoint", "what reaches a disk, and whether it is valid", "files dcp optimizer rng"),
+        Package("checkpoint", "what reaches a disk, and whether it is valid", "files ranks dcp optimizer rng"),
         Package(
             "optim",
             "how weights move, and at which learning rate",
@@ -110,6 +110,7 @@ TORCH_LAYERS: list[list[Package]] = [
     ],
     [
         Package("", "how noisy a gradient is: the mathematics, as pure functions", "gain"),
+        Package("", "checks of the fields of a JSON document", "_fields"),
         Package(
             "",
             "helpers for torch, files, errors and warnings that several packages use; the version",

@@ -62,6 +62,10 @@ def typed(name: str, value: Any, between: str = "=") -> str:
     return f"{flag_of(name)}{between}{'none' if value is None else value}"
 
 
+class RecipeError(ValueError):
+    """A recipe can't be used or can't be written. The message names the field."""
+
+
 def check_count(name: str, value: Any, minimum: int | None = 1, remedy: str = "") -> int:
     """Return an argument as an int. NumPy's integers are accepted; True and False are not.
 

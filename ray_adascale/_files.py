@@ -144,17 +144,23 @@ def check_storage(path: str) -> None:
     Raises:
         OSError: It can't be made, or a file can't be written there.
     """
-    import pyarrow.fs
-
     if "://" not in path:
         check_folder(Path(path))
         return
-    system, inside = pyarrow.fs.FileSystem.from_uri(path)
+    system, inside = _storage(path)
     system.create_dir(inside, recursive=True)
     tried = f"{inside}/.ray_adascale-{uuid.uuid4().hex[:8]}.tried"
     with system.open_output_stream(tried) as file:
         file.write(b"tried")
     system.delete_file(tried)
+
+
+def _storage(path: str) -> tuple[Any, str]:
+    """Return the file system of a path on any storage, and the path in it."""
+    import pyarrow.fs  # comes with Ray; the callers need Ray as well
+
+    system, inside = pyarrow.fs.FileSystem.from_uri(path)
+    return system, inside
 
 
 def write_json(path: str, value: Any) -> None:
@@ -169,9 +175,7 @@ def write_json(path: str, value: Any) -> None:
 
 def write_text(path: str, text: str) -> None:
     """Write a text file on any storage. Makes its folder. The path is as for :func:`write_json`."""
-    import pyarrow.fs  # comes with Ray; the callers need Ray as well
-
-    system, inside = pyarrow.fs.FileSystem.from_uri(path)
+    system, inside = _storage(path)
     system.create_dir(inside.rpartition("/")[0], recursive=True)
     with system.open_output_stream(inside) as file:
         file.write(text.encode())
@@ -184,11 +188,9 @@ def move_if_there(path: str, to: str) -> None:
         path: Absolute, or a URI.
         to: The new path, on the same storage.
     """
-    import pyarrow.fs
-
-    system, inside = pyarrow.fs.FileSystem.from_uri(path)
-    if system.get_file_info(inside).type == pyarrow.fs.FileType.File:
-        system.move(inside, pyarrow.fs.FileSystem.from_uri(to)[1])
+    system, inside = _storage(path)
+    if system.get_file_info(inside).is_file:
+        system.move(inside, _storage(to)[1])
 
 
 def read_json(path: str) -> Any:
@@ -199,10 +201,8 @@ def read_json(path: str) -> Any:
 
 def read_text(path: str) -> str | None:
     """Return the content of a text file on any storage; None if there is no such file."""
-    import pyarrow.fs
-
-    system, inside = pyarrow.fs.FileSystem.from_uri(path)
-    if system.get_file_info(inside).type != pyarrow.fs.FileType.File:
+    system, inside = _storage(path)
+    if not system.get_file_info(inside).is_file:
         return None
     with system.open_input_stream(inside) as file:
         return str(file.read(), "utf-8")
@@ -216,6 +216,6 @@ def list_names(path: str) -> list[str]:
     """
     import pyarrow.fs
 
-    system, inside = pyarrow.fs.FileSystem.from_uri(path)
+    system, inside = _storage(path)
     found = system.get_file_info(pyarrow.fs.FileSelector(inside, allow_not_found=True))
     return sorted(info.base_name for info in found)

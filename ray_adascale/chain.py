@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from . import _hooks
@@ -233,25 +232,22 @@ class OptimizerChain(Optimizer):
             ValueError: One is.
         """
         holders: dict[int, int] = {}
+        names = [type(member).__name__ for member in self._optimizers]
         for n, member in enumerate(self._optimizers):
             for p in (p for group in member.param_groups for p in group["params"]):
                 other = holders.setdefault(id(p), n)
                 if other != n:
-                    first = type(self._optimizers[other]).__name__
                     raise ValueError(
-                        f"A parameter of shape {tuple(p.shape)} is in optimizer {other} ({first}) and in optimizer {n} "
-                        f"({type(member).__name__}) of the chain. Give each parameter to one of them."
+                        f"A parameter of shape {tuple(p.shape)} is in optimizer {other} ({names[other]}) and in optimizer {n} "
+                        f"({names[n]}) of the chain. Give each parameter to one of them."
                     )
 
     def _holder(self, key: Any) -> Optimizer:
         """Return the optimizer that has the state of a key; the parameter's optimizer if none has."""
-        for member in self._optimizers:
-            if key in member.state:
-                return member
-        if isinstance(key, Tensor):
-            for member in self._optimizers:
-                if any(p is key for group in member.param_groups for p in group["params"]):
-                    return member
+        having = (member for member in self._optimizers if key in member.state)
+        owning = (m for m in self._optimizers if any(p is key for group in m.param_groups for p in group["params"]))
+        for member in itertools.chain(having, owning):
+            return member
         raise KeyError(key)
 
 

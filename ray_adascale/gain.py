@@ -13,7 +13,7 @@ gradient samples ``g_i`` and ``ḡ = Σ w_i g_i``::
 
 Statistics are float64 tensors of any common shape (in practice one entry per parameter group); scalars broadcast. For numbers
 on the host, making one tensor would cost more than the formula: :func:`plain_gain` and :func:`plain_noise_scale` take plain
-numbers, and are bit-identical to the functions of tensors.
+numbers. Their results equal those of the functions of tensors, to the bit if S is a power of two.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CLOCK_ROUNDING = 2.0**-45
 
 
 def gradient_moments(
-    mean_sq_norm: Tensor, reduced_sq_norm: Tensor, *, scale: float | Tensor, count: int | Tensor
+    mean_sq_norm: Tensor, reduced_sq_norm: Tensor, *, scale: float, count: int | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return unbiased estimates of σ² and μ² from one optimizer step with ``count`` ≥ 2 gradient samples.
 
@@ -49,7 +49,7 @@ def gradient_moments(
     if not isinstance(count, Tensor) and count < 2:
         raise ValueError(f"Invalid {count=}. The variance of one gradient sample is unknown.")
     sigma2 = (mean_sq_norm - reduced_sq_norm) * (scale / (count - 1))
-    mu2 = reduced_sq_norm - sigma2 / scale
+    mu2 = torch.sub(reduced_sq_norm, sigma2, alpha=1 / scale)
     return sigma2, mu2
 
 
@@ -70,7 +70,7 @@ def gain(sigma2: Tensor, mu2: Tensor, scale: float, *, variance_floor: float = 0
 
 def gain_of_sums(sigma2: Tensor, mu2: Tensor, scale: float) -> Tensor:
     """Return :func:`gain` of statistics that are not negative. A factor that both have cancels, as the weight of an average."""
-    r = (sigma2 + mu2) / (sigma2 / scale + mu2)
+    r = (sigma2 + mu2) / torch.add(mu2, sigma2, alpha=1 / scale)
     # 0/0 (no gradient at all, or no sample) is a gain of 1. Rounding may leave the interval by one ulp.
     return r.nan_to_num_(nan=1.0, posinf=1.0).clamp_(min=min(1.0, scale), max=max(1.0, scale))
 

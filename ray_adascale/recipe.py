@@ -12,25 +12,20 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
+from ._errors import RecipeError
+from ._fields import Check, integer, json_object, must_be, number, one_of, optional, short, within
 from ._files import write_atomically
 from ._version import __version__
 from .gain import plain_noise_scale
 
 FORMAT = "ray_adascale/recipe"
 VERSION = 1
-
-
-class RecipeError(ValueError):
-    """A recipe can't be used or can't be written. The message names the field."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +118,8 @@ class Recipe:
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
         object.__setattr__(self, "lr_curve", _checked_curve(self))
-        for name, noise in [
-            ("noise", self.noise),
-            *((f"repeats[{i}].noise", r.noise) for i, r in enumerate(self.repeats)),
-        ]:
+        probes = {"noise": self.noise} | {f"repeats[{i}].noise": repeat.noise for i, repeat in enumerate(self.repeats)}
+        for name, noise in probes.items():
             for i, probe in enumerate(noise):
                 if not 0 <= probe.effective_steps <= self.total_steps:
                     raise RecipeError(
@@ -303,7 +296,7 @@ def _open_document(document: Any, *, digest_required: bool) -> tuple[dict[str, A
             raise RecipeError(f"Missing field {name!r}. Is this a recipe that Recipe.save wrote?")
     if document["format"] != FORMAT:
         raise RecipeError(f"Invalid format={document['format']!r}. Must be {FORMAT!r}.")
-    version = _integer("version", document["version"], minimum=1)
+    version = integer(1)("version", document["version"])
     if version != VERSION:
         raise RecipeError(
             f"Invalid version={version}: written by a newer library. ray_adascale {__version__} reads version "
@@ -328,16 +321,13 @@ def _open_document(document: Any, *, digest_required: bool) -> tuple[dict[str, A
 def _checked_curve(recipe: Recipe) -> list[list[float]]:
     curve = recipe.lr_curve
     if not isinstance(curve, list | tuple) or not curve:
-        raise RecipeError(f"Invalid lr_curve: {_short(curve)}. Must be a list with one list per parameter group.")
+        raise RecipeError(f"Invalid lr_curve: {short(curve)}. Must be a list with one list per parameter group.")
     full = curve_length(recipe.total_steps, recipe.scheduler_unit, recipe.base_steps_per_epoch)
     checked: list[list[float]] = []
     for g, group in enumerate(curve):
         if not isinstance(group, list | tuple) or not group:
-            raise RecipeError(f"Invalid lr_curve[{g}]: {_short(group)}. Must be a list of learning rates.")
-        rates = [_number(f"lr_curve[{g}][{k}]", rate) for k, rate in enumerate(group)]
-        for k, rate in enumerate(rates):
-            if rate < 0:
-                raise RecipeError(f"Invalid lr_curve[{g}][{k}]={rate}. A learning rate must not be negative.")
+            raise RecipeError(f"Invalid lr_curve[{g}]: {short(group)}. Must be a list of learning rates.")
+        rates = [_RATE(f"lr_curve[{g}][{k}]", rate) for k, rate in enumerate(group)]
         if len(rates) > full or (len(rates) < full and recipe.scheduler_unit != "step"):
             raise RecipeError(
                 f"Invalid lr_curve[{g}]: {len(rates)} values. Must be {full} for total_steps={recipe.total_steps}, "
@@ -349,92 +339,8 @@ def _checked_curve(recipe: Recipe) -> list[list[float]]:
     return checked
 
 
-def json_value(where: str, value: Any) -> Any:
-    """Return a copy of ``value`` in JSON's types.
-
-    Args:
-        where: The value's name in the error.
-        value: Numbers, strings, booleans, None, NumPy scalars, and lists and dicts of them.
-
-    Raises:
-        RecipeError: The value has another type, which a recipe can't keep.
-    """
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, bool):
-        return value
-    # Subclasses (enums, numpy.float64) lose their class, as in the file.
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise RecipeError(f"Invalid {where}={value}. JSON has no such number; use None or a string instead.")
-        return float(value)
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise RecipeError(f"Invalid {where}: the key {key!r} is not a string, as JSON requires.")
-        return {str.__str__(key): json_value(f"{where}.{key}", item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_value(f"{where}[{i}]", item) for i, item in enumerate(value)]
-    raise RecipeError(
-        f"Invalid {where}={_short(value)}: {type(value).__name__} is no JSON value. Search over numbers and "
-        "strings: use a string as its name, and look the object up in the workload."
-    )
-
-
-def _json_object(where: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise RecipeError(f"Invalid {where}: {_short(value)}. Must be a dict.")
-    return {str.__str__(key): item for key, item in json_value(where, value).items()}
-
-
-def _number(where: str, value: Any) -> float:
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
-        raise RecipeError(f"Invalid {where}={_short(value)}. Must be a number.")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise RecipeError(f"Invalid {where}={_short(value)}. Must be finite.")
-    return number
-
-
-def _within(must: str, holds: Callable[[float], bool]) -> _Check:
-    """Return the check of a number in a range, which the error names."""
-
-    def check(where: str, value: Any) -> float:
-        number = _number(where, value)
-        if not holds(number):
-            raise RecipeError(f"Invalid {where}={value}. Must be {must}.")
-        return number
-
-    return check
-
-
-def _integer(where: str, value: Any, *, minimum: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum:
-        raise RecipeError(f"Invalid {where}={_short(value)}. Must be an integer of at least {minimum}.")
-    return int(value)
-
-
-def _flag(where: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise RecipeError(f"Invalid {where}={_short(value)}. Must be true or false.")
-    return value
-
-
-def _text(where: str, value: Any, *, empty: bool = False) -> str:
-    if not isinstance(value, str) or not (value or empty):
-        raise RecipeError(f"Invalid {where}={_short(value)}. Must be a {'' if empty else 'non-empty '}string.")
-    return str.__str__(value)
-
-
 def _date(where: str, value: Any) -> str:
-    text = _text(where, value)
+    text: str = _text(where, value)
     try:
         datetime.fromisoformat(text)
     except ValueError:
@@ -442,32 +348,18 @@ def _date(where: str, value: Any) -> str:
     return text
 
 
-def _one_of(where: str, value: Any, *, allowed: tuple[str | None, ...]) -> str | None:
-    # `in` could raise or mislead with an unhashable or array-like value.
-    if value is None or isinstance(value, str):
-        for choice in allowed:
-            if value == choice:
-                return choice
-    raise RecipeError(f"Invalid {where}={_short(value)}. Must be one of {', '.join(map(repr, allowed))}.")
-
-
-def _optional(check: _Check) -> _Check:
-    """Return the check of a value that may be None."""
-    return lambda where, value: None if value is None else check(where, value)
-
-
 def _texts(where: str, value: Any) -> dict[str, str]:
-    return {key: _text(f"{where}.{key}", item) for key, item in _json_object(where, value).items()}
+    return {key: _text(f"{where}.{key}", item) for key, item in json_object(where, value).items()}
 
 
 def _settings(where: str, value: Any) -> dict[str, Any]:
-    settings = _json_object(where, value)
+    settings = json_object(where, value)
     for name in settings.keys() - SETTINGS.keys():
         raise RecipeError(f"Invalid {where}.{name}. Must be one of {', '.join(SETTINGS)}.")
     return {name: SETTINGS[name](f"{where}.{name}", item) for name, item in settings.items()}
 
 
-def _records(cls: type[NoiseProbe] | type[Repeat], what: str, **checks: _Check) -> _Check:
+def _records(cls: type[NoiseProbe] | type[Repeat], what: str, **checks: Check) -> Check:
     """Return the check of a list of records. The items are objects of the class, or dicts with its fields, as in a file."""
 
     def check(where: str, value: Any) -> list[Any]:
@@ -478,7 +370,7 @@ def _records(cls: type[NoiseProbe] | type[Repeat], what: str, **checks: _Check) 
             fields = vars(item) if isinstance(item, cls) else item
             if not isinstance(fields, dict) or fields.keys() != checks.keys():
                 raise RecipeError(
-                    f"Invalid {where}[{i}]: {_short(item)}. Must be a {cls.__name__} with the fields {', '.join(checks)}."
+                    f"Invalid {where}[{i}]: {short(item)}. Must be a {cls.__name__} with exactly the fields {', '.join(checks)}."
                 )
             checked.append(cls(**{name: one(f"{where}[{i}].{name}", fields[name]) for name, one in checks.items()}))
         return checked
@@ -486,44 +378,38 @@ def _records(cls: type[NoiseProbe] | type[Repeat], what: str, **checks: _Check) 
     return check
 
 
-_Check = Callable[[str, Any], Any]
-"""Returns a value as plain Python, or raises an error that names the field."""
+_NOISE = _records(NoiseProbe, "probes", effective_steps=number, sigma2=number, mu2=number)
+_SEED = integer(0)
+_RATE = within("a learning rate, which is not negative", lambda x: x >= 0)
+_text = must_be("a non-empty string", lambda value: isinstance(value, str) and value != "", str.__str__)
 
-_NOISE = _records(NoiseProbe, "probes", effective_steps=_number, sigma2=_number, mu2=_number)
-_SEED = partial(_integer, minimum=0)
-
-SETTINGS: dict[str, _Check] = {
-    "precision": partial(_one_of, allowed=("fp32", "bf16", "fp16")),
-    "grad_clip": _optional(_within("positive, or null for no clipping", lambda x: x > 0)),
-    "shuffle": _flag,
-    "drop_last": _flag,
+SETTINGS: dict[str, Check] = {
+    "precision": one_of("fp32", "bf16", "fp16"),
+    "grad_clip": optional(within("positive, or null for no clipping", lambda x: x > 0)),
+    "shuffle": must_be("true or false", lambda value: isinstance(value, bool)),
+    "drop_last": must_be("true or false", lambda value: isinstance(value, bool)),
 }
 """The fields of ``AdaScaleConfig`` that a recipe keeps, because they change what the base run trains; and their checks."""
 
-_CHECKS: dict[str, _Check] = {
-    "hyperparameters": _json_object,
-    "base_batch_size": partial(_integer, minimum=1),
-    "total_steps": partial(_integer, minimum=1),
-    "base_steps_per_epoch": _optional(_within("positive", lambda x: x > 0)),
-    "scheduler_unit": partial(_one_of, allowed=("step", "epoch", None)),
+_CHECKS: dict[str, Check] = {
+    "hyperparameters": json_object,
+    "base_batch_size": integer(1),
+    "total_steps": integer(1),
+    "base_steps_per_epoch": optional(within("positive", lambda x: x > 0)),
+    "scheduler_unit": one_of("step", "epoch", None),
     "metric": _text,
-    "mode": partial(_one_of, allowed=("min", "max")),
-    "score": _number,
+    "mode": one_of("min", "max"),
+    "score": number,
     "noise": _NOISE,
     "seed": _SEED,
-    "search": _json_object,
-    "workload": partial(_text, empty=True),
+    "search": json_object,
+    "workload": must_be("a string", lambda value: isinstance(value, str), str.__str__),
     "versions": _texts,
     "created": _date,
-    "repeats": _records(Repeat, "repeats", seed=_SEED, score=_number, noise=_NOISE),
-    "settings": _optional(_settings),
-    "momentum": _optional(_within("at least 0 and below 1, or null where unknown", lambda x: 0 <= x < 1)),
+    "repeats": _records(Repeat, "repeats", seed=_SEED, score=number, noise=_NOISE),
+    "settings": optional(_settings),
+    "momentum": optional(within("at least 0 and below 1, or null where unknown", lambda x: 0 <= x < 1)),
 }
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 # --- For people -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import multiprocessing
@@ -21,8 +20,7 @@ from ray_adascale.batch import BatchFollower, BatchPlan, BatchSettings
 from ray_adascale.run.observe.trace import read_trace
 
 from . import changing_batch
-from .changing_batch import Numbered, Step, assert_exactly_once, drive, flat, network
-from .model.reference_run import moments
+from .changing_batch import Numbered, Step, assert_exactly_once, drive, network
 
 # ---- the decision ----------------------------------------------------------------------------------------------------
 
@@ -98,17 +96,6 @@ def test_a_resumed_follower_decides_as_one_that_was_never_stopped() -> None:
     assert len(set(batches)) > 4
 
 
-def test_other_workers_go_on_towards_the_same_batch() -> None:
-    two = follower(max_accumulation=16)
-    for tau in (13, 26, 39):
-        decided(two, tau, 6.4, 1.0)  # S = 7.4/0.5 − 6.4 = 8.4; from 2 it goes to 4 and 8, which is near enough
-    assert two.plan.scale == 8
-    one, three = follower(workers=1, max_accumulation=16), follower(workers=3, max_accumulation=16)
-    for it in (one, three):
-        it.resume(two.state(), 39.0, lambda: (6.4, 1.0))
-        assert it.plan.scale == pytest.approx(8, rel=0.1)  # the nearest that they can make
-
-
 @pytest.mark.parametrize(("workers", "batch"), [(2, 224), (3, 192), (4, 192), (5, 195)])
 def test_other_workers_take_the_batch_nearest_to_the_wanted_one_not_to_the_one_that_was_run(
     workers: int, batch: int
@@ -177,28 +164,6 @@ def test_a_run_follows_the_noise_and_takes_every_example_once(tmp_path: Path, lo
     assert sum(row["gain"] for row in rows) == pytest.approx(run.effective_steps)
 
 
-def test_the_variance_of_a_base_batch_is_measured_alike_at_every_scale() -> None:
-    """Each step's own σ² is its samples' spread by the reference, whatever S and n were at the step before."""
-    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).double()
-    run = make_run(net, data=Doubles(), total_steps=120)
-    samples: list[Any] = []
-    scales = set()
-    for x, y, _ in run:
-        twin = copy.deepcopy(net)  # nothing watches its gradients
-        twin.zero_grad()
-        F.cross_entropy(twin(x), y).backward()
-        samples.append(torch.cat([p.grad.reshape(-1) for p in twin.parameters() if p.grad is not None]).numpy())
-        scale = run.scale
-        run.backward(F.cross_entropy(run.model(x), y))
-        if run.step():
-            sigma2, mu2 = moments(samples, [1 / len(samples)] * len(samples), scale)
-            assert run.optimizer.last_step.sigma2 == pytest.approx(sigma2, rel=1e-9)
-            assert run.optimizer.last_step.mu2 == pytest.approx(mu2, rel=1e-6, abs=1e-9)
-            scales.add(scale)
-            samples = []
-    assert len(scales) > 3
-
-
 def test_where_the_scale_is_decided_does_not_depend_on_when_the_host_reads() -> None:
     """A fused optimizer's numbers come a step later; its kernels round otherwise, so runs are compared up to that."""
     plain, fused = (drive(make_run(network().double(), data=Doubles(), fused=fused)) for fused in (None, True))
@@ -209,37 +174,6 @@ def test_where_the_scale_is_decided_does_not_depend_on_when_the_host_reads() -> 
 class Doubles(Numbered):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
         return self.x[index].double(), self.y[index], index
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_augmentation_and_examples_do_not_depend_on_how_many_were_fetched_ahead(drop_last: bool) -> None:
-    """Two loader processes fetch four micro-batches ahead, one fetches two: what is thrown away differs."""
-
-    def seen(loaders: int) -> list[tuple[list[int], list[float]]]:
-        run = make_run(network(), data=Numbered(noisy=True), num_loader_workers=loaders, drop_last=drop_last)
-        out = []
-        for x, y, index in run:
-            out.append((index.tolist(), x[:, 0].tolist()))
-            run.backward(F.cross_entropy(run.model(x), y))
-            run.step()
-        return out
-
-    assert seen(1) == seen(2)
-
-
-def test_efficiency_one_is_the_base_run_bit_for_bit() -> None:
-    outcomes = []
-    for settings in (
-        {"target_efficiency": 1.0},
-        {"target_efficiency": None, "max_global_batch_size": None, "per_worker_batch_size": 4},
-    ):
-        net = network()
-        torch.manual_seed(5)
-        run = make_run(net, **settings)
-        steps = drive(run)
-        assert [step[:2] for step in steps] == [(1.0, 1)] * 200
-        outcomes.append((flat(net), steps, run.effective_steps))
-    assert outcomes[0] == outcomes[1]
 
 
 def test_twenty_stops_leave_the_run_as_it_was_bit_for_bit(tmp_path: Path) -> None:
@@ -269,31 +203,6 @@ def test_two_workers_have_one_plan_under_every_sharding(pool: Any, tmp_path: Pat
     count = len(plans)
     resumed = pool(2).run(_on_two, str(tmp_path), (3, count // 2, count - 2), settings)
     assert resumed == whole
-
-
-def test_fewer_and_more_workers_go_on_towards_the_same_batch(pool: Any, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"sharding": "zero2"}
-    folder, every = str(tmp_path), {"checkpoint_every_s": 1e-9, "async_checkpoint": False}
-    two = pool(2).run(_part, folder, 12, settings | every)
-    one = _part(folder, 12, settings | every)
-    both = pool(2).run(_part, folder, None, settings | every)
-    begin = 0
-    for part in (two, [one], both):
-        assert_exactly_once([steps for _, steps, _ in part], begin=begin)
-        begin = part[0][1][-1][2]
-    assert [part[0] for part in (two[0], one, both[0])] == [0.0, two[0][2], one[2]]  # τ goes on where it was
-    # The plan is of other workers, the batch about the same.
-    assert one[1][0][0] == pytest.approx(two[0][1][-1][0], rel=0.25)
-    assert both[0][1][0][0] == pytest.approx(one[1][-1][0], rel=0.25)
-    assert both[0][2] >= 200
-
-
-def _part(folder: str, stop: int | None, settings: dict[str, Any]) -> tuple[float, list[Step], float]:
-    torch.manual_seed(3)
-    run = make_run(network(), folder, **settings)
-    begin = run.effective_steps
-    steps = drive(run, stop)
-    return begin, steps, run.effective_steps
 
 
 def test_a_checkpoint_by_hand_before_the_first_decision_knows_of_none(tmp_path: Path) -> None:

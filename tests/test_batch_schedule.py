@@ -1,4 +1,4 @@
-"""A given schedule of batches: how it is read, its plans, and runs in one process and on gloo workers."""
+"""A given schedule of batches: how it is read, its plans, and resumes. ``tests/model`` compares whole runs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from ray_adascale import AdaScaleConfig
 from ray_adascale.batch import BatchFollower, BatchSchedule, read_schedule
 from ray_adascale.forecast.replay import Forecaster, Law, noise_curves, replay
 from ray_adascale.run.observe.eta import forecast_remaining_steps
-from ray_adascale.run.observe.trace import read_trace
 
-from .changing_batch import Numbered, Step, assert_exactly_once, drive, make_run, network, stopped_at
+from .changing_batch import Numbered, Step, drive, make_run, network, stopped_at
 from .samples_of import recipe
 
 # ---- what is read ----------------------------------------------------------------------------------------------------
@@ -162,28 +161,6 @@ def test_a_step_that_may_end_in_the_second_of_two_equal_batches_is_read() -> Non
 GIVEN = "0:4,20%:15,60%:8"
 
 
-@pytest.mark.parametrize("fused", [None, True])
-@pytest.mark.parametrize("loaders", [0, 2])
-def test_a_run_takes_each_batch_from_its_start_on_and_every_example_once(
-    tmp_path: Path, fused: bool | None, loaders: int
-) -> None:
-    run = make_run(network(), str(tmp_path), fused=fused, num_loader_workers=loaders, batch_schedule=GIVEN)
-    steps = drive(run)
-    assert_exactly_once([steps])
-    rows = read_trace(tmp_path / "trace.jsonl")
-    taus = [0.0, *(row["effective_steps"] for row in rows)]
-    # T = 200: 15 examples from τ = 40 on, in two passes of at most 8, and 8 from τ = 120 on.
-    for tau, (scale, passes, *_) in zip(taus, steps, strict=False):
-        assert (scale, passes) == ((1, 2) if tau < 40 else (15 / 4, 2) if tau < 120 else (2, 2))
-    assert {scale for scale, *_ in steps} == {1, 15 / 4, 2}
-    # The gain is measured at each step's own scale, and the run ends by τ = Σ r.
-    for row in rows:
-        expected = (row["sigma2"] + row["mu2"]) / (row["sigma2"] / row["scale"] + row["mu2"])
-        assert row["gain"] == pytest.approx(expected)
-    assert sum(row["gain"] for row in rows) == pytest.approx(run.effective_steps)
-    assert 200 <= run.effective_steps < 202
-
-
 def test_a_schedule_of_the_base_batch_is_the_base_run_bit_for_bit() -> None:
     outcomes = []
     for settings in ({"batch_schedule": "0:4,50%:4"}, {"per_worker_batch_size": 4}):
@@ -201,52 +178,6 @@ def test_stops_at_a_change_and_within_a_batch_leave_the_run_as_it_was_bit_for_bi
     first, second = change_steps(whole[1])
     stops = (first - 1, first, first + 1, (first + second) // 2, second - 1, second, second + 1, len(whole[1]) - 1)
     assert stopped_at(str(tmp_path), stops, batch_schedule=GIVEN) == whole
-
-
-def _on_two(folder: str | None, stops: tuple[int, ...], settings: dict[str, Any]) -> Any:
-    return stopped_at(folder, stops, **settings)
-
-
-@pytest.mark.parametrize("sharding", ["none", "zero2"])
-def test_two_workers_change_their_batch_together(pool: Any, tmp_path: Path, sharding: str) -> None:
-    settings = {"sharding": sharding, "total_steps": 80, "batch_schedule": "0:4,20%:15,60%:37"}
-    whole = pool(2).run(_on_two, None, (), settings)
-    (weights, steps, tau), (weights_1, _, tau_1) = whole
-    assert (weights, tau) == (weights_1, tau_1)
-    assert_exactly_once([steps for _, steps, _ in whole])
-    # 37 examples on two workers in passes of 8 are three passes each.
-    assert list(dict.fromkeys(step[:2] for step in steps)) == [(1, 1), (15 / 4, 1), (37 / 4, 3)]
-    first, second = change_steps(steps)
-    assert pool(2).run(_on_two, str(tmp_path), (first, second - 1), settings) == whole
-
-
-def test_other_workers_go_on_with_the_same_schedule(pool: Any, tmp_path: Path) -> None:
-    """Two workers begin, one goes on in the first batch and past a change, and two end the run."""
-    settings: dict[str, Any] = {"batch_schedule": "0:8,25%:24,70%:12", "total_steps": 120}
-    folder, every = str(tmp_path), {"checkpoint_every_s": 1e-9, "async_checkpoint": False}
-    two = pool(2).run(_part, folder, 0.2 * 120, settings | every)
-    one = _part(folder, 0.5 * 120, settings | every)
-    both = pool(2).run(_part, folder, 120.0, settings | every)
-    begin = 0
-    for part in (two, [one], both):
-        assert_exactly_once([steps for _, steps, _ in part], begin=begin)
-        begin = part[0][1][-1][2]
-    assert [part[0] for part in (two[0], one, both[0])] == [0.0, two[0][2], one[2]]  # τ goes on where it was
-    assert [list(dict.fromkeys(step[:2] for step in part[1])) for part in (two[0], one, both[0])] == [
-        [(2, 1)],
-        [(2, 2), (6, 3)],
-        [(6, 2), (3, 1)],
-    ]
-
-
-def _part(folder: str, until: float, settings: dict[str, Any]) -> tuple[float, list[Step], float]:
-    torch.manual_seed(3)
-    run = make_run(network(), folder, **settings)
-    begin = run.effective_steps
-    steps: list[Step] = []
-    while run.effective_steps < until:
-        steps += drive(run, 1)
-    return begin, steps, run.effective_steps
 
 
 def test_a_run_may_resume_with_a_schedule_and_without_one(tmp_path: Path) -> None:

@@ -48,15 +48,6 @@ def test_what_cannot_be_written_leaves_the_file_as_it_was(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_reader_of_the_old_file_goes_on_with_it(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    write_atomically(path, [b"whole"])
-    with path.open("rb") as old:
-        write_atomically(path, [b"other"])
-        assert old.read() == b"whole"  # replaced, not written over
-    assert path.read_bytes() == b"other"
-
-
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_file_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool

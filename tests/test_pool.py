@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from . import pool as module
 from .pool import ProcessPool, RankFailed
-from .pool import _serve as serve
 
 pytestmark = pytest.mark.pool
 
@@ -43,24 +39,6 @@ def test_the_server_has_one_thread_and_every_module(two: ProcessPool) -> None:
     for threads, missing, _ in two.run(_parent_of_a_new_worker):
         assert len(threads) == 1, threads
         assert missing == []
-
-
-def test_the_modules_of_the_server_exist() -> None:
-    # The server passes over an import error: each worker would import the rest alone, slowly.
-    assert [name for name in module._PRELOADED if importlib.util.find_spec(name) is None] == []
-
-
-def _threads_and_sum() -> tuple[int, float]:
-    total = torch.full((1000,), float(dist.get_rank() + 1))
-    dist.all_reduce(total)
-    weight = torch.ones(1000, requires_grad=True)
-    (weight * total).sum().backward()
-    assert weight.grad is not None
-    return torch.get_num_threads(), float(weight.grad.sum())
-
-
-def test_a_worker_reduces_and_differentiates(two: ProcessPool) -> None:
-    assert two.run(_threads_and_sum) == [(1, 3000.0)] * 2
 
 
 def _fail_on(rank: int) -> int:
@@ -107,14 +85,6 @@ def test_a_crash_starts_the_pool_again_once_and_says_so(
     assert f"Rank {rank} of 2 died of SIGSEGV. Its pool was started again." in line
 
 
-def test_a_crash_that_comes_again_is_a_failure(
-    two: ProcessPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "RESTARTED", [])
-    with pytest.raises(RankFailed, match="Rank 0 of 2 died of SIGSEGV"):
-        two.run(_crash_once, str(tmp_path / "no folder" / "mark"), 0, "again")
-
-
 @pytest.mark.parametrize(
     ("then", "message"), [("another fails", "AssertionError: 1 == 2"), ("was killed", "ended|peer")]
 )
@@ -137,18 +107,3 @@ def test_a_rank_without_an_answer_is_named(two: ProcessPool, monkeypatch: pytest
     monkeypatch.setattr(two, "patience_s", 0.5)
     with pytest.raises(RankFailed, match=r"ranks \[1\] of 2 gave no answer: a hang\?"):
         two.run(_sleep_on_one, 60.0)
-
-
-def _serve_late(*args: Any) -> None:
-    time.sleep(1.0)
-    serve(*args)
-
-
-def test_patience_starts_once_the_workers_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_serve", _serve_late)
-    late = ProcessPool(1)
-    late.patience_s = 0.8
-    try:
-        assert late.run(_threads_and_sum) == [(1, 1000.0)]
-    finally:
-        late.close()

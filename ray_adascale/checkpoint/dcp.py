@@ -28,49 +28,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import metadata as meta
+from torch.distributed.checkpoint import planner as plans
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from .._torch import uncompiled_name
-from .files import (
-    FORMAT,
-    MANIFEST,
-    STATE,
-    TENSORS,
-    VERSION,
-    CheckpointError,
-    FileDigest,
-    TensorShard,
-    check_size,
-    check_tensor,
-    copy_start,
-    encode_state,
-    is_count,
-    read_json,
-    sync_directory,
-    write_text,
-)
+from . import files as disk
+from .files import CheckpointError, FileDigest, TensorShard
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Writing
@@ -85,46 +52,36 @@ class ShardSavePlanner(DefaultSavePlanner):
     def __init__(self, tensors: Mapping[str, Tensor | TensorShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._tensors = tensors
-        self._copies: dict[MetadataIndex, Tensor] = {}
+        self._copies: dict[meta.MetadataIndex, Tensor] = {}
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self, state_dict: dict[str, Any], storage_meta: meta.StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         for key, value in self._tensors.items():
-            check_tensor(key, value)
-        whole = {key: value for key, value in self._tensors.items() if not isinstance(value, TensorShard)}
-        super().set_up_planner(cast(dict[str, Any], whole), storage_meta, is_coordinator)
+            disk.check_tensor(key, value)
+        super().set_up_planner(_whole(self._tensors), storage_meta, is_coordinator)
 
-    def create_local_plan(self) -> SavePlan:
+    def create_local_plan(self) -> plans.SavePlan:
         plan = super().create_local_plan()
-        shards = [
-            WriteItem(
-                index=MetadataIndex(key, _chunk(value).offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=_chunk(value),
-                    properties=TensorProperties(dtype=value.tensor.dtype),
-                    size=torch.Size([value.numel]),
-                ),
-            )
-            for key, value in self._tensors.items()
-            if isinstance(value, TensorShard)
-        ]
+        items = list(plan.items)
+        for key, value in self._tensors.items():
+            if isinstance(value, TensorShard):
+                chunk, properties = _chunk(value), meta.TensorProperties(dtype=value.tensor.dtype)
+                data = plans.TensorWriteData(chunk, properties, torch.Size([value.numel]))
+                index = meta.MetadataIndex(key, chunk.offsets)
+                items.append(plans.WriteItem(index, plans.WriteItemType.SHARD, tensor_data=data))
         # DCP identifies a chunk by its offset alone, so an empty chunk would be mistaken for its neighbour. An empty tensor
         # keeps one chunk, to have a place in the index.
-        items = [
-            item
-            for item in (*plan.items, *shards)
-            if math.prod(_data(item).chunk.sizes) > 0 or math.prod(_data(item).size) == 0
-        ]
-        assert all(item.type is not WriteItemType.BYTE_IO for item in items), "a pickled entry"
+        numels = [(math.prod(_data(item).chunk.sizes), math.prod(_data(item).size)) for item in items]
+        items = [item for item, (part, whole) in zip(items, numels, strict=True) if part > 0 or whole == 0]
+        assert all(item.type is not plans.WriteItemType.BYTE_IO for item in items), "a pickled entry"
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def create_global_plan(self, all_plans: list[plans.SavePlan]) -> tuple[list[plans.SavePlan], meta.Metadata]:
         """Make the global plan. Ranks that disagree are refused; DCP would silently keep one rank's version."""
-        first: dict[str, WriteItem] = {}
-        chunks: dict[MetadataIndex, torch.Size] = {}
+        first: dict[str, plans.WriteItem] = {}
+        chunks: dict[meta.MetadataIndex, torch.Size] = {}
         for item in (item for plan in all_plans for item in plan.items):
             key, data = item.index.fqn, _data(item)
             other = first.setdefault(key, item)
@@ -142,22 +99,23 @@ class ShardSavePlanner(DefaultSavePlanner):
         for index, sizes in chunks.items():
             covered[index.fqn] += math.prod(sizes)
         for key, item in first.items():
-            if covered[key] != math.prod(_data(item).size):
+            whole = math.prod(_data(item).size)
+            if covered[key] != whole:
                 raise CheckpointError(
-                    f"key {key!r}: the shards of all ranks have {covered[key]} elements; the whole has "
-                    f"{math.prod(_data(item).size)}. Some are missing or overlap."
+                    f"key {key!r}: the shards of all ranks have {covered[key]} elements; the whole has {whole}. Some are "
+                    "missing or overlap."
                 )
         return super().create_global_plan(all_plans)
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
+    def lookup_object(self, index: meta.MetadataIndex) -> Any:
         value = self._tensors[index.fqn]
         return value.tensor if isinstance(value, TensorShard) else super().lookup_object(index)
 
-    def resolve_data(self, write_item: WriteItem) -> Any:
+    def resolve_data(self, write_item: plans.WriteItem) -> Any:
         copied = self._copies.get(write_item.index)
         return super().resolve_data(write_item) if copied is None else copied
 
-    def freeze(self, plan: SavePlan) -> None:
+    def freeze(self, plan: plans.SavePlan) -> None:
         """Copy the plan's tensors to the CPU and release the live tensors, which may change from now on."""
         for item in plan.items:
             self._copies[item.index] = cast(Tensor, super().resolve_data(item)).to("cpu", copy=True)
@@ -168,14 +126,25 @@ class ShardSavePlanner(DefaultSavePlanner):
         self._copies = {}
 
 
-def _chunk(shard: TensorShard) -> ChunkStorageMetadata:
+def _whole(tensors: Mapping[str, Tensor | TensorShard]) -> dict[str, Any]:
+    """Return the entries that DCP handles itself."""
+    return {key: value for key, value in tensors.items() if not isinstance(value, TensorShard)}
+
+
+def _chunk(shard: TensorShard) -> meta.ChunkStorageMetadata:
     """Return the shard as a chunk of a one-dimensional tensor."""
-    return ChunkStorageMetadata(torch.Size([shard.offset]), torch.Size([len(shard.tensor)]))
+    return meta.ChunkStorageMetadata(torch.Size([shard.offset]), torch.Size([len(shard.tensor)]))
 
 
-def _data(item: WriteItem) -> TensorWriteData:
+def _data(item: plans.WriteItem) -> plans.TensorWriteData:
     assert item.tensor_data is not None
     return item.tensor_data
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
 
 
 class _HashingStream:
@@ -231,36 +200,34 @@ class Writer(FileSystemWriter):
         # More than one thread would be faster on some disks, but DCP loses the exceptions of its threads.
         # Up to torch 2.13 DCP calls fsync before Python has written its buffer, so the stream does that here.
         super().__init__(path, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
-        self.fs = self._files = _HashingFileSystem()
-        self._directory = path
-        self._state = state
-        self._extra = {} if files is None else dict(files)
+        self.fs: _HashingFileSystem = _HashingFileSystem()
+        self._directory, self._state, self._extra = path, state, dict(files or {})
         self._state_json: str | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
-            self._state_json = encode_state(self._state)
+            self._state_json = disk.encode_state(self._state)
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if (self._directory / MANIFEST).exists():
+    def prepare_local_plan(self, plan: plans.SavePlan) -> plans.SavePlan:
+        if (self._directory / disk.MANIFEST).exists():
             raise CheckpointError(f"{self._directory} holds a checkpoint already. Save to a new folder.")
         return super().prepare_local_plan(plan)
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: plans.SavePlan, planner: plans.SavePlanner) -> Future[list[WriteResult]]:
         results = super().write_data(plan, planner).wait() if plan.items else []  # nothing to write: no empty file
-        files = list(self._files.written)
+        files = list(self.fs.written)
         if self._state_json is not None:  # rank 0
-            files.append(write_text(self._directory, STATE, self._state_json))
-            files += [copy_start(source, size, self._directory / name) for name, (source, size) in self._extra.items()]
-        sync_directory(self._directory)
+            files.append(disk.write_text(self._directory, disk.STATE, self._state_json))
+            files += [
+                disk.copy_start(source, size, self._directory / name) for name, (source, size) in self._extra.items()
+            ]
+        disk.sync_directory(self._directory)
         # The digests reach rank 0 with the results, without a further collective.
-        results += [WriteResult(MetadataIndex(""), file.size, file) for file in files]
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        results += [WriteResult(meta.MetadataIndex(""), file.size, file) for file in files]
+        return _done(results)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: meta.Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index and then the manifest. Called on rank 0, once every rank has written."""
         stored, files = {}, []
         for result in (result for rank in results for result in rank):
@@ -268,13 +235,13 @@ class Writer(FileSystemWriter):
                 files.append(result.storage_data)
             else:
                 stored[result.index] = result.storage_data
-        files.append(write_text(self._directory, TENSORS, json.dumps(_encode_index(metadata, stored))))
-        sync_directory(self._directory)
+        files.append(disk.write_text(self._directory, disk.TENSORS, json.dumps(_encode_index(metadata, stored))))
+        disk.sync_directory(self._directory)
         entries = {file.name: {"size": file.size, "sha256": file.sha256} for file in files}
         assert len(entries) == len(files), "two files of one name"
-        manifest = {"format": FORMAT, "version": VERSION, "files": entries}
-        write_text(self._directory, MANIFEST, json.dumps(manifest, indent=1))
-        sync_directory(self._directory)
+        manifest = {"format": disk.FORMAT, "version": disk.VERSION, "files": entries}
+        disk.write_text(self._directory, disk.MANIFEST, json.dumps(manifest, indent=1))
+        disk.sync_directory(self._directory)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -291,22 +258,15 @@ class _StoredChunk:
     transform_descriptors: tuple[str, ...] = ()
 
 
-def _encode_index(metadata: Metadata, stored: Mapping[MetadataIndex, Any]) -> dict[str, Any]:
+def _encode_index(metadata: meta.Metadata, stored: Mapping[meta.MetadataIndex, Any]) -> dict[str, Any]:
     index: dict[str, Any] = {}
     for key, value in metadata.state_dict_metadata.items():
-        assert isinstance(value, TensorStorageMetadata)
+        assert isinstance(value, meta.TensorStorageMetadata)
         chunks = []
         for chunk in value.chunks:
-            where = stored[MetadataIndex(key, chunk.offsets)]
-            chunks.append(
-                {
-                    "offsets": list(chunk.offsets),
-                    "sizes": list(chunk.sizes),
-                    "file": where.relative_path,
-                    "byte_offset": where.offset,
-                    "byte_length": where.length,
-                }
-            )
+            where = stored[meta.MetadataIndex(key, chunk.offsets)]
+            place = {"file": where.relative_path, "byte_offset": where.offset, "byte_length": where.length}
+            chunks.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **place})
         dtype = str(value.properties.dtype).removeprefix("torch.")
         index[key] = {"dtype": dtype, "shape": list(value.size), "chunks": chunks}
     return index
@@ -314,7 +274,7 @@ def _encode_index(metadata: Metadata, stored: Mapping[MetadataIndex, Any]) -> di
 
 def read_index(
     directory: Path, manifest: Mapping[str, FileDigest]
-) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _StoredChunk]]:
+) -> tuple[dict[str, meta.TensorStorageMetadata], dict[meta.MetadataIndex, _StoredChunk]]:
     """Read tensors.json: for each key dtype, shape and chunks; for each chunk the place of its bytes.
 
     Every field is checked: files are in the manifest, bytes lie within the files, and the chunks of a tensor lie within it and
@@ -323,28 +283,28 @@ def read_index(
     Raises:
         CheckpointError: A field is missing or wrong. Names the file, the key and the cause.
     """
-    tensors: dict[str, TensorStorageMetadata] = {}
-    stored: dict[MetadataIndex, _StoredChunk] = {}
-    for key, entry in read_json(directory, manifest[TENSORS]).items():
+    tensors: dict[str, meta.TensorStorageMetadata] = {}
+    stored: dict[meta.MetadataIndex, _StoredChunk] = {}
+    for key, entry in disk.read_json(directory, manifest[disk.TENSORS]).items():
         if not key.startswith("extra/"):  # whose names are in the state as well
             key = uncompiled_name(key)  # older checkpoints have the names of the compiled model
         try:
             tensors[key], chunks = _decode_tensor(key, entry, manifest)
         except (KeyError, TypeError, ValueError) as e:
             what = f"{e} is missing" if isinstance(e, KeyError) else str(e)
-            raise CheckpointError(f"{directory / TENSORS}, key {key!r}: {what}.") from e
+            raise CheckpointError(f"{directory / disk.TENSORS}, key {key!r}: {what}.") from e
         stored.update(chunks)
     return tensors, stored
 
 
 def _decode_tensor(
     key: str, entry: Any, manifest: Mapping[str, FileDigest]
-) -> tuple[TensorStorageMetadata, dict[MetadataIndex, _StoredChunk]]:
+) -> tuple[meta.TensorStorageMetadata, dict[meta.MetadataIndex, _StoredChunk]]:
     dtype, shape = getattr(torch, str(entry["dtype"]), None), _decode_sizes(entry["shape"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{entry['dtype']!r} is not a dtype of this torch")
-    chunks: list[ChunkStorageMetadata] = []
-    stored: dict[MetadataIndex, _StoredChunk] = {}
+    chunks: list[meta.ChunkStorageMetadata] = []
+    stored: dict[meta.MetadataIndex, _StoredChunk] = {}
     for item in entry["chunks"]:
         offsets, sizes, name = _decode_sizes(item["offsets"]), _decode_sizes(item["sizes"]), item["file"]
         if not (len(offsets) == len(sizes) == len(shape)) or any(
@@ -355,22 +315,22 @@ def _decode_tensor(
         if name not in manifest or not name.endswith(".distcp"):
             raise ValueError(f"{name!r} is not a file of tensors that the manifest lists")
         start, length = item["byte_offset"], item["byte_length"]
-        if not (is_count(start) and is_count(length) and start + length <= manifest[name].size):
+        if not (disk.is_count(start) and disk.is_count(length) and start + length <= manifest[name].size):
             raise ValueError(f"bytes {start!r} + {length!r} do not lie within {name} of {manifest[name].size} bytes")
         if length < math.prod(sizes) * dtype.itemsize:
             raise ValueError(f"{length} bytes cannot hold a chunk of size {sizes}")
-        index = MetadataIndex(key, offsets)
+        index = meta.MetadataIndex(key, offsets)
         if index in stored:
             raise ValueError(f"two chunks at {offsets}")
-        chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        chunks.append(meta.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
         stored[index] = _StoredChunk(name, start, length)
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
         raise ValueError(f"the chunks do not add up to the shape {shape}")
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks), stored
+    return meta.TensorStorageMetadata(meta.TensorProperties(dtype=dtype), torch.Size(shape), chunks), stored
 
 
 def _decode_sizes(value: Any) -> list[int]:
-    if not (isinstance(value, list) and all(is_count(size) for size in value)):
+    if not (isinstance(value, list) and all(disk.is_count(size) for size in value)):
         raise ValueError(f"{value!r} is not a list of sizes")
     return value
 
@@ -387,22 +347,21 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         self._into = into
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+        self, state_dict: dict[str, Any], metadata: meta.Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        whole = {key: value for key, value in self._into.items() if not isinstance(value, TensorShard)}
-        super().set_up_planner(cast(dict[str, Any], whole), metadata, is_coordinator)
+        super().set_up_planner(_whole(self._into), metadata, is_coordinator)
 
-    def create_local_plan(self) -> LoadPlan:
+    def create_local_plan(self) -> plans.LoadPlan:
         plan = super().create_local_plan()
         assert self.metadata is not None
-        items: list[ReadItem] = [*plan.items]
+        items: list[plans.ReadItem] = [*plan.items]
         for key, value in self._into.items():
             if isinstance(value, TensorShard):
-                stored = cast(TensorStorageMetadata, self.metadata.state_dict_metadata[key])
+                stored = cast(meta.TensorStorageMetadata, self.metadata.state_dict_metadata[key])
                 items += create_read_items_for_chunk_list(key, stored, [_chunk(value)])
         return dataclasses.replace(plan, items=items)
 
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+    def lookup_tensor(self, index: meta.MetadataIndex) -> Tensor:
         value = self._into[index.fqn]
         return value.tensor if isinstance(value, TensorShard) else super().lookup_tensor(index)
 
@@ -412,20 +371,19 @@ class Reader(FileSystemReader):
 
     def __init__(self, path: Path, manifest: Mapping[str, FileDigest]) -> None:
         super().__init__(path)
-        self._directory = path
-        self._manifest = manifest
+        self._directory, self._manifest = path, manifest
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> meta.Metadata:
         tensors, stored = read_index(self._directory, self._manifest)
-        return Metadata(dict(tensors), storage_data=stored)
+        return meta.Metadata(dict(tensors), storage_data=stored)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: defaultdict[str, list[ReadItem]] = defaultdict(list)
+    def read_data(self, plan: plans.LoadPlan, planner: plans.LoadPlanner) -> Future[None]:
+        by_file: defaultdict[str, list[plans.ReadItem]] = defaultdict(list)
         for item in plan.items:
-            assert item.type is LoadItemType.TENSOR, "a pickled entry"
+            assert item.type is plans.LoadItemType.TENSOR, "a pickled entry"
             by_file[self.storage_data[item.storage_index].relative_path].append(item)
         for name, items in by_file.items():
-            check_size(self._directory, self._manifest[name])
+            disk.check_size(self._directory, self._manifest[name])
             try:
                 super().read_data(dataclasses.replace(plan, items=items), planner).wait()
             except Exception as e:
@@ -433,9 +391,7 @@ class Reader(FileSystemReader):
                 raise CheckpointError(
                     f"{self._directory / name} cannot be read into {keys}: {type(e).__name__}: {e}"
                 ) from e
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        return _done(None)
 
 
 def _few(keys: Iterable[str]) -> str:

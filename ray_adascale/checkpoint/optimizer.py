@@ -86,14 +86,8 @@ def _as_dtensor(part: Tensor, param: DTensor) -> DTensor:
     """Return this worker's rows of a state entry as a DTensor like its parameter."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        part.view(param.to_local().shape),
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
+    rows, mesh, placements = part.view(param.to_local().shape), param.device_mesh, param.placements
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
 
 
 def _order(param: Tensor) -> tuple[int, ...] | None:
@@ -118,13 +112,11 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict
         for entry, value in holder.state.get(f.tensor, {}).items():
             if not isinstance(entry, str):
                 raise _unsupported(holder, repr(entry), "its name is not a string")
-            rest = f"{names[p]}/{quote(entry, safe='')}"
+            rest, where = f"{names[p]}/{quote(entry, safe='')}", f"{entry!r} of {names[p]}"
             if isinstance(value, Tensor):
                 if is_dtensor(value):
                     if value.shape != p.shape:
-                        raise _unsupported(
-                            holder, f"{entry!r} of {names[p]}", "it is sharded, and not as its parameter"
-                        )
+                        raise _unsupported(holder, where, "it is sharded, and not as its parameter")
                     out[f"optim/{rest}"] = TensorShard(value.to_local().detach().reshape(-1), f.start, p.numel())
                 elif value.shape == f.tensor.shape and p.dim() > 0:
                     flat = value.detach().reshape(-1)
@@ -138,7 +130,7 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict
             else:
                 number = next((kind for kind, (of, _) in _NUMBERS.items() if isinstance(value, of)), None)
                 if number is None or (number == "optim.int" and not -(2**63) <= value < 2**63):
-                    raise _unsupported(holder, f"{entry!r} of {names[p]}", f"it is a {type(value).__name__}")
+                    raise _unsupported(holder, where, f"it is a {type(value).__name__}")
                 out[f"{number}/{rest}"] = torch.tensor(value, dtype=_NUMBERS[number][1])
     return out
 
@@ -182,28 +174,28 @@ def load_optimizer(saved: checkpoint.Saved, optimizer: Optimizer, names: Mapping
     saved.load(into)
     state: dict[int, dict[str, Any]] = {}
     for key, i, entry, f in wanted:
-        kind = key.partition("/")[0]
-        got = into[key]
-        value: Any = got.tensor if isinstance(got, TensorShard) else got
-        if kind in _NUMBERS:
-            value = value.item()
-        elif kind == "optim.none":
-            value = None
-        elif kind != "optim.tensor" and is_dtensor(f.param):
-            if not isinstance(got, TensorShard):
-                whole = _as_laid_out(value, _saved_order(kind), torch.empty(f.param.shape, device="meta"))
-                value = whole.reshape(-1)[f.start : f.start + f.numel].clone()
-            value = _as_dtensor(value, f.param)
-        elif kind != "optim.tensor" and not isinstance(got, TensorShard):
-            value = f.of(_as_laid_out(value, _saved_order(kind), f.param))
-            value = value if f.whole else value.clone()  # a copy, so that the whole can be freed
-        state.setdefault(i, {})[entry] = value
+        state.setdefault(i, {})[entry] = _loaded(key.partition("/")[0], into[key], f)
     # The optimizer's own loader puts each entry on the right device (such as Adam's step).
     holder.load_state_dict({"state": state, "param_groups": holder.state_dict()["param_groups"]})
     _restore_dtypes(holder, [f.tensor for f in held], state)
     inner = _inner(optimizer)
     if isinstance(inner, OSS):
         inner.state = holder.state
+
+
+def _loaded(kind: str, got: Tensor | TensorShard, f: Fragment) -> Any:
+    """Return this worker's part of a loaded entry, in the kind that it had."""
+    if isinstance(got, TensorShard):
+        return _as_dtensor(got.tensor, f.param) if is_dtensor(f.param) else got.tensor
+    if kind in _NUMBERS:
+        return got.item()
+    if kind in ("optim.none", "optim.tensor"):
+        return None if kind == "optim.none" else got
+    if is_dtensor(f.param):
+        whole = _as_laid_out(got, _saved_order(kind), torch.empty(f.param.shape, device="meta"))
+        return _as_dtensor(whole.reshape(-1)[f.start : f.start + f.numel].clone(), f.param)
+    part = f.of(_as_laid_out(got, _saved_order(kind), f.param))
+    return part if f.whole else part.clone()  # a copy, so that the whole can be freed
 
 
 def _saved_order(kind: str) -> tuple[int, ...] | None:
@@ -227,13 +219,8 @@ def _restore_dtypes(optimizer: Optimizer, params: list[Tensor], saved: dict[int,
 
     The cast would lose float32 averages of bfloat16 weights, and counts. An optimizer with a loader of its own is left alone.
     """
-    own_loader = {
-        p
-        for part, _ in parts_of(optimizer)
-        for group in part.param_groups
-        for p in group["params"]
-        if type(part).load_state_dict is not Optimizer.load_state_dict
-    }
+    parts = [part for part, _ in parts_of(optimizer) if type(part).load_state_dict is not Optimizer.load_state_dict]
+    own_loader = {p for part in parts for group in part.param_groups for p in group["params"]}
     for i, entries in saved.items():
         if params[i] in own_loader:
             continue
@@ -251,17 +238,10 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     out = []
     left_out: set[str] = set()
     for group in optimizer.param_groups:
-        entry = {}
-        for key, value in group.items():
-            if key in _IMPLEMENTATION:
-                continue
-            if isinstance(value, Tensor) and value.numel() == 1:
-                value = value.item()
-            if _is_json(value):
-                entry[key] = value
-            else:
-                left_out.add(f"{key!r} ({type(value).__name__})")
-        out.append(entry)
+        entries = {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
+        entries = {k: v for k, v in entries.items() if k not in _IMPLEMENTATION}
+        out.append({k: v for k, v in entries.items() if _is_json(v)})
+        left_out.update(f"{k!r} ({type(v).__name__})" for k, v in entries.items() if not _is_json(v))
     if left_out and optimizer not in _WARNED:
         _WARNED.add(optimizer)
         warn_at_user(

@@ -75,10 +75,21 @@ def separate_streams(rank: int, world_size: int, device: torch.device) -> list[s
     gathered = [torch.empty_like(own) for _ in range(world_size)]
     dist.all_gather(gathered, own)
     table = [list(column) for column in zip(*(digests.tolist() for digests in gathered), strict=True)]
+
+    def seed_cuda(seed: int) -> None:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+    seeders: dict[str, Callable[[int], object]] = {
+        "torch": torch.default_generator.manual_seed,
+        "python": random.seed,
+        "numpy": np.random.seed,
+        "cuda": seed_cuda,
+    }
     changed = []
     for name, digests in zip(states, table, strict=True):
         if digests[rank] in digests[:rank]:
-            _seeders(device)[name](digest_of(torch.tensor([digests[rank], rank])) % 2**32)
+            seeders[name](digest_of(torch.tensor([digests[rank], rank])) % 2**32)
         if len(set(digests)) < world_size:
             changed.append(name)
     return changed
@@ -90,16 +101,3 @@ def digest_of(*tensors: Tensor) -> int:
     for tensor in tensors:
         found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return int.from_bytes(found.digest(), "big") >> 1
-
-
-def _seeders(device: torch.device) -> dict[str, Callable[[int], object]]:
-    def seed_cuda(seed: int) -> None:
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-
-    return {
-        "torch": torch.default_generator.manual_seed,
-        "python": random.seed,
-        "numpy": np.random.seed,
-        "cuda": seed_cuda,
-    }

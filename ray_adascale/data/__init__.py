@@ -122,8 +122,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
         moved = copy.copy(batch)  # a defaultdict, or another class with a constructor of its own
         moved.update(values)
         return moved
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
+        moved = [to_device(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     return batch

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from .._errors import check_count
 from .._warn import warn_at_user
 from .order import BatchSplit
-from .source import BatchSource, MicroBatch, as_micro_batches, base_steps, check_state
+from .source import BatchSource, MicroBatch
 
 
 def even_size(split: BatchSplit) -> int:
@@ -66,6 +66,8 @@ class IterableSource(BatchSource):
         ValueError: An argument is out of range, or the micro-batches would differ in size.
     """
 
+    kind = "iterable"
+
     def __init__(
         self,
         batches: Iterable[Any],
@@ -82,40 +84,25 @@ class IterableSource(BatchSource):
         self.split = split
         self.batch_size = even_size(split)
         self.length = None if length is None else check_count("length", length, 1)
-        self._position = 0
+        self.position = 0
         self._batches = batches
-        self._iterator: Generator[MicroBatch, None, None] | None = None
         self._examples_of = examples_of or _leading_dimension
         self._warned = False
 
-    @property
-    def position(self) -> int:
-        return self._position
-
-    @property
-    def epoch(self) -> int:
-        return 0 if self.length is None else self._position // self.length
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        self.close()
-        self._iterator = as_micro_batches(self._endless(self.epoch), self.split)
-        return self._iterator
+    def _stream(self) -> Generator[MicroBatch, None, None]:
+        # This method is no generator, so that the position is read now and not at the first next().
+        return self._endless(self.epoch)
 
     def commit(self) -> None:
-        self._position += self.split.global_batch_size
+        self.position += self.split.global_batch_size
 
     def set_split(self, split: BatchSplit) -> None:
         raise ValueError(fixed_batches(self._batches))
 
-    def base_steps_per_epoch(self, base_batch_size: int) -> float | None:
-        return None if self.length is None else base_steps(self.length, base_batch_size, drop_last=False)
+    def _order_fields(self) -> dict[str, Any]:
+        return {"length": self.length}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": "iterable", "position": self.position, "length": self.length}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        check_state(state_dict, {"kind": "iterable", "length": self.length})
-        position = state_dict["position"]
+    def _resume(self, position: int) -> None:
         if position > 0:
             warn_at_user(
                 f"The run resumes after {position} examples, but an iterable cannot be resumed in mid-epoch: it"
@@ -123,14 +110,11 @@ class IterableSource(BatchSource):
                 " datasets resume exactly."
             )
         # Back to the epoch's start, so that epochs count whole passes.
-        self._position = position if self.length is None else position - position % self.length
+        self.position = position if self.length is None else position - position % self.length
 
-    def close(self) -> None:
-        if self._iterator is not None:
-            self._iterator.close()
-            self._iterator = None
-
-    def _endless(self, first_pass: int) -> Iterator[Any]:
+    def _endless(self, first_pass: int) -> Generator[MicroBatch, None, None]:
+        weight, last = self.batch_size / self.split.global_batch_size, self.split.accumulation - 1
+        pass_index = itertools.cycle(range(last + 1))
         for number in itertools.count(first_pass):
             _set_epoch(self._batches, number)
             iterator = iter(self._batches)
@@ -139,7 +123,8 @@ class IterableSource(BatchSource):
                 seen += 1
                 if self._fits(batch, others=seen - usable - 1):
                     usable += 1
-                    yield batch
+                    i = next(pass_index)
+                    yield MicroBatch(batch, self.batch_size, weight, i, i == last)
             if iterator is self._batches:
                 raise ValueError(
                     f"The data ended after {seen} batches and cannot be restarted, since it is a one-shot iterator"

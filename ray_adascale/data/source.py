@@ -39,21 +39,41 @@ class MicroBatch:
 
 
 class BatchSource(abc.ABC):
-    """An endless stream of micro-batches, and a position that advances only when a step is committed."""
+    """An endless stream of micro-batches, and a position that advances only when a step is committed.
+
+    Attributes:
+        kind: Name of the kind of source in a checkpoint.
+        length: Examples per epoch over all workers; None if unknown.
+        position: Examples consumed by committed steps, over all workers.
+    """
+
+    kind: str
+    length: int | None
+    position: int
+    _drop_last = False
+    _iterator: Generator[MicroBatch, None, None] | None = None
 
     @property
-    @abc.abstractmethod
-    def position(self) -> int:
-        """Examples consumed by committed steps, over all workers."""
-
-    @property
-    @abc.abstractmethod
     def epoch(self) -> int:
-        """Epochs completed by committed steps: the same on every worker."""
+        """Epochs completed by committed steps: the same on every worker. It stays 0 where the length is unknown."""
+        return 0 if self.length is None else self.position // self.length
 
-    @abc.abstractmethod
     def __iter__(self) -> Iterator[MicroBatch]:
         """Return an endless iterator from ``position`` on. It ends the previous iterator."""
+        self.close()
+        self._iterator = self._stream()
+        return self._iterator
+
+    def close(self) -> None:
+        """End the iterator and its loader processes. The source can be iterated again."""
+        # A closed generator releases the loader's iterator, which stops its processes.
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
+
+    @abc.abstractmethod
+    def _stream(self) -> Generator[MicroBatch, None, None]:
+        """Return the micro-batches from ``position`` on."""
 
     @abc.abstractmethod
     def commit(self) -> None:
@@ -67,25 +87,54 @@ class BatchSource(abc.ABC):
             ValueError: The data comes in batches of a fixed size, or there are too few examples for B.
         """
 
-    @abc.abstractmethod
     def base_steps_per_epoch(self, base_batch_size: int) -> float | None:
-        """Return the optimizer steps per epoch at batch size B0, not rounded; None where the length is unknown."""
+        """Return the optimizer steps per epoch at batch size B0; None where the length is unknown.
+
+        Without ``drop_last`` a step runs on into the next epoch, so the number is not rounded.
+        """
+        if self.length is None:
+            return None
+        check_count("base_batch_size", base_batch_size, 1)
+        if not self._drop_last:
+            return self.length / base_batch_size
+        if base_batch_size > self.length:
+            raise ValueError(
+                f"Invalid {base_batch_size=} with drop_last=True: an epoch has only {self.length} examples."
+            )
+        return float(self.length // base_batch_size)
 
     @abc.abstractmethod
+    def _order_fields(self) -> dict[str, Any]:
+        """Return the fields that determine the order, as JSON values, the same on every worker."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the fields that determine the order, as JSON values, the same on every worker."""
+        return {"kind": self.kind, "position": self.position, **self._order_fields()}
 
-    @abc.abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the position of the next ``iter()``. The state may come from another B or another number of workers.
 
         Raises:
-            ValueError: A field that determines the order differs; the message names it.
+            ValueError: The position is no number of examples, or a field that determines the order differs, so that the position
+                would mean other examples here. The message names the field.
         """
+        position = state_dict.get("position")
+        if not isinstance(position, int) or isinstance(position, bool) or position < 0:
+            raise ValueError(
+                f"Invalid data state: position={position!r}. Must be the number of examples consumed so far."
+            )
+        for name, value in {"kind": self.kind, **self._order_fields()}.items():
+            if name not in state_dict or state_dict[name] != value:
+                raise ValueError(
+                    f"The checkpoint was written with {name}={state_dict.get(name)!r} in its data state, this run has"
+                    f" {name}={value!r}. The order of examples would change: use the same dataset and settings, or begin a"
+                    " new run, under another name."
+                )
+        self._resume(position)
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """End the iterator and its loader processes. The source can be iterated again."""
+    def _resume(self, position: int) -> None:
+        """Set the position of the next ``iter()``."""
 
 
 class MapSource(BatchSource):
@@ -105,6 +154,8 @@ class MapSource(BatchSource):
         pin_memory: Copy batches to page-locked memory, for a faster transfer to a GPU.
     """
 
+    kind = "map"
+
     def __init__(
         self,
         dataset: Any,
@@ -117,6 +168,7 @@ class MapSource(BatchSource):
     ) -> None:
         check_count("num_workers", num_workers, 0)
         self.sampler = StepSampler(len(dataset), split, order)
+        self.length, self._drop_last = self.sampler.length, order.drop_last
         if collate_fn is None and _has_plain_rows(dataset):
             dataset, collate_fn = _Rows(dataset.tensors), _identity
         self._requests = _Requests(self.sampler, seeded=num_workers > 0, collated=collate_fn not in (None, _identity))
@@ -128,20 +180,13 @@ class MapSource(BatchSource):
             pin_memory=pin_memory,
             generator=loader_generator(order.seed),
         )
-        self._iterator: Generator[MicroBatch, None, None] | None = None
 
     @property
-    def position(self) -> int:
+    def position(self) -> int:  # type: ignore[override]
         return self.sampler.position
 
-    @property
-    def epoch(self) -> int:
-        return self.sampler.position // self.sampler.length
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        self.close()
-        self._iterator = self._requests.answered(iter(self._loader))
-        return self._iterator
+    def _stream(self) -> Generator[MicroBatch, None, None]:
+        return self._requests.answered(iter(self._loader))
 
     def commit(self) -> None:
         self.sampler.position = self.sampler.next_position(self.sampler.position)
@@ -150,24 +195,11 @@ class MapSource(BatchSource):
         self.sampler.split = split
         self._requests.restart()
 
-    def base_steps_per_epoch(self, base_batch_size: int) -> float:
-        return base_steps(self.sampler.length, base_batch_size, drop_last=self.sampler.order.drop_last)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": "map", "position": self.position, **self._order_fields()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        check_state(state_dict, {"kind": "map", **self._order_fields()})
-        self.sampler.position = state_dict["position"]
-
-    def close(self) -> None:
-        # A closed generator releases the loader's iterator, which stops its processes.
-        if self._iterator is not None:
-            self._iterator.close()
-            self._iterator = None
-
     def _order_fields(self) -> dict[str, Any]:
-        return {**asdict(self.sampler.order), "length": self.sampler.length}
+        return {**asdict(self.sampler.order), "length": self.length}
+
+    def _resume(self, position: int) -> None:
+        self.sampler.position = position
 
 
 class _Rows(Dataset[Any]):
@@ -314,54 +346,6 @@ class _Seeded(Dataset[Any]):
         np.random.seed(request.seed % 2**32)  # noqa: NPY002 (augmentations use the global generator)
         fetch = getattr(self._dataset, "__getitems__", None)
         return fetch(list(request)) if fetch else [self._dataset[index] for index in request]
-
-
-def as_micro_batches(batches: Iterator[Any], split: BatchSplit) -> Generator[MicroBatch, None, None]:
-    """Yield this worker's batches with their weight and their pass of the step, to the end of ``batches``.
-
-    Args:
-        batches: Step by step and pass by pass, in the sizes that ``split`` gives this worker.
-        split: The split of a step.
-    """
-    sizes = split.micro_batch_sizes
-    last = len(sizes) - 1
-    for batch, (pass_index, size) in zip(batches, itertools.cycle(enumerate(sizes)), strict=False):
-        yield MicroBatch(batch, size, size / split.global_batch_size, pass_index, pass_index == last)
-
-
-def base_steps(length: int, base_batch_size: int, *, drop_last: bool) -> float:
-    """Return the optimizer steps per epoch at batch size B0, for a dataset of ``length`` examples.
-
-    Without ``drop_last`` a step runs on into the next epoch, so the number is not rounded.
-    """
-    check_count("base_batch_size", base_batch_size, 1)
-    if not drop_last:
-        return length / base_batch_size
-    if base_batch_size > length:
-        raise ValueError(f"Invalid {base_batch_size=} with drop_last=True: an epoch has only {length} examples.")
-    return float(length // base_batch_size)
-
-
-def check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Refuse a saved state if its position would mean other examples here.
-
-    Args:
-        state: The result of a source's ``state_dict``.
-        expected: This source's fields beside the position. The state must have the same ones.
-
-    Raises:
-        ValueError: The position is no number of examples, or a field differs. The message names the field.
-    """
-    position = state.get("position")
-    if not isinstance(position, int) or isinstance(position, bool) or position < 0:
-        raise ValueError(f"Invalid data state: position={position!r}. Must be the number of examples consumed so far.")
-    for name, value in expected.items():
-        if name not in state or state[name] != value:
-            raise ValueError(
-                f"The checkpoint was written with {name}={state.get(name)!r} in its data state, this run has"
-                f" {name}={value!r}. The order of examples would change: use the same dataset and settings, or begin a"
-                " new run, under another name."
-            )
 
 
 def loader_generator(seed: int, *parts: int) -> torch.Generator:

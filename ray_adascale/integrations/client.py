@@ -170,9 +170,9 @@ class StepLog:
             self._trace.recorded(metrics)
 
     def close(self) -> None:
-        """Write the last row and close the trace. A further step opens it again."""
+        """Write the last row of the trace."""
         if self._trace is not None:
-            self._trace.close()
+            self._trace.left()
             self._trace = None
         self._examples, self._since = 0, time.monotonic()
 
@@ -195,7 +195,7 @@ class StepLog:
         self._lr = self._schedule.get_last_lr()[0]  # of the coming step, before the gain
         self._plan = self._plan_of_step()
         if self._trace is not None:
-            self._trace.write_row()
+            self._trace.left()
         if self._path is not None:
             self._tau = self._adascale.effective_steps
 
@@ -240,7 +240,7 @@ class StepLog:
         """Open the trace with the rows before this step, the first of this start. Later rows are dropped."""
         rows = read_trace(path) if path.exists() else []
         path.unlink(missing_ok=True)
-        trace = TraceFile(path, keep=40_000, flush=True)
+        trace = TraceFile(path, keep=40_000)
         kept = [row for row in rows if row["step"] < number]
         trace.resume(kept)
         if rows:

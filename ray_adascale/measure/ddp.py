@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from .norms import GroupSums, take_norm, take_norms, worth_sharing
-from .observers import GradientObserver, PassListener, queue_end_of_backward, refuse_compiled
+from .norms import take_group_norms, take_norm, worth_sharing
+from .observers import FlatObserver, PassListener, queue_end_of_backward, refuse_compiled
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the classes, not with their names.
 
@@ -106,7 +106,7 @@ def _hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return reduced
 
 
-class DDPBucketObserver(GradientObserver):
+class DDPBucketObserver(FlatObserver):
     """One norm for each bucket and parameter group, or for each run of adjacent parameters of a group.
 
     A parameter without a gradient in this pass is zeros in the bucket (``find_unused_parameters``), and counts as zero. Passes
@@ -129,13 +129,10 @@ class DDPBucketObserver(GradientObserver):
         model: DistributedDataParallel,
         registered: _Registered,
     ) -> None:
-        self._listener = weakref.ref(listener)
+        super().__init__(0, listener, next((p.device for params in groups for p in params), torch.device("cpu")))
         self._reduced = set(model.parameters())  # by DDP
         self._group_of: dict[int, int] = {}
-        self._groups = 0
         self._segments: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
-        self._device = next((p.device for params in groups for p in params), torch.device("cpu"))
-        self._local: list[tuple[int, Tensor]] = []
         self._reductions: list[tuple[list[tuple[int, int, int]], torch.futures.Future[Tensor]]] = []
         for params in groups:
             self.add_group(params)
@@ -151,9 +148,8 @@ class DDPBucketObserver(GradientObserver):
                     "reduce its gradient. Wrap a model that contains it, or freeze it."
                 )
             self._group_of[id(param)] = self._groups
-        self._groups += 1
         self._segments.clear()
-        self._sums = GroupSums(self._groups, self._device)
+        super().add_group(params)
 
     def _segments_of(self, bucket: dist.GradBucket) -> list[tuple[int, int, int]]:
         """Return (parameter group, start, end) in the buffer. DDP changes the layout of its buckets after the first pass."""
@@ -176,19 +172,17 @@ class DDPBucketObserver(GradientObserver):
     @torch.no_grad()
     def _take(self, bucket: dist.GradBucket) -> None:
         if bucket.index() == 0:
-            self._local, self._reductions = [], []  # of a pass that an exception ended
-            listener = self._listener()
-            if listener is not None:
+            self._norms, self._reductions = [], []  # of a pass that an exception ended
+            if (listener := self.listener) is not None:
                 listener.on_begin(self)
-        self._local += _norms(bucket.buffer(), self._segments_of(bucket))
+        self._norms += _norms(bucket.buffer(), self._segments_of(bucket))
 
     def _sent(self, bucket: dist.GradBucket, reduced: torch.futures.Future[Tensor]) -> None:
         self._reductions.append((self._segments_of(bucket), reduced))
         if not bucket.is_last():
             return
         early = self._registered.one_round
-        listener = self._listener()
-        if early and listener is not None:
+        if early and (listener := self.listener) is not None:
             listener.on_local(self)
         ref = weakref.ref(self)
 
@@ -197,8 +191,7 @@ class DDPBucketObserver(GradientObserver):
 
         def after_wait() -> None:
             observer = ref()
-            listener = None if observer is None else observer._listener()
-            if observer is not None and listener is not None:
+            if observer is not None and (listener := observer.listener) is not None:
                 if not early:
                     listener.on_local(observer)
                 listener.on_reduced(observer)
@@ -208,10 +201,6 @@ class DDPBucketObserver(GradientObserver):
 
     def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:
         return iter(())  # when a bucket is full, this pass's gradients are in .grad already
-
-    def local_sq_norms(self) -> Tensor:
-        norms, self._local = self._local, []
-        return self._sums(norms)
 
     @torch.no_grad()
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
@@ -232,5 +221,6 @@ def _norms(
     """Return (parameter group, norm) of this worker's share of each segment."""
     if flat.is_sparse:  # a bucket of its own
         return [(g, take_norm(flat)) for g, _, _ in segments] if rank == 0 else []
-    parts = [flat[a + (b - a) * rank // world_size : a + (b - a) * (rank + 1) // world_size] for _, a, b in segments]
-    return [(g, norm) for (g, _, _), norm in zip(segments, take_norms(parts), strict=True)]
+    return take_group_norms(
+        [(g, flat[a + (b - a) * rank // world_size : a + (b - a) * (rank + 1) // world_size]) for g, a, b in segments]
+    )

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
-from .norms import take_norms
+from .norms import take_group_norms
 from .observers import HookObserver, PassListener
 
 
@@ -186,8 +186,7 @@ class FSDP2Observer(HookObserver):
         self.complete = not late
         if late:
             self._hook_late(late)
-        norms = take_norms([shard for _, shard in shards])
-        return self._sums([(g, norm) for (g, _), norm in zip(shards, norms, strict=True)])
+        return self._sums(take_group_norms(shards))
 
     def _hook_late(self, late: set[Tensor]) -> None:
         """Hook parameters whose module's forward was never called (``register_fsdp_forward_method``, ``unshard()``).

@@ -110,7 +110,8 @@ class NoiseMeter:
         examples = sums[1]
         mean_sq_norm = sums[:1] * examples / workers**2
         reduced = sums[4:] if self._sharded else reduced
-        sample = torch.stack(gradient_moments(mean_sq_norm, reduced, scale=examples, count=examples))  # B0 = 1
+        sigma2, mu2 = gradient_moments(mean_sq_norm, reduced, scale=1.0, count=examples)
+        sample = torch.stack([sigma2 * examples, mu2])  # σ² of one example
         usable = torch.isfinite(sample).all() & (sums[3] == 0)
         self._average = self._average.update(sample, self._decay, use=usable)
 

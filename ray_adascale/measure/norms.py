@@ -82,6 +82,12 @@ def take_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
+def take_group_norms(gradients: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    """Return (parameter group, norm) of each (parameter group, gradient), as :func:`take_norms`."""
+    norms = take_norms([gradient for _, gradient in gradients])
+    return [(g, norm) for (g, _), norm in zip(gradients, norms, strict=True)]
+
+
 def all_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return whether gradients are finite: bool, 0-dim, on ``device``. A norm above float32's range counts as infinite."""
     if all(g.is_cpu for g in grads):
@@ -311,8 +317,7 @@ class SampleNorms:
     def multiply(self, param: Tensor, factor: float) -> None:
         """Multiply a parameter's norm, if it has one."""
         index = self._index[param]
-        norm = self._norms[index]
-        if norm is not None:
+        if (norm := self._norms[index]) is not None:
             self._norms[index] = norm * factor
         for slots in self._slots:
             if param in slots.of:

@@ -10,6 +10,7 @@ Norms are taken in parameter order and summed in float64, whatever buckets gradi
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 import threading
 import weakref
@@ -129,6 +130,16 @@ class GradientObserver(ABC):
     complete: bool = True
     """Whether every gradient of the step was watched; False for the one step in which a parameter was first unfrozen."""
 
+    _sums: GroupSums
+
+    def __init__(self, listener: PassListener) -> None:
+        self._listener: Callable[[], PassListener | None] = weakref.ref(listener)
+
+    @property
+    def listener(self) -> PassListener | None:
+        """The listener, while it is alive."""
+        return self._listener()
+
     def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:
         """Return the gradients of earlier passes that the optimizer has not used or cleared yet. Called as a pass begins."""
         return (p.grad for p in params if p.grad is not None)
@@ -151,6 +162,30 @@ class GradientObserver(ABC):
     @abstractmethod
     def detach(self) -> None:
         """Stop watching; remove every hook."""
+
+
+class FlatObserver(GradientObserver):
+    """Norms of flat buffers, each of which holds the gradients of many parameters.
+
+    Args:
+        groups: Number of parameter groups.
+        listener: Called as passes begin and end.
+        device: Device of the sums.
+    """
+
+    def __init__(self, groups: int, listener: PassListener, device: torch.device) -> None:
+        super().__init__(listener)
+        self._groups, self._device = groups, device
+        self._sums = GroupSums(groups, device)
+        self._norms: list[tuple[int, Tensor]] = []  # (parameter group, norm) of the gradient sample
+
+    def local_sq_norms(self) -> Tensor:
+        norms, self._norms = self._norms, []
+        return self._sums(norms)
+
+    def add_group(self, params: Sequence[Tensor]) -> None:
+        self._groups += 1
+        self._sums = GroupSums(self._groups, self._device)
 
 
 class HookObserver(GradientObserver):
@@ -182,8 +217,8 @@ class HookObserver(GradientObserver):
         precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
         early: bool = True,
     ) -> None:
+        super().__init__(listener)
         self.last_pass = True
-        self._listener = weakref.ref(listener)
         self._local = local
         self._early = early
         self._precondition = precondition
@@ -215,18 +250,17 @@ class HookObserver(GradientObserver):
 
     def taker(self, param: Tensor) -> Callable[[Tensor], object]:
         """Return a function that computes the norm of a gradient of this parameter and stores it in :attr:`samples`."""
-        precondition, samples = self._precondition, self.samples
+        precondition, samples, param_ref = self._precondition, self.samples, weakref.ref(param)
         if not self._local:
             return lambda grad: None
-        if precondition is not None:
-            param_ref = weakref.ref(param)
+        if precondition is None:
+            return samples.taker(param)
 
-            def take(grad: Tensor) -> None:
-                held = cast(Tensor, param_ref())
-                samples.put(held, take_norm(precondition(held, grad)))
+        def take(grad: Tensor) -> None:
+            held = cast(Tensor, param_ref())
+            samples.put(held, take_norm(precondition(held, grad)))
 
-            return take
-        return samples.taker(param)
+        return take
 
     def hook(self, param: Tensor, leaf: Tensor) -> None:
         """Watch the gradients of ``leaf`` as those of ``param``."""
@@ -237,8 +271,9 @@ class HookObserver(GradientObserver):
             end = current.end
             if end is None or end() is None:
                 observer = ref()
-                if observer is None or not observer.start_pass():
+                if observer is None:
                     return
+                observer.start_pass()
             if seen == current.number:
                 raise RuntimeError(_REENTRANT)  # of a parameter in two checkpointed parts
             seen = current.number
@@ -246,26 +281,19 @@ class HookObserver(GradientObserver):
 
         self.hooked[param] = leaf.register_hook(hook)
 
-    @property
-    def listener(self) -> PassListener | None:
-        """The listener, while it is alive."""
-        return self._listener()
-
-    def start_pass(self) -> bool:
-        """Begin a pass, unless it has begun; return whether the pass is measured. Only to be called inside a hook."""
+    def start_pass(self) -> None:
+        """Begin a pass, unless it has begun. Only to be called inside a hook."""
         if self._pass.runs:
-            return True
+            return
         refuse_compiled()
         refuse_nested()
         with self._starting:
             if not self._pass.runs:  # another thread's hook may have been quicker
                 self._begin_pass()
-        return True
 
     def _begin_pass(self) -> None:
         self._pass.number += 1
-        listener = self._listener()
-        if listener is not None:
+        if (listener := self.listener) is not None:
             self.last_pass = listener.on_begin(self)
         self.samples.clear()
         ref = weakref.ref(self)
@@ -275,16 +303,14 @@ class HookObserver(GradientObserver):
             if observer is not None:
                 observer.samples.flush()  # DDP may write the reduced gradient into the same memory
                 queue_end_of_backward(after_reduction)
-                listener = observer._listener()
-                if listener is not None and observer._early:
+                if observer._early and (listener := observer.listener) is not None:
                     listener.on_local(observer)
 
         def after_reduction() -> None:
             observer = ref()
             if observer is not None:
                 observer._pass.end = None
-                listener = observer._listener()
-                if listener is not None:
+                if (listener := observer.listener) is not None:
                     if not observer._early:
                         listener.on_local(observer)
                     listener.on_reduced(observer)
@@ -313,24 +339,20 @@ class HookObserver(GradientObserver):
         if not self.complete:
             self.hook_all()
         params = [p for p in share if p.grad is not None]
+        grads = [cast(Tensor, p.grad) for p in params]
         if precondition is None:
-            norms = take_norms([cast(Tensor, p.grad) for p in params])
+            norms = take_norms(grads)
         else:
-            norms = [take_norm(precondition(p, cast(Tensor, p.grad))) for p in params]
+            norms = [take_norm(precondition(p, grad)) for p, grad in zip(params, grads, strict=True)]
         return self._sums([(self._group_of[p], norm) for p, norm in zip(params, norms, strict=True)])
 
     def _share(self, rank: int, world_size: int) -> list[Tensor]:
         """Return the parameters for which this worker takes the reduced norm: a run of about 1/N of all elements."""
         params = [p for group in self.groups for p in group]
         total = max(sum(p.numel() for p in params), 1)
-        share = []
-        seen = 0
-        for param in params:
-            middle = seen + param.numel() / 2
-            seen += param.numel()
-            if int(middle * world_size / total) == rank:
-                share.append(param)
-        return share
+        ends = itertools.accumulate(p.numel() for p in params)
+        middles = [end - p.numel() / 2 for p, end in zip(params, ends, strict=True)]
+        return [p for p, middle in zip(params, middles, strict=True) if int(middle * world_size / total) == rank]
 
     def detach(self) -> None:
         for handle in self.hooked.values():

@@ -22,7 +22,7 @@ from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, RuleInput, ScalingRule, betas_of
 from .step_counts import StepCounts
 from .step_shape import StepResult
-from .step_sums import StepSums, joined
+from .step_sums import StepSums, constant, joined
 
 _EQUAL, _EQUAL_STEPS = 1e-6, 10
 """Largest σ²/μ² of equal gradient samples (the mean of three equal float32 numbers is rounded), and steps before a warning."""
@@ -120,7 +120,8 @@ class AdaScaleAlgorithm:
     def _step_on_device(self, sums: StepSums) -> None:
         step = self._numbers(sums, on_host=False)
         factors = step.gains[: self._statistics.num_gains].unbind()
-        skip = (~step.finite).float()
+        zero, one = (constant(x, step.finite.device, torch.float32)[0] for x in (0.0, 1.0))
+        skip = torch.where(step.finite, zero, one)
         skippable_step(self._inner, skip, lambda: self._step_inner(factors, step.scale))
         self._averages.now = step.averages
         self._pending = step, HostCopy(step.numbers)

@@ -220,7 +220,7 @@ class GradientStatistics:
         self._norms: list[Tensor] = []  # ‖g_i‖² of each pass on this worker, as measured
         self._ending: StepShape | None = None  # the shape, while the pass that runs is the step's last
         self._ended: StepShape | None = None  # the shape, once the last pass has ended
-        self._sent: tuple[Parts, dist.Work | None] | None = None  # the all-reduce under way
+        self._sent: tuple[Parts, Tensor | None, dist.Work | None] | None = None  # the all-reduce under way
         self._examples: Tensor | None = None  # this worker's ExampleSums, as a tensor
         self.sums = None
         self._too_many = self._uncleared = False
@@ -371,8 +371,12 @@ class GradientStatistics:
 
     # ---- over all workers ----------------------------------------------------------------------------------------
 
-    def _send(self, parts: Parts) -> tuple[Parts, dist.Work | None]:
-        """Start the one small all-reduce of a step: ``parts``, A, whether all passes were seen, examples, the payload."""
+    def _send(self, parts: Parts) -> tuple[Parts, Tensor | None, dist.Work | None]:
+        """Start the one small all-reduce of a step: ``parts``, A, whether all passes were seen, examples, the payload.
+
+        Returns:
+            All parts, and, if there are several workers, the tensor in which they travel and the all-reduce.
+        """
         if self._norms:
             local = self.shape.mean_sq_norm(self._norms, self.weights)
         else:
@@ -385,29 +389,31 @@ class GradientStatistics:
         if self.payload is not None:
             parts["payload"] = self.payload.to(local)
         if not self.workers.reduce:
-            return parts, None
+            return parts, None, None
         numbers = joined(parts)
-        return separate(numbers, parts), dist.all_reduce(numbers, group=self._process_group, async_op=True)
+        work = dist.all_reduce(numbers, group=self._process_group, async_op=True)
+        return separate(numbers, parts), numbers, work
 
     def _gather(self, observer: GradientObserver) -> StepSums:
         """Wait for the sums over workers."""
         if observer.reduced_everywhere:
             # Equal to the last bit on all workers, as their weights are: each takes C from its own copy.
             own = {"c": observer.reduced_sq_norms(0, 1)}
-            parts, work = self._send({}) if self._sent is None else self._sent
+            parts, numbers, work = self._send({}) if self._sent is None else self._sent
         else:
             own = {}
             rank, world_size = (
                 (dist.get_rank(self._process_group), self.workers.count) if self.workers.reduce else (0, 1)
             )
-            parts, work = self._send({"c": observer.reduced_sq_norms(rank, world_size)})
+            parts, numbers, work = self._send({"c": observer.reduced_sq_norms(rank, world_size)})
         if work is not None:
             work.wait()
         if self._grad_scaler is not None and self._scales_loss:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
             own["loss_scale"] = self._grad_scaler.scale(constant(1.0, parts["a"].device))
         examples = self._covered_examples(parts.get("examples"))
-        return StepSums(self.shape, own | parts, examples, observer.complete, self._ended is not None)
+        travelled = None if own else numbers
+        return StepSums(self.shape, own | parts, travelled, examples, observer.complete, self._ended is not None)
 
     def _covered_examples(self, by_example: Tensor | None) -> ExampleNoise | None:
         """Return :attr:`examples`. The first measured step without an overflow shows whether the model is covered.

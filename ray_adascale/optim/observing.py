@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from .._torch import is_dtensor
 from ..measure.ddp import bucket_observer, reduces_in_one_round
 from ..measure.observers import GradientObserver, HookObserver, PassListener
-from ..sharding.oss import OSS, GradientReducer
+from ..sharding.observers import GradientReducer
+from ..sharding.oss import OSS
 
 
 def has_dtensors(optimizer: Optimizer) -> bool:

@@ -25,14 +25,15 @@ def separate(numbers: Tensor, like: Parts) -> Parts:
     return dict(zip(like, numbers.split([len(part) for part in like.values()]), strict=True))
 
 
-_CONSTANTS: dict[tuple[float, torch.device], Tensor] = {}
+_CONSTANTS: dict[tuple[float, torch.device, torch.dtype], Tensor] = {}
 
 
-def constant(number: float, device: torch.device) -> Tensor:
-    """Return one of few numbers as float64 ``[1]`` on a device. It is kept, since to make one is a launch in each step."""
-    if (number, device) not in _CONSTANTS:
-        _CONSTANTS[number, device] = torch.full((1,), number, dtype=torch.float64, device=device)
-    return _CONSTANTS[number, device]
+def constant(number: float, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return one of few numbers as a tensor ``[1]`` on a device. It is kept, since to make one is a launch in each step."""
+    key = number, device, dtype
+    if key not in _CONSTANTS:
+        _CONSTANTS[key] = torch.full((1,), number, dtype=dtype, device=device)
+    return _CONSTANTS[key]
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,14 @@ class StepSums:
             (:meth:`ExampleSums.as_tensor`), "payload" and "loss_scale" where there are such. Of gradients that no pass has
             measured: "check", which is finite if they are, in place of "c", "a" and "complete".
         examples: Measures the noise by single examples; None: gradient samples do.
+        travelled: All parts in one tensor, in their order, where they travelled so; else None.
         watched: Whether every gradient of the step was watched. Else "c" has a gradient that "a" lacks.
         seen_here: Whether this worker saw all passes, so that "complete" is not 0.
     """
 
     shape: StepShape
     parts: Parts
+    travelled: Tensor | None = None
     examples: ExampleNoise | None = None
     watched: bool = False
     seen_here: bool = False
@@ -69,7 +72,8 @@ class StepSums:
         """Return the sums on the CPU, after one copy, which waits for the device; this object if they are there."""
         if next(iter(self.parts.values())).is_cpu:
             return self
-        return replace(self, parts=separate(joined(self.parts).cpu(), self.parts))
+        numbers = joined(self.parts) if self.travelled is None else self.travelled
+        return replace(self, parts=separate(numbers.cpu(), self.parts), travelled=None)
 
     def sample(self, num_gains: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the step's sample of the noise. No host synchronization. Call it once: examples keep the σ² of a measured step.
@@ -86,10 +90,10 @@ class StepSums:
         shape, a, c, groups = self.shape, self.parts["a"], self.parts["c"], len(self.parts["a"])
         if shape.multiple_of_mean != 1:
             c = c / shape.multiple_of_mean**2
-        scale, unscale = self.parts.get("loss_scale"), None
-        if scale is not None:
-            unscale = scale.reciprocal().square()
-            a, c = a * unscale, c * unscale
+        scale = self.parts.get("loss_scale")
+        squared = None if scale is None else scale.square()
+        if squared is not None:
+            a, c = a / squared, c / squared
         if num_gains < groups:
             a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
         if not self.watched or (self.examples is None and shape.num_samples == 1):
@@ -102,7 +106,7 @@ class StepSums:
         sums, found = None, self.parts.get("examples")
         if found is not None:
             sums = ExampleSums.of(found)
-            sq_norms = sums.sq_norms if unscale is None else sums.sq_norms * unscale
+            sq_norms = sums.sq_norms if squared is None else sums.sq_norms / squared
             sums = replace(sums, sq_norms=sq_norms.sum(dim=0, keepdim=True) if num_gains < groups else sq_norms)
         moments, measured = self.examples.moments(sums, c, shape)
         return (a + c).sum(), torch.stack([*moments, ones]), measured if usable is None else usable & measured

@@ -286,6 +286,8 @@ class Run:
         finally:
             self._loop_seconds = time.monotonic() - entered
             self.source.close()
+            for listener in self.parts.listeners:
+                listener.left()
 
     def _separate_streams(self) -> None:
         """Give each worker random streams of its own, if several have equal ones. After an exact resume they are separate."""

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .._errors import SettingError
+from .._fields import json_value
 from .._files import join, read_json, write_json
-from ..recipe import json_value
 from .trial import PlannedRepeat
 from .watch import Finished
 

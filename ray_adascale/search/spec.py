@@ -23,9 +23,9 @@ from ray.util.state import list_nodes
 from ray.util.state.exception import RayStateApiException
 
 from .._errors import SettingError, check_count
+from .._fields import json_value
 from .._files import SEARCH, join, read_json, write_json
 from ..config import AdaScaleConfig
-from ..recipe import json_value
 from ..run.base.base_noise import NoiseEvery
 from ..run.base.base_run import base_config, kept_settings, workload_name
 from ..workload import WorkloadFn

@@ -15,8 +15,9 @@ from typing import Any
 
 from ray import cloudpickle, tune
 
+from .._fields import json_value
 from ..analysis.display import SearchDisplay
-from ..recipe import Repeat, json_value
+from ..recipe import Repeat
 from ..run.base.base_run import RESULT, BaseResult
 from ..run.observe.failure import lines_of, was_building
 from .trial import MissingMetric, PlannedRepeat, describe_config

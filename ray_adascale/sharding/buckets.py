@@ -122,17 +122,14 @@ class Bucket:
             ]
             self.bounds = [*starts, end]
         self.flat = torch.empty(0, dtype=self.params[0].dtype, device=self.params[0].device)
-        self.fragments = [
-            Fragment(
+        self.fragments: list[Fragment] = []
+        for span in self.spans(rank):
+            param, group, offset = (
                 self.params[span.index],
                 self.groups[span.index],
-                span.start,
-                span.numel,
-                torch.empty(0, dtype=self.flat.dtype, device=self.flat.device),
                 self.offsets[span.index] + span.start,
             )
-            for span in self.spans(rank)
-        ]
+            self.fragments.append(Fragment(param, group, span.start, span.numel, self.flat.new_empty(0), offset))
         self._addresses: list[int] = []
         self.bind()
 
@@ -170,9 +167,7 @@ class Bucket:
             )
         self.flat = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
         for p, offset in zip(self.params, self.offsets, strict=True):
-            order = memory_order(p)
-            if order is None:
-                order = tuple(range(p.dim()))  # without holes and overlaps
+            order = memory_order(p) or tuple(range(p.dim()))  # without holes and overlaps
             strides = [0] * p.dim()
             step = 1
             for d in reversed(order):
@@ -230,13 +225,8 @@ def make_buckets(
         members.append(i)
     closed += [members for members in open_buckets.values() if members]
     closed.sort(key=lambda members: -members[-1])  # full when the earliest parameter of the model has its gradient
-    return [
-        Bucket(
-            [params[i] for i in members],
-            [groups[i] for i in members],
-            None if owners is None else [owners[i] for i in members],
-            rank,
-            world_size,
-        )
-        for members in closed
-    ]
+    buckets = []
+    for members in closed:
+        own = None if owners is None else [owners[i] for i in members]
+        buckets.append(Bucket([params[i] for i in members], [groups[i] for i in members], own, rank, world_size))
+    return buckets

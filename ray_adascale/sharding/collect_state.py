@@ -21,10 +21,10 @@ def collect_state(
     share: ShareState,
     params: Sequence[Tensor],
     fragments: Sequence[Fragment],
-    *,
     group: dist.ProcessGroup | None,
     rank: int,
     world_size: int,
+    *,
     recipient: int,
 ) -> dict[Any, Any] | None:
     """Return the full state on the recipient, by number as in a state dict; None on the other workers. Collective.
@@ -49,37 +49,34 @@ def collect_state(
         )
     place = {p: i for i, p in enumerate(params)}
     mine = [
-        [
-            place[f.param],
-            f.start,
-            f.numel,
-            [[name, *describe_entry(value, f)] for name, value in share[f.tensor].items()],
-        ]
+        (place[f.param], f.start, f.numel, name, *describe_entry(value, f))
         for f in fragments
         if f.tensor in share
+        for name, value in share[f.tensor].items()
     ]
+    everyone: list[Any] = [mine] * world_size
+    if world_size > 1:  # pickled: the workers of a group run one program and trust each other
+        dist.all_gather_object(everyone, mine, group=group)
     receives = recipient in (rank, EVERYONE)
     states: dict[Any, Any] = {}
     held = {place[f.param]: f for f in fragments}
     sent: set[tuple[int, Any]] = set()
-    for owner, entries in enumerate(_all_gather_object(mine, group, world_size)):
-        for i, start, numel, entry in entries:
-            for name, kind, payload in entry:
-                if kind != "part" and (i, name) in sent:
-                    continue  # another owner's copy of a scalar, such as Adam's step
-                sent.add((i, name))
-                fragment = held[i] if owner == rank else None
-                source = None if fragment is None or kind == "value" else share[fragment.tensor][name].detach()
-                state = states.setdefault(i, {})
-                if kind == "value":
-                    state[name] = payload
-                    continue
-                into = place_for(state, name, kind, payload, params[i], start, numel) if receives else None
-                if owner == recipient or world_size == 1:
-                    if source is not None and into is not None:
-                        into.copy_(source)
-                elif source is not None or into is not None:
-                    _move(owner, recipient, source, into, payload, group)
+    for owner, entries in enumerate(everyone):
+        for i, start, numel, name, kind, payload in entries:
+            if kind != "part" and (i, name) in sent:
+                continue  # another owner's copy of a scalar, such as Adam's step
+            sent.add((i, name))
+            state = states.setdefault(i, {})
+            if kind == "value":
+                state[name] = payload
+                continue
+            source = share[held[i].tensor][name].detach() if owner == rank else None
+            into = place_for(state, name, kind, payload, params[i], start, numel) if receives else None
+            if owner == recipient or world_size == 1:
+                if source is not None and into is not None:
+                    into.copy_(source)
+            elif source is not None or into is not None:
+                _move(owner, recipient, source, into, payload, group)
     if not receives:
         return None
     states.update({k: copy_of(v) for k, v in share.items() if not isinstance(k, Tensor)})
@@ -96,11 +93,10 @@ def _move(
 ) -> None:
     """Send one tensor, or part of it, from its owner to another worker or to all."""
     shape, dtype = payload[0], getattr(torch, payload[1])
-    device = _carrier_device(group)
-    if source is None:
-        carrier = torch.empty(shape, dtype=dtype, device=device)
-    else:
-        carrier = source.to(device).contiguous()
+    backends = dist.get_backend_config(group)
+    cpu = "nccl" not in backends or "gloo" in backends
+    device = torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
+    carrier = torch.empty(shape, dtype=dtype, device=device) if source is None else source.to(device).contiguous()
     if carrier.numel():
         data = as_bytes(carrier.view(-1))
         if recipient == EVERYONE:
@@ -111,19 +107,3 @@ def _move(
             dist.recv(data, global_rank(group, owner), group=group)
     if into is not None:
         into.copy_(carrier)
-
-
-def _carrier_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device on which this group can move tensors."""
-    if "nccl" in dist.get_backend_config(group) and "gloo" not in dist.get_backend_config(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _all_gather_object(mine: Any, group: dist.ProcessGroup | None, world_size: int) -> list[Any]:
-    """Return each worker's object, in rank order. It is pickled: the workers of a group run one program and trust each other."""
-    if world_size == 1:
-        return [mine]
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..measure.norms import take_norms
-from .buckets import Bucket, memory_view
+from ..measure.norms import take_group_norms
+from .buckets import Bucket, Span, memory_view
 from .collectives import Buffers, Reduction
 
 _MOST_PATTERNS = 16  # of parameters with a gradient: flags that are kept
@@ -51,26 +51,33 @@ class GradientBucket:
         self._half = bucket.flat.dtype.itemsize < 4
         self._wire_dtype = None if self._half else wire_dtype
         self._spans = [bucket.spans(rank) for rank in range(bucket.world_size)]
-        sizes = [b - a for a, b in zip(bucket.bounds, bucket.bounds[1:], strict=False)]
+        sizes = [b - a for a, b in itertools.pairwise(bucket.bounds)]
         most = max(len(spans) for spans in self._spans)
-        flags = [most if bucket.equal_shards else len(spans) for spans in self._spans]
-        self._bounds = [0]
-        for size, flag in zip(sizes, flags, strict=True):
-            self._bounds.append(self._bounds[-1] + size + flag)
+        ends = [
+            size + (most if bucket.equal_shards else len(spans)) for spans, size in zip(self._spans, sizes, strict=True)
+        ]
+        self._bounds = [0, *itertools.accumulate(ends)]
         self._own_size = sizes[bucket.rank]
-        positions, owners = [], []
-        for spans, start, size in zip(self._spans, self._bounds, sizes, strict=False):
-            positions += [start + size + i for i in range(len(spans))]
-            owners += [span.index for span in spans]
+        # Each worker's spans, with their first elements in the buffer of gradients.
+        places = [
+            [(span, bucket.offsets[span.index] + span.start - low + start) for span in spans]
+            for spans, low, start in zip(self._spans, bucket.bounds, self._bounds, strict=False)
+        ]
         device = bucket.flat.device
-        self._flag_positions = torch.tensor(positions, dtype=torch.int64, device=device)
-        self._flag_params = owners
+        flags = [
+            start + size + i
+            for spans, size, start in zip(self._spans, sizes, self._bounds, strict=False)
+            for i in range(len(spans))
+        ]
+        self._flag_positions = torch.tensor(flags, dtype=torch.int64, device=device)
+        self._flag_params = [span.index for spans in self._spans for span in spans]
         self._flags: dict[tuple[bool, ...], Tensor] = {}  # by the parameters with a gradient
-        self.segments = self._segments(0, bucket.numel, shift=self._shift)
-        own = bucket.bounds[bucket.rank]
-        self._own_segments = self._segments(own, bucket.bounds[bucket.rank + 1], shift=lambda position: position - own)
-        self._zeros = torch.zeros(0, dtype=bucket.flat.dtype, device=device)
-        self._pieces = self._plan(sizes)
+        everywhere = list(itertools.chain.from_iterable(places))
+        self.segments = self._segments(everywhere, 0)
+        self._own_segments = self._segments(places[bucket.rank], self._bounds[bucket.rank])
+        self._pieces = self._plan(everywhere)
+        zeros = max((end for index, _, end in self._pieces if index < 0), default=0)
+        self._zeros = torch.zeros(zeros, dtype=bucket.flat.dtype, device=device)
         self._parts: list[Tensor] = []  # of the shard, for each fragment
         self._norms: list[tuple[int, Tensor]] | None = None
         self._plain = [p.is_contiguous() for p in bucket.params]
@@ -99,46 +106,29 @@ class GradientBucket:
         """Whether gradients of earlier passes are still on this worker."""
         return self.accumulated is not None or any(p.grad is not None for p in self.bucket.params)
 
-    def _shift(self, position: int) -> int:
-        """Return the position in the gradient buffer of an element of the bucket."""
-        shard = max(r for r in range(self.bucket.world_size) if self.bucket.bounds[r] <= position)
-        return position - self.bucket.bounds[shard] + self._bounds[shard]
-
-    def _segments(self, low: int, high: int, *, shift: Callable[[int], int]) -> list[tuple[int, int, int]]:
-        """Return (parameter group, start, end) of the buffer's elements from ``low`` to ``high``, in as few runs as possible."""
+    def _segments(self, places: list[tuple[Span, int]], start: int) -> list[tuple[int, int, int]]:
+        """Return (parameter group, from, to) of spans, counted from ``start``, in as few runs as possible."""
         segments: list[tuple[int, int, int]] = []
-        bucket = self.bucket
-        for g, offset, p in zip(bucket.groups, bucket.offsets, bucket.params, strict=True):
-            start, end = max(low, offset), min(high, offset + p.numel())
-            if start >= end:
-                continue
-            first, last = shift(start), shift(end - 1) + 1
-            if segments and segments[-1][0] == g:
-                segments[-1] = g, segments[-1][1], last
-            else:
-                segments.append((g, first, last))
+        for span, at in places:
+            if span.numel:
+                g = self.bucket.groups[span.index]
+                first = segments.pop()[1] if segments and segments[-1][0] == g else at - start
+                segments.append((g, first, at + span.numel - start))
         return segments
 
-    def _plan(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+    def _plan(self, places: list[tuple[Span, int]]) -> list[tuple[int, int, int]]:
         """Return the buffer's parts: (parameter, from, to) in memory order, from = −1 for all of it; or (−1, 0, zeros)."""
         pieces: list[tuple[int, int, int]] = []
-        bucket = self.bucket
-        for r, spans in enumerate(self._spans):
-            position = bucket.bounds[r]
-            for span in spans:
-                if span.numel == 0:
-                    continue  # may lie behind this shard
-                begin = bucket.offsets[span.index] + span.start
-                if begin > position:
-                    pieces.append((-1, 0, begin - position))
-                whole = span.numel == bucket.params[span.index].numel()
+        position = 0
+        for span, at in places:
+            if span.numel:
+                if at > position:
+                    pieces.append((-1, 0, at - position))
+                whole = span.numel == self.bucket.params[span.index].numel()
                 pieces.append((span.index, -1 if whole else span.start, span.start + span.numel))
-                position = begin + span.numel
-            rest = bucket.bounds[r] + sizes[r] - position + self._bounds[r + 1] - self._bounds[r] - sizes[r]
-            if rest:
-                pieces.append((-1, 0, rest))
-        most = max((end for index, _, end in pieces if index < 0), default=0)
-        self._zeros = torch.zeros(most, dtype=bucket.flat.dtype, device=bucket.flat.device)
+                position = at + span.numel
+        if position < self._bounds[-1]:
+            pieces.append((-1, 0, self._bounds[-1] - position))
         return pieces
 
     @torch.no_grad()
@@ -148,7 +138,7 @@ class GradientBucket:
         Args:
             keep: Use memory of its own; else a buffer that :meth:`release` gives back.
         """
-        flat, size = self.bucket.flat, self._bounds[-1]
+        flat = self.bucket.flat
         flats: list[Tensor] = []
         for i, (p, plain) in enumerate(zip(self.bucket.params, self._plain, strict=True)):
             grad = p.grad
@@ -167,8 +157,8 @@ class GradientBucket:
         ]
         if keep:
             return torch.cat(parts)
-        self._taken = self._buffers.take(size, flat.dtype, flat.device)
-        return torch.cat(parts, out=self._taken[:size])
+        self._taken = self._buffers.take(self._bounds[-1], flat.dtype, flat.device)
+        return torch.cat(parts, out=self._taken[: self._bounds[-1]])
 
     def release(self) -> None:
         """Give back the buffer that :meth:`collect` took."""
@@ -242,19 +232,15 @@ class GradientBucket:
         """Return (parameter group, norm) of this worker's shard of the reduced gradient."""
         assert self.shard is not None
         if self._norms is None:
-            shard = self.shard
-            norms = take_norms([shard[start:end] for _, start, end in self._own_segments])
-            self._norms = [(g, norm) for (g, _, _), norm in zip(self._own_segments, norms, strict=True)]
+            self._norms = take_group_norms([(g, self.shard[start:end]) for g, start, end in self._own_segments])
         return self._norms
 
     def _parts_of(self, shard: Tensor) -> list[Tensor]:
         """Return each fragment's gradient as a view."""
-        start = self.bucket.bounds[self.bucket.rank]
         parts = []
-        for fragment in self.bucket.fragments:
-            part = shard[fragment.offset - start : fragment.offset - start + fragment.numel]
-            whole = fragment.whole
-            parts.append(part.as_strided(fragment.param.shape, fragment.param.stride()) if whole else part)
+        for f in self.bucket.fragments:
+            part = shard[f.offset - self.bucket.bounds[self.bucket.rank] :][: f.numel]
+            parts.append(part.as_strided(f.param.shape, f.param.stride()) if f.whole else part)
         return parts
 
     def discard(self) -> None:

@@ -9,16 +9,33 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..measure.norms import GroupSums, take_norms
-from ..measure.observers import GradientObserver, HookObserver, PassListener
+from ..measure.norms import take_group_norms
+from ..measure.observers import FlatObserver, GradientObserver, HookObserver, PassListener
+from .buckets import Bucket
 from .gradient_bucket import GradientBucket
-from .oss import OSS
 
 
-class OwnedShards(Protocol):
-    """This worker's shards of the reduced gradient of one optimizer. An observer holds it weakly."""
+class GradientReducer(Protocol):
+    """Reduces each gradient to the worker that owns it (ShardedDataParallel); every worker gets those of its fragments only."""
 
-    optimizer: OSS
+    @property
+    def consumed(self) -> bool:
+        """Whether a step has used the gradients, and no backward pass came on this worker since."""
+
+    def finish_reduction(self) -> None:
+        """Reduce the gradients of this step's backward passes, if that has not happened."""
+
+    def reopen(self) -> None:
+        """Prepare for further backward passes, which add to the gradients that the optimizer has left."""
+
+    def discard(self) -> None:
+        """Forget gradients, reduced or not."""
+
+    def consume(self) -> None:
+        """Forget gradients that a step has used."""
+
+    def observe(self, listener: PassListener, *, accumulating: bool) -> GradientObserver:
+        """Return an observer of the optimizer's gradients; with ``accumulating``, a step has several passes."""
 
     def own_norms(self) -> list[tuple[int, Tensor]]:
         """Return (parameter group, norm) of this worker's shards, once they are reduced."""
@@ -27,81 +44,58 @@ class OwnedShards(Protocol):
         """Return the shards that the optimizer has not used or cleared yet."""
 
 
-def _norms_of(shards: OwnedShards | None) -> list[tuple[int, Tensor]]:
-    if shards is None:
-        raise RuntimeError("The ShardedDataParallel of this optimizer is gone; keep the wrapped model.")
-    return shards.own_norms()
+class ReducerListener(Protocol):
+    """Object that depends on whether gradients are sharded. OSS holds it weakly."""
+
+    def on_reducer_attached(self) -> None:
+        """A ShardedDataParallel was made over the optimizer."""
 
 
-class ShardHookObserver(HookObserver):
-    """A hook on each parameter for the gradient samples, and the owned shards for the reduced gradient."""
+class _OwnedShards(GradientObserver):
+    """The reduced gradient's part of an observer: the shards that this worker owns. Those of all workers add up."""
 
     reduced_everywhere = False
-
-    def __init__(self, shards: OwnedShards, listener: PassListener) -> None:
-        self._shards_ref = weakref.ref(shards)
-        super().__init__([group["params"] for group in shards.optimizer.param_groups], listener)
-
-    def _watch(self) -> None:
-        super()._watch()
-        self._sums = GroupSums(len(self.groups), self.device)
+    reducer: weakref.ref[GradientReducer]
 
     def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:
-        shards = self._shards_ref()
-        return iter(()) if shards is None else shards.own_gradients()
+        reducer = self.reducer()
+        return iter(()) if reducer is None else reducer.own_gradients()
 
     @torch.no_grad()
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
-        unfrozen = any(p.requires_grad and p not in self.hooked for params in self.groups for p in params)
-        self.complete = not unfrozen
-        if unfrozen:
+        reducer = self.reducer()
+        if reducer is None:
+            raise RuntimeError("The ShardedDataParallel of this optimizer is gone; keep the wrapped model.")
+        return self._sums(reducer.own_norms())
+
+
+class ShardHookObserver(_OwnedShards, HookObserver):
+    """A hook on each parameter for the gradient samples, and the owned shards for the reduced gradient."""
+
+    def __init__(self, reducer: GradientReducer, groups: Sequence[Sequence[Tensor]], listener: PassListener) -> None:
+        self.reducer = weakref.ref(reducer)
+        super().__init__(groups, listener)
+
+    @torch.no_grad()
+    def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
+        self.complete = all(p in self.hooked for params in self.groups for p in params if p.requires_grad)
+        if not self.complete:
             self.hook_all()
-        return self._sums(_norms_of(self._shards_ref()))
+        return super().reduced_sq_norms(rank, world_size)
 
 
-class BucketObserver(GradientObserver):
-    """Norms from the flat buckets of a ShardedDataParallel: one call for a bucket, while it is in the cache.
+class BucketObserver(_OwnedShards, FlatObserver):
+    """Norms from the flat buckets of a ShardedDataParallel: one call for a bucket, while it is in the cache."""
 
-    Each worker holds its shard of the reduced gradient, so ``reduced_sq_norms`` are shares that add up over workers.
-    """
-
-    reduced_everywhere = False
-
-    def __init__(self, shards: OwnedShards, listener: PassListener) -> None:
-        self._shards_ref = weakref.ref(shards)
-        self._listener = weakref.ref(listener)
-        buckets = shards.optimizer.buckets
-        self._device = next((bucket.flat.device for bucket in buckets), torch.device("cpu"))
-        self._groups = len(shards.optimizer.param_groups)
-        self._sums = GroupSums(self._groups, self._device)
-        self._norms: list[tuple[int, Tensor]] = []
-        self._attached = True
-
-    @property
-    def listener(self) -> PassListener | None:
-        """The listener, while it is alive and this observer is attached."""
-        return self._listener() if self._attached else None
+    def __init__(
+        self, reducer: GradientReducer, groups: int, buckets: Sequence[Bucket], listener: PassListener
+    ) -> None:
+        self.reducer = weakref.ref(reducer)
+        super().__init__(groups, listener, next((bucket.flat.device for bucket in buckets), torch.device("cpu")))
 
     def add_bucket(self, bucket: GradientBucket, flat: Tensor) -> None:
         """Take the norms of one bucket of a gradient sample."""
-        norms = take_norms([flat[start:end] for _, start, end in bucket.segments])
-        self._norms += [(g, norm) for (g, _, _), norm in zip(bucket.segments, norms, strict=True)]
-
-    def local_sq_norms(self) -> Tensor:
-        norms, self._norms = self._norms, []
-        return self._sums(norms)
-
-    @torch.no_grad()
-    def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
-        return self._sums(_norms_of(self._shards_ref()))
-
-    def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:
-        shards = self._shards_ref()
-        return iter(()) if shards is None else shards.own_gradients()
-
-    def add_group(self, params: Sequence[Tensor]) -> None:
-        self._groups += 1  # the group's buckets are found at the next forward pass
-        self._sums = GroupSums(self._groups, self._device)
+        self._norms += take_group_norms([(g, flat[start:end]) for g, start, end in bucket.segments])
 
     def detach(self) -> None:
-        self._attached = False
+        self._listener = lambda: None

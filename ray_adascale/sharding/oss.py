@@ -10,55 +10,30 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import LBFGS, SGD, Optimizer
+from torch.optim import SGD, Optimizer
 
 from .. import _hooks
 from .._torch import called_to_make_state
 from ..chain import OptimizerChain, empty_copy, parts_of
 from ..measure.norms import take_norm
-from ..measure.observers import GradientObserver, PassListener
-from .buckets import Bucket, Fragment, make_buckets
-from .clipping import NormOverWorkers
+from .buckets import Bucket, Fragment
+from .clipping import norm_over_workers
 from .collect_state import EVERYONE, collect_state
 from .collectives import gather_shards
-from .partition import TORCHS, Owners, check_holds_none, check_shardable, is_elementwise
-from .share_state import NOT_COLLECTED, ShareState, copy_of, hyperparameters, packed, part_of_state
+from .observers import GradientReducer, ReducerListener
+from .partition import TORCHS, Owners, check_optimizer, check_shardable, divide, is_elementwise
+from .share_state import NOT_COLLECTED, ShareState, copy_hyperparameters, copy_of, packed, part_of_state, share_of
 
 
-class GradientReducer(Protocol):
-    """Reduces each gradient to the worker that owns it (ShardedDataParallel); every worker gets those of its fragments only."""
-
-    @property
-    def consumed(self) -> bool:
-        """Whether a step has used the gradients, and no backward pass came on this worker since."""
-
-    def finish_reduction(self) -> None:
-        """Reduce the gradients of this step's backward passes, if that has not happened."""
-
-    def reopen(self) -> None:
-        """Prepare for further backward passes, which add to the gradients that the optimizer has left."""
-
-    def discard(self) -> None:
-        """Forget gradients, reduced or not."""
-
-    def consume(self) -> None:
-        """Forget gradients that a step has used."""
-
-    def observe(self, listener: PassListener, *, accumulating: bool) -> GradientObserver:
-        """Return an observer of the optimizer's gradients; with ``accumulating``, a step has several passes."""
-
-
-class ReducerListener(Protocol):
-    """Object that depends on whether gradients are sharded. OSS holds it weakly."""
-
-    def on_reducer_attached(self) -> None:
-        """A ShardedDataParallel was made over the optimizer."""
+def _of_the_whole(name: str) -> property:
+    """Return a property that is an attribute of the optimizer with the full groups."""
+    return property(lambda self: getattr(self._full, name), lambda self, value: setattr(self._full, name, value))
 
 
 class OSS(Optimizer):
@@ -91,6 +66,7 @@ class OSS(Optimizer):
 
     refuses_chain = "OSS can't be part of a chain: shard the chain instead, OSS.wrap(OptimizerChain([...]))."
     """Error message of :class:`ray_adascale.OptimizerChain`, which does not import this class."""
+    refuses_sharding = "The optimizer is sharded already."
 
     def __init__(
         self,
@@ -128,35 +104,18 @@ class OSS(Optimizer):
         return self
 
     def _split(self, optimizer: Optimizer, group: dist.ProcessGroup | None, bucket_numel: int) -> None:
-        # AdaScale gives the reason on its class, since this module does not import it.
-        refusal: str | None = getattr(type(optimizer), "refuses_sharding", None)
-        if refusal is not None:
-            raise ValueError(refusal)
-        if isinstance(optimizer, OSS) or "_sharded" in vars(optimizer):
-            # A second split would find the state of this worker's share only.
-            raise ValueError("The optimizer is sharded already.")
-        if isinstance(optimizer, LBFGS):
-            raise ValueError(
-                "OSS can't shard LBFGS: its direction is of all parameters together, not of each by itself."
-            )
-        initialized = dist.is_available() and dist.is_initialized()
-        world_size = dist.get_world_size(group) if initialized else 1
-        if world_size > 1:
-            for part, _ in parts_of(optimizer):
-                check_holds_none(part)
+        self.group, self.rank, self.world_size = group, 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        check_optimizer(optimizer, self.world_size)
         if bucket_numel != -1 and bucket_numel < 1:
             raise ValueError(
                 f"Invalid bucket size of {bucket_numel} elements. Must be positive, or -1 for the default."
             )
-        self.group = group
-        self.rank = dist.get_rank(group) if initialized else 0
-        self.world_size = world_size
         if self.rank < 0:
             raise ValueError("This worker is not in the process group that OSS is to shard over.")
         self._full = optimizer  # with the full groups, which schedulers drive
         super().__setstate__({})
-        self.splits_elements = all(is_elementwise(type(part)) for part, _ in parts_of(optimizer))
-        """Whether the split of every parameter is by element; else it is, at least in part of a chain, by whole parameters."""
         self.buckets: list[Bucket] = []
         self.fragments: list[Fragment] = []
         """This worker's share, in parameter order."""
@@ -177,12 +136,7 @@ class OSS(Optimizer):
             part._sharded = True  # type: ignore[attr-defined]
 
     def _distribute(self, first: int, given: Mapping[Any, Any] | None = None) -> None:
-        """Put the parameters of the groups from number ``first`` on into buckets, and give this worker its part of them.
-
-        Args:
-            first: Number of a parameter group.
-            given: Full state of some of the parameters.
-        """
+        """Put the parameters of the groups from number ``first`` on into buckets; keep this worker's part, also of a state."""
         numbers = range(first, len(self.param_groups))
         params: list[Tensor] = [p for g in numbers for p in self.param_groups[g]["params"]]
         groups = [g for g in numbers for _ in self.param_groups[g]["params"]]
@@ -191,7 +145,8 @@ class OSS(Optimizer):
         if self.world_size == 1:
             fragments = [Fragment(p, g, 0, p.numel(), p, 0) for p, g in zip(params, groups, strict=True)]
         else:
-            buckets = self._make_buckets(params, groups)
+            elementwise = {g: is_elementwise(type(part)) for part, numbers in parts_of(self._full) for g in numbers}
+            buckets = divide(params, groups, elementwise, self._owners, rank=self.rank, numel=self._bucket_numel)
             self.buckets += buckets
             place = {p: i for i, p in enumerate(params)}
             fragments = sorted((f for b in buckets for f in b.fragments), key=lambda f: place[f.param])
@@ -211,24 +166,6 @@ class OSS(Optimizer):
         self._shares.numbers = self._numbers()
         self._take_share(fragments, given or {})
 
-    def _make_buckets(self, params: Sequence[Tensor], groups: Sequence[int]) -> list[Bucket]:
-        """Return buckets of parameters, those of elementwise optimizers apart from those that are owned whole."""
-        kinds = {g: is_elementwise(type(part)) for part, numbers in parts_of(self._full) for g in numbers}
-        buckets: list[Bucket] = []
-        for by_element in (True, False):
-            which = [i for i, g in enumerate(groups) if kinds[g] == by_element]
-            chosen = [params[i] for i in which]
-            buckets += make_buckets(
-                chosen,
-                [groups[i] for i in which],
-                None if by_element else self._owners.add(chosen),
-                rank=self.rank,
-                world_size=self.world_size,
-                numel=self._bucket_numel,
-            )
-        place = {p: i for i, p in enumerate(params)}
-        return sorted(buckets, key=lambda bucket: -min(place[p] for p in bucket.params))
-
     def _take_share(self, fragments: Iterable[Fragment], full: Mapping[Any, Any]) -> None:
         """Keep, of the full state of parameters, the part of each fragment."""
         for f in fragments:
@@ -242,13 +179,8 @@ class OSS(Optimizer):
         """The optimizer of this worker's share; its parameters are the :attr:`fragments`' tensors."""
         return self._shard
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._full.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self._full.param_groups = value
+    param_groups: Any = _of_the_whole("param_groups")
+    defaults: Any = _of_the_whole("defaults")
 
     @property
     def state(self) -> Any:
@@ -274,14 +206,6 @@ class OSS(Optimizer):
             self.state = self._shard.state
         return cast(ShareState, self._shard.state)
 
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self._full.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self._full.defaults = value
-
     def __repr__(self) -> str:
         return f"OSS(rank={self.rank}, world_size={self.world_size}, {self._full!r})"
 
@@ -299,7 +223,7 @@ class OSS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update this worker's share, then exchange the shares. Collective.
+        """Update this worker's share, then exchange the shares; return what the optimizer's step returns. Collective.
 
         Under ShardedDataParallel the step consumes the gradients: the next backward pass starts afresh, with or without
         ``zero_grad()``. The step that ``torch.distributed.checkpoint.state_dict`` takes to make an empty state exchanges nothing.
@@ -310,9 +234,6 @@ class OSS(Optimizer):
                 them by then. Under ShardedDataParallel each call reduces its gradients.
             **kwargs: Passed to the optimizer.
 
-        Returns:
-            The return value of the optimizer's step.
-
         Raises:
             RuntimeError: Under ShardedDataParallel, a pass in ``no_sync()`` came after the one that was reduced, and would be
                 left out.
@@ -320,8 +241,7 @@ class OSS(Optimizer):
         if closure is None and called_to_make_state(self):
             self._make_state()
             return None
-        loss = None
-        in_place = False
+        loss, in_place = None, False
 
         def evaluate() -> Any:
             nonlocal loss, in_place
@@ -347,11 +267,11 @@ class OSS(Optimizer):
             if self.world_size > 1:
                 for f in self.fragments:
                     f.tensor.grad = None
-        for local, group in zip(self._shard.param_groups, self.param_groups, strict=True):
-            group.update(hyperparameters(local))  # some optimizers keep scalars of their own in the groups
+        # Some optimizers keep scalars of their own in the groups.
+        copy_hyperparameters(self._shard.param_groups, self.param_groups)
         self._gather()
-        if self.reducer is not None:
-            self.reducer.consume()
+        if (reducer := self.reducer) is not None:
+            reducer.consume()
         self._shares.made, self._shares.collected = True, None
         return loss if result is None else result
 
@@ -370,8 +290,8 @@ class OSS(Optimizer):
             source.state = shares
         shares.update({k: v for k, v in made.items() if not isinstance(k, Tensor)})
         self._take_share(self.fragments, made)
-        place = {p: i for i, p in enumerate(self._params())}
-        shares.collected = {place[k] if isinstance(k, Tensor) else k: copy_of(v) for k, v in made.items()}
+        place: dict[Any, Any] = {p: i for i, p in enumerate(self._params())}
+        shares.collected = {place.get(k, k): copy_of(v) for k, v in made.items()}
         shares.made = True
 
     def _set_gradients(self, *, first: bool) -> None:
@@ -379,21 +299,18 @@ class OSS(Optimizer):
         for bucket in self.buckets:
             if not bucket.bound():
                 bucket.bind()
-        reducer = self.reducer
-        if reducer is not None:
+        if (reducer := self.reducer) is not None:
             reducer.finish_reduction()
         elif self.world_size > 1:
             for f in self.fragments:
                 f.tensor.grad = None if f.param.grad is None else f.of(f.param.grad)
         if first:
-            for local, group in zip(self._shard.param_groups, self.param_groups, strict=True):
-                local.update(hyperparameters(group))
+            copy_hyperparameters(self.param_groups, self._shard.param_groups)
 
     def _prepare_evaluation(self) -> None:
         """Before a further evaluation of the model within a step: gather parameters, and clear gradients that were cleared."""
         self._gather()
-        reducer = self.reducer
-        if reducer is not None:
+        if (reducer := self.reducer) is not None:
             reducer.reopen()
         elif self.world_size > 1:
             # Every worker has the whole gradient, and only the owner's optimizer has cleared its share of it.
@@ -442,15 +359,14 @@ class OSS(Optimizer):
 
     def step_gradients(self) -> list[Tensor]:
         """Return the gradients that :meth:`step` will use on this worker: under ShardedDataParallel its share of them."""
-        if self.reducer is None or self.world_size == 1:
+        if (reducer := self.reducer) is None:
             return [p.grad for p in self._params() if p.grad is not None]
-        self.reducer.finish_reduction()
+        reducer.finish_reduction()
         return [f.tensor.grad for f in self.fragments if f.tensor.grad is not None]
 
     def discard_gradients(self) -> None:
         """Forget the sharded gradients."""
-        reducer = self.reducer
-        if reducer is not None:
+        if (reducer := self.reducer) is not None:
             reducer.discard()
 
     @torch.no_grad()
@@ -482,38 +398,37 @@ class OSS(Optimizer):
         """
         params = self._params()
         counted = set(params if filter_params_fn is None else filter_params_fn(params))
-        shared = self.reducer is not None and self.world_size > 1
         used = False
-        if self.reducer is not None:
-            used = self.reducer.consumed
-            self.reducer.finish_reduction()
-        clipped = [f.tensor for f in self.fragments] if shared else params
+        if (reducer := self.reducer) is not None:
+            used = reducer.consumed
+            reducer.finish_reduction()
+        shared = reducer is not None and self.world_size > 1
         if process_group is None and not shared:
             grads = [p.grad for p in params if p.grad is not None and p in counted]
             total = torch.nn.utils.get_total_norm(grads, norm_type)
-            all_used = used
         else:
-            grads = self._own_gradients(counted)
-            group = process_group or self.group
+            device, group = params[0].device, process_group or self.group
             wide = any(p.dtype in (torch.float64, torch.complex128) for p in params)
             # Other groups' workers may have parameters of other dtypes, so their norms are sent as float64.
-            norm = NormOverWorkers(group, float(norm_type), params[0].device, wide or group is not self.group)
-            total, unused = norm(grads, not used)
+            dtype = torch.float64 if wide or group is not self.group else torch.float32
+            grads = self._own_gradients(counted)
+            total, unused = norm_over_workers(grads, not used, float(norm_type), group, device, dtype)
             total = total if wide else total.float()
-            all_used = used and not bool(unused)  # a worker with gradients does not wait for the device
-        if all_used:
+            used = used and not bool(unused)  # a worker with gradients does not wait for the device
+        if used:
             raise RuntimeError(
                 "clip_grad_norm() after step(): under ShardedDataParallel the step has consumed the gradients. Call it between "
                 "backward() and step(); for the norm alone, clip_grad_norm(math.inf) there."
             )
-        torch.nn.utils.clip_grads_with_norm_(clipped, max_norm, total)
+        torch.nn.utils.clip_grads_with_norm_([f.tensor for f in self.fragments] if shared else params, max_norm, total)
         return total
 
     def _own_gradients(self, of: set[Tensor]) -> list[Tensor]:
         """Return this worker's shares of the gradients of some parameters."""
-        if self.reducer is not None or self.world_size == 1:
-            return [f.tensor.grad for f in self.fragments if f.param in of and f.tensor.grad is not None]
-        return [f.of(f.param.grad) for f in self.fragments if f.param in of and f.param.grad is not None]
+        mine = [f for f in self.fragments if f.param in of]
+        if self.reducer is None:
+            return [f.of(f.param.grad) for f in mine if f.param.grad is not None]
+        return [f.tensor.grad for f in mine if f.tensor.grad is not None]
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -525,16 +440,9 @@ class OSS(Optimizer):
         Args:
             recipient_rank: Rank in the process group; −1 for all of them.
         """
-        self._shares.collected = None
-        self._shares.collected = collect_state(
-            self._shares,
-            self._params(),
-            self.fragments,
-            group=self.group,
-            rank=self.rank,
-            world_size=self.world_size,
-            recipient=recipient_rank,
-        )
+        shares, workers = self._shares, (self.group, self.rank, self.world_size)
+        shares.collected = None
+        shares.collected = collect_state(shares, self._params(), self.fragments, *workers, recipient=recipient_rank)
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """Return the full state, equal to the unsharded optimizer's; independent of the number of workers.
@@ -548,11 +456,10 @@ class OSS(Optimizer):
         _hooks.before_save(self, self._full)
         if all_ranks or self.world_size == 1:
             self.consolidate_state_dict(EVERYONE)
-        collected = self._shares.collected
-        if collected is None:
+        if self._shares.collected is None:
             raise RuntimeError(NOT_COLLECTED)
         # Dicts of its own, since torch.distributed.checkpoint.state_dict renames their keys.
-        collected = {k: dict(v) if isinstance(v, dict) else v for k, v in collected.items()}
+        collected = {k: dict(v) if isinstance(v, dict) else v for k, v in self._shares.collected.items()}
         # The present groups: a scheduler may have changed the LR since.
         return _hooks.after_save({"state": collected, "param_groups": packed(self.param_groups)}, self._full, self)
 
@@ -563,30 +470,22 @@ class OSS(Optimizer):
             ValueError: The groups differ in number or size.
         """
         state_dict = _hooks.before_load(state_dict, self, self._full)
-        saved_groups = state_dict["param_groups"]
-        saved_sizes = [len(group["params"]) for group in saved_groups]
-        sizes = [len(group["params"]) for group in self.param_groups]
+        saved, saved_groups = state_dict["state"], state_dict["param_groups"]
+        saved_sizes, sizes = (
+            [len(group["params"]) for group in groups] for groups in (saved_groups, self.param_groups)
+        )
         if saved_sizes != sizes:
             raise ValueError(
                 f"The state dict has parameter groups of {saved_sizes} parameters, the optimizer of {sizes} parameters."
             )
-        saved = state_dict["state"]
         where = dict(zip(self._params(), [i for group in saved_groups for i in group["params"]], strict=True))
         for group, other in zip(self.param_groups, saved_groups, strict=True):
             group.update({k: copy_of(v) for k, v in other.items() if k != "params"})
-        for local, group in zip(self._shard.param_groups, self.param_groups, strict=True):
-            local.update(hyperparameters(group))
-        # In the order in which the local optimizer numbers them.
-        fragments = [f for g in range(len(sizes)) for f in self.fragments if f.group == g]
-        state: dict[Any, Any] = {
-            i: part_of_state(copy_of(saved[where[f.param]]), f)
-            for i, f in enumerate(fragments)
-            if where[f.param] in saved
-        }
-        numbers = set(where.values())
-        state.update({k: copy_of(v) for k, v in saved.items() if k not in numbers})
+        copy_hyperparameters(self.param_groups, self._shard.param_groups)
         made = bool(self.state) or bool(saved)
-        self._shard.load_state_dict({"state": state, "param_groups": packed(self._shard.param_groups)})
+        in_order = sorted(self.fragments, key=lambda f: f.group)  # as the local optimizer numbers them
+        share = share_of(saved, where, in_order)
+        self._shard.load_state_dict({"state": share, "param_groups": packed(self._shard.param_groups)})
         self.state = self._shard.state
         self._shares.made = made
         _hooks.after_load(self._full, self)

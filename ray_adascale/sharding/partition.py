@@ -5,27 +5,15 @@ The borders of a partition by element are those of the buckets, see :mod:`ray_ad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from .._torch import is_dtensor
 from ..chain import parts_of
+from .buckets import Bucket, make_buckets
 
 TORCHS: frozenset[type[Optimizer]] = frozenset(
     {SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, Adagrad, Adadelta, ASGD}
@@ -75,19 +63,28 @@ def check_shardable(p: Tensor) -> None:
         raise ValueError(f"Invalid parameter of layout {p.layout}. OSS shards dense parameters only.")
 
 
-def check_holds_none(optimizer: Optimizer) -> None:
-    """Raise if a plain optimizer holds another one.
+def check_optimizer(optimizer: Optimizer, world_size: int) -> None:
+    """Raise if an optimizer can't be sharded over this number of workers.
 
     Raises:
-        ValueError: It does.
+        ValueError: It can't.
     """
-    held = next((name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)), None)
-    if held is not None:
-        name = type(optimizer).__name__
-        raise ValueError(
-            f"{name} holds another optimizer, in {held!r}, and OSS would shard nothing of it. Shard that one, and wrap it, "
-            f"as in {name}(OSS(...)); or use {name} without OSS."
-        )
+    # AdaScale and OSS give the reason on their classes, since this module does not import them.
+    refusal: str | None = getattr(type(optimizer), "refuses_sharding", None)
+    if refusal is None and "_sharded" in vars(optimizer):
+        refusal = "The optimizer is sharded already."  # a second split would find the state of this worker's share only
+    if isinstance(optimizer, torch.optim.LBFGS):
+        refusal = "OSS can't shard LBFGS: its direction is of all parameters together, not of each by itself."
+    if refusal is not None:
+        raise ValueError(refusal)
+    for part, _ in parts_of(optimizer) if world_size > 1 else ():
+        held = next((name for name, value in vars(part).items() if isinstance(value, Optimizer)), None)
+        if held is not None:
+            name = type(part).__name__
+            raise ValueError(
+                f"{name} holds another optimizer, in {held!r}, and OSS would shard nothing of it. Shard that one, and wrap it, "
+                f"as in {name}(OSS(...)); or use {name} without OSS."
+            )
 
 
 def partition(sizes: list[int], parts: int, loads: list[int] | None = None) -> list[int]:
@@ -118,7 +115,7 @@ class Owners:
     """
 
     def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+        self.world_size = world_size
         self._trainable_loads = [0] * world_size
         self._loads = [0] * world_size
 
@@ -127,13 +124,39 @@ class Owners:
         owners = [0] * len(params)
         # Frozen parameters have no state, so they must not weigh against trainable ones. They come second, and make the loads
         # equal if they are unfrozen later.
-        trainable = [i for i, p in enumerate(params) if p.requires_grad]
-        frozen = [i for i, p in enumerate(params) if not p.requires_grad]
-        found = partition([params[i].numel() for i in trainable], self._world_size, self._trainable_loads)
-        for i, owner in zip(trainable, found, strict=True):
-            owners[i] = owner
-            self._loads[owner] += params[i].numel()
-        found = partition([params[i].numel() for i in frozen], self._world_size, self._loads)
-        for i, owner in zip(frozen, found, strict=True):
-            owners[i] = owner
+        for trainable, loads in ((True, self._trainable_loads), (False, self._loads)):
+            which = [i for i, p in enumerate(params) if p.requires_grad == trainable]
+            found = partition([params[i].numel() for i in which], self.world_size, loads)
+            for i, owner in zip(which, found, strict=True):
+                owners[i] = owner
+                self._loads[owner] += params[i].numel() if trainable else 0
         return owners
+
+
+def divide(
+    params: Sequence[Tensor],
+    groups: Sequence[int],
+    elementwise: Mapping[int, bool],
+    owners: Owners,
+    *,
+    rank: int,
+    numel: int,
+) -> list[Bucket]:
+    """Return buckets of parameters, those of elementwise optimizers apart from those that are owned whole.
+
+    Args:
+        params: The parameters.
+        groups: The parameter group of each.
+        elementwise: Whether the optimizer of a group treats every element by itself.
+        owners: The owners of whole parameters so far; updated.
+        rank: This worker.
+        numel: Elements in a bucket.
+    """
+    buckets: list[Bucket] = []
+    for kind in (True, False):
+        which = [i for i, g in enumerate(groups) if elementwise[g] == kind]
+        chosen, of = [params[i] for i in which], [groups[i] for i in which]
+        whole = None if kind else owners.add(chosen)
+        buckets += make_buckets(chosen, of, whole, rank=rank, world_size=owners.world_size, numel=numel)
+    place = {p: i for i, p in enumerate(params)}
+    return sorted(buckets, key=lambda bucket: -min(place[p] for p in bucket.params))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class GradientReduction:
 
     Attributes:
         reducers: One for each optimizer.
-        syncing: Whether the passes to come send gradients; False under :meth:`no_sync`.
+        syncing: Whether the passes to come send gradients; False under ``no_sync()``.
     """
 
     def __init__(self, optimizers: Sequence[OSS], wire_dtype: torch.dtype | None) -> None:
@@ -55,8 +55,9 @@ class GradientReduction:
         return param in self._place
 
     @property
-    def num_buckets(self) -> int:
-        return len(self._buckets)
+    def has_all_buckets(self) -> bool:
+        """Whether the optimizers have no more buckets than at the last :meth:`refresh`."""
+        return sum(len(reducer.optimizer.buckets) for reducer in self.reducers) == len(self._buckets)
 
     @property
     def device(self) -> torch.device | None:
@@ -77,15 +78,6 @@ class GradientReduction:
     def buckets_of(self, optimizer: OSS) -> list[GradientBucket]:
         """Return the gradient buckets of one optimizer's parameters."""
         return [self._buckets[bucket] for bucket in optimizer.buckets if bucket in self._buckets]
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Leave the gradients of backward passes in this context on this worker."""
-        before, self.syncing = self.syncing, False
-        try:
-            yield
-        finally:
-            self.syncing = before
 
     # ---- a backward pass -----------------------------------------------------------------------------------------
 
@@ -115,7 +107,7 @@ class GradientReduction:
     def _start_pass(self) -> bool:
         """Begin a pass; return whether its gradients go through the buckets."""
         for reducer in self.reducers:
-            reducer.consumed = False
+            reducer.used = False
         # Under AdaScale the gradients of a step's last pass alone are sent, whether the others are under no_sync() or not. So
         # each step has one reduction, which a worker that lacks a pass still joins in finish().
         sending = self.syncing and all(reducer.ends_step() for reducer in self.reducers)
@@ -163,8 +155,7 @@ class GradientReduction:
         for reducer in self.reducers:
             if bucket.bucket in reducer.optimizer.buckets:
                 bucket.observed = reducer.observer is not None
-                observer = reducer.bucket_observer
-                if observer is not None:
+                if (observer := reducer.bucket_observer) is not None:
                     observer.add_bucket(bucket, flat)
         if bucket.accumulated is not None:
             flat = bucket.accumulated.add_(flat)
@@ -214,7 +205,7 @@ class GradientReduction:
 
 
 class ShardReducer:
-    """The gradients of one optimizer in a :class:`GradientReduction`: a :class:`GradientReducer` and :class:`OwnedShards`.
+    """The gradients of one optimizer in a :class:`GradientReduction`: a :class:`GradientReducer`.
 
     Args:
         reduction: Owns this object; held weakly.
@@ -223,30 +214,25 @@ class ShardReducer:
     Attributes:
         reduced: Whether the gradients are with their owners.
         overtaken: Whether a pass under ``no_sync()`` came after they were reduced.
-        consumed: Whether a step has used the gradients, and no backward pass came on this worker since.
+        used: Whether a step has used the gradients, and no hook has noticed a backward pass on this worker since.
     """
 
     def __init__(self, reduction: GradientReduction, optimizer: OSS) -> None:
         self._reduction = weakref.proxy(reduction)
         self.optimizer = optimizer
-        self.reduced = self.overtaken = self._consumed = False
+        self.reduced = self.overtaken = self.used = False
         self._observer: weakref.ref[ShardHookObserver | BucketObserver] | None = None
 
     @property
     def consumed(self) -> bool:
         # One worker alone has no hooks, and so can't notice a pass.
-        return self._consumed and not (self.optimizer.world_size == 1 and self._has_gradients())
-
-    @consumed.setter
-    def consumed(self, consumed: bool) -> None:
-        self._consumed = consumed
+        return self.used and not (self.optimizer.world_size == 1 and self._has_gradients())
 
     def _has_gradients(self) -> bool:
         return any(fragment.tensor.grad is not None for fragment in self.optimizer.fragments)
 
     def _buckets(self) -> list[GradientBucket]:
-        buckets: list[GradientBucket] = self._reduction.buckets_of(self.optimizer)
-        return buckets
+        return cast(list[GradientBucket], self._reduction.buckets_of(self.optimizer))
 
     # ---- measured by an observer ---------------------------------------------------------------------------------
 
@@ -256,7 +242,12 @@ class ShardReducer:
         If each backward pass is an optimizer step, it measures whole buckets. If gradients of several passes add up, each pass's
         own gradient would have to be kept apart for that, which costs more than a hook on each parameter.
         """
-        observer = ShardHookObserver(self, listener) if accumulating else BucketObserver(self, listener)
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        observer: ShardHookObserver | BucketObserver
+        if accumulating:
+            observer = ShardHookObserver(self, groups, listener)
+        else:
+            observer = BucketObserver(self, len(groups), self.optimizer.buckets, listener)
         self._observer = weakref.ref(observer)
         return observer
 
@@ -285,14 +276,12 @@ class ShardReducer:
         return [norm for bucket in self._buckets() if bucket.held for norm in bucket.own_norms()]
 
     def own_gradients(self) -> Iterator[Tensor]:
-        for bucket in self._buckets():
-            if bucket.held:
-                yield from (f.tensor.grad for f in bucket.bucket.fragments if f.tensor.grad is not None)
+        held = [bucket for bucket in self._buckets() if bucket.held]
+        return (f.tensor.grad for bucket in held for f in bucket.bucket.fragments if f.tensor.grad is not None)
 
     def discard_norms(self) -> None:
         """Drop the norms of buckets that belong to no gradient sample."""
-        observer = self.bucket_observer
-        if observer is not None:
+        if (observer := self.bucket_observer) is not None:
             observer.local_sq_norms()
 
     # ---- stepped with by the optimizer ---------------------------------------------------------------------------
@@ -323,7 +312,7 @@ class ShardReducer:
     def discard(self) -> None:
         """Forget the gradients, reduced or not."""
         self._reduction.abort_pass()
-        self.reduced = self.overtaken = self._consumed = False
+        self.reduced = self.overtaken = self.used = False
         self.discard_norms()  # of a pass that did not come to its end
         for bucket in self._buckets():
             bucket.discard()
@@ -335,7 +324,7 @@ class ShardReducer:
         """Forget the gradients, which a step has used."""
         used = self.optimizer.world_size > 1 or self._has_gradients()
         self.discard()
-        self._consumed = used
+        self.used = used
 
 
 def _hook(reduction: GradientReduction, bucket: GradientBucket, index: int) -> Callable[[Tensor], None]:

@@ -70,9 +70,7 @@ class ShardedDataParallel(nn.Module):
         optimizers = [_sharded(optimizer) for optimizer in given]
         if not optimizers:
             raise TypeError("ShardedDataParallel needs the sharded optimizer: ShardedDataParallel(module, OSS(...)).")
-        groups = [optimizer.group for optimizer in optimizers]
-        if process_group is not None:
-            groups.append(process_group)
+        groups = [optimizer.group for optimizer in optimizers] + ([] if process_group is None else [process_group])
         default = dist.group.WORLD if dist.is_available() else None
         if len({id(default if group is None else group) for group in groups}) > 1:
             raise ValueError(
@@ -81,13 +79,10 @@ class ShardedDataParallel(nn.Module):
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self.auto_refresh_trainable = auto_refresh_trainable
-        self._optimizers = optimizers
         self._group = optimizers[0].group
         self._world_size = optimizers[0].world_size
         self._reduction = GradientReduction(optimizers, torch.float16 if reduce_fp16 else None)
         self._buffers_due = True
-        self._params: list[nn.Parameter] = []
-        self._trainable: list[bool] = []
         self.refresh_trainable()
         if sync_models_at_startup and self._world_size > 1:
             for optimizer in optimizers:
@@ -95,7 +90,8 @@ class ShardedDataParallel(nn.Module):
                     if not bucket.bound():
                         bucket.bind()
                     dist.broadcast(as_bytes(bucket.flat), global_rank(self._group, 0), group=self._group)
-            self._broadcast([*_rest(module, optimizers), *module.buffers()])
+            known = {p for optimizer in optimizers for bucket in optimizer.buckets for p in bucket.params}
+            self._broadcast([*(p for p in module.parameters() if p not in known), *module.buffers()])
         for reducer in self._reduction.reducers:
             reducer.optimizer.attach_reducer(reducer)
 
@@ -152,9 +148,7 @@ class ShardedDataParallel(nn.Module):
             return
         reducers = self._reduction.reducers
         for reducer in reducers:
-            observer = reducer.observer
-            listener = None if observer is None else observer.listener
-            if listener is not None:
+            if (observer := reducer.observer) is not None and (listener := observer.listener) is not None:
                 listener.complete("reduce")
         if not all(reducer.reduced for reducer in reducers):
             self._reduction.finish()
@@ -180,8 +174,11 @@ class ShardedDataParallel(nn.Module):
         ``optimizer.step()`` raises RuntimeError if a pass in this context came after the last one outside, unless :meth:`reduce`
         was called. If all passes of a step are in this context, ``step()`` sends their gradients.
         """
-        with self._reduction.no_sync():
+        before, self._reduction.syncing = self._reduction.syncing, False
+        try:
             yield
+        finally:
+            self._reduction.syncing = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none=set_to_none)
@@ -208,8 +205,8 @@ class ShardedDataParallel(nn.Module):
 
     def _changed(self) -> bool:
         """Whether a parameter was frozen, unfrozen, or added to an optimizer."""
-        buckets = sum(len(optimizer.buckets) for optimizer in self._optimizers)
-        return buckets != self._reduction.num_buckets or [p.requires_grad for p in self._params] != self._trainable
+        trainable = [p.requires_grad for p in self._params]
+        return not self._reduction.has_all_buckets or trainable != self._trainable
 
     @torch.no_grad()
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
@@ -242,9 +239,3 @@ def _sharded(optimizer: Any) -> OSS:
             "make it first, as in OSS(module.parameters(), optim=torch.optim.SGD, lr=0.1), or OSS.wrap(optimizer)."
         )
     return inner
-
-
-def _rest(module: nn.Module, optimizers: Sequence[OSS]) -> list[Tensor]:
-    """Return the parameters that no optimizer has."""
-    known = {p for optimizer in optimizers for bucket in optimizer.buckets for p in bucket.params}
-    return [p for p in module.parameters() if p not in known]

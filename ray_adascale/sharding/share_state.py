@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,20 @@ def part_of_state(state: dict[Any, Any], fragment: Fragment) -> dict[Any, Any]:
     }
 
 
+def share_of(full: dict[Any, Any], numbers: dict[Tensor, Any], fragments: Sequence[Fragment]) -> dict[Any, Any]:
+    """Return copies of the parts of a full state that belong to fragments, by their place, and of what belongs to no parameter.
+
+    Args:
+        full: State by number.
+        numbers: The number of each parameter.
+        fragments: This worker's.
+    """
+    mine = [(i, f, numbers[f.param]) for i, f in enumerate(fragments) if numbers[f.param] in full]
+    of_parameters = set(numbers.values())
+    share = {i: part_of_state(copy_of(full[number]), f) for i, f, number in mine}
+    return share | {k: copy_of(v) for k, v in full.items() if k not in of_parameters}
+
+
 def describe_entry(value: Any, fragment: Fragment) -> tuple[str, Any]:
     """Return (kind, payload) of a state entry for the other workers: shape, dtype, strides and device of a tensor, or the value.
 
@@ -89,15 +103,17 @@ def place_for(
     state: dict[Any, Any], name: Any, kind: str, payload: list[Any], param: Tensor, start: int, numel: int
 ) -> Tensor:
     """Return the part of the full state that one worker's entry is copied into; the first part makes the tensor."""
-    shape, dtype_name, stride, device = payload
-    dtype = getattr(torch, dtype_name)
-    where = torch.device("cpu") if device == "cpu" else param.device
-    if kind == "part":
-        if name not in state:
-            state[name] = torch.empty_like(param, dtype=dtype, device=where, requires_grad=False)
-        return memory_view(state[name])[start : start + numel]
-    state[name] = torch.empty_strided(shape, stride, dtype=dtype, device=where)
-    return state[name]
+    shape, dtype, stride, device = payload
+    kind_of_tensor: dict[str, Any] = {
+        "dtype": getattr(torch, dtype),
+        "device": device if device == "cpu" else param.device,
+    }
+    if kind != "part":
+        state[name] = torch.empty_strided(shape, stride, **kind_of_tensor)
+        return state[name]
+    if name not in state:
+        state[name] = torch.empty_like(param, **kind_of_tensor, requires_grad=False)
+    return memory_view(state[name])[start : start + numel]
 
 
 def copy_of(value: Any) -> Any:
@@ -109,17 +125,18 @@ def copy_of(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a parameter group that a share of it has as well."""
-    return {k: v for k, v in group.items() if k not in _PER_PARAMETER}
+def copy_hyperparameters(groups: list[dict[str, Any]], to: list[dict[str, Any]]) -> None:
+    """Copy the entries that a parameter group and a share of it have in common."""
+    for group, other in zip(groups, to, strict=True):
+        other.update({k: v for k, v in group.items() if k not in _PER_PARAMETER})
 
 
 def packed(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return groups as in a state dict: copies, with numbers in place of parameters."""
-    out = []
+    out: list[dict[str, Any]] = []
     start = 0
     for group in groups:
         numbers = list(range(start, start + len(group["params"])))
-        out.append({**{k: copy_of(v) for k, v in group.items() if k != "params"}, "params": numbers})
+        out.append({k: copy_of(v) for k, v in group.items() if k != "params"} | {"params": numbers})
         start += len(numbers)
     return out

@@ -17,7 +17,7 @@ import torch
 from ray_adascale import checkpoint
 from ray_adascale.checkpoint import CheckpointError
 
-from .folders import Pool, corrupt, read_all, reseal, save_replicated
+from .folders import corrupt, read_all, reseal
 
 FILES = ["__0_0.distcp", "state.json", "tensors.json"]
 
@@ -56,25 +56,6 @@ def test_loading_without_verifying_still_sees_sizes_and_json_digests(one: Path) 
             read_all(one)
         (one / name).write_bytes(data)
     read_all(one)
-
-
-def test_swapped_files_are_found(tmp_path: Path, pool: Pool) -> None:
-    pool(2).run(save_replicated, str(tmp_path))
-    first, second = tmp_path / "__0_0.distcp", tmp_path / "__1_0.distcp"
-    assert first.stat().st_size == second.stat().st_size, "or sizes alone would tell"
-    first.rename(tmp_path / "x")
-    second.rename(first)
-    (tmp_path / "x").rename(second)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        checkpoint.verify(tmp_path)
-
-
-def test_files_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
-    for name, value in (("a", 1.0), ("b", 2.0)):
-        checkpoint.save(tmp_path / name, {"x": torch.full((4,), value)})
-    shutil.copy(tmp_path / "a" / "__0_0.distcp", tmp_path / "b")
-    with pytest.raises(CheckpointError, match="is damaged"):
-        checkpoint.verify(tmp_path / "b")
 
 
 def test_a_checkpoint_that_is_being_deleted_is_none_any_more(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,25 +240,6 @@ def test_nothing_planted_in_any_file_is_ever_unpickled(
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Choosing one
-
-
-def test_the_latest_that_verifies_is_chosen_and_the_others_are_named(tmp_path: Path) -> None:
-    folders = [tmp_path / str(i) for i in range(4)]
-    for folder in folders:
-        checkpoint.save(folder, {"x": torch.ones(2)})
-    assert checkpoint.latest_valid(folders) == folders[3]
-    corrupt(folders[3] / "__0_0.distcp")
-    (folders[2] / "manifest.json").unlink()
-    with pytest.warns(RuntimeWarning) as warned:
-        assert checkpoint.latest_valid([str(folder) for folder in folders]) == str(folders[1])
-    assert [str(w.message).split(":")[0] for w in warned] == [
-        f"Skipped the checkpoint {folders[3]}",
-        f"Skipped the checkpoint {folders[2]}",
-    ]
-    assert "SHA-256" in str(warned[0].message)
-    with pytest.warns(RuntimeWarning):
-        assert checkpoint.latest_valid(folders[2:]) is None
-    assert checkpoint.latest_valid([]) is None
 
 
 def _of_a_run(run: Path, names_and_steps: dict[str, int]) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -47,38 +46,6 @@ def test_any_number_of_ranks_loads_what_any_number_saved(
         check_load(str(folder), 0, 1, other)
         pool(2).run(load_ranks, str(folder), other)
         pool(3).run(load_ranks, str(folder), other)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_key_may_be_on_any_of_the_ranks(tmp_path: Path, pool: Pool, world: int) -> None:
-    folder = saved(tmp_path, pool, world)
-    assert set(checkpoint.Saved(folder).index) == {
-        "model/weight",
-        "model/bias",
-        "optim/exp_avg",
-        *(f"rng/{rank}" for rank in range(world)),
-    }
-    last = torch.empty(5, dtype=torch.uint8)
-    checkpoint.Saved(folder).load({f"rng/{world - 1}": last})
-    assert last.tolist() == [world - 1] * 5
-
-
-def test_shards_load_into_a_plain_tensor_and_the_other_way_round(tmp_path: Path, pool: Pool) -> None:
-    folder = saved(tmp_path, pool, 2)
-    whole = torch.empty(NUMEL, dtype=torch.float64)
-    checkpoint.Saved(folder).load({"optim/exp_avg": whole})
-    assert torch.equal(whole, flat())
-    part = torch.empty(4)
-    checkpoint.Saved(folder).load({"model/bias": TensorShard(part, 3, 9)})
-    assert part.tolist() == [3, 4, 5, 6]
-
-
-def test_whole_parameters_as_shards_load_by_element(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, {"p": TensorShard(torch.arange(10.0), 0, 10)})
-    parts = [torch.empty(3), torch.empty(0), torch.empty(7)]
-    for offset, part in zip((0, 3, 3), parts, strict=True):
-        checkpoint.Saved(tmp_path).load({"p": TensorShard(part, offset, 10)})
-    assert torch.cat(parts).tolist() == list(range(10))
 
 
 @pytest.mark.also_simulated
@@ -221,13 +188,6 @@ def test_no_state_and_no_tensors_are_a_checkpoint_too(tmp_path: Path) -> None:
     checkpoint.verify(tmp_path)
     assert checkpoint.Saved(tmp_path).state == {}
     assert checkpoint.Saved(tmp_path).index == {}
-
-
-def test_there_is_no_pickled_metadata(tmp_path: Path, pool: Pool) -> None:
-    folder = saved(tmp_path, pool, 2)
-    names = {file.name for file in folder.iterdir()}
-    assert names == {"manifest.json", "state.json", "tensors.json", "__0_0.distcp", "__1_0.distcp"}
-    assert set(json.loads((folder / "manifest.json").read_text())["files"]) == names - {"manifest.json"}
 
 
 def test_loading_reads_only_the_files_that_are_needed(tmp_path: Path, pool: Pool) -> None:

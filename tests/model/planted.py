@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 FAULTS: list[tuple[str, str, str]] = [
     # ---- gain
     ("gain.py", "(scale / (count - 1))", "(scale / count)"),
-    ("gain.py", "    mu2 = reduced_sq_norm - sigma2 / scale\n", "    mu2 = reduced_sq_norm - sigma2\n"),
+    ("gain.py", "    mu2 = torch.sub(reduced_sq_norm, sigma2, alpha=1 / scale)\n", "    mu2 = reduced_sq_norm - sigma2\n"),
     ("gain.py", "return math.exp(-previous_gain / (window * total_steps))", "return math.exp(-1 / (window * total_steps))"),
     ("gain.py", "self.count + 1 < 1 / weight", "self.count < 1 / weight"),
     ("optim/averages.py", "total = torch.maximum(total, self._floors_on(total.device)[:2] * weight)", "total = total.abs()"),
@@ -37,7 +37,7 @@ FAULTS: list[tuple[str, str, str]] = [
     ("optim/averages.py", "use = finite if usable is None else finite & usable", "use = finite"),
     ("optim/step_shape.py", "self.scale * passes / self.passes", "self.scale"),
     ("optim/step_sums.py", "c = c / shape.multiple_of_mean**2", "c = c / shape.multiple_of_mean"),
-    ("optim/step_sums.py", "unscale = scale.reciprocal().square()", "unscale = scale.reciprocal()"),
+    ("optim/step_sums.py", "else scale.square()", "else scale"),
     ("optim/example_noise.py", "self.window / (2 * shape.scale)", "self.window / shape.scale"),
     ("optim/example_noise.py", "reduced_sq_norm - held / shape.scale", "reduced_sq_norm - held"),
     ("optim/example_noise.py", 'self._step, self._every = int(state["examples_step"])', "self._step, self._every = 0"),
@@ -54,10 +54,10 @@ FAULTS: list[tuple[str, str, str]] = [
     ("measure/layers.py", "same = index.unsqueeze(1) == index.unsqueeze(2)",
      "same = torch.eye(t, dtype=torch.bool).expand(len(index), t, t)"),
     # ---- sharding
-    ("sharding/clipping.py", "            total = total ** (1 / self.norm_type)\n", "            total = total * 1.0\n"),
-    ("sharding/clipping.py", "torch.float64 if self.wide else torch.float32", "torch.float32"),
+    ("sharding/clipping.py", "        total = total ** (1 / norm_type)\n", "        total = total * 1.0\n"),
+    ("sharding/oss.py", "torch.float64 if wide or group is not self.group else torch.float32", "torch.float32"),
     ("sharding/gradient_bucket.py", "if not all(self._seen[span.index] for span in mine):", "if False:"),
-    ("sharding/gradient_bucket.py", "shift(start), shift(end - 1) + 1", "shift(start), shift(end - 1)"),
+    ("sharding/gradient_bucket.py", "at + span.numel - start)", "at + span.numel - 1 - start)"),
     ("sharding/oss.py", "f.tensor.grad = None if f.param.grad is None else f.of(f.param.grad)",
      "f.tensor.grad = torch.zeros_like(f.tensor) if f.param.grad is None else f.of(f.param.grad)"),
     # ---- run/passes, run/schedule

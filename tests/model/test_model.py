@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ray_adascale import gain
+from ray_adascale.optim import step_sums
 
 from ..pool import ProcessPool
 from .base import Row
@@ -36,7 +36,7 @@ def test_runs_agree_with_the_literal_model(pool: Pool, part: int) -> None:
 
 
 def test_a_wrong_formula_is_found_and_its_case_made_small(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = gain.gradient_moments
+    right = step_sums.gradient_moments
     case = Case(
         legs=(Leg(passes=3, per_worker=2, steps=2), Leg(passes=2)), momentum=0.9, groups=2, scheduler="cosine", clip=1.0
     )
@@ -46,7 +46,7 @@ def test_a_wrong_formula_is_found_and_its_case_made_small(pool: Pool, monkeypatc
     def wrong(a: object, c: object, *, scale: float, count: int) -> object:
         return right(a, c, scale=scale, count=count + 1)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(gain, "gradient_moments", wrong)
+    monkeypatch.setattr(step_sums, "gradient_moments", wrong)
     found = check(case, pool)
     assert found is not None
     assert "step 0: sigma2 is" in found

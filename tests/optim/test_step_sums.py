@@ -28,7 +28,7 @@ def sums(
     seen: bool = True,
     **more: Tensor,
 ) -> StepSums:
-    return StepSums(shape, {"c": c, "a": a, "complete": f64(complete), **more}, None, watched, seen)
+    return StepSums(shape, {"c": c, "a": a, "complete": f64(complete), **more}, None, None, watched, seen)
 
 
 # σ² = (5 − 3)·4/1 = 8 and μ² = 3 − 8/4 = 1.

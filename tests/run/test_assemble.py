@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend
+from ray_adascale import AdaScaleConfig, LocalBackend
 from ray_adascale.run.assemble import Parts, assemble
 from ray_adascale.run.boundary.batch import StepBatch
 from ray_adascale.run.boundary.checkpointing import Checkpointing
@@ -21,10 +21,10 @@ from ray_adascale.run.boundary.reporting import Reporting
 from ray_adascale.run.observe.advice import NoiseWarning
 from ray_adascale.run.observe.eta import EtaTracker
 from ray_adascale.run.observe.step import Listener
-from ray_adascale.run.observe.trace import TraceFile, read_trace
+from ray_adascale.run.observe.trace import TraceFile
 from ray_adascale.workload import Pieces
 
-from .test_loop import dataset, drive, make_run, model
+from .test_loop import dataset, model
 
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
 
@@ -89,15 +89,6 @@ def test_listeners_that_add_to_a_step_come_before_those_that_write_it(tmp_path: 
     assert kinds(adaptive) == with_trace[1:]  # its batch is never larger than wanted
 
 
-def test_a_fresh_run_begins_at_zero() -> None:
-    parts = built(per_worker_batch_size=8, accumulation=2)
-    assert (parts.plan.global_batch_size, parts.plan.scale) == (16, 4.0)
-    assert (parts.state.iterations, parts.state.attempt, parts.state.stopped) == (0, 0, None)
-    assert (parts.optimizer.effective_steps, parts.optimizer.scale, parts.source.position) == (0.0, 4.0, 0)
-    assert parts.base_schedule.total_steps == 40
-    assert parts.model is parts.module
-
-
 def _beside_rank_0(folder: str) -> tuple[list[str], list[str], int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -139,69 +130,3 @@ def test_checkpoints_have_a_group_for_tensors_on_the_cpu(pool: Any, backends: st
     """A checkpoint in the background must not share NCCL's communicator with the steps."""
     for found in pool(2).run(_groups_of_checkpoints, backends, name):
         assert found.startswith(expected)
-
-
-def test_a_resume_loads_every_part_of_a_checkpoint(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"per_worker_batch_size": 4, "accumulation": 2, "elastic": True}
-    settings |= {"checkpoint_every_s": 1e-9, "async_checkpoint": False, "evaluate_every": 4}
-    run = make_run(
-        model(), backend=LocalBackend(tmp_path), scheduler=False, evaluate=lambda _: {"accuracy": 0.5}, **settings
-    )
-    rows = drive(run, stop_after=7)
-    stop = EarlyStop(patience=30, metric="accuracy", mode="max")
-    parts = built(Watched(tmp_path, device="cpu"), evaluate=lambda _: {}, early_stop=stop, **settings)
-    assert (parts.state.iterations, parts.state.attempt, parts.state.stopped) == (7, 1, None)
-    assert parts.state.metrics["loss"] == rows[-1]["loss"]
-    assert parts.optimizer.effective_steps == run.effective_steps
-    assert parts.source.position == 7 * 8
-    assert parts.evaluation.evaluated_at == run.parts.evaluation.evaluated_at > 0
-    assert kinds(parts.stages) == STAGES
-    assert kinds(parts.listeners) == [NoiseWarning, EtaTracker, TraceFile, Watched.Mine]
-    trace = next(each for each in parts.listeners if isinstance(each, TraceFile))
-    ((path, _),) = trace.files().values()
-    assert [row["step"] for row in read_trace(path)] == [1, 2, 3, 4, 5, 6, 7]
-
-
-def test_a_resumed_adaptive_run_begins_with_the_batch_of_its_checkpoint(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"total_steps": 400, "target_efficiency": 0.9, "max_global_batch_size": 32}
-    run = make_run(model(), backend=LocalBackend(tmp_path), scheduler=False, **settings)
-    drive(run, stop_after=25)
-    run.report(save=True)
-    assert run.plan != built(**settings).plan
-    parts = built(LocalBackend(tmp_path), **settings)
-    assert parts.plan == run.plan
-    assert parts.optimizer.scale == run.plan.scale
-    first = next(iter(parts.source))
-    assert first.examples == run.plan.global_batch_size // run.plan.accumulation
-    parts.source.close()
-
-
-@pytest.mark.parametrize("ends", ["at T", "early"])
-def test_a_run_that_has_ended_is_not_begun_again(tmp_path: Path, ends: str) -> None:
-    stop = None if ends == "at T" else EarlyStop(patience=8, metric="accuracy", mode="max")
-    settings: dict[str, Any] = {"early_stop": stop, "evaluate_every": 4}
-    run = make_run(
-        model(), backend=LocalBackend(tmp_path), scheduler=False, evaluate=lambda _: {"accuracy": 0.5}, **settings
-    )
-    drive(run)
-    parts = built(LocalBackend(tmp_path), evaluate=lambda _: {}, **settings)
-    assert parts.state.stopped == run.stopped
-    assert (run.stopped == "total_steps reached") == (stop is None)
-
-
-@pytest.mark.parametrize(
-    ("stop", "evaluates", "message"),
-    [
-        (EarlyStop(patience=3), True, "EarlyStop needs metric and mode"),
-        (EarlyStop(patience=3, metric="loss", mode="min"), False, r"EarlyStop.metric='loss'.: the loss of one step"),
-        (EarlyStop(patience=3, metric="loss", mode="min"), True, None),
-        (EarlyStop(patience=3, metric="accuracy", mode="max"), False, None),
-    ],
-)
-def test_an_early_stop_needs_a_metric_of_evaluations(stop: EarlyStop, evaluates: bool, message: str | None) -> None:
-    evaluate = (lambda _: {"loss": 1.0}) if evaluates else None
-    if message is None:
-        assert built(early_stop=stop, evaluate=evaluate).evaluation.stalled is None
-        return
-    with pytest.raises(ValueError, match=message):
-        built(early_stop=stop, evaluate=evaluate)

@@ -6,13 +6,10 @@ import gc
 import itertools
 import json
 import math
-import re
 import time
 import warnings
 import weakref
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,11 +17,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import ray_adascale
 from ray_adascale import (
-    OSS,
     AdaScale,
     AdaScaleConfig,
     LEGWRule,
@@ -33,25 +29,20 @@ from ray_adascale import (
     Recipe,
     Run,
     UnscaledRule,
-    Workload,
     checkpoint,
     load_weights,
 )
 from ray_adascale._torch import is_dtensor
 from ray_adascale.data.order import epoch_order
 from ray_adascale.optim.rules import RULES
-from ray_adascale.run import loop
 from ray_adascale.run.boundary.stage import BoundaryFlags, StepReport
 from ray_adascale.run.boundary.train_state import load_rng
-from ray_adascale.run.observe.advice import NoiseWarning
 from ray_adascale.run.observe.eta import EtaTracker
 from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.run.observe.step import Listener, Step
 from ray_adascale.run.observe.trace import read_trace
-from ray_adascale.workload import build
 
 from ..host_reads import host_reads
-from ..model.reference_run import ReferenceAdaScale
 from ..placement import here
 
 # Advice on how far to scale, which toy data of 60 examples rightly gets; one test looks for it.
@@ -70,19 +61,16 @@ def model(dtype: torch.dtype = torch.float32, *, dropout: float = 0.0, seed: int
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 2)).to(dtype)
 
 
-def optimizer_of(
-    net: nn.Module, kind: str, lr: float = 0.1, fused: bool | None = None, momentum: float = 0.9
-) -> torch.optim.Optimizer:
+def optimizer_of(net: nn.Module, kind: str, lr: float = 0.1, fused: bool | None = None) -> torch.optim.Optimizer:
     if kind == "adamw":
         return torch.optim.AdamW(net.parameters(), lr=lr / 5, weight_decay=0.1, fused=fused)
-    return torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum, fused=fused)
+    return torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, fused=fused)
 
 
 def make_run(
     net: nn.Module,
     *,
     kind: str = "sgd",
-    momentum: float = 0.9,
     data: Any = None,
     lr: float = 0.1,
     gamma: float = 0.9,
@@ -91,7 +79,7 @@ def make_run(
     fused: bool | None = None,
     **settings: Any,
 ) -> Run:
-    optimizer = optimizer_of(net, kind, lr, fused, momentum)
+    optimizer = optimizer_of(net, kind, lr, fused)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma) if scheduler else None
     extra = {key: settings.pop(key) for key in ("evaluate", "recipe", "collate_fn") if key in settings}
     defaults: dict[str, Any] = {
@@ -179,115 +167,7 @@ def test_a_rule_that_warms_up_warns_of_a_schedule_that_does() -> None:
     make_run(model(), gamma=0.9, rule=LEGWRule(base_warmup_epochs=1, data_size=60))  # warnings are errors here
 
 
-@pytest.mark.parametrize("unit", ["step", "epoch"])
-def test_the_rate_at_scale_is_that_of_base_step_floor_tau(unit: str) -> None:
-    base = [row["lr"] for row in drive(make_run(model(), scheduler_unit=unit, total_steps=200, gamma=0.7))]
-    run = make_run(model(), scheduler_unit=unit, total_steps=200, gamma=0.7, per_worker_batch_size=8, accumulation=2)
-    tau = 0.0
-    rows = drive(run)
-    assert len(rows) < 150
-    assert len({row["lr"] for row in rows}) > 1
-    for row in rows:
-        assert row["lr"] == base[math.floor(tau)]
-        tau = row["effective_steps"]
-    assert 200 <= tau < 200 + run.scale
-
-
 # ---- AdaScale is really on -------------------------------------------------------------------------------------------
-
-
-class _Linear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.inner = nn.Linear(6, 2, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
-def _gradients(net: nn.Module, x: Tensor, y: Tensor) -> np.ndarray:
-    grads = torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters()))
-    return torch.cat([g.reshape(-1) for g in grads]).numpy()
-
-
-def _steps_from_the_weights(steps: int) -> list[float]:
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    base, per_worker, passes, total, lr = 3, 4, 2, 400, 0.05
-    batch, n = per_worker * world * passes, world * passes
-    scale = batch / base  # 16/3: neither n nor a whole number
-    data = dataset(60, torch.float64)
-    net = _Linear()
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.97**t)
-    run = Run(
-        net,
-        optimizer,
-        scheduler,
-        data,
-        AdaScaleConfig(
-            base_batch_size=base,
-            total_steps=total,
-            scheduler_unit="step",
-            per_worker_batch_size=per_worker,
-            accumulation=passes,
-        ),
-    )
-    reference = ReferenceAdaScale(
-        scale=scale, n=n, averaging="effective", window=0.05, total_steps=total, clip="averages", single_gain=True
-    )
-    stream = torch.cat([epoch_order(60, seed=0, epoch=e) for e in range(10)])
-    tau, gains = 0.0, []
-    before, step = flat(net), 0
-    for x, y in run:
-        if run.at_boundary is False and step < steps and not gains[step:]:
-            # The first pass of a step: every gradient sample of every worker, computed apart at the present weights.
-            parts = stream[step * batch : (step + 1) * batch].view(n, per_worker)
-            samples = [[_gradients(net, *data[part])] for part in parts]
-            expected = reference.step(samples)
-            gains.append(expected.gain)
-            assert torch.equal(x, data[parts[rank]][0])
-        run.backward(F.cross_entropy(run.model(x), y))
-        if run.step():
-            moved = (before - flat(net)).numpy()
-            predicted = expected.gain * lr * 0.97 ** math.floor(tau) * expected.mean_gradient[0]
-            np.testing.assert_allclose(moved, predicted, rtol=1e-6, atol=1e-12)
-            tau += expected.gain
-            assert run.effective_steps == pytest.approx(tau, rel=1e-6)
-            before, step = flat(net), step + 1
-            if step == steps:
-                break
-    return gains
-
-
-def test_weights_move_by_gain_times_rate_at_floor_tau_times_the_mean_gradient(pool: Any) -> None:
-    first, second = pool(2).run(_steps_from_the_weights, 20)
-    assert first == second
-    assert all(1 < r < 16 / 3 for r in first[1:])
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_steps_at_fixed_scale_hardly_depend_on_the_number_of_samples(seed: int) -> None:
-    steps = []
-    for per_worker, passes in ((16, 2), (4, 8)):
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(400, 20, generator=generator)
-        y = (x @ torch.randn(20, 5, generator=generator) + 2 * torch.randn(400, 5, generator=generator)).argmax(1)
-        torch.manual_seed(seed)
-        net = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 5))
-        run = make_run(
-            net,
-            data=TensorDataset(x, y),
-            lr=0.05,
-            gamma=1.0,
-            total_steps=1500,
-            per_worker_batch_size=per_worker,
-            accumulation=passes,
-            seed=seed,
-        )
-        steps.append(len(drive(run)))
-    assert min(steps) > 1500 / 8
-    assert abs(steps[0] - steps[1]) / steps[0] < 0.05
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------------
@@ -305,32 +185,21 @@ class Recording(LocalBackend):
 
 def test_reports_have_the_keys_and_the_last_one_carries_a_checkpoint(tmp_path: Path) -> None:
     backend = Recording(tmp_path)
-    modes = []
-
-    def evaluate(net: nn.Module) -> dict[str, float]:
-        modes.append((net.training, torch.is_grad_enabled()))
-        return {"accuracy": torch.tensor(0.5)}
-
+    evaluate: Any = lambda _: {"accuracy": torch.tensor(0.5)}  # noqa: E731
     run = make_run(model(), backend=backend, evaluate=evaluate, per_worker_batch_size=8, accumulation=2)
     drive(run)
-    assert run.module.training
-    assert set(modes) == {(False, False)}
     for metrics, _ in backend.reports:
         assert set(metrics) == {*METRICS, "accuracy"}
         assert all(type(value) in (int, float) for value in metrics.values())
     last, saved = backend.reports[-1]
     assert saved
-    assert last["effective_steps"] >= 40
     assert last["progress"] == pytest.approx(last["effective_steps"])
     assert last["efficiency"] == last["gain"] / last["scale"]
-    assert last["scale"] == 4.0
-    assert run.summary()["stopped"] == "total_steps reached"
-    # A tenth of the run apart, at most one a step, the end included.
-    assert 5 <= len(modes) <= 11
+    assert (last["scale"], run.summary()["stopped"]) == (4.0, "total_steps reached")
+    # A tenth of the run apart, at most one a step, the end included: exactly one after each step that passes a multiple of 4.
     trace = read_trace(tmp_path / "trace.jsonl")
-    # Exactly: one after each step that passes a multiple of 4. The last is one of them, as it passes 40.
     taus = [0.0, *(row["effective_steps"] for row in trace)]
-    assert len(modes) == sum(after // 4 > before // 4 for before, after in itertools.pairwise(taus))
+    assert len(backend.reports) == sum(after // 4 > before // 4 for before, after in itertools.pairwise(taus))
     assert [row["step"] for row in trace] == list(range(1, last["optimizer_steps"] + 1))
     assert set(METRICS) < set(trace[0])
 
@@ -434,69 +303,6 @@ def test_a_warning_says_once_when_more_workers_buy_little(fused: bool | None) ->
     assert told[0] >= 3 * 0.05 * 40  # three windows
 
 
-def test_what_noise_the_first_windows_show_is_not_believed_nor_what_does_not_last(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Windows of 20 of T = 400: 3 of them must have passed, and then the batch of 32 is beyond the noise for one whole."""
-
-    def warned_at(noise: Callable[[float], float]) -> list[float]:
-        run = make_run(
-            model(),
-            per_worker_batch_size=16,
-            accumulation=2,
-            total_steps=400,
-            rule=lambda now: (1.0, 1.0),  # τ counts the steps
-            scheduler=False,
-        )
-        made = loop.step_metrics
-        monkeypatch.setattr(
-            loop,
-            "step_metrics",
-            lambda *a, **k: made(*a, **k) | {"noise_scale": noise(run.effective_steps), "gain": 1.0},
-        )
-        at: list[float] = []
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            for x, y in run:
-                run.backward(F.cross_entropy(run.model(x), y))
-                if run.step():
-                    at += [run.effective_steps] * (len(said) - len(at))
-        monkeypatch.setattr(loop, "step_metrics", made)
-        return at
-
-    assert warned_at(lambda tau: 10.0) == [60.0]
-    assert warned_at(lambda tau: 10.0 if tau < 55 else 300.0) == []
-    assert warned_at(lambda tau: 10.0 if tau % 10 else 300.0) == []
-    assert warned_at(lambda tau: 10.0 if tau >= 100 else math.nan) == [120.0]
-
-
-@pytest.mark.parametrize(("forecast", "warns"), [(None, True), (1.8, True), (2.2, False)])
-def test_a_run_that_pays_as_a_whole_is_not_warned_of_its_clean_beginning(
-    forecast: float | None, warns: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # S = 4 and r = 1.5, so now less than half; by the forecast the whole run has r̄ = 1.8, or 2.2 of 4.
-    run = make_run(
-        model(),
-        per_worker_batch_size=8,
-        accumulation=2,
-        total_steps=400,
-        rule=lambda now: (1.5, 1.5),
-        scheduler=False,
-    )
-    made = loop.step_metrics
-    monkeypatch.setattr(loop, "step_metrics", lambda *a, **k: made(*a, **k) | {"noise_scale": 10.0, "gain": 1.5})
-    if forecast is not None:
-        left: Any = SimpleNamespace(at=lambda tau: max(400 / forecast - tau / 1.5, 0.0))
-        run.parts.listeners[0] = NoiseWarning(0.05 * 400, left)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for x, y in run:
-            run.backward(F.cross_entropy(run.model(x), y))
-            if run.step() and run.effective_steps > 150:
-                break
-    assert any("exceeds the gradient noise" in str(w.message) for w in said) == warns
-
-
 def test_a_schedule_of_another_length_and_a_base_batch_beyond_the_dataset_are_warned_of_at_the_users_line() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -509,67 +315,31 @@ def test_a_schedule_of_another_length_and_a_base_batch_beyond_the_dataset_are_wa
     assert "base batch of 64 is larger than the dataset of 60" in str(told[1].message)
 
 
-def test_total_epochs_of_a_dataset_without_a_length_names_what_gives_it() -> None:
-    net = model()
-    batches = [(torch.randn(4, 6), torch.zeros(4, dtype=torch.long))] * 15
-    config = AdaScaleConfig(base_batch_size=4, total_epochs=2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="dataset_length"):
-        Run(net, optimizer, None, iter(batches), config)
-
-
-def test_a_hyperparameter_that_nobody_has_read_by_the_first_step_is_warned_of() -> None:
-    def workload(config: dict[str, Any]) -> Workload:
-        net = model()
-
-        def loss_fn(net: nn.Module, batch: Any) -> Tensor:
-            return F.cross_entropy(net(batch[0]), batch[1]) * config["weight"]
-
-        optimizer = torch.optim.SGD(net.parameters(), lr=config["lr"])
-        return Workload(model=net, optimizer=optimizer, train_dataset=dataset(), loss_fn=loss_fn)
-
-    config = AdaScaleConfig(base_batch_size=4, total_steps=3)
-    for hyperparameters, told in (({"lr": 0.1, "weight": 1.0}, 0), ({"lr": 0.1, "weight": 1.0, "lrr": 2}, 1)):
-        built = build(workload, hyperparameters, config)
-        run = Run.of(built, config)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            for batch in run:
-                run.backward(built.loss_fn(run.model, batch))
-                run.step()
-        assert [(w.filename, "'lrr' (is 'lr' meant?)" in str(w.message)) for w in said] == [(__file__, True)] * told
-
-
 # ---- gradients that are not finite -----------------------------------------------------------------------------------
 
 
-def test_one_bad_batch_is_skipped_and_many_end_the_run() -> None:
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_one_bad_batch_is_skipped_and_many_end_the_run(accumulation: int, fused: bool | None) -> None:
     net = model()
-    run = make_run(net, per_worker_batch_size=8, accumulation=2, max_nonfinite_steps=50)
     before: Tensor | None = None
     steps = 0
+    settings: dict[str, Any] = {"per_worker_batch_size": 4, "accumulation": accumulation, "max_nonfinite_steps": 5}
+    run = make_run(net, fused=fused, **settings)
 
     def loop() -> None:
         nonlocal before, steps
         for x, y in run:
-            bad = steps == 2 or steps >= 4
-            if steps == 4 and before is None:
-                before = flat(net)
-            run.backward(F.cross_entropy(run.model(x), y) * (math.nan if bad else 1.0))
-            if run.step():
-                steps += 1
-                if steps == 3:
-                    assert run.optimizer.last_step.skipped
-                    assert run.optimizer.steps == 2
-                if steps == 4:
-                    assert run.optimizer.steps == 3
+            before = flat(net) if steps == 4 and before is None else before
+            run.backward(F.cross_entropy(run.model(x), y) * (math.nan if steps == 2 or steps >= 4 else 1.0))
+            steps += run.step()
+            assert run.optimizer.steps == {0: 0, 1: 1, 2: 2, 3: 2}.get(steps, 3)
 
-    many = pytest.raises(FloatingPointError, match=r"50 optimizer steps in a row, up to step 54 .* loss scale 1")
+    many = pytest.raises(FloatingPointError, match=r"5 optimizer steps in a row, up to step 9 .* loss scale 1")
     with pytest.warns(UserWarning, match=r"Step 3 was skipped, .* not finite \(loss nan\)") as caught, many:
         loop()
-    assert steps == 53
-    assert run.summary()["skipped_steps"] == 51
-    assert len([warning for warning in caught if "skipped" in str(warning.message)]) == 1
+    assert run.summary()["skipped_steps"] == 6
+    assert len([warning for warning in caught if "was skipped" in str(warning.message)]) == 1
     assert before is not None
     assert torch.equal(flat(net), before)
 
@@ -603,16 +373,6 @@ def test_bf16_autocast_covers_the_forward_pass() -> None:
     drive(make_run(net, precision="bf16"), stop_after=2)
     assert set(seen) == {torch.bfloat16}
     assert next(net.parameters()).grad is None
-
-
-def test_clipping_bounds_the_step_and_leaves_the_gain() -> None:
-    net = model()
-    run = make_run(net, grad_clip=1e-3, momentum=0.0, per_worker_batch_size=8, accumulation=2, gamma=1.0)
-    before = flat(net)
-    row = drive(run, stop_after=1)[0]
-    assert float((flat(net) - before).norm()) == pytest.approx(0.1 * row["gain"] * 1e-3, rel=1e-4)
-    other = drive(make_run(model(), per_worker_batch_size=8, accumulation=2), stop_after=1)[0]
-    assert row["gain"] == other["gain"]
 
 
 def test_clipping_by_hand_acts_on_the_last_pass_only() -> None:
@@ -673,22 +433,8 @@ def _compare_fused(folder: Path, outcomes: list[tuple[list[float], list[float], 
         assert fused_row == pytest.approx(row, rel=1e-3, nan_ok=True)  # μ² may be near zero
 
 
-@pytest.mark.parametrize("accumulation", [2, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fused_run_is_the_same_run(tmp_path: Path, kind: str, accumulation: int) -> None:
-    settings: dict[str, Any] = {
-        "per_worker_batch_size": 4 * accumulation,
-        "accumulation": accumulation,
-        "kind": kind,
-    }
-    _compare_fused(
-        tmp_path, [_run_to_the_end(str(tmp_path / str(fused)), fused, **settings) for fused in (False, True)]
-    )
-
-
-@pytest.mark.also_simulated("sgd-none", "adamw-zero2")
-@pytest.mark.parametrize("sharding", ["none", "oss", "zero2"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.also_simulated
+@pytest.mark.parametrize(("kind", "sharding"), [("sgd", "none"), ("adamw", "zero2")])
 def test_a_fused_run_on_two_workers_is_the_same_run(pool: Any, tmp_path: Path, kind: str, sharding: str) -> None:
     outcomes = []
     for fused in (False, True):
@@ -698,30 +444,6 @@ def test_a_fused_run_on_two_workers_is_the_same_run(pool: Any, tmp_path: Path, k
         assert both[0] == both[1]
         outcomes.append(both[0])
     _compare_fused(tmp_path, outcomes)
-
-
-@pytest.mark.also_simulated("sgd")
-@pytest.mark.parametrize(
-    ("kind", "rule"), [("sgd", "adascale"), ("adamw", "adascale"), ("adamw", "adascale_betas")], ids=[*KINDS, "betas"]
-)
-def test_a_run_is_the_same_under_every_sharding(pool: Any, tmp_path: Path, kind: str, rule: str) -> None:
-    rows, outcomes = {}, {}
-    settings: dict[str, Any] = {"per_worker_batch_size": 4, "kind": kind, "rule": rule}
-    for sharding in ("none", "oss", "zero2", "fsdp2"):
-        both = pool(2).run(_run_to_the_end, str(tmp_path / sharding), None, sharding=sharding, **settings)
-        assert both[0] == both[1]
-        outcomes[sharding] = both[0]
-        rows[sharding] = list(read_trace(tmp_path / sharding / "trace.jsonl"))
-    assert len(rows["none"]) > 50
-    assert any(1.1 < row["gain"] < 1.9 for row in rows["none"])  # not one of its ends
-    for sharding in ("oss", "zero2", "fsdp2"):
-        # float64, whose roundings grow over the steps. Biases before batch norm have no gradient but roundings, 1e-17, which
-        # Adam divides by themselves and its ε of 1e-8.
-        np.testing.assert_allclose(outcomes[sharding][0], outcomes["none"][0], rtol=1e-8, atol=1e-7)
-        np.testing.assert_allclose(outcomes[sharding][1], outcomes["none"][1], rtol=1e-8)
-        for key in ("gain", "lr", "effective_steps", "loss", "sigma2"):
-            found, expected = ([row[key] for row in rows[name]] for name in (sharding, "none"))
-            np.testing.assert_allclose(found, expected, rtol=1e-7)
 
 
 def test_the_host_reads_what_has_arrived_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -742,34 +464,6 @@ def test_the_host_reads_what_has_arrived_and_nothing_else(monkeypatch: pytest.Mo
     assert progress == pytest.approx(tau)
     assert run.summary()["optimizer_steps"] == 21
     assert tau > 20  # beyond the first tenth of the run
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_fused_run_skips_bad_batches_and_ends_when_there_are_many(tmp_path: Path, accumulation: int) -> None:
-    def run_with(bad: range) -> tuple[Run, int]:
-        run = make_run(
-            model(),
-            backend=LocalBackend(tmp_path / str(len(bad)), device="cpu"),
-            fused=True,
-            per_worker_batch_size=4,
-            accumulation=accumulation,
-            max_nonfinite_steps=3,
-        )
-        steps = 0
-        for x, y in run:
-            run.backward(F.cross_entropy(run.model(x), y) * (math.nan if steps in bad else 1.0))
-            steps += run.step()
-        return run, steps
-
-    with pytest.warns(UserWarning, match="Step 5 was skipped"):
-        run, steps = run_with(range(4, 6))
-    rows = list(read_trace(tmp_path / "2" / "trace.jsonl"))
-    assert [row["step"] for row in rows if math.isnan(row["loss"])] == [5, 6]
-    assert run.summary()["optimizer_steps"] == steps - 2
-    assert torch.isfinite(flat(run.module)).all()
-    many = pytest.raises(FloatingPointError, match="3 optimizer steps in a row, up to step 7 at")
-    with pytest.warns(UserWarning, match="Step 5 was skipped"), many:
-        run_with(range(4, 40))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -877,21 +571,12 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, sett
     assert [row["attempt"] for row in trace][::4][:3] == [0, 0, 1]
 
 
-def test_a_thinned_trace_is_that_of_the_uninterrupted_run(tmp_path: Path) -> None:
-    _interrupted(str(tmp_path / "whole"), None, trace_rows=20)
+def test_a_trace_is_thinned_over_resumes(tmp_path: Path) -> None:
     for stop in (25, 20, None):
-        _interrupted(str(tmp_path / "cut"), stop, trace_rows=20)
-        newest = sorted((tmp_path / "cut").glob("checkpoint_*"))[-1]
+        _interrupted(str(tmp_path), stop, trace_rows=20)
+        newest = sorted(tmp_path.glob("checkpoint_*"))[-1]
         assert len(read_trace(newest / "trace.jsonl")) <= 22
-    whole, cut = (
-        [
-            {key: value for key, value in row.items() if key not in ("examples_per_s", "attempt")}
-            for row in read_trace(tmp_path / name / "trace.jsonl")
-        ]
-        for name in ("whole", "cut")
-    )
-    assert repr(cut) == repr(whole)  # repr: NaN is NaN
-    assert [row["step"] for row in whole] == [1, *range(4, 61, 4)]
+    assert [row["step"] for row in read_trace(tmp_path / "trace.jsonl")] == [1, *range(4, 61, 4)]
 
 
 def _two_workers(folder: str, stop: int | None, kind: str = "sgd") -> tuple[list[float], float]:
@@ -909,45 +594,6 @@ def test_a_resumed_run_on_two_workers_is_exact_and_sharded(pool: Any, tmp_path: 
     assert resumed == whole
     assert resumed[0] == resumed[1]
     assert any(key.startswith("optim/") for key in json.dumps(momentum).split('"'))
-
-
-def _on_one(folder: str) -> tuple[float, float, int]:
-    run = make_run(model(dropout=0.2), backend=LocalBackend(folder), total_steps=60, per_worker_batch_size=8)
-    start, position = run.effective_steps, run.source.position
-    drive(run)
-    return start, run.effective_steps, position
-
-
-@pytest.mark.also_simulated
-def test_fewer_workers_continue_the_clock_and_the_data(pool: Any, tmp_path: Path) -> None:
-    (_, tau), _ = pool(2).run(_two_workers, str(tmp_path), 6)
-    with pytest.warns(UserWarning, match="One gradient sample"):
-        start, end, position = _on_one(str(tmp_path))
-    assert start == tau
-    assert position == 6 * 16
-    assert end >= 60
-
-
-def _counts(folder: str, sharding: str, stop: int | None) -> tuple[list[float], float, float]:
-    """Step counts of this worker's share of the state after a leg of a run, the clock, and S."""
-    backend = LocalBackend(folder, device="cpu")
-    settings: dict[str, Any] = {"per_worker_batch_size": 8, "accumulation": 2, "sharding": sharding}
-    settings |= {"total_steps": 20, "checkpoint_every_s": 1e-9, "async_checkpoint": False}
-    run = make_run(model(), kind="adamw", rule="adascale_betas", backend=backend, **settings)
-    drive(run, stop_after=stop)
-    holder = run.optimizer.wrapped
-    state = (holder.optim if isinstance(holder, OSS) else holder).state
-    return [float(entry["step"]) for entry in state.values()], run.effective_steps, run.plan.scale
-
-
-def test_betas_on_other_workers_go_on_with_the_effective_steps(pool: Any, tmp_path: Path) -> None:
-    legs = [(2, "zero2", 2), (3, "oss", 2), (2, "fsdp2", None)]
-    for (workers, sharding, stop), scale in zip(legs, (8, 12, 8), strict=True):
-        for counts, clock, own_scale in pool(workers).run(_counts, str(tmp_path), sharding, stop):
-            assert own_scale == scale
-            # The count is the sum of all gains so far, in float32.
-            assert counts == pytest.approx([clock] * len(counts), rel=1e-6)
-    assert clock >= 20
 
 
 def test_checkpoints_are_refused_between_passes(tmp_path: Path) -> None:
@@ -1005,20 +651,12 @@ def test_a_checkpoint_says_the_batch_that_the_run_has_come_to(tmp_path: Path) ->
     assert said["global_batch_size"] > first.global_batch_size
 
 
-def test_weights_load_into_a_plain_module(tmp_path: Path) -> None:
-    net = model()
-    drive(make_run(net, backend=LocalBackend(tmp_path)))
-    plain = model(seed=99)
-    plain.load_state_dict(load_weights(sorted(tmp_path.glob("checkpoint_*"))[-1]))
-    assert torch.equal(flat(plain), flat(net))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"base_batch_size": 2}, "base_batch_size is 2, was 4"),
         ({"total_steps": 50}, "total_steps is 50, was 40"),
-        ({"lr": 0.2}, "curve differs"),
+        ({"lr": 0.2}, "curve differs.*accept_changes=True"),
         ({"seed": 9}, "seed"),
     ],
 )
@@ -1069,88 +707,15 @@ def test_a_run_resumes_and_is_read_with_and_without_compile(tmp_path: Path, part
     assert load_weights(tmp_path / "cut").keys() == model().state_dict().keys()
 
 
-def test_the_refusal_shows_both_curves_where_they_differ(tmp_path: Path) -> None:
+def test_an_accepted_change_is_told_once(tmp_path: Path) -> None:
     _three_steps(tmp_path)
-    with pytest.raises(ValueError, match="accept_changes=True") as caught:
-        make_run(model(), backend=LocalBackend(tmp_path), gamma=0.5)  # StepLR every 7 steps, was 0.9
-    points = re.findall(r"(\d+): lr ([\d.]+\d) → ([\d.]+\d)", str(caught.value))
-    assert len(points) == 5
-    for tau, was, now in points:
-        assert float(was) == pytest.approx(0.1 * 0.9 ** (int(tau) // 7), rel=1e-5)
-        assert float(now) == pytest.approx(0.1 * 0.5 ** (int(tau) // 7), rel=1e-5)
-        assert int(tau) >= 7  # before, they agree
-
-
-def test_an_accepted_change_goes_on_with_the_new_curve(tmp_path: Path) -> None:
-    _three_steps(tmp_path)
+    changed: dict[str, Any] = {"lr": 0.4, "gamma": 0.5, "total_steps": 5}
     with pytest.warns(UserWarning, match=r"curve differs.*Accepted.*effective step 3\.0") as told:
-        run = make_run(model(), backend=LocalBackend(tmp_path), lr=0.4, gamma=0.5, total_steps=50, accept_changes=True)
+        run = make_run(model(), backend=LocalBackend(tmp_path), accept_changes=True, **changed)
     found = [warning.filename for warning in told if "curve differs" in str(warning.message)]
     assert found == [__file__]  # the user's own line
-    assert run.effective_steps == 3
-    rows = drive(run)
-    assert [row["effective_steps"] for row in rows] == list(range(4, 51))
-    assert [row["lr"] for row in rows] == pytest.approx([0.4 * 0.5 ** (t // 7) for t in range(3, 50)])
-    # The next start finds nothing changed.
-    assert drive(make_run(model(), backend=LocalBackend(tmp_path), lr=0.4, gamma=0.5, total_steps=50)) == []
-
-
-def test_an_accepted_base_batch_rescales_the_variance_of_a_base_batch(tmp_path: Path) -> None:
-    _three_steps(tmp_path, per_worker_batch_size=8, accumulation=2)
-    state = {"per_worker_batch_size": 8, "accumulation": 2, "backend": LocalBackend(tmp_path)}
-    before, mu2 = make_run(model(), **state).optimizer.average_moments()
-    with pytest.warns(UserWarning, match="base_batch_size is 8, was 4"):
-        run = make_run(model(), base_batch_size=8, accept_changes=True, **state)
-    assert run.scale == 2
-    assert run.optimizer.average_moments() == pytest.approx((before / 2, mu2))
-
-
-def test_an_accepted_base_batch_rescales_the_variance_that_is_kept_between_measured_steps(tmp_path: Path) -> None:
-    def run(**settings: Any) -> Run:
-        torch.manual_seed(1)
-        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
-        state = {"per_worker_batch_size": 16, "noise": "per_example", "noise_budget": 0.06, "total_steps": 4000}
-        return make_run(net, scheduler=False, **{**state, **settings})
-
-    saved = LocalBackend(tmp_path)
-    drive(run(backend=saved, checkpoint_every_s=1e-9, async_checkpoint=False), stop_after=2)
-    same = run(backend=LocalBackend(tmp_path))
-    with pytest.warns(UserWarning, match="base_batch_size is 8, was 4"):
-        changed = run(base_batch_size=8, accept_changes=True, backend=LocalBackend(tmp_path))
-    sigma2, mu2 = same.optimizer.average_moments()
-    r = (sigma2 / 2 + mu2) / (sigma2 / 4 + mu2)
-    assert changed.optimizer.last_step.gain == pytest.approx(r)
-    for one in (same, changed):
-        assert one.optimizer._statistics.examples.every > 2  # type: ignore[union-attr]
-        drive(one, stop_after=1)
-    # The step's own σ² is that of the first step. It was of base batches of 4 examples, and is of 8 now.
-    assert changed.optimizer.last_step.sigma2 == pytest.approx(same.optimizer.last_step.sigma2 / 2)
-    assert changed.optimizer.last_step.mu2 == pytest.approx(same.optimizer.last_step.mu2)
-
-
-def test_lr_evaluation_and_end_come_with_the_step_that_reaches_their_effective_step() -> None:
-    """Ten steps of S = 1.1 are 11 effective steps, where their sum is 10.999999999999998."""
-    rows: list[dict[str, Any]] = []
-    evaluated: list[int] = []
-    run = make_run(
-        model(),
-        base_batch_size=20,
-        per_worker_batch_size=11,
-        accumulation=2,
-        rule="linear",
-        total_steps=88,
-        evaluate=lambda _: evaluated.append(len(rows)) or {"metric": 1.0},  # type: ignore[func-returns-value]
-        evaluate_every=11,
-    )
-    for x, y in run:
-        run.backward(F.cross_entropy(run.model(x), y))
-        if run.step():
-            rows.append(dict(run.summary()))
-    assert [row["effective_steps"] for row in rows[9::10]] == [11.0 * i for i in range(1, 9)]
-    assert len(rows) == 80
-    assert evaluated == [*range(9, 79, 10), 80]  # in each tenth step, and after the last
-    # StepLR divides every 7 base steps: the step at 75.9, that at 77 and that at 78.1.
-    assert [row["lr"] for row in rows[69:72]] == pytest.approx([0.1 * 0.9**10, 0.1 * 0.9**11, 0.1 * 0.9**11])
+    assert len(drive(run)) == 2
+    assert drive(make_run(model(), backend=LocalBackend(tmp_path), **changed)) == []  # finds nothing changed
 
 
 def test_a_finished_run_that_is_given_more_steps_ends_with_a_checkpoint_again(tmp_path: Path) -> None:
@@ -1178,68 +743,12 @@ def test_a_finished_run_does_nothing_when_started_again(tmp_path: Path) -> None:
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def test_batches_of_ones_own() -> None:
-    x, y = dataset().tensors
-    own = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 56, 8)]
-    run = make_run(model(), data=own_iterable(own), per_worker_batch_size=8, accumulation=2, dataset_length=56)
-    drive(run)
-    assert run.effective_steps >= 40
-    assert run.base_schedule.base_steps_per_epoch == 14
-
-
-def own_iterable(batches: list[Any]) -> Any:
-    class Batches:
-        def __iter__(self) -> Any:
-            return iter(batches)
-
-    return Batches()
-
-
 def test_a_loader_may_give_the_length_of_an_epoch() -> None:
     loader = DataLoader(dataset(), batch_size=4, shuffle=True)
     run = make_run(model(), data=loader, total_steps=None, total_epochs=2, scheduler_unit="epoch")
     assert (run.total_steps, run.base_schedule.base_steps_per_epoch) == (30, 15)
     drive(run, stop_after=16)
     assert run.epoch == 1
-
-
-@pytest.mark.filterwarnings("ignore:Skipping batches")
-def test_batches_with_the_examples_in_another_dimension_are_made_from_the_dataset() -> None:
-    def positions_first(examples: list[Any]) -> Any:
-        return torch.stack([x for x, _ in examples], dim=1), torch.stack([y for _, y in examples])
-
-    net = nn.Linear(6, 2)
-    loader = DataLoader(dataset(), batch_size=4, collate_fn=positions_first)
-    run = make_run(net, data=loader)
-    with pytest.raises(ValueError, match=r"loader\.dataset"):
-        next(iter(run))
-    run = make_run(net, data=loader.dataset, collate_fn=positions_first)
-    for x, y in run:
-        assert x.shape == (6, 4)
-        run.backward(F.cross_entropy(run.model(x.T), y))
-        run.step()
-    assert run.effective_steps == 40
-
-
-def test_epochs_may_give_the_length() -> None:
-    run = make_run(model(), total_steps=None, total_epochs=2.5, scheduler_unit="epoch")
-    assert run.total_steps == 37  # 2.5 × 60 / 4, whole steps
-    drive(run)
-    assert run.epoch == 2
-
-
-def test_mappings_and_named_tuples_reach_the_device() -> None:
-    class Rows(Dataset[Any]):
-        def __len__(self) -> int:
-            return 12
-
-        def __getitem__(self, i: int) -> Any:
-            return {"x": torch.ones(6), "y": 1, "name": f"row {i}"}
-
-    run = make_run(model(), data=Rows())
-    batch = next(iter(run))
-    assert batch["x"].shape == (4, 6)
-    assert batch["name"][0].startswith("row")
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
@@ -1255,11 +764,7 @@ def test_calls_out_of_order_say_so() -> None:
     x, y = next(batches)
     with pytest.raises(RuntimeError, match=r"run\.step"):
         run.step()
-    with pytest.raises(ValueError, match="scalar"):
-        run.backward(F.cross_entropy(run.model(x), y, reduction="none"))
     run.backward(F.cross_entropy(run.model(x), y))
-    with pytest.raises(RuntimeError, match="once for each"):
-        run.backward(F.cross_entropy(run.model(x), y))
     with pytest.raises(RuntimeError, match=r"without run\.step"):
         next(batches)
 
@@ -1268,44 +773,14 @@ def test_calls_out_of_order_say_so() -> None:
     ("settings", "message"),
     [
         ({"base_batch_size": 16, "per_worker_batch_size": 4}, "larger than the global batch of 4"),
-        ({"total_steps": 0}, "total_steps"),
-        ({"total_steps": -5}, "total_steps"),
-        ({"total_steps": None}, "total_steps"),
         ({"scheduler_unit": None}, "scheduler_unit"),
-        ({"scheduler_unit": "batch"}, "scheduler_unit"),
         ({"base_batch_size": None}, "base_batch_size"),
-        ({"accumulation": 0}, "accumulation"),
-        ({"precision": "int8"}, "precision"),
-        ({"rule": "cubic"}, "rule"),
-        ({"grad_clip": -1.0}, "grad_clip"),
         ({"data": []}, "empty"),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_run(model(), **settings)
-
-
-def test_several_optimizers_and_wrapped_models_are_refused() -> None:
-    net = model()
-    config = AdaScaleConfig(base_batch_size=4, total_steps=4)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1)] * 2
-    with pytest.raises(ValueError, match=r"a list of 2\. Must be one\."):
-        Run(net, optimizers, None, dataset(), config)  # type: ignore[arg-type]
-
-
-def test_the_rule_for_adam_reads_adams_own_scale() -> None:
-    net = model()
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    settings: dict[str, Any] = {"base_batch_size": 4, "total_steps": 40, "per_worker_batch_size": 8, "accumulation": 2}
-    with pytest.warns(UserWarning, match="'adamscale' is experimental") as told:
-        run = Run(net, optimizer, None, dataset(), AdaScaleConfig(rule="adamscale", **settings))
-    assert [w.filename for w in told] == [__file__]
-    rows = drive(run)
-    assert run.optimizer.last_step.lr_factor == pytest.approx(math.sqrt(rows[-1]["gain"]))
-    assert 10 < len(rows) < 40
-    with pytest.raises(ValueError, match="AdamScale"), pytest.warns(UserWarning, match="experimental"):
-        Run(net, optimizer, None, dataset(), AdaScaleConfig(rule="adamscale", sharding="oss", **settings))
 
 
 @pytest.mark.parametrize("fused", [None, True])
@@ -1339,36 +814,12 @@ def test_wrapped_optimizers_are_refused() -> None:
         Run(net, wrapped, None, dataset(), AdaScaleConfig(base_batch_size=4, total_steps=5))
 
 
-@pytest.mark.parametrize(
-    ("kind", "rule", "words"),
-    [
-        (torch.optim.SGD, "adascale", None),
-        (torch.optim.Adam, "adascale", r"With Adam there is no proof.*measured.*docs/results/adam\.md"),
-        (torch.optim.AdamW, "adascale", r"With AdamW there is no proof.*measured.*docs/results/adam\.md"),
-        (torch.optim.RMSprop, "adascale", r"with RMSprop it was not"),
-        (torch.optim.NAdam, "adascale", r"with NAdam it was not"),
-        (torch.optim.AdamW, "adamscale", r"did not carry over.*'adascale'.*docs/results/adam\.md"),
-        (
-            torch.optim.AdamW,
-            "adascale_betas",
-            r"has no derivation.*on five workloads with AdamW\. There it was better.*docs/results/adam-betas\.md",
-        ),
-        (torch.optim.Adamax, "adascale_betas", r"and with Adamax it was not"),
-        (torch.optim.AdamW, "sqrt", None),
-    ],
-)
-def test_what_is_known_of_an_optimizer_that_is_not_sgd_is_said_and_it_runs(
-    kind: type[torch.optim.Optimizer], rule: str, words: str | None
-) -> None:
+def test_what_is_known_of_an_optimizer_that_is_not_sgd_is_said_and_it_runs() -> None:
     net = model()
-    optimizer = kind(net.parameters(), lr=1e-3)  # type: ignore[call-arg]
-    config = AdaScaleConfig(base_batch_size=4, total_steps=5, rule=rule)
-    if words is None:
-        run = Run(net, optimizer, None, dataset(), config)
-    else:
-        with pytest.warns(UserWarning, match=words) as told:
-            run = Run(net, optimizer, None, dataset(), config)
-        assert [w.filename for w in told] == [__file__]
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with pytest.warns(UserWarning, match="With AdamW there is no proof") as told:
+        run = Run(net, optimizer, None, dataset(), AdaScaleConfig(base_batch_size=4, total_steps=5))
+    assert [w.filename for w in told] == [__file__]
     assert len(drive(run)) == 5
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -148,40 +147,6 @@ def test_gradients_of_before_the_loop_are_no_part_of_its_first_step() -> None:
     assert torch.equal(*grads)
 
 
-def test_a_step_is_between_passes_at_its_end_and_knows_its_last_pass() -> None:
-    setup = Setup()
-    passes = setup.passes
-    seen = []
-    for index in range(2):
-        seen.append((passes.between, passes.is_last))
-        setup.backward(index)
-        seen.append((passes.between, passes.is_last))
-        passes.ends_step()
-    passes.step()
-    assert not passes.between
-    passes.end_step()
-    assert seen == [(True, False), (False, False), (True, False), (False, True)]
-    assert passes.between
-    assert setup.model.weight.grad is None  # cleared
-
-
-def test_the_users_optimizer_steps_by_itself_outside_the_loop_only() -> None:
-    setup = Setup()
-    with setup.passes.guard():
-        before = setup.model.weight.detach().clone()
-        setup.backward(0)
-        with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) was called in the loop beside run\.step\(\)"):
-            setup.users.step()
-        assert torch.equal(setup.model.weight, before)
-        setup.passes.ends_step()
-        setup.backward(1)
-        setup.passes.step()
-        assert not torch.equal(setup.model.weight, before)
-        with pytest.raises(RuntimeError, match="in the loop beside"):
-            setup.users.step()  # again, after the run's own step
-    setup.users.step()
-
-
 def test_the_users_optimizer_is_guarded_after_a_step_that_failed() -> None:
     setup = Setup()
     with setup.passes.guard():
@@ -233,37 +198,6 @@ def test_gradients_that_change_between_passes_are_refused(how: str, when: str) -
         RuntimeError, match=r"changed between the passes of an optimizer step.* Delete optimizer\.zero_grad"
     ):
         setup.backward(1)
-
-
-@pytest.mark.parametrize("owner", ["users", "optimizer", "model"])
-def test_a_zero_grad_left_in_the_loop_is_refused(owner: str) -> None:
-    setup = Setup()
-    for _ in range(2):
-        getattr(setup, owner).zero_grad()  # harmless before a step's first pass
-        setup.take_step()
-    setup.backward(0)
-    assert not setup.passes.ends_step()
-    getattr(setup, owner).zero_grad()
-    with pytest.raises(RuntimeError, match=r"cleared between the passes.*Delete optimizer\.zero_grad\(\)"):
-        setup.backward(1)
-
-
-def test_a_model_left_in_eval_mode_is_warned_of_once() -> None:
-    setup = Setup()
-    setup.model = setup.passes._module = nn.Sequential(nn.Linear(1, 1, bias=False).double(), nn.Dropout(0.5))
-    setup.model[0].weight = setup.users.param_groups[0]["params"][0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        setup.take_step()
-        setup.model.eval()
-        setup.model[1].train()
-        setup.take_step()  # set so on purpose
-    setup.model.eval()
-    with pytest.warns(UserWarning, match=r"eval mode in step 3 .* call model\.train\(\) after it"):
-        setup.take_step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        setup.take_step()
 
 
 def test_gradients_may_change_after_the_last_pass() -> None:
@@ -349,13 +283,6 @@ def test_unequal_micro_batches_have_the_weights_of_their_examples() -> None:
     setup.passes.end_step()
     setup.backward(0, 3)  # the next step begins with a loss of its own
     assert setup.passes.loss.item() == pytest.approx(3 / 7 * setup.model.weight.item(), rel=1e-12)
-
-
-def test_gradients_are_those_of_the_plain_loop_at_the_base_batch() -> None:
-    setup = Setup(BatchPlan(base_batch_size=4, global_batch_size=4, world_size=1, accumulation=1))
-    setup.backward(0, last=0)
-    assert setup.grad.item() == 1.0
-    assert setup.passes.is_last
 
 
 @pytest.mark.parametrize("how", ["detached", "frozen"])

@@ -71,6 +71,7 @@ def test_spans_tile_every_parameter_once_over_the_workers(
         assert sorted(values) == sorted(v for p in first.params for v in p.tolist())
 
 
+@settings(deadline=None)
 @given(sizes=SIZES, world_size=st.integers(2, 7))
 def test_a_split_by_element_is_balanced_to_the_padding(sizes: list[int], world_size: int) -> None:
     for bucket in make(sizes, world_size, whole=False, numel=10**6)[0]:
@@ -221,6 +222,7 @@ def test_fragments_of_a_sparse_gradient() -> None:
 # ---- order in memory ---------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(
     shape=st.lists(st.integers(0, 4), max_size=5),
     data=st.data(),

@@ -17,8 +17,8 @@ from torch.optim import SGD, Optimizer
 
 from ray_adascale import OSS, AdaScale, ShardedDataParallel
 
-from ..uneven import assert_agree, batches, loss_of, weights
-from .against_ddp import ROUNDING, SMALL, Lars, Pool, build, wrapped
+from ..uneven import assert_agree, batches, compared, loss_of, weights
+from .against_ddp import ROUNDING, SMALL, Pool, build, wrapped
 from .test_unused_gradients import Branches
 
 
@@ -111,62 +111,29 @@ def test_an_optimizer_that_evaluates_the_model_again(
     assert_agree(pool(world_size).run(_sharpness_aware, kind, options, clears), ROUNDING)
 
 
-def _other_branch() -> tuple[Tensor, Tensor]:
+@compared
+def _other_branch(sharded: bool) -> Tensor:
     """In the second step the second evaluation leaves out a branch that the first one reached."""
     rank = dist.get_rank()
-    ends = []
-    for sharded in (False, True):
-        torch.manual_seed(1)
-        model = Branches().double()
-        ddp, optimizer = wrapped(model, SharpnessAware(model.parameters(), lr=0.02), sharded, unused=True)
-        for batch, branches in zip(batches(3, rank, torch.float64), ((0, 0), (0, 1), (1, 0)), strict=True):
-            turn = iter(branches)
+    torch.manual_seed(1)
+    model = Branches().double()
+    ddp, optimizer = wrapped(model, SharpnessAware(model.parameters(), lr=0.02), sharded, unused=True)
+    for batch, branches in zip(batches(3, rank, torch.float64), ((0, 0), (0, 1), (1, 0)), strict=True):
+        turn = iter(branches)
 
-            def closure(ddp: Any = ddp, batch: Any = batch, turn: Iterator[int] = turn) -> Tensor:
-                loss = nn.functional.mse_loss(ddp(batch[0], next(turn)), batch[1])
-                loss.backward()
-                return loss
+        def closure(ddp: Any = ddp, batch: Any = batch, turn: Iterator[int] = turn) -> Tensor:
+            loss = nn.functional.mse_loss(ddp(batch[0], next(turn)), batch[1])
+            loss.backward()
+            return loss
 
-            optimizer.zero_grad()
-            optimizer.step(closure)
-        ends.append(weights(model))
-    return ends[0], ends[1]
+        optimizer.zero_grad()
+        optimizer.step(closure)
+    return weights(model)
 
 
 def test_what_the_last_evaluation_does_not_reach_stays_where_it_is(pool: Pool) -> None:
     """It has momentum, which would move it: a gradient of zero is not the same as none."""
     assert_agree(pool(2).run(_other_branch), ROUNDING)
-
-
-class Replacing(Lars):
-    """Gives its parameters other memory."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data = p.data.clone()
-        super().step()
-
-
-def _replacing() -> tuple[Tensor, Tensor]:
-    ends = []
-    for sharded in (False, True):
-        model = build(torch.float64)
-        optimizer: Any = Replacing(model.parameters(), lr=0.01)
-        if sharded:
-            optimizer = OSS.wrap(optimizer, bucket_numel=SMALL)
-        ddp: Any = ShardedDataParallel(model, optimizer) if sharded else model
-        for i in range(4):
-            optimizer.zero_grad()
-            loss_of(ddp, batches(4, 0, torch.float64)[i]).backward()
-            optimizer.step()
-        ends.append(weights(model))
-    return ends[0], ends[1]
-
-
-def test_an_optimizer_that_replaces_its_parameters_memory(pool: Pool) -> None:
-    assert_agree(pool(2).run(_replacing), ROUNDING)
 
 
 class Passed(SGD):

@@ -158,20 +158,3 @@ def test_buffers_are_used_again() -> None:
     buffers.give_back(grown)
     buffers.give_back(b)
     assert buffers.nbytes == 480
-
-
-def _same_memory() -> None:
-    buffers = Buffers()
-    world = dist.get_world_size()
-    seen = set()
-    for _ in range(4):
-        work = Reduction(torch.ones(world * 5), [5 * r for r in range(world + 1)], None, buffers)
-        seen.add(work._taken.data_ptr())
-        assert buffers.nbytes == 0
-        work.wait(torch.empty(5))
-        assert buffers.nbytes == 4 * 5 * world
-    assert len(seen) == 1
-
-
-def test_a_reduction_gives_its_memory_back(pool: Pool) -> None:
-    pool(2).run(_same_memory)

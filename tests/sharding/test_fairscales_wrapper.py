@@ -18,37 +18,35 @@ from torch.optim import SGD
 
 from ray_adascale import OSS, AdaScale, ShardedDataParallel
 
-from ..uneven import assert_agree, batches, loss_of, weights
-from .against_ddp import OPTIMIZERS, ROUNDING, SMALL, Pool, build, clip, default_dtype, default_tolerance, wrapped
+from ..uneven import assert_agree, batches, compared, loss_of, weights
+from .against_ddp import OPTIMIZERS, SMALL, Pool, build, clip, default_dtype, default_tolerance, wrapped
 
 
-def _reduced_on_request(name: str, passes: int, clip_at: float | None, idle: bool) -> tuple[Tensor, Tensor]:
+@compared
+def _reduced_on_request(sharded: bool, name: str, passes: int, clip_at: float | None, idle: bool) -> Tensor:
     """All passes under no_sync, then reduce(); DDP reduces in the last one."""
     rank, dtype = dist.get_rank(), default_dtype()
-    ends = []
-    for sharded in (False, True):
-        model = build(dtype)
-        ddp, optimizer = wrapped(model, OPTIMIZERS[name](model), sharded)
-        data = iter(batches(8 * passes, rank, dtype))
-        for step in range(8):
-            optimizer.zero_grad()
-            for i in range(passes):
-                with ddp.no_sync() if sharded or i < passes - 1 else nullcontext():
-                    loss = loss_of(ddp, next(data))
-                    if idle and rank == 1 and step % 3 == 1:
-                        (0 * loss).backward() if not sharded else None
-                    else:
-                        loss.backward()
-            if sharded:
-                ddp.reduce()
-                assert all(p.grad is None for p in model.parameters())
-                assert all(f.tensor.grad is not None for f in optimizer.fragments)
-                ddp.reduce()  # nothing is left
-            if clip_at is not None:
-                clip(model, optimizer, clip_at)
-            optimizer.step()
-        ends.append(weights(model))
-    return ends[0], ends[1]
+    model = build(dtype)
+    ddp, optimizer = wrapped(model, OPTIMIZERS[name](model), sharded)
+    data = iter(batches(8 * passes, rank, dtype))
+    for step in range(8):
+        optimizer.zero_grad()
+        for i in range(passes):
+            with ddp.no_sync() if sharded or i < passes - 1 else nullcontext():
+                loss = loss_of(ddp, next(data))
+                if idle and rank == 1 and step % 3 == 1:
+                    (0 * loss).backward() if not sharded else None
+                else:
+                    loss.backward()
+        if sharded:
+            ddp.reduce()
+            assert all(p.grad is None for p in model.parameters())
+            assert all(f.tensor.grad is not None for f in optimizer.fragments)
+            ddp.reduce()  # nothing is left
+        if clip_at is not None:
+            clip(model, optimizer, clip_at)
+        optimizer.step()
+    return weights(model)
 
 
 @pytest.mark.also_simulated("lars-3-None-False-2")
@@ -124,38 +122,36 @@ def test_a_pass_that_would_be_left_out_of_the_step_is_refused(pool: Pool, clippe
         torch.testing.assert_close(moved, torch.full((3,), 12.0, dtype=torch.float64))
 
 
-def _adascale(passes: int, idle: bool) -> tuple[Tensor, Tensor]:
+@compared
+def _adascale(sharded: bool, passes: int, idle: bool) -> Tensor:
     """AdaScale under DDP, and under ShardedDataParallel with every pass in no_sync and reduce() after the last."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    ends = []
-    for sharded in (False, True):
-        model = build(torch.float64)
-        inner: Any = OPTIMIZERS["kinds"](model)
+    model = build(torch.float64)
+    inner: Any = OPTIMIZERS["kinds"](model)
+    if sharded:
+        inner = OSS.wrap(inner, bucket_numel=SMALL)
+    ddp: Any = ShardedDataParallel(model, inner) if sharded else DistributedDataParallel(model)
+    optimizer = AdaScale(inner, scale=5.0, num_gradients_to_accumulate=passes, smoothing=0.6)
+    data = iter(batches(8 * passes, rank, torch.float64))
+    trace = []
+    for step in range(8):
+        optimizer.zero_grad()
+        for i in range(passes):
+            with ddp.no_sync() if sharded or i < passes - 1 else nullcontext():
+                loss = loss_of(ddp, next(data)) / passes
+                if idle and rank == 1 and step % 3 == 1 and i == passes - 1:
+                    (0 * loss).backward() if not sharded else None
+                else:
+                    loss.backward()
         if sharded:
-            inner = OSS.wrap(inner, bucket_numel=SMALL)
-        ddp: Any = ShardedDataParallel(model, inner) if sharded else DistributedDataParallel(model)
-        optimizer = AdaScale(inner, scale=5.0, num_gradients_to_accumulate=passes, smoothing=0.6)
-        data = iter(batches(8 * passes, rank, torch.float64))
-        trace = []
-        for step in range(8):
-            optimizer.zero_grad()
-            for i in range(passes):
-                with ddp.no_sync() if sharded or i < passes - 1 else nullcontext():
-                    loss = loss_of(ddp, next(data)) / passes
-                    if idle and rank == 1 and step % 3 == 1 and i == passes - 1:
-                        (0 * loss).backward() if not sharded else None
-                    else:
-                        loss.backward()
-            if sharded:
-                ddp.reduce()
-                ones = torch.ones(1)
-                dist.all_reduce(ones)  # of the user's own: it must not meet one of AdaScale's
-                assert ones == world
-                ddp.reduce()
-            optimizer.step()
-            trace += [optimizer.gain(), optimizer.effective_steps, *optimizer.average_moments()]
-        ends.append(torch.cat([weights(model), torch.tensor(trace, dtype=torch.float64)]))
-    return ends[0], ends[1]
+            ddp.reduce()
+            ones = torch.ones(1)
+            dist.all_reduce(ones)  # of the user's own: it must not meet one of AdaScale's
+            assert ones == world
+            ddp.reduce()
+        optimizer.step()
+        trace += [optimizer.gain(), optimizer.effective_steps, *optimizer.average_moments()]
+    return torch.cat([weights(model), torch.tensor(trace, dtype=torch.float64)])
 
 
 @pytest.mark.also_simulated("3-False")
@@ -181,35 +177,6 @@ def _too_early() -> None:
 
 def test_reduce_between_the_passes_of_an_adascale_step_is_refused(pool: Pool) -> None:
     pool(2).run(_too_early)
-
-
-def _of_two_optimizers() -> tuple[Tensor, Tensor]:
-    ends = []
-    for sharded in (False, True):
-        model = build()
-        options = {"lr": 0.05, "momentum": 0.9}
-        halves = [
-            [*model.first.parameters()],
-            [p for p in model.parameters() if p not in set(model.first.parameters())],
-        ]
-        optimizers: list[Any] = [SGD(half, **options) for half in halves]
-        if sharded:
-            optimizers = [OSS.wrap(optimizer, bucket_numel=SMALL) for optimizer in optimizers]
-        ddp: Any = ShardedDataParallel(model, optimizers) if sharded else DistributedDataParallel(model)
-        for batch in batches(4, dist.get_rank()):
-            with ddp.no_sync() if sharded else nullcontext():
-                loss_of(ddp, batch).backward()
-            if sharded:
-                ddp.reduce()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        ends.append(weights(model))
-    return ends[0], ends[1]
-
-
-def test_reduce_serves_several_optimizers(pool: Pool) -> None:
-    assert_agree(pool(2).run(_of_two_optimizers), 0.0)
 
 
 def _left_of_one_of_two(left: int) -> list[list[float]]:
@@ -268,6 +235,7 @@ def test_what_neither_has_is_reported_as_the_wrappers() -> None:
     model.banana = "sweet"
     ddp = ShardedDataParallel(model, OSS(model.parameters(), lr=0.1))
     assert ddp.banana == "sweet"
+    assert all(name.startswith("module.") for name in ddp.state_dict())  # as DDP's
     assert not hasattr(ddp, "orange")
     with pytest.raises(AttributeError, match=r"^'ShardedDataParallel' object has no attribute 'orange'") as info:
         _ = ddp.orange
@@ -297,24 +265,3 @@ def _second_order(accumulate: bool, adascale: bool) -> None:
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_gradient_with_a_graph_is_refused(pool: Pool, accumulate: bool, adascale: bool) -> None:
     pool(2).run(_second_order, accumulate, adascale)
-
-
-def _penalty() -> tuple[Tensor, Tensor]:
-    """A gradient penalty by torch.autograd.grad, as the error advises."""
-    ends = []
-    for sharded in (False, True):
-        model = build(torch.float64)
-        ddp, optimizer = wrapped(model, OPTIMIZERS["momentum"](model), sharded)
-        for x, y in batches(6, dist.get_rank(), torch.float64):
-            optimizer.zero_grad()
-            inputs = x.clone().requires_grad_()
-            loss = nn.functional.mse_loss(ddp(inputs), y)
-            (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
-            (loss + slope.square().sum()).backward()
-            optimizer.step()
-        ends.append(weights(model))
-    return ends[0], ends[1]
-
-
-def test_a_gradient_penalty_goes_another_way(pool: Pool) -> None:
-    assert_agree(pool(2).run(_penalty), ROUNDING)

@@ -12,71 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
-from ray_adascale import OSS, AdaScale, ShardedDataParallel
+from ray_adascale import AdaScale
 
-from ..uneven import Net, assert_agree, batches, loss_of, weights
-from .against_ddp import OPTIMIZERS, ROUNDING, SMALL, Pool, build, default_dtype, default_tolerance, wrapped
-
-
-def _two_optimizers() -> tuple[Tensor, Tensor]:
-    ends = []
-    for sharded in (False, True):
-        model = build(default_dtype())
-        first: Any = SGD(model.first.parameters(), lr=0.1, momentum=0.9)
-        second: Any = AdamW([model.middle.weight, *model.last.parameters(), model.gain, model.none], lr=0.01)
-        if sharded:
-            first, second = OSS.wrap(first, bucket_numel=SMALL), OSS.wrap(second, bucket_numel=SMALL)
-            ddp: Any = ShardedDataParallel(model, [first, AdaScale(second, scale=1.0)])
-        else:
-            ddp = DistributedDataParallel(model)
-        for step, batch in enumerate(batches(20, dist.get_rank(), default_dtype())):
-            loss_of(ddp, batch).backward()
-            if step % 2:  # the other one first; it has gradients yet
-                second.step()
-                second.zero_grad()
-                first.step()
-                first.zero_grad()
-            else:
-                first.step()
-                second.step()
-                first.zero_grad()
-                second.zero_grad()
-        ends.append(weights(model))
-    return ends[0], ends[1]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_list_of_optimizers_that_step_one_after_the_other(pool: Pool, world_size: int) -> None:
-    assert_agree(pool(world_size).run(_two_optimizers), default_tolerance(world_size))
-
-
-def _grows() -> tuple[Tensor, Tensor]:
-    ends = []
-    for sharded in (False, True):
-        model = build(default_dtype())
-        model.last.requires_grad_(False)
-        rest = [p for p in model.parameters() if p.requires_grad]
-        ddp, optimizer = wrapped(model, SGD(rest, lr=0.05, momentum=0.9), sharded)
-        for step, batch in enumerate(batches(20, dist.get_rank(), default_dtype())):
-            if step == 10:
-                model.last.requires_grad_(True)
-                optimizer.add_param_group({"params": list(model.last.parameters()), "lr": 0.02})
-                if not sharded:
-                    ddp = DistributedDataParallel(model)
-            optimizer.zero_grad()
-            loss_of(ddp, batch).backward()
-            optimizer.step()
-        ends.append(weights(model))
-    return ends[0], ends[1]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_group_added_later_is_reduced(pool: Pool, world_size: int) -> None:
-    assert_agree(pool(world_size).run(_grows), default_tolerance(world_size))
+from ..uneven import Net, assert_agree, batches, compared, loss_of, weights
+from .against_ddp import OPTIMIZERS, ROUNDING, Pool, build, default_dtype, default_tolerance, wrapped
 
 
 def _sub_group() -> tuple[Tensor, Tensor] | None:
@@ -118,42 +59,40 @@ class Pictures(nn.Module):
         return self.head(self.dropout(x)) * self.mask
 
 
-def _pictures(passes: int) -> tuple[Tensor, Tensor]:
+@compared
+def _pictures(sharded: bool, passes: int) -> Tensor:
     rank = dist.get_rank()
-    ends = []
-    for sharded in (False, True):
-        torch.manual_seed(1)
-        model = Pictures().to(memory_format=torch.channels_last)
-        with torch.no_grad():  # not what rank 0 starts with
-            model.norm.running_mean.add_(rank)
-            model.head.weight.add_(rank)
-        ddp, optimizer = wrapped(model, OPTIMIZERS["momentum"](model), sharded)
-        assert model.convolution.weight.is_contiguous(memory_format=torch.channels_last)
-        generator = torch.Generator().manual_seed(rank)
-        torch.manual_seed(rank)
-        seen = []
-        for step in range(15):
-            optimizer.zero_grad()
-            for i in range(passes):
-                x = torch.randn(4, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)
-                with ddp.no_sync() if i < passes - 1 else nullcontext():
-                    nn.functional.mse_loss(ddp(x), torch.ones(4, 3)).backward()
-                # This rank's own, after its forward pass; so also what it started from, which was rank 0's.
-                seen += [b.detach().double().reshape(-1).clone() for b in model.buffers()]
-            optimizer.step()
-            if step == 7 and sharded:
-                ddp.eval()
-                assert not model.training
-                with torch.no_grad():
-                    ddp(x)
-                ddp.train()
-        # Buffers differ from rank to rank, weights do not.
-        all_seen = [torch.empty_like(torch.cat(seen)) for _ in range(dist.get_world_size())]
-        dist.all_gather(all_seen, torch.cat(seen))
-        assert model.convolution.weight.is_contiguous(memory_format=torch.channels_last)
-        assert not torch.equal(all_seen[0], all_seen[1])
-        ends.append(torch.cat([weights(model), *all_seen]))
-    return ends[0], ends[1]
+    torch.manual_seed(1)
+    model = Pictures().to(memory_format=torch.channels_last)
+    with torch.no_grad():  # not what rank 0 starts with
+        model.norm.running_mean.add_(rank)
+        model.head.weight.add_(rank)
+    ddp, optimizer = wrapped(model, OPTIMIZERS["momentum"](model), sharded)
+    assert model.convolution.weight.is_contiguous(memory_format=torch.channels_last)
+    generator = torch.Generator().manual_seed(rank)
+    torch.manual_seed(rank)
+    seen = []
+    for step in range(15):
+        optimizer.zero_grad()
+        for i in range(passes):
+            x = torch.randn(4, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)
+            with ddp.no_sync() if i < passes - 1 else nullcontext():
+                nn.functional.mse_loss(ddp(x), torch.ones(4, 3)).backward()
+            # This rank's own, after its forward pass; so also what it started from, which was rank 0's.
+            seen += [b.detach().double().reshape(-1).clone() for b in model.buffers()]
+        optimizer.step()
+        if step == 7 and sharded:
+            ddp.eval()
+            assert not model.training
+            with torch.no_grad():
+                ddp(x)
+            ddp.train()
+    # Buffers differ from rank to rank, weights do not.
+    all_seen = [torch.empty_like(torch.cat(seen)) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_seen, torch.cat(seen))
+    assert model.convolution.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not torch.equal(all_seen[0], all_seen[1])
+    return torch.cat([weights(model), *all_seen])
 
 
 @pytest.mark.also_simulated("2")
@@ -162,24 +101,22 @@ def test_channels_last_convolutions_and_buffers_of_rank_0(pool: Pool, passes: in
     assert_agree(pool(2).run(_pictures, passes))
 
 
-def _sparse(name: str) -> tuple[Tensor, Tensor]:
-    ends = []
-    for sharded in (False, True):
-        torch.manual_seed(1)
-        table = nn.Embedding(11, 3, sparse=True)
-        model = nn.Sequential(table, nn.Flatten(), nn.Linear(6, 2))
-        ddp, optimizer = wrapped(model, OPTIMIZERS[name](model), sharded)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for step in range(10):
-            x = torch.randint(0, 4 + step % 5, (4, 2), generator=generator)
-            optimizer.zero_grad()
-            for i in range(2):
-                with ddp.no_sync() if i == 0 and sharded else nullcontext():
-                    if i == 1 or sharded:
-                        (ddp(x).square().mean() / (2 if sharded else 1)).backward()
-            optimizer.step()
-        ends.append(weights(model))
-    return ends[0], ends[1]
+@compared
+def _sparse(sharded: bool, name: str) -> Tensor:
+    torch.manual_seed(1)
+    table = nn.Embedding(11, 3, sparse=True)
+    model = nn.Sequential(table, nn.Flatten(), nn.Linear(6, 2))
+    ddp, optimizer = wrapped(model, OPTIMIZERS[name](model), sharded)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(10):
+        x = torch.randint(0, 4 + step % 5, (4, 2), generator=generator)
+        optimizer.zero_grad()
+        for i in range(2):
+            with ddp.no_sync() if i == 0 and sharded else nullcontext():
+                if i == 1 or sharded:
+                    (ddp(x).square().mean() / (2 if sharded else 1)).backward()
+        optimizer.step()
+    return weights(model)
 
 
 def test_sparse_gradients(pool: Pool) -> None:
@@ -187,50 +124,48 @@ def test_sparse_gradients(pool: Pool) -> None:
     assert_agree(pool(2).run(_sparse, "sgd"), 1e-6)
 
 
-def _loops(kind: str) -> tuple[Tensor, Tensor]:
+@compared
+def _loops(sharded: bool, kind: str) -> Tensor:
     rank, dtype = dist.get_rank(), default_dtype()
-    ends = []
-    for sharded in (False, True):
-        model = build(dtype)
-        ddp, optimizer = wrapped(model, OPTIMIZERS["momentum"](model), sharded)
-        data = batches(2 * 12, rank, dtype)
-        start = {k: v.clone() for k, v in model.state_dict().items()}
-        for step in range(12):
-            one, two = data[2 * step], data[2 * step + 1]
-            if kind == "two-forwards":
-                (loss_of(ddp, one) + loss_of(ddp, two)).backward()
-            elif kind == "closure":
+    model = build(dtype)
+    ddp, optimizer = wrapped(model, OPTIMIZERS["momentum"](model), sharded)
+    data = batches(2 * 12, rank, dtype)
+    start = {k: v.clone() for k, v in model.state_dict().items()}
+    for step in range(12):
+        one, two = data[2 * step], data[2 * step + 1]
+        if kind == "two-forwards":
+            (loss_of(ddp, one) + loss_of(ddp, two)).backward()
+        elif kind == "closure":
 
-                def closure(ddp: Any = ddp, one: Any = one, optimizer: Any = optimizer) -> Tensor:
-                    optimizer.zero_grad()
-                    loss = loss_of(ddp, one)
-                    loss.backward()
-                    return loss
-
-                loss = optimizer.step(closure)
-                assert loss.requires_grad
-                continue
-            elif kind == "data":
-                if step % 4 == 1:
-                    for p in model.parameters():
-                        p.data = (p.data * 1.01).clone()
-                loss_of(ddp, one).backward()
-            elif kind == "load":
-                if step == 6:
-                    model.load_state_dict(start)
-                loss_of(ddp, one).backward()
-            elif kind == "retained":
+            def closure(ddp: Any = ddp, one: Any = one, optimizer: Any = optimizer) -> Tensor:
+                optimizer.zero_grad()
                 loss = loss_of(ddp, one)
-                loss.backward(retain_graph=True)
-                if sharded:  # DDP does not survive it without a forward pass between
-                    optimizer.zero_grad()
-                    loss.backward()
-            else:
-                raise AssertionError(kind)
-            optimizer.step()
-            optimizer.zero_grad()
-        ends.append(weights(model))
-    return ends[0], ends[1]
+                loss.backward()
+                return loss
+
+            loss = optimizer.step(closure)
+            assert loss.requires_grad
+            continue
+        elif kind == "data":
+            if step % 4 == 1:
+                for p in model.parameters():
+                    p.data = (p.data * 1.01).clone()
+            loss_of(ddp, one).backward()
+        elif kind == "load":
+            if step == 6:
+                model.load_state_dict(start)
+            loss_of(ddp, one).backward()
+        elif kind == "retained":
+            loss = loss_of(ddp, one)
+            loss.backward(retain_graph=True)
+            if sharded:  # DDP does not survive it without a forward pass between
+                optimizer.zero_grad()
+                loss.backward()
+        else:
+            raise AssertionError(kind)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
 
 
 @pytest.mark.also_simulated("2-*")
@@ -255,18 +190,16 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
-def _checkpointed() -> tuple[Tensor, Tensor]:
-    ends = []
-    for sharded in (False, True):
-        torch.manual_seed(1)
-        model = Checkpointed(reentrant=False)
-        ddp, optimizer = wrapped(model, OPTIMIZERS["momentum"](model), sharded)
-        for batch in batches(10, dist.get_rank()):
-            optimizer.zero_grad()
-            loss_of(ddp, batch).backward()
-            optimizer.step()
-        ends.append(weights(model))
-    return ends[0], ends[1]
+@compared
+def _checkpointed(sharded: bool) -> Tensor:
+    torch.manual_seed(1)
+    model = Checkpointed(reentrant=False)
+    ddp, optimizer = wrapped(model, OPTIMIZERS["momentum"](model), sharded)
+    for batch in batches(10, dist.get_rank()):
+        optimizer.zero_grad()
+        loss_of(ddp, batch).backward()
+        optimizer.step()
+    return weights(model)
 
 
 @pytest.mark.also_simulated
@@ -311,35 +244,33 @@ class Fused(Net):
         return self.last(torch.tanh(self.middle(x))) * self.gain
 
 
-def _exception(accumulate: int) -> tuple[Tensor, Tensor]:
+@compared
+def _exception(sharded: bool, accumulate: int) -> Tensor:
     """Every fourth backward pass breaks half way, when the last layers' gradients are off; the batch is left out."""
-    ends = []
-    for sharded in (False, True):
-        torch.manual_seed(1)
-        model = Fused().to(torch.float64)
-        ddp, inner = wrapped(model, OPTIMIZERS["momentum"](model), sharded, unused=True)
-        optimizer = AdaScale(inner, scale=6.0, num_gradients_to_accumulate=accumulate, smoothing=0.5)
-        for step in range(12):
-            data = batches(accumulate, 1000 * step + dist.get_rank(), torch.float64)
-            Fuse.blown = step % 4 == 2
-            if Fuse.blown and not sharded:
-                continue
-            for i, batch in enumerate(data):
-                with ddp.no_sync() if i < accumulate - 1 else nullcontext():
-                    loss = loss_of(ddp, batch) / accumulate
-                    if not Fuse.blown:
-                        loss.backward()
-                        continue
-                    with pytest.raises(ArithmeticError):
-                        loss.backward()
-                    optimizer.zero_grad()
-                    break
-            else:
-                optimizer.step()
+    torch.manual_seed(1)
+    model = Fused().to(torch.float64)
+    ddp, inner = wrapped(model, OPTIMIZERS["momentum"](model), sharded, unused=True)
+    optimizer = AdaScale(inner, scale=6.0, num_gradients_to_accumulate=accumulate, smoothing=0.5)
+    for step in range(12):
+        data = batches(accumulate, 1000 * step + dist.get_rank(), torch.float64)
+        Fuse.blown = step % 4 == 2
+        if Fuse.blown and not sharded:
+            continue
+        for i, batch in enumerate(data):
+            with ddp.no_sync() if i < accumulate - 1 else nullcontext():
+                loss = loss_of(ddp, batch) / accumulate
+                if not Fuse.blown:
+                    loss.backward()
+                    continue
+                with pytest.raises(ArithmeticError):
+                    loss.backward()
                 optimizer.zero_grad()
-        Fuse.blown = False
-        ends.append(torch.cat([weights(model), torch.tensor([optimizer.gain(), optimizer.effective_steps])]))
-    return ends[0], ends[1]
+                break
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+    Fuse.blown = False
+    return torch.cat([weights(model), torch.tensor([optimizer.gain(), optimizer.effective_steps])])
 
 
 @pytest.mark.also_simulated("2")

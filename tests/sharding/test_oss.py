@@ -11,7 +11,6 @@ import datetime
 import itertools
 import pickle
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -21,23 +20,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
 from ray_adascale import OSS, AdaScale
 
 from ..pool import ProcessPool
 from ..uneven import (
     OPTIMIZERS,
-    NormedSGD,
-    Odd,
     assert_agree,
     assert_same,
     batches,
     build,
+    compared,
     groups,
     loss_of,
-    odd,
     train,
     weights,
 )
@@ -48,34 +45,38 @@ Pool = Callable[[int], ProcessPool]
 STEPS = 20
 
 
+@compared
 def _run_both(
-    name: str, *, low: torch.dtype = torch.float32, frozen: str = "", accumulate: int = 1, clip: float | None = None
-) -> tuple[Tensor, Tensor]:
-    ends = []
-    for sharded in (False, True):
-        model = build(low)
-        if frozen:
-            model.first.requires_grad_(False)
-        optimizer = OPTIMIZERS[name](model)
-        if sharded:
-            optimizer = OSS.wrap(optimizer)
-        ddp = DistributedDataParallel(model)
-        data = iter(batches(STEPS * accumulate, seed=dist.get_rank()))
-        start = weights(model)
-        for step in range(STEPS):
-            if frozen == "thawed" and step == STEPS // 2:
-                model.first.requires_grad_(True)
-                ddp = DistributedDataParallel(model)  # it has to be told
-            optimizer.zero_grad()
-            for i in range(accumulate):
-                with nullcontext() if i == accumulate - 1 else ddp.no_sync():
-                    (loss_of(ddp, next(data)) / accumulate).backward()
-            if clip is not None:
-                assert nn.utils.clip_grad_norm_(model.parameters(), clip) > clip
-            optimizer.step()
-        assert not torch.equal(start, weights(model))
-        ends.append(weights(model))
-    return ends[0], ends[1]
+    sharded: bool,
+    name: str,
+    *,
+    low: torch.dtype = torch.float32,
+    frozen: str = "",
+    accumulate: int = 1,
+    clip: float | None = None,
+) -> Tensor:
+    model = build(low)
+    if frozen:
+        model.first.requires_grad_(False)
+    optimizer = OPTIMIZERS[name](model)
+    if sharded:
+        optimizer = OSS.wrap(optimizer)
+    ddp = DistributedDataParallel(model)
+    data = iter(batches(STEPS * accumulate, seed=dist.get_rank()))
+    start = weights(model)
+    for step in range(STEPS):
+        if frozen == "thawed" and step == STEPS // 2:
+            model.first.requires_grad_(True)
+            ddp = DistributedDataParallel(model)  # it has to be told
+        optimizer.zero_grad()
+        for i in range(accumulate):
+            with nullcontext() if i == accumulate - 1 else ddp.no_sync():
+                (loss_of(ddp, next(data)) / accumulate).backward()
+        if clip is not None:
+            assert nn.utils.clip_grad_norm_(model.parameters(), clip) > clip
+        optimizer.step()
+    assert not torch.equal(start, weights(model))
+    return weights(model)
 
 
 @pytest.mark.also_simulated("momentum-2", "tensor-lr-2", "named-3", "odd-3")
@@ -110,33 +111,6 @@ def test_equals_ddp_however_it_is_trained(pool: Pool, world_size: int, name: str
     assert_agree(pool(world_size).run(_run_both, name, **options), tolerance)
 
 
-def test_equals_ddp_on_four_ranks(pool: Pool) -> None:
-    assert_agree(pool(4).run(_run_both, "adamw", low=torch.bfloat16))
-
-
-def _one_parameter(optim: type[Optimizer]) -> tuple[Tensor, Tensor, int]:
-    ends = []
-    for sharded in (False, True):
-        torch.manual_seed(1)
-        model = nn.Linear(7, 3, bias=False)
-        optimizer: Any = optim(model.parameters(), lr=0.01, **({} if optim is Adam else {"momentum": 0.9}))  # type: ignore[call-arg]
-        if sharded:
-            optimizer = OSS.wrap(optimizer)
-        train(DistributedDataParallel(model), optimizer, batches(STEPS, seed=dist.get_rank()))
-        ends.append(weights(model))
-    return ends[0], ends[1], sum(next(iter(entry.values())).numel() > 0 for entry in optimizer.state.values())
-
-
-@pytest.mark.parametrize(
-    ("optim", "held"),
-    [(Adam, [1, 1, 1]), (NormedSGD, [0, 0, 1])],  # by element where that is known to be right, else whole
-)
-def test_more_ranks_than_parameters(pool: Pool, optim: type[Optimizer], held: list[int]) -> None:
-    results = pool(3).run(_one_parameter, optim)
-    assert_agree([result[:2] for result in results])
-    assert sorted(result[2] for result in results) == held
-
-
 def _constructor() -> tuple[Tensor, Tensor]:
     model, twin = build(), build()
     train(twin, SGD(groups(twin), lr=0.1, momentum=0.9), batches(5))
@@ -164,41 +138,6 @@ def test_builds_the_optimizer_as_fairscale_does(pool: Pool, world_size: int) -> 
     assert_agree(pool(world_size).run(_constructor))
 
 
-def _other_layouts() -> tuple[Tensor, Tensor]:
-    """Channels-last, transposed, complex and half-precision parameters go through the broadcast unharmed."""
-    ends = []
-    plain: Any = None
-    for sharded in (False, True):
-        torch.manual_seed(1)
-        params = [
-            nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)),
-            nn.Parameter(torch.randn(5, 3).t()),
-            nn.Parameter(torch.randn(4, 2, dtype=torch.complex64)),
-            nn.Parameter(torch.randn(4, dtype=torch.float64)),
-            nn.Parameter(torch.randn(4, dtype=torch.float16)),
-        ]
-        optimizer: Any = SGD(params, lr=0.1, momentum=0.9)
-        if sharded:
-            optimizer = OSS.wrap(optimizer)
-        for step in range(5):
-            for p in params:
-                p.grad = torch.full_like(p, 1 + step)
-            optimizer.step()
-        if sharded:
-            optimizer.consolidate_state_dict(1)
-            if optimizer.rank == 1:
-                assert_same(optimizer.state_dict(), plain)
-        else:
-            plain = copy.deepcopy(optimizer.state_dict())
-        ends.append(torch.cat([torch.view_as_real(p.detach().to(torch.complex128)).reshape(-1) for p in params]))
-    return ends[0], ends[1]
-
-
-@pytest.mark.also_simulated
-def test_any_dtype_and_memory_format(pool: Pool) -> None:
-    assert_agree(pool(2).run(_other_layouts))
-
-
 def _frozen_and_changed(thaw: bool) -> tuple[float, float]:
     """Each rank adds its number to a frozen weight, as a loop of its own might; the weight before and after two steps."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -220,19 +159,17 @@ def test_a_frozen_parameter_is_not_exchanged_and_an_unfrozen_one_is(pool: Pool) 
     assert outcomes[0][1] == outcomes[1][1]
 
 
-def _frozen_with_a_gradient() -> tuple[Tensor, Tensor]:
+@compared
+def _frozen_with_a_gradient(sharded: bool) -> Tensor:
     """torch's optimizers go by the gradient alone, so a parameter frozen before zero_grad() still moves once."""
-    ends = []
-    for sharded in (False, True):
-        model = build()
-        optimizer: Optimizer = SGD(model.parameters(), lr=0.1)
-        if sharded:
-            optimizer = OSS.wrap(optimizer)
-        loss_of(model, batches(1)[0]).backward()
-        model.requires_grad_(False)
-        optimizer.step()
-        ends.append(weights(model))
-    return ends[0], ends[1]
+    model = build()
+    optimizer: Optimizer = SGD(model.parameters(), lr=0.1)
+    if sharded:
+        optimizer = OSS.wrap(optimizer)
+    loss_of(model, batches(1)[0]).backward()
+    model.requires_grad_(False)
+    optimizer.step()
+    return weights(model)
 
 
 def test_a_parameter_frozen_with_a_gradient_left_stays_equal_on_all_ranks(pool: Pool) -> None:
@@ -310,91 +247,26 @@ def test_groups_added_later_are_sharded_too(pool: Pool, world_size: int, name: s
     assert_agree(pool(world_size).run(_add_param_group, name))
 
 
-def _closure() -> tuple[Tensor, Tensor]:
-    model, twin = build(), build()
-    ours = OSS.wrap(SGD(model.parameters(), lr=0.1, momentum=0.9))
-    plain = SGD(twin.parameters(), lr=0.1, momentum=0.9)
-    calls = 0
-    for batch in batches(10):
-        for net, optimizer in ((model, ours), (twin, plain)):
-
-            def evaluate(net: nn.Module = net, optimizer: Any = optimizer, batch: Any = batch) -> Tensor:
-                nonlocal calls
-                calls += 1
-                optimizer.zero_grad()
-                loss = loss_of(net, batch)
-                loss.backward()
-                return loss
-
-            loss = optimizer.step(evaluate)
-            if net is model:
-                first = loss
-        assert torch.equal(first, loss)
-    assert calls == 20
-    return weights(twin), weights(model)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_closure_is_evaluated_once_with_gradients(pool: Pool, world_size: int) -> None:
-    assert_agree(pool(world_size).run(_closure))
-
-
-def _wrapped_odd() -> dict[str, Any]:
-    model = build()
-    built = odd(model)
-    ours = OSS.wrap(built)
-    train(model, ours, batches(7))
-    assert type(ours.optim) is Odd
-    return {
-        "name": ours.optim.name,
-        "calls": ours.optim.calls,
-        "k": [group["k"] for group in ours.param_groups],
-        "best": [group["best"] for group in built.param_groups],
-        "same": built.param_groups is ours.param_groups,
-    }
-
-
-def test_scalars_that_an_optimizer_keeps_in_its_groups_are_equal_on_all_ranks(pool: Pool) -> None:
-    # The second group is one parameter, so that two of the ranks own nothing of it.
-    expected = {"name": "odd", "calls": 7, "k": [7, 7], "best": [0.002 * 0.7, 0.003 * 0.7], "same": True}
-    assert pool(3).run(_wrapped_odd) == [expected] * 3
-
-
-def _scheduled(where: str, adascale: bool, kind: str) -> tuple[Tensor, Tensor]:
+def _scheduled(where: str, adascale: bool) -> tuple[Tensor, Tensor]:
     ends, lrs = [], []
     for sharded in (False, True):
         model = build()
-        # Two gradient samples a step even on one worker; equal ones, so the gain is 1 but its machinery runs.
         source = SGD(groups(model), lr=0.05, momentum=0.9)
 
-        def schedule(optimizer: Optimizer) -> LRScheduler:
-            if kind == "onecycle":  # it moves momentum as well
-                return OneCycleLR(optimizer, max_lr=[0.02, 0.05, 0.1], total_steps=30)
-            if kind == "lambda":
-                return LambdaLR(optimizer, [lambda k: 1 / (1 + k), lambda k: 0.9**k, lambda k: 1.0])
-            return StepLR(optimizer, 4, gamma=0.5)
+        def schedule(optimizer: Optimizer) -> LRScheduler:  # it moves momentum as well
+            return OneCycleLR(optimizer, max_lr=[0.02, 0.05, 0.1], total_steps=30)
 
         scheduler = schedule(source) if where == "before" else None
         optimizer: Any = OSS.wrap(source) if sharded else source
-        if where == "source":
-            scheduler = schedule(source)
-        elif where == "oss":
-            scheduler = schedule(optimizer)
+        if where in ("source", "oss"):
+            scheduler = schedule(source if where == "source" else optimizer)
         if adascale:
-            optimizer = AdaScale(optimizer, scale=4.0, num_gradients_to_accumulate=2, smoothing=0.5)
-        if where == "outside":
-            scheduler = schedule(optimizer)
-        assert scheduler is not None
+            optimizer = AdaScale(optimizer, scale=4.0, smoothing=0.5)
+        scheduler = scheduler or schedule(optimizer)
         seen = []
-        data = batches(40, seed=dist.get_rank())
         ddp = DistributedDataParallel(model)
-        for i in range(20):
-            optimizer.zero_grad()
-            with ddp.no_sync():
-                (loss_of(ddp, data[2 * i]) / 2).backward()
-            (loss_of(ddp, data[2 * i + 1]) / 2).backward()
-            optimizer.step()
-            scheduler.step()
+        for batch in batches(20, seed=dist.get_rank()):
+            train(ddp, optimizer, [batch], scheduler)
             seen.append([group["lr"] for group in optimizer.param_groups])
         lrs.append(seen)
         ends.append(weights(model))
@@ -403,16 +275,15 @@ def _scheduled(where: str, adascale: bool, kind: str) -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
-@pytest.mark.parametrize("kind", ["step", "lambda", "onecycle"])
 @pytest.mark.parametrize(
     ("where", "adascale"),
     [("before", False), ("source", False), ("oss", False), ("before", True), ("oss", True), ("outside", True)],
 )
 def test_a_scheduler_drives_it_wherever_it_was_built_and_without_a_warning(
-    pool: Pool, where: str, adascale: bool, kind: str
+    pool: Pool, where: str, adascale: bool
 ) -> None:
     # Processes of the pool make errors of warnings, such as "lr_scheduler.step() before optimizer.step()".
-    assert_agree(pool(2).run(_scheduled, where, adascale, kind))
+    assert_agree(pool(2).run(_scheduled, where, adascale))
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -491,20 +362,3 @@ def test_a_rank_that_fails_in_its_step_fails_the_others_within_the_groups_timeou
     assert results.pop(1) == "ArithmeticError"
     assert not {"nothing", "ArithmeticError"} & set(results)
     assert time.monotonic() - start < 20
-
-
-def _refrozen() -> None:
-    """A warning would be an error here: nothing in a life of OSS warns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = build()
-        ours = OSS.wrap(AdamW(model.parameters(), lr=0.01))
-        train(model, ours, batches(2))
-        model.first.requires_grad_(False)
-        train(model, ours, batches(2))
-        ours.zero_grad(set_to_none=False)
-        ours.step()
-
-
-def test_a_life_of_oss_warns_of_nothing(pool: Pool) -> None:
-    pool(2).run(_refrozen)

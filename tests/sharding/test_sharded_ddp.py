@@ -5,10 +5,7 @@ A function whose name starts with an underscore runs on each rank of the pool.
 
 from __future__ import annotations
 
-import datetime
 import itertools
-import time
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -20,24 +17,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from ray_adascale import OSS, AdaScale, ShardedDataParallel, ShardedDDP, register_elementwise
+from ray_adascale import OSS, AdaScale, ShardedDataParallel, ShardedDDP
 
 from ..placement import here
-from ..pool import fork_server, free_port
-from ..uneven import assert_agree, batches, loss_of, weights
-from .against_ddp import OPTIMIZERS, SMALL, Lars, Pool, build, clip, default_dtype, default_tolerance, wrapped
+from ..uneven import assert_agree, batches, compared, loss_of, weights
+from .against_ddp import OPTIMIZERS, SMALL, Pool, build, clip, default_dtype, default_tolerance
 
 STEPS = 20
 
 
-class Misdeclared(Lars):
-    """What a user must not do."""
-
-
+@compared
 def _run_both(
+    sharded: bool,
     name: str,
     *,
-    dtype: torch.dtype | None = None,
     low: torch.dtype | None = None,
     accumulate: int = 1,
     sync_all: bool = False,
@@ -45,44 +38,41 @@ def _run_both(
     clear: str = "optimizer",
     frozen: bool = False,
     reduce_fp16: bool = False,
-) -> tuple[Tensor, Tensor]:
-    dtype = dtype or default_dtype()
-    ends = []
-    for sharded in (False, True):
-        model = build(dtype, low)
-        optimizer: Any = OPTIMIZERS[name](model)
-        start = weights(model)
-        if frozen:
-            model.first.requires_grad_(False)
-        if sharded:
-            optimizer = OSS.wrap(optimizer, bucket_numel=SMALL)
-            ddp: Any = ShardedDataParallel(model, optimizer, reduce_fp16=reduce_fp16)
-        else:
-            ddp = DistributedDataParallel(model)
-        data = iter(batches(STEPS * accumulate, dist.get_rank(), dtype if low is None else torch.float32))
-        for step in range(STEPS):
-            if frozen and step % 6 == 4:  # each half of the model in turn
-                model.first.requires_grad_(step != 10)
-                model.last.requires_grad_(step != 4)
-                if not sharded:
-                    ddp = DistributedDataParallel(model)  # it has to be told
-            for i in range(accumulate):
-                with ddp.no_sync() if i < accumulate - 1 and not sync_all else nullcontext():
-                    (loss_of(ddp, next(data)) / accumulate).backward()
-            if clip_at is not None:
-                assert clip(model, optimizer, clip_at) > clip_at
-            if sharded and dist.get_world_size() > 1:
-                assert all(p.grad is None for p in model.parameters())
-            optimizer.step()
-            if clear == "optimizer" or not sharded:
-                optimizer.zero_grad()
-            elif clear == "zeros":
-                optimizer.zero_grad(set_to_none=False)
-            elif clear == "module":
-                ddp.zero_grad()
-        assert not torch.equal(start, weights(model))
-        ends.append(weights(model))
-    return ends[0], ends[1]
+) -> Tensor:
+    dtype = default_dtype()
+    model = build(dtype, low)
+    optimizer: Any = OPTIMIZERS[name](model)
+    start = weights(model)
+    if frozen:
+        model.first.requires_grad_(False)
+    if sharded:
+        optimizer = OSS.wrap(optimizer, bucket_numel=SMALL)
+        ddp: Any = ShardedDataParallel(model, optimizer, reduce_fp16=reduce_fp16)
+    else:
+        ddp = DistributedDataParallel(model)
+    data = iter(batches(STEPS * accumulate, dist.get_rank(), dtype if low is None else torch.float32))
+    for step in range(STEPS):
+        if frozen and step % 6 == 4:  # each half of the model in turn
+            model.first.requires_grad_(step != 10)
+            model.last.requires_grad_(step != 4)
+            if not sharded:
+                ddp = DistributedDataParallel(model)  # it has to be told
+        for i in range(accumulate):
+            with ddp.no_sync() if i < accumulate - 1 and not sync_all else nullcontext():
+                (loss_of(ddp, next(data)) / accumulate).backward()
+        if clip_at is not None:
+            assert clip(model, optimizer, clip_at) > clip_at
+        if sharded and dist.get_world_size() > 1:
+            assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
+        if clear == "optimizer" or not sharded:
+            optimizer.zero_grad()
+        elif clear == "zeros":
+            optimizer.zero_grad(set_to_none=False)
+        elif clear == "module":
+            ddp.zero_grad()
+    assert not torch.equal(start, weights(model))
+    return weights(model)
 
 
 @pytest.mark.also_simulated("adamw-2", "lars-3", "kinds-2")
@@ -122,11 +112,6 @@ def test_a_step_uses_the_gradient_up_however_it_is_cleared(pool: Pool, world_siz
     assert_agree(pool(world_size).run(_run_both, "momentum", clear=clear))
 
 
-def test_equals_ddp_in_float32_on_three_workers(pool: Pool) -> None:
-    # 20 roundings of 6e-8 of numbers below one.
-    assert_agree(pool(3).run(_run_both, "momentum", dtype=torch.float32), 3e-6)
-
-
 @pytest.mark.also_simulated("2-*")
 @pytest.mark.parametrize(("world_size", "name"), [(2, "momentum"), (2, "lars"), (3, "adamw")])
 def test_equals_ddp_with_parameters_in_bfloat16(pool: Pool, world_size: int, name: str) -> None:
@@ -158,26 +143,6 @@ def test_halves_are_divided_before_they_are_sent(pool: Pool) -> None:
     assert pool(2).run(_large_gradients, torch.float32) == pytest.approx([50000.0] * 2, rel=1e-3)
 
 
-def _misdeclared() -> tuple[Tensor, Tensor]:
-    register_elementwise(Misdeclared)
-    ends = []
-    for sharded in (False, True):
-        model = build()
-        ddp, optimizer = wrapped(model, Misdeclared(model.parameters(), lr=0.01), sharded)
-        for batch in batches(5, dist.get_rank()):
-            loss_of(ddp, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        ends.append(weights(model))
-    return ends[0], ends[1]
-
-
-def test_an_optimizer_that_looks_at_norms_split_by_element_would_go_wrong(pool: Pool) -> None:
-    """The refusal to split an unknown optimizer matters: declared elementwise, the same class gives other weights."""
-    for plain, sharded in pool(2).run(_misdeclared):
-        assert (plain - sharded).abs().max() > 1e-3
-
-
 def _moved_before_it_is_wrapped() -> None:
     for synced in (True, False):
         model = build()
@@ -192,39 +157,11 @@ def test_starts_with_the_weights_of_rank_0_wherever_they_lie(pool: Pool) -> None
     pool(2).run(_moved_before_it_is_wrapped)
 
 
-def _life() -> None:
-    """A warning would be an error here: nothing in a life of it warns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = build()
-        ddp, optimizer = wrapped(model, OPTIMIZERS["layers"](model), True)
-        for batch in batches(3, dist.get_rank()):
-            optimizer.zero_grad()
-            loss_of(ddp, batch).backward()
-            optimizer.step()
-        ddp.eval()
-        with torch.no_grad():
-            ddp(batches(1)[0][0])
-
-
-def test_a_life_of_it_warns_of_nothing(pool: Pool) -> None:
-    pool(2).run(_life)
-
-
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
 def test_the_alias_is_fairscales() -> None:
     assert ShardedDDP is ShardedDataParallel
-
-
-def test_forwards_what_it_lacks_to_the_module() -> None:
-    model = build()
-    ddp = ShardedDataParallel(model, OSS(model.parameters(), lr=0.1))
-    assert ddp.first is model.first
-    with pytest.raises(AttributeError, match="nonsense"):
-        _ = ddp.nonsense
-    assert all(name.startswith("module.") for name in ddp.state_dict())  # as DDP's
 
 
 @pytest.mark.parametrize(
@@ -294,48 +231,3 @@ def _mistakes() -> None:
 
 def test_mistakes_are_refused(pool: Pool) -> None:
     pool(2).run(_mistakes)
-
-
-def _raises_in_forward(rank: int, port: int, queue: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=3,
-        timeout=datetime.timedelta(seconds=5),
-    )
-    model = build()
-    ddp, optimizer = wrapped(model, OPTIMIZERS["momentum"](model), True)
-    loss_of(ddp, batches(1, rank)[0]).backward()
-    optimizer.step()
-    start = time.monotonic()
-    try:
-        if rank == 1:
-            raise ArithmeticError("in the forward pass")
-        loss_of(ddp, batches(1, rank)[0]).backward()
-        optimizer.step()
-        queue.put((rank, "nothing", 0.0))
-    except Exception as error:
-        queue.put((rank, type(error).__name__, time.monotonic() - start))
-    time.sleep(7 if rank == 1 else 0)  # neither does the connection close
-
-
-@pytest.mark.pool
-def test_a_rank_that_raises_fails_the_others_within_the_groups_timeout() -> None:
-    context = fork_server()
-    queue: Any = context.Queue()
-    port = free_port()
-    processes = [context.Process(target=_raises_in_forward, args=(r, port, queue), daemon=True) for r in range(3)]
-    for process in processes:
-        process.start()
-    try:
-        results = {rank: (name, took) for rank, name, took in (queue.get(timeout=60) for _ in range(3))}
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    assert results.pop(1)[0] == "ArithmeticError"
-    for name, took in results.values():
-        assert name not in ("nothing", "ArithmeticError")
-        assert took < 15

@@ -56,32 +56,6 @@ def test_unused_parameters_are_treated_as_ddp_does(pool: Pool, world_size: int, 
     assert all(rested for *_, rested in results)
 
 
-def _idle_rank() -> tuple[Tensor, Tensor]:
-    """Rank 1 makes no backward pass in every third step: as if its gradient were zero."""
-    rank = dist.get_rank()
-    ends = []
-    for sharded in (False, True):
-        model = build(default_dtype())
-        ddp, optimizer = wrapped(model, OPTIMIZERS["momentum"](model), sharded)
-        for step, batch in enumerate(batches(12, rank, default_dtype())):
-            idle = rank == 1 and step % 3 == 1
-            optimizer.zero_grad()
-            loss = loss_of(ddp, batch)
-            if not idle:
-                loss.backward()
-            elif not sharded:
-                (0 * loss).backward()
-            optimizer.step()
-        ends.append(weights(model))
-    return ends[0], ends[1]
-
-
-@pytest.mark.also_simulated("2")
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_whose_backward_pass_reaches_nothing_takes_part(pool: Pool, world_size: int) -> None:
-    assert_agree(pool(world_size).run(_idle_rank), default_tolerance(world_size))
-
-
 def _nobody() -> None:
     model = build()
     ddp, optimizer = wrapped(model, OPTIMIZERS["nesterov"](model), True)

@@ -26,7 +26,7 @@ _AT_STEP = "Raised after optimizer step {}."
 _LINES = "In your files:"
 _TRACEBACK = "_ray_adascale_traceback"  # attribute with the traceback as text, because pickling drops __traceback__
 
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[2])
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 

@@ -57,5 +57,8 @@ class Listener:
             metrics: The metrics of the last report.
         """
 
+    def left(self) -> None:
+        """Process the end of the loop for this start, also by ``break`` or by an exception."""
+
     def failed(self) -> None:
         """Process the failure of the run on this worker, under an ``AdaScaleTrainer``."""

@@ -1,7 +1,7 @@
 """The trace: one JSON line for each optimizer step, in a file that survives a kill of the process.
 
-Rows are appended while the run trains, so a crash damages at most the last line. After a crash the run resumes from a
-checkpoint, and its trace from the checkpoint's copy: steps after the checkpoint are taken again.
+Rows are appended while the run trains, so a crash loses the rows of the last second and damages at most the last line. After a
+crash the run resumes from a checkpoint, and its trace from the checkpoint's copy: steps after the checkpoint are taken again.
 
 Each checkpoint has a copy, so a trace must not grow without bound. Beyond ``keep`` steps every k-th step stays, with the first
 and the last row. The stride k is a power of two that depends on the newest step alone, so a trace does not depend on when it was
@@ -16,11 +16,12 @@ import json
 import os
 import shutil
 import tempfile
+import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..._errors import check_count
 from ..._files import TRACE, write_atomically
@@ -29,34 +30,35 @@ from .metrics import OWN_KEYS
 from .step import Listener, Step
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+_MOST_PENDING, _WITHIN_S = 100, 1.0
+"""Rows, and seconds, after which collected rows are written."""
 _SCALARS = frozenset({bool, int, float, str, type(None)})
 
 
 class Trace:
-    """An open trace. It appends to the rows of an existing file, after dropping a torn last line.
+    """A trace to write. It appends to the rows of an existing file, after dropping a torn last line.
+
+    The file is open only while rows are written to it.
 
     Args:
         path: The file. It and its folder are made if missing.
-        flush_every: Rows to collect before they are written, ≥ 1.
         keep: Largest number of rows that :meth:`shorten` leaves between the first and the last; None for all.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, flush_every: int = 100, keep: int | None = None) -> None:
-        self.flush_every = check_count("flush_every", flush_every)
+    def __init__(self, path: str | os.PathLike[str], *, keep: int | None = None) -> None:
         self.keep = None if keep is None else check_count("keep", keep, remedy="None keeps all rows.")
         self.path = Path(path)
         self._pending: list[bytes] = []
-        self._last_at = 0  # where the rows begin that were written last
         self._steps = array("q")  # the step of each row, if there is a limit to them
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _mend(self.path)
             if keep is not None:
                 self._steps.extend(row["step"] for _, row in _rows(self.path))
-        self._file: BinaryIO | None = self.path.open("ab")
+        self.flush()
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add the row of one step.
+        """Add the row of one step. Rows are written a hundred at a time, or after a second.
 
         Args:
             row: ``step`` (int, the optimizer step) and further keys, with Python numbers (NaN allowed), bools, strings,
@@ -65,39 +67,26 @@ class Trace:
         Raises:
             TypeError: A value has another type. A tensor must be read explicitly (``.item()``), because reading it waits
                 for the device.
-            ValueError: There is no integer ``step``, or the trace is closed.
+            ValueError: There is no integer ``step``.
         """
         step = row.get("step")
         if not isinstance(step, int) or isinstance(step, bool):
             raise ValueError(f"Invalid row: {step=}. Every row needs the optimizer step as an int.")
-        if self._file is None:
-            raise ValueError(f"The trace {self.path} is closed.")
         for key, value in row.items():
             if type(value) not in _SCALARS or type(key) is not str:
                 _check(key, value)
         self._pending.append(_line(row))
         if self.keep is not None:
             self._steps.append(step)
-        if len(self._pending) >= self.flush_every:
+        if len(self._pending) >= _MOST_PENDING or time.monotonic() - self._written >= _WITHIN_S:
             self.flush()
-
-    def replace_last(self, row: Mapping[str, Any]) -> None:
-        """Replace the row that :meth:`append` has added last, which was written at once (``flush_every=1``)."""
-        if self._file is None:
-            raise ValueError(f"The trace {self.path} is closed.")
-        self._file.truncate(self._last_at)
-        self._file.seek(0, os.SEEK_END)
-        if self.keep is not None:
-            self._steps.pop()
-        self.append(row)
 
     def flush(self) -> None:
         """Write the collected rows to the file."""
-        if self._file is not None and self._pending:
-            self._last_at = self._file.tell()
-            self._file.write(b"".join(self._pending))
-            self._file.flush()
-            self._pending.clear()
+        self._written = time.monotonic()
+        with self.path.open("ab") as file:
+            file.write(b"".join(self._pending))
+        self._pending.clear()
 
     def shorten(self) -> None:
         """Write the collected rows, and leave out all but every k-th step, the first and the last row.
@@ -115,40 +104,8 @@ class Trace:
         if all(stays):
             return
         with self.path.open("rb") as file:
-            self._rewrite(_thinned(file, stays))
+            write_atomically(self.path, _thinned(file, stays), sync=False)  # the copy in a checkpoint is synced
         self._steps = array("q", itertools.compress(self._steps, stays))
-
-    def _rewrite(self, lines: Iterable[bytes]) -> None:
-        """Replace the lines of the file by these. After an error the file is unchanged."""
-        if self._file is None:
-            raise ValueError(f"The trace {self.path} is closed.")
-        self._file.close()
-        self._file = None
-        try:
-            write_atomically(self.path, lines, sync=False)  # the copy in a checkpoint is synced
-        finally:
-            self._file = self.path.open("ab")
-
-    def close(self) -> None:
-        """Write the collected rows and close the file. A second call does nothing."""
-        self.flush()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def abandon(self) -> None:
-        """Close the file without writing the collected rows."""
-        self._pending.clear()
-        file, self._file = self._file, None
-        if file is not None:
-            with contextlib.suppress(OSError):  # the file object may have a buffer to write
-                file.close()
-
-    def __enter__(self) -> Trace:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -241,25 +198,15 @@ class TraceFile(Listener):
         path: The file. New rows are appended.
         keep: Rows to keep, see :class:`Trace`.
         store: Function that stores the file of an ended run. Default: the file stays where it is.
-        flush: Whether to write each row at once, so that the trace of a run that fails is there. Default: many rows together.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        keep: int | None,
-        store: Callable[[Path], object] | None = None,
-        flush: bool = False,
-    ) -> None:
+    def __init__(self, path: Path, *, keep: int | None, store: Callable[[Path], object] | None = None) -> None:
         self._path = path
         self._store = store
-        self._flush = flush
         self._row: dict[str, Any] | None = None  # the last step's, while metrics may be recorded for it
-        self._changed = False  # whether metrics were recorded since that row was written
         self._trace: Trace | None = None  # None once the trace can't be written
         with self._warning_on_error():
-            self._trace = Trace(path, flush_every=1 if flush else 100, keep=keep)
+            self._trace = Trace(path, keep=keep)
 
     @classmethod
     def in_folder(cls, folder: Path, rows: Sequence[Mapping[str, Any]], *, keep: int | None) -> TraceFile:
@@ -276,7 +223,7 @@ class TraceFile(Listener):
             write_atomically(path, (_line(row) for row in rows), sync=False)
         except OSError as e:
             _warn_of_loss(e)
-        return cls(path, keep=keep, flush=True)
+        return cls(path, keep=keep)
 
     @classmethod
     def scratch(cls, *, keep: int | None, store: Callable[[Path], object]) -> TraceFile | None:
@@ -292,27 +239,27 @@ class TraceFile(Listener):
 
     def resume(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append the rows of earlier starts."""
-        with self._warning_on_error():
-            for row in rows:
-                if self._trace is not None:
-                    self._trace.append(row)
+        for row in rows:
+            self._write(lambda trace, row=row: trace.append(row))  # type: ignore[misc]
 
     def after_step(self, step: Step) -> None:
         """Write the previous step's row, and keep this step's row for metrics that are recorded for it."""
-        self.write_row()
+        self._write_row()
         self._row = step.row
-        if self._flush:
-            self._write(Trace.append, step.row)
 
     def recorded(self, metrics: Mapping[str, Any]) -> None:
         """Add metrics to the row of the last step."""
         if self._row is not None:
             self._row.update(metrics)
-            self._changed = True
+
+    def left(self) -> None:
+        """Write the last row. No more metrics can be recorded for it."""
+        self._write_row()
+        self._write(Trace.flush)
 
     def ended(self, why: str, metrics: Mapping[str, Any]) -> None:
         """Write the last row, shorten the trace, and store it."""
-        self.close(shorten=True)
+        self.files()
         if self._store is None or not self._path.exists():
             return
         try:
@@ -320,50 +267,32 @@ class TraceFile(Listener):
         except OSError as e:  # the run has ended and has stored its checkpoint
             warn_at_user(f"The run's trace could not be stored: {e}", RuntimeWarning)
 
-    def close(self, *, shorten: bool = False) -> None:
-        """Write the last row and close the file.
-
-        Args:
-            shorten: Thin out the rows.
-        """
-        self.write_row()
-        with self._warning_on_error():
-            if self._trace is not None:
-                if shorten:
-                    self._trace.shorten()
-                self._trace.close()
-
     def files(self) -> dict[str, tuple[Path, int]]:
         """Return the file with the rows up to the last step, as the ``files`` of :func:`ray_adascale.checkpoint.save`."""
-        self.write_row()
-        with self._warning_on_error():
-            if self._trace is not None:
-                self._trace.shorten()
+        self._write_row()
+        self._write(Trace.shorten)
         return {TRACE: (self._path, self._path.stat().st_size)} if self._path.exists() else {}
-
-    def write_row(self) -> None:
-        """Write the last step's row. No more metrics can be recorded for it."""
-        row, self._row, changed, self._changed = self._row, None, self._changed, False
-        if row is not None and (changed or not self._flush):
-            self._write(Trace.replace_last if self._flush else Trace.append, row)
-
-    def _write(self, write: Callable[[Trace, Mapping[str, Any]], None], row: Mapping[str, Any]) -> None:
-        if self._trace is not None:
-            with self._warning_on_error():
-                write(self._trace, row)
 
     def failed(self) -> None:
         """Store the trace of a run that fails."""
         if self._store is not None:
             self.ended("failed", {})
 
+    def _write_row(self) -> None:
+        row, self._row = self._row, None
+        if row is not None:
+            self._write(lambda trace: trace.append(row))
+
+    def _write(self, write: Callable[[Trace], None]) -> None:
+        with self._warning_on_error():
+            if self._trace is not None:
+                write(self._trace)
+
     @contextlib.contextmanager
     def _warning_on_error(self) -> Iterator[None]:
         try:
             yield
         except OSError as e:
-            if self._trace is not None:
-                self._trace.abandon()
             self._trace = None
             _warn_of_loss(e)
 

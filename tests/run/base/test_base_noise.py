@@ -82,23 +82,6 @@ def test_a_covered_model_is_measured_on_every_fifth_step_without_an_extra_pass()
     assert "from examples every 5 steps" in found.describe()
 
 
-def test_the_first_measurement_is_that_of_one_differentiation_an_example() -> None:
-    found = record("covered").noise[0]
-    config = base_config(AdaScaleConfig(), B0, T, None, 0)
-    seed_everything(0)
-    built = build(workload, {"model": "covered"}, config)
-    run = Run.of(built, config)
-    batch = next(iter(run))
-    each = []
-    for x, y in zip(*batch, strict=True):
-        grads = torch.autograd.grad(built.loss_fn(run.module, (x[None], y[None])), list(run.module.parameters()))
-        each.append(torch.cat([g.flatten() for g in grads]).double())
-    samples = torch.stack(each)
-    variance = samples.var(0).sum() / B0  # the trace of the covariance of one example, over B0
-    assert found.sigma2 == pytest.approx(variance.item(), rel=1e-5)
-    assert found.mu2 == pytest.approx((samples.mean(0).square().sum() - variance).item(), rel=1e-4)
-
-
 def test_a_layer_that_is_frozen_in_mid_run_is_left_out_from_then_on() -> None:
     calls, expected = 0, 0.0
 

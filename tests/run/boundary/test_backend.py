@@ -70,10 +70,6 @@ def test_without_a_folder_nothing_is_kept_and_nothing_found(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_trace_is_beside_the_checkpoints(tmp_path: Path) -> None:
-    assert LocalBackend(tmp_path / "run").trace_folder() == tmp_path / "run"
-
-
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     backend = LocalBackend(tmp_path, device="cpu", keep=keep)
@@ -234,36 +230,35 @@ class Cuda:
         patched.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-@pytest.mark.parametrize("asked", [None, "cuda"])
-@pytest.mark.parametrize("local_rank", [0, 1])
-def test_each_of_torchruns_workers_has_a_gpu_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, local_rank: int, asked: str | None
+@pytest.mark.parametrize(
+    ("visible", "current", "local_rank", "asked", "device"),
+    [
+        (2, None, 0, None, "cuda:0"),  # each of torchrun's workers has a GPU of its own
+        (2, None, 1, "cuda", "cuda:1"),
+        (2, None, None, None, "cuda:0"),  # without a launcher the current GPU
+        (2, 1, None, None, "cuda:1"),
+        (4, 3, 1, None, "cuda:3"),  # the program chose it
+        (4, 3, 1, "cuda:2", "cuda:2"),
+        (2, 0, 1, None, "cuda:1"),  # in use by default, by a tensor.cuda() before: nobody chose it
+        (2, None, 1, "cpu", "cpu"),
+        (0, None, None, None, "cpu"),
+    ],
+)
+def test_a_worker_has_a_gpu_of_its_own_unless_another_was_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+    visible: int,
+    current: int | None,
+    local_rank: int | None,
+    asked: str | None,
+    device: str,
 ) -> None:
-    cuda = Cuda(monkeypatch, visible=2)
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    assert LocalBackend(device=asked).device == torch.device("cuda", local_rank)
-    assert cuda.chosen == [local_rank]  # NCCL's object collectives use the current device
-
-
-def test_without_a_launcher_the_current_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    Cuda(monkeypatch, visible=2)
-    assert LocalBackend().device == torch.device("cuda", 0)
-    Cuda(monkeypatch, visible=2, current=1)
-    assert LocalBackend().device == torch.device("cuda", 1)
-
-
-def test_a_gpu_that_the_program_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch, visible=4, current=3)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert LocalBackend().device == torch.device("cuda", 3)
-    assert LocalBackend(device="cuda:2").device == torch.device("cuda", 2)
-    assert cuda.chosen == [3, 2]
-
-
-def test_a_gpu_in_use_by_default_is_not_one_that_the_program_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    Cuda(monkeypatch, visible=2, current=0)  # by a tensor.cuda() before
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert LocalBackend().device == torch.device("cuda", 1)
+    cuda = Cuda(monkeypatch, visible, current)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    found = LocalBackend(device=asked).device
+    assert found == torch.device(device)
+    # NCCL's object collectives use the current device. No GPU is touched for a run on the CPU.
+    assert cuda.chosen == ([] if device == "cpu" else [found.index])
 
 
 def test_the_gpu_of_the_process_group_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,12 +301,3 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     for asked in ("cuda", "cuda:0"):
         with pytest.raises(ValueError, match=rf"Invalid device='{asked}': torch finds no CUDA device .* Use 'cpu'"):
             LocalBackend(device=asked)
-
-
-def test_no_gpu_is_touched_for_a_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch, visible=2)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert LocalBackend(device="cpu").device == torch.device("cpu")
-    Cuda(monkeypatch, visible=0)
-    assert LocalBackend().device == torch.device("cpu")
-    assert cuda.chosen == []

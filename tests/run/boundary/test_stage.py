@@ -7,10 +7,7 @@ import math
 import pytest
 
 from ray_adascale.run.boundary import stage
-from ray_adascale.run.boundary.stage import BoundaryFlags, IntervalTimer, Stage
-from ray_adascale.run.observe.step import Listener
-
-from ...samples_of import step_of
+from ray_adascale.run.boundary.stage import BoundaryFlags, IntervalTimer
 
 NOTHING = BoundaryFlags.NONE
 REPORT, CHECKPOINT, POLL = BoundaryFlags.REPORT, BoundaryFlags.CHECKPOINT, BoundaryFlags.POLL
@@ -38,21 +35,3 @@ def test_an_interval_begins_anew_when_it_is_restarted(monkeypatch: pytest.Monkey
 
 def test_an_infinite_interval_never_passes() -> None:
     assert not IntervalTimer(math.inf).due
-
-
-def test_a_stage_that_overrides_nothing_is_never_due_and_has_no_state() -> None:
-    stage, run = Stage(), None
-    assert not stage.due_by(math.inf)
-    assert stage.flags() == NOTHING
-    assert stage.act(run, REPORT | STOP) is None  # type: ignore[arg-type,func-returns-value]
-    assert stage.state_dict() == {}
-    stage.load_state_dict({"iterations": 3})
-
-
-def test_a_listener_that_overrides_nothing_leaves_the_step_as_it_is() -> None:
-    listener, now = Listener(), step_of(1)
-    metrics, row = dict(now.metrics), dict(now.row)
-    listener.after_step(now)
-    listener.recorded({"accuracy": 0.5})
-    listener.ended("done", {})
-    assert (now.metrics, now.row) == (metrics, row)

@@ -48,14 +48,6 @@ def test_the_remainder_is_the_forecasts() -> None:
     assert constant(3.0, 1000).at(0) == pytest.approx(1000 / 3)
 
 
-def test_a_run_that_goes_as_forecast_corrects_nothing() -> None:
-    left = constant(2.0, 1000)
-    for step in range(250):
-        left.observe(2.0 * step, 2.0 * step + 2, 2.0)
-    assert left.correction == pytest.approx(0)
-    assert left.at(500) == pytest.approx(250)
-
-
 def test_gains_other_than_forecast_correct_what_is_to_come() -> None:
     # Forecast r = 2 of S = 4: q = (1 − ½)/1 = ½. The run has r = 2.5: q = 0.375/1.5 = ¼. Half of ln ½ is believed.
     left = constant(2.0, 1000)
@@ -248,15 +240,3 @@ def test_without_a_forecast_it_is_rough_and_at_the_base_batch_exact(found: Recip
     drive(run, loss_fn, until=100)
     assert not backend.seen[-1].rough
     assert backend.seen[-1].steps == 300
-
-
-def test_a_run_that_chooses_its_scale_has_the_steps_of_its_replay_left() -> None:
-    # Nothing but noise: r = S, 2 and 4 and then 8 a step (tests/forecast/test_replay.py), so 2 + (100 − 6)/8 steps.
-    config = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, max_global_batch_size=64)
-    left = forecast_remaining_steps(
-        recipe([(0, 1, 0)]), [], scale=2, rule="adascale", averaging_window=0.05, following=(config.batch, 2)
-    )
-    assert left is not None
-    assert [left.at(tau) for tau in (0, 2, 6, 50, 100)] == pytest.approx([13.75, 12.75, 11.75, 6.25, 0])
-    left.observe(0, 50, 25.0)
-    assert left.at(50) == pytest.approx(6.25)

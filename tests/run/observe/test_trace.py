@@ -7,6 +7,8 @@ import resource
 import shutil
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,6 +19,7 @@ import torch
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run
 from ray_adascale._files import TRACE
+from ray_adascale.run.observe import trace as observe_trace
 from ray_adascale.run.observe.failure import telling_of_failure
 from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.run.observe.trace import Trace, TraceFile, read_trace
@@ -28,8 +31,15 @@ def rows(*steps: int) -> list[dict[str, Any]]:
     return [{"step": s, "gain": 1.0 + s / 3} for s in steps]
 
 
+@contextmanager
+def writing(path: Path, keep: int | None = None) -> Iterator[Trace]:
+    trace = Trace(path, keep=keep)
+    yield trace
+    trace.flush()
+
+
 def filled(path: Path, *steps: int) -> Path:
-    with Trace(path) as trace:
+    with writing(path) as trace:
         for row in rows(*steps):
             trace.append(row)
     return path
@@ -42,7 +52,7 @@ def copy_rows(path: Path, trace: Trace) -> None:
 
 def test_rows_come_back_as_they_went_in(tmp_path: Path) -> None:
     row = {"step": 1, "loss": 0.1, "skipped": False, "note": "μ²\n", "lr": [0.1, 1e-300], "attempt": None}
-    with Trace(tmp_path / "deep" / "trace.jsonl") as trace:
+    with writing(tmp_path / "deep" / "trace.jsonl") as trace:
         trace.append(row)
         trace.append({"step": 2, "sigma2": math.nan, "mu2": -math.inf})
     first, second = read_trace(tmp_path / "deep" / "trace.jsonl")
@@ -51,23 +61,30 @@ def test_rows_come_back_as_they_went_in(tmp_path: Path) -> None:
     assert second["mu2"] == -math.inf
 
 
-def test_rows_reach_the_file_every_n_rows_and_on_flush(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    trace = Trace(path, flush_every=3)
-    for row in rows(1, 2):
+def test_rows_reach_the_file_in_blocks_after_a_second_and_on_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(observe_trace.time, "monotonic", lambda: clock[0])
+    trace = Trace(tmp_path / "t")
+    many = rows(*range(1, 101))
+    for row in many[:99]:
         trace.append(row)
-    assert read_trace(path) == []
-    trace.append(rows(3)[0])
-    assert read_trace(path) == rows(1, 2, 3)
-    trace.append(rows(4)[0])
+    assert read_trace(tmp_path / "t") == []
+    trace.append(many[99])
+    assert read_trace(tmp_path / "t") == many
+    trace.append(rows(101)[0])
+    clock[0] += 1
+    trace.append(rows(102)[0])
+    assert read_trace(tmp_path / "t") == [*many, *rows(101, 102)]
+    trace.append(rows(103)[0])
     trace.flush()
-    assert read_trace(path) == rows(1, 2, 3, 4)
-    trace.close()
+    assert read_trace(tmp_path / "t") == [*many, *rows(101, 102, 103)]
 
 
 def test_an_appended_row_is_a_copy(tmp_path: Path) -> None:
     row = rows(1)[0]
-    with Trace(tmp_path / "t") as trace:
+    with writing(tmp_path / "t") as trace:
         trace.append(row)
         row["gain"] = 99.0
     assert read_trace(tmp_path / "t") == rows(1)
@@ -75,39 +92,25 @@ def test_an_appended_row_is_a_copy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [torch.tensor(1.0), np.float32(1), np.array([1.0]), [torch.tensor(1)], {"a": 1}, 1j])
 def test_other_types_are_refused_by_name(tmp_path: Path, value: Any) -> None:
-    with Trace(tmp_path / "t") as trace, pytest.raises(TypeError, match="'mu2'"):
+    with writing(tmp_path / "t") as trace, pytest.raises(TypeError, match="'mu2'"):
         trace.append({"step": 1, "mu2": value})
     assert read_trace(tmp_path / "t") == []
 
 
 @pytest.mark.parametrize("row", [{}, {"step": None}, {"step": 1.0}, {"step": True}])
 def test_a_row_needs_its_step(tmp_path: Path, row: dict[str, Any]) -> None:
-    with Trace(tmp_path / "t") as trace, pytest.raises(ValueError, match="step"):
+    with writing(tmp_path / "t") as trace, pytest.raises(ValueError, match="step"):
         trace.append(row)
 
 
 def test_keys_are_strings(tmp_path: Path) -> None:
-    with Trace(tmp_path / "t") as trace, pytest.raises(TypeError, match="1"):
+    with writing(tmp_path / "t") as trace, pytest.raises(TypeError, match="1"):
         trace.append({"step": 1, 1: 2})  # type: ignore[dict-item]
-
-
-def test_flush_every_is_checked(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="flush_every=0"):
-        Trace(tmp_path / "t", flush_every=0)
-
-
-def test_going_on_with_the_rows_of_a_checkpoint(tmp_path: Path) -> None:
-    path = filled(tmp_path / "checkpoint", *range(1, 5))
-    with Trace(tmp_path / "t") as trace:
-        copy_rows(path, trace)
-        trace.append({"step": 5, "attempt": 2})
-    assert read_trace(tmp_path / "t") == [*rows(1, 2, 3, 4), {"step": 5, "attempt": 2}]
-    assert read_trace(path) == rows(1, 2, 3, 4)
 
 
 def test_thinning_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t"
-    with Trace(path, keep=4) as trace:
+    with writing(path, keep=4) as trace:
         for row in rows(*range(1, 20)):
             trace.append(row)
         with monkeypatch.context() as patched, pytest.raises(OSError, match="full"):
@@ -130,7 +133,7 @@ def test_a_torn_last_line_is_left_out_and_appended_after(tmp_path: Path, lost: i
     path.write_bytes(whole[:-lost])
     expected = rows(1, 2, 3) if lost == 1 else rows(1, 2)  # without its line break only, a row is complete
     assert read_trace(path) == expected
-    with Trace(path) as trace:
+    with writing(path) as trace:
         trace.append(rows(9)[0])
     assert read_trace(path) == [*expected, *rows(9)]
 
@@ -141,7 +144,7 @@ def test_other_wreckage_at_the_end(tmp_path: Path, tail: bytes) -> None:
     with path.open("ab") as file:
         file.write(tail)
     assert read_trace(path) == rows(1, 2)
-    with Trace(path) as trace:
+    with writing(path) as trace:
         trace.append(rows(3)[0])
     assert read_trace(path) == rows(1, 2, 3)
 
@@ -155,26 +158,11 @@ def test_a_damaged_line_elsewhere_is_named(tmp_path: Path, bad: bytes) -> None:
     path.write_bytes(damaged)
     with pytest.raises(ValueError, match="Line 2 of"):
         read_trace(path)
-    with Trace(tmp_path / "other") as trace:
+    with writing(tmp_path / "other") as trace:
         with pytest.raises(ValueError, match="Line 2 of"):
             copy_rows(path, trace)
         assert path.read_bytes() == damaged
         trace.append(rows(4)[0])
-
-
-def test_closing(tmp_path: Path) -> None:
-    trace = Trace(tmp_path / "t")
-    trace.append(rows(1)[0])
-    trace.close()
-    trace.close()
-    assert read_trace(tmp_path / "t") == rows(1)
-    with pytest.raises(ValueError, match="closed"):
-        trace.append(rows(2)[0])
-
-
-def test_an_empty_trace(tmp_path: Path) -> None:
-    Trace(tmp_path / "t").close()
-    assert read_trace(tmp_path / "t") == []
 
 
 # ---- long runs -------------------------------------------------------------------------------------------------------
@@ -189,7 +177,7 @@ def long_rows(first: int, last: int, *, evaluated: int = 37) -> list[dict[str, A
 @pytest.mark.parametrize(("steps", "stride"), [(400, 1), (401, 2), (1300, 4), (5000, 16)])
 def test_a_long_trace_keeps_every_kth_row_the_first_and_the_last(tmp_path: Path, steps: int, stride: int) -> None:
     everything = [{"step": s, "gain": s / 3} for s in range(1, steps + 1)]
-    with Trace(tmp_path / "t", keep=400) as trace:
+    with writing(tmp_path / "t", keep=400) as trace:
         for row in everything:
             trace.append(row)
         trace.shorten()
@@ -202,7 +190,7 @@ def test_a_long_trace_keeps_every_kth_row_the_first_and_the_last(tmp_path: Path,
 
 
 def test_the_users_metrics_of_a_row_that_is_left_out_are_in_the_next_row(tmp_path: Path) -> None:
-    with Trace(tmp_path / "t", keep=4) as trace:
+    with writing(tmp_path / "t", keep=4) as trace:
         for step in range(1, 16):  # every fourth one stays
             own = {5: {"accuracy": 0.5, "note": "x"}, 6: {"accuracy": 0.6}, 8: {"note": "y"}, 12: {"accuracy": 0.9}}
             trace.append({"step": step, "loss": 1.0 / step, "short_step": step == 6, **own.get(step, {})})
@@ -221,7 +209,6 @@ def test_it_makes_no_difference_when_a_trace_was_shortened(
     for row in long_rows(1, 3001, evaluated=evaluated):
         whole.append(row)
     whole.shorten()
-    whole.close()
     first, number = 1, 0
     for stop in (*stops, 3000):  # each start takes the trace up from a checkpoint, in a file of its own
         trace = Trace(tmp_path / str(number), keep=400)
@@ -230,7 +217,6 @@ def test_it_makes_no_difference_when_a_trace_was_shortened(
         for row in long_rows(first, stop + 1, evaluated=evaluated):
             trace.append(row)
         trace.shorten()
-        trace.close()
         first, number = stop + 1, number + 1
     assert (tmp_path / str(number - 1)).read_bytes() == (tmp_path / "whole").read_bytes()
 
@@ -238,7 +224,7 @@ def test_it_makes_no_difference_when_a_trace_was_shortened(
 def test_a_million_steps_take_what_the_docs_say(tmp_path: Path) -> None:
     """docs/guides/checkpoints.md: at most 16 MB a checkpoint. Rows as long as a run's; one in fifty is enough to tell."""
     row = dict.fromkeys(METRICS, 123456.123456789) | {"attempt": 3, "position": 10**9}
-    with Trace(tmp_path / "t", keep=40_000 // 50) as trace:
+    with writing(tmp_path / "t", keep=40_000 // 50) as trace:
         for step in range(1, 1_000_000 // 50 + 1):
             trace.append({"step": step, **row})
         trace.shorten()
@@ -247,7 +233,7 @@ def test_a_million_steps_take_what_the_docs_say(tmp_path: Path) -> None:
 
 
 def test_all_rows_stay_where_that_is_wanted(tmp_path: Path) -> None:
-    with Trace(tmp_path / "t") as trace:
+    with writing(tmp_path / "t") as trace:
         for row in long_rows(1, 500):
             trace.append(row)
         trace.shorten()
@@ -386,28 +372,18 @@ def test_a_trace_is_written_where_somebody_keeps_it(
     assert (tmp_path / "run" / "trace.jsonl").exists() == (why in ("no disk", None))
 
 
-def on_two_workers(folder: str) -> list[int]:
-    backend = LocalBackend(Path(folder, "run"), device="cpu")
-    scratch_while_running(folder, backend)
-    return [] if backend.trace_folder() is None else [row["step"] for row in read_trace(Path(folder, "run", TRACE))]
-
-
-def test_the_first_worker_alone_writes_a_trace(pool: Any, tmp_path: Path) -> None:
-    assert pool(2).run(on_two_workers, str(tmp_path))[0] == [1, 2, 3]
-
-
 # ---- a run that fails ------------------------------------------------------------------------------------------------
 
 
 def fail_after(folder: Path, steps: int) -> None:
-    """A run whose loop fails after so many steps, an evaluation of the last one included, as its process dies."""
+    """A run whose process dies after so many steps."""
     net = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     config = AdaScaleConfig(base_batch_size=2, total_steps=9)
     run = Run(net, optimizer, None, [torch.ones(2)] * 8, config, backend=LocalBackend(folder, device="cpu"))
+    observe_trace._WITHIN_S = 0.0
     for taken, x in enumerate(run):
         if taken == steps:
-            run.record(accuracy=0.5)
             os._exit(3)
         run.backward(run.model(x).square().mean())
         run.step()
@@ -421,19 +397,28 @@ def test_the_trace_of_a_run_that_dies_before_its_first_checkpoint_is_in_its_fold
     died.join(60)
     assert died.exitcode == 3
     assert not list(tmp_path.glob("checkpoint_*"))
-    assert [row["step"] for row in read_trace(tmp_path / TRACE)] == list(range(1, steps + 1))
+    # The last step's row waits for metrics that may be recorded.
+    assert [row["step"] for row in read_trace(tmp_path / TRACE)] == list(range(1, steps))
 
 
-def test_metrics_that_come_after_a_row_was_written_replace_it(tmp_path: Path) -> None:
-    log = TraceFile.in_folder(tmp_path, rows(1), keep=10)
-    for step in (2, 3):
-        log.after_step(step_of(step, row={"step": step, "loss": 1.0}))
-        log.recorded({"accuracy": 0.5, "more": step})
-    log.after_step(step_of(4, row={"step": 4, "loss": 1.0}))
-    expected = [{"step": s, "loss": 1.0, "accuracy": 0.5, "more": s} for s in (2, 3)]
-    assert read_trace(tmp_path / TRACE) == [*rows(1), *expected, {"step": 4, "loss": 1.0}]
-    log.ended("", {})
-    assert read_trace(tmp_path / TRACE)[1:3] == expected
+@pytest.mark.parametrize("way", ["break", "raise"])
+def test_the_trace_of_a_loop_that_is_left_has_its_last_step(tmp_path: Path, way: str) -> None:
+    net = torch.nn.Linear(2, 1)
+    config = AdaScaleConfig(base_batch_size=2, total_steps=9)
+    backend = LocalBackend(tmp_path, device="cpu")
+    run = Run(net, torch.optim.SGD(net.parameters(), lr=0.1), None, [torch.ones(2)] * 8, config, backend=backend)
+    with pytest.raises(KeyError) if way == "raise" else nullcontext():
+        for x in run:
+            run.backward(run.model(x).square().mean())
+            run.step()
+            if run.state.iterations == 3:
+                run.record(accuracy=0.5)
+                if way == "break":
+                    break
+                raise KeyError
+    found = read_trace(tmp_path / TRACE)
+    assert [row["step"] for row in found] == [1, 2, 3]
+    assert found[-1]["accuracy"] == 0.5
 
 
 def test_where_the_storage_is_no_disk_the_trace_of_a_failed_run_is_stored() -> None:
