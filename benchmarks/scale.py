@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ def steps_worker(rank: int, workers: int, scratch: str, settings: overhead.Setti
 def measure_steps(workers: int, kinds: Sequence[str], rounds: int, *, smoke: bool) -> list[Steps]:
     """Measure the steps of all kinds with one number of workers."""
     depth, width, batch = (2, 16, 2) if smoke else (12, 512, 8)
-    spec = Spec(build=Mlp(depth, width), input_shape=(width,), classes=width, batch=batch)
+    spec = Spec(build=partial(mlp, depth, width), input_shape=(width,), classes=width, batch=batch)
     settings = overhead.Settings(
         models=["scale"],
         kinds=list(kinds),
@@ -223,17 +224,6 @@ def measure_steps(workers: int, kinds: Sequence[str], rounds: int, *, smoke: boo
         smoke=smoke,
     )
     return [Steps(**row) for row in run_workers(steps_worker, workers, settings, spec)]
-
-
-@dataclass(frozen=True)
-class Mlp:
-    """``kinds.mlp`` with its arguments, as an object that can be pickled."""
-
-    depth: int
-    width: int
-
-    def __call__(self) -> torch.nn.Module:
-        return mlp(self.depth, self.width)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -7,9 +7,6 @@ Both search the same fixed list of learning rates, each trial to its end: the sa
 evaluations and reports, one CPU a trial. The plain trial is a hand-written loop in a process that never imports this
 library. Both let Tune reuse processes (Tune's default starts one per trial, which would favour this library). Searches
 alternate. Printed are medians of wall time and of the ratio within a round.
-
-A second table shows where the extra time goes: CPU time of one trial in one process, for the plain loop, for ``Run``'s loop, and
-with the noise measured from examples or from halves. The last line has the seconds of a trial process's imports.
 """
 
 from __future__ import annotations
@@ -18,14 +15,13 @@ import argparse
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -212,60 +208,6 @@ def compare(task: Task, folder: str) -> Result:
     return Result(task.name, seconds["plain"], seconds["tune_recipe"])
 
 
-def run_loop(task: Task, lr: float, every: int, noise: Literal["auto", "samples"] = "auto") -> None:
-    """Run the loop of a ``tune_recipe`` trial, in this process, with the noise measured on every ``every``-th step."""
-    from ray_adascale import AdaScaleConfig, LocalBackend, Run
-    from ray_adascale.run.base.base_noise import NoiseEvery, NoiseRecorder
-    from ray_adascale.run.base.base_run import base_config, train_base
-
-    torch.manual_seed(0)
-    built = workload_of(task, lr)
-    config = base_config(AdaScaleConfig(noise=noise), task.batch, task.steps, None, 0)
-    run = Run.of(built, config, backend=LocalBackend(device="cpu"))
-    train_base(run, built, NoiseRecorder(run, built, NoiseEvery.given(every), []), lambda loss: None)
-
-
-WAYS: Mapping[str, Callable[[Task], None]] = {
-    "plain loop": lambda task: plain_loop(task, LRS[0], lambda metrics: None),
-    "Run": lambda task: run_loop(task, LRS[0], 10**9),
-    "examples, every 5th step": lambda task: run_loop(task, LRS[0], 5),
-    "examples, every step": lambda task: run_loop(task, LRS[0], 1),
-    "halves, every 20th step": lambda task: run_loop(task, LRS[0], 20, "samples"),
-}
-
-
-def breakdown(task: Task, rounds: int) -> dict[str, float]:
-    """Return the median CPU seconds of one trial in this process, by way of training; the ways take turns in each round."""
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
-    for number in range(rounds + 1):
-        for way in random.Random(number).sample(sorted(WAYS), len(WAYS)):
-            began = time.process_time()
-            WAYS[way](task)
-            if number > 0:
-                found[way].append(time.process_time() - began)
-    return {way: statistics.median(seconds) for way, seconds in found.items()}
-
-
-def import_seconds(rounds: int) -> dict[str, float]:
-    """Return the median seconds of the imports of a plain trial and of a ``tune_recipe`` trial.
-
-    Each makes an optimizer, because that loads a part of torch that both need (``torch._dynamo``, and with it DTensors).
-    """
-    optimizer = "; torch.optim.SGD([torch.ones(1)], lr=0.1)"
-    code = {
-        "plain": f"import torch, ray.tune, sklearn.datasets{optimizer}",
-        "tune_recipe": f"import torch, ray.tune, sklearn.datasets, ray_adascale.search.trial{optimizer}",
-    }
-    found: dict[str, list[float]] = {kind: [] for kind in code}
-    for number in range(rounds + 1):
-        for kind, statement in code.items():
-            began = time.perf_counter()
-            subprocess.run([sys.executable, "-W", "ignore", "-c", statement], check=True)
-            if number > 0:
-                found[kind].append(time.perf_counter() - began)
-    return {kind: statistics.median(seconds) for kind, seconds in found.items()}
-
-
 def table(results: Sequence[Result]) -> str:
     """Return the table of the searches."""
     rows = [
@@ -279,24 +221,6 @@ def table(results: Sequence[Result]) -> str:
         for r in results
     ]
     return markdown(["workload", "plain, s", "tune_recipe, s", "ratio", "range over rounds"], rows)
-
-
-def parts_table(parts: Mapping[str, Mapping[str, float]], imports: Mapping[str, float], tasks: Sequence[Task]) -> str:
-    """Return the table of single trials, and a sentence on imports."""
-    rows = []
-    for task in tasks:
-        seconds = parts[task.name]
-        plain, run = seconds["plain loop"], seconds["Run"]
-        ratios = [f"{seconds[way] / plain:.2f} ({seconds[way] / run:.2f})" for way in list(WAYS)[1:]]
-        rows.append([task.name, f"{plain / task.steps * 1e3:.2f}", *ratios])
-    head = [
-        "one trial, in one process",
-        "plain loop, CPU ms a step",
-        *(f"{way}: × plain (× Run)" for way in list(WAYS)[1:]),
-    ]
-    more = imports["tune_recipe"] - imports["plain"]
-    imported = f"Imports of a trial's process: {imports['plain']:.2f} s, {more:+.2f} s with this library"
-    return f"{markdown(head, rows)}\n\n{imported}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -319,9 +243,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     torch.set_num_threads(1)
     about = machine(ray=ray.__version__)
-    rounds = 1 if arguments.smoke else 5
-    parts = {task.name: breakdown(task, rounds) for task in tasks}
-    imports = import_seconds(1 if arguments.smoke else 3)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # tune_recipe sets it as well: neither prints
         ray.init(num_cpus=arguments.cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
@@ -334,15 +255,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "machine": about,
             "tasks": [asdict(task) for task in tasks],
             "results": [{**asdict(r), "ratio": statistics.median(r.ratios)} for r in results],
-            "one_process_s": parts,
-            "imports_s": imports,
         }
         write_json(arguments.json, document)
     print(in_words(about))
     print(f"{len(LRS)} trials on {arguments.cpus} CPUs, each to its end; medians\n")
     print(table(results))
-    print()
-    print(parts_table(parts, imports, tasks))
     return 0
 
 

@@ -38,17 +38,14 @@ RAY_LAYERS: list[list[Package]] = [
     ],
     [
         Package(
-            "search",
-            "which settings win: trials on Ray Tune",
-            "tune spec precheck repeat_plan watch trial trial_workers",
+            "search", "which settings win: trials on Ray Tune", "tune spec precheck repeats watch trial trial_workers"
         )
     ],
     [
         Package(
             "train",
             "where the workers of a run live: Ray Train, its cluster, preemption notices",
-            "trainer backend driver_channel driver_updates beats heartbeat hang_watch stop_request gauges retry run_lock "
-            "ray_record pickling network connection cluster",
+            "trainer backend driver_channel worker_reports hangs retry run_lock ray_record pickling network connection cluster",
         )
     ],
 ]

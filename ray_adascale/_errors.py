@@ -1,5 +1,5 @@
-"""The error for a setting that can't work; a setting's option on the command line; the check of a count; and notes on the
-errors of others.
+"""The error for a setting that can't work; a setting's option on the command line; checks of a count and of a type; and notes
+on the errors of others.
 """
 
 from __future__ import annotations
@@ -82,6 +82,22 @@ def check_count(name: str, value: Any, minimum: int | None = 1, remedy: str = ""
         least = "" if minimum is None else f" of at least {minimum}"
         raise SettingError(f"Invalid {{}}. Must be an integer{least}.{remedy and f' {remedy}'}", "", **{name: value})
     return int(value)
+
+
+def check_type(name: str, value: Any, kind: Any, remedy: str) -> None:
+    """Check an argument's type.
+
+    Args:
+        name: The argument's name.
+        value: The argument.
+        kind: Its class, as for ``isinstance``.
+        remedy: The message's last sentence: what it must be.
+
+    Raises:
+        ValueError: The argument has another type.
+    """
+    if not isinstance(value, kind):
+        raise ValueError(f"Invalid {name} of type {type(value).__name__}. {remedy}")
 
 
 def kind_of(value: Any) -> str:

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import Recipe, Workload
 from ray_adascale.batch import BatchPlan
+from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.recipe import NoiseProbe
 from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.run.observe.step import Step
@@ -73,6 +74,12 @@ def recipe(noise: list[tuple[float, float, float]], total_steps: int = 100, **ch
         "momentum": 0.0,
     }
     return Recipe(**fields | changes)
+
+
+def schedule(total_steps: int, base_batch_size: int = 8, **changes: Any) -> BaseSchedule:
+    """The base run of a constant LR of 0.1, which counts no calls of a scheduler."""
+    fields: dict[str, Any] = {"scheduler_unit": None, "base_steps_per_epoch": None, "lr_curve": [[0.1]]}
+    return BaseSchedule(base_batch_size=base_batch_size, total_steps=total_steps, **fields | changes)
 
 
 def probes(noise: list[tuple[float, float, float]]) -> list[NoiseProbe]:

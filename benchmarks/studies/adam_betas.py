@@ -7,8 +7,7 @@
 
 Five peak LRs run at S = 1 with two seeds, and are scored on the search split. All candidates run at S = 16 on vision and text
 with two seeds. The candidate with the best metric there, the one with the fewest steps, AdaScale with fixed betas, and the
-unscaled LR with the first one's number of steps then run on five workloads at S = 4, 16 and 64. ``adam.py`` has AdamW,
-``comparison.py`` the runs.
+unscaled LR with the first one's number of steps then run on five workloads at S = 4, 16 and 64. ``comparison.py`` has the runs.
 
 One base run of each workload is recorded with noise probes, and the page sets forecasts from it beside the steps that were
 taken. The kept results are in ``benchmarks/studies/kept/adam_betas.jsonl``, the recipes beside them.
@@ -23,7 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import comparison
-from adam import ADAMW, STANDING, standing
+import study
+import torch
 from adam_candidates import CappedBetas, Changing, Power, PowerBetas, SignGain, sde_square_root, surge
 from comparison import (
     Comparison,
@@ -38,18 +38,21 @@ from comparison import (
     stage_jobs,
 )
 from comparison_page import (
+    STANDING,
     forecast_table,
     picture_by_scale,
     picture_by_tau,
     print_tables,
     provenance,
+    standing,
     verdicts,
     workload_sections,
     write_page,
 )
 from real_workloads import AT_SIZE
+from study import CASES, transformer
 
-from ray_adascale import AdaScaleBetasRule, BetaRule, UnscaledRule
+from ray_adascale import AdaScaleBetasRule, BetaRule, UnscaledRule, Workload
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import ROOT, by_hand, count
@@ -62,12 +65,34 @@ CHOSEN = "β^r"
 UNSCALED = "unscaled"
 FEWEST_STEPS = "ℓ1"
 FORECAST = ("AdaScale", CHOSEN)
+DECAY = 0.1  # AdamW's decoupled weight decay
 FINAL = ("AdaScale", CHOSEN, FEWEST_STEPS, UNSCALED)
 
+
+def with_adamw(built: Workload, job: Job) -> Workload:
+    """Return the workload with AdamW in place of its optimizer."""
+    optimizer = torch.optim.AdamW(
+        built.model.parameters(), lr=job.lr, betas=(0.9, job.beta2), weight_decay=DECAY, foreach=True
+    )
+    return replace(built, optimizer=optimizer, scheduler=study.schedule(optimizer, job.shape, job.total_steps))
+
+
+SMALL = {
+    "vision": replace(CASES["vision"], total_steps=600, lrs=(0.001, 0.002, 0.004, 0.008, 0.016)),
+    "text": replace(CASES["text"], total_steps=800, lrs=(0.002, 0.004, 0.008, 0.016, 0.032)),
+    "tabular": replace(CASES["tabular"], total_steps=2500, lrs=(0.002, 0.004, 0.008, 0.016, 0.032)),
+    "transformer": replace(
+        CASES["text"],
+        about="the same text, two causal layers of a transformer of width 32",
+        workload=transformer,
+        total_steps=600,
+        lrs=(0.002, 0.004, 0.008, 0.016, 0.032),
+    ),
+}
 BETAS = Comparison(
     optimizer="adamw",
     cases={
-        **ADAMW.cases,
+        **SMALL,
         "smiles": replace(AT_SIZE["smiles"], total_steps=500, lrs=(0.0005, 0.001, 0.002, 0.004, 0.008)),
     },
     methods={
@@ -98,7 +123,7 @@ BETAS = Comparison(
     grid_scale=1,
     evaluations=10,
     loss_examples=500,
-    with_optimizer=ADAMW.with_optimizer,
+    with_optimizer=with_adamw,
     own=CHOSEN,
 )
 

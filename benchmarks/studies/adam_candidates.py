@@ -1,4 +1,4 @@
-"""Rules that ``adam.py`` and ``adam_betas.py`` compare: published proposals for Adam and AdamW.
+"""Rules that ``adam_betas.py`` compares: published proposals for Adam and AdamW.
 
 A rule of the package sets the LR factor and the clock, and may set the betas. Some proposals for Adam also change its ε or its
 decay for a batch κ times as large: :class:`Changing` sets these for one step, and restores them after it. Other proposals
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ray_adascale import BetaRule, RuleInput
 from ray_adascale.gain import plain_effective_decay, plain_gain
-from ray_adascale.optim.rules import Metric, ScalingRule, metric_of
+from ray_adascale.optim.rules import ScalingRule
 
 Change = Callable[[dict[str, Any], float, float], dict[str, Any]]
 """From a parameter group, the step's LR factor and its clock increment to the group's changed entries."""
@@ -37,15 +37,13 @@ class Attached(Protocol):
 
 @dataclass(frozen=True)
 class Power:
-    """(r^power, r), with r from norms in a metric.
+    """(r^power, r).
 
     Attributes:
         power: Exponent of r.
-        metric: Metric of the gradients' norms.
     """
 
     power: float
-    metric: Metric = "euclidean"
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
         return now.gain**self.power, now.gain
@@ -182,11 +180,6 @@ class Changing:
     _now: tuple[float, float] = field(default=(1.0, 1.0), init=False, repr=False)
     _kept: list[dict[str, Any]] = field(default_factory=list, init=False, repr=False)
 
-    @property
-    def metric(self) -> Metric:
-        """Metric of the rule."""
-        return metric_of(self.rule)
-
     def __call__(self, now: RuleInput) -> tuple[float, float]:
         self._now = self.rule(now)
         return self._now
@@ -216,14 +209,3 @@ def sde_square_root(group: dict[str, Any], factor: float, clock: float) -> dict[
     """
     first, second = (max(0.0, 1 - clock * (1 - beta)) for beta in group["betas"])
     return {"betas": (first, second), "eps": group["eps"] / math.sqrt(clock)}
-
-
-def betas_per_effective_step(group: dict[str, Any], factor: float, clock: float) -> dict[str, Any]:
-    """β′ = β^c: in an effective step the averages decay as in the base run."""
-    first, second = (beta**clock for beta in group["betas"])
-    return {"betas": (first, second)}
-
-
-def decay_per_effective_step(group: dict[str, Any], factor: float, clock: float) -> dict[str, Any]:
-    """λ′ = λ·c/f: decoupled decay, lr·f·λ′ in a step of c effective steps, is lr·λ in each of them."""
-    return {"weight_decay": group["weight_decay"] * clock / factor}

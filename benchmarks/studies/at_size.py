@@ -191,13 +191,11 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
     scale, curves = (draw(narrow, results, page) for draw in (picture_by_scale, picture_by_tau))
     sections = []
     for workload in plan.workloads:
-        case = plan.case(workload)
         best = best_schedule(plan, results, workload)
         tuned = "grid incomplete" if best is None else f"peak LR {best[0]:g}"
         sections += [
             f"## {workload.capitalize()}",
-            f"{case.about[0].upper()}{case.about[1:]}. B0 = {case.base_batch_size}, T = {plan.steps(workload):,}; tuned: "
-            f"{tuned}. The best answer without a look at the input scores {case.chance():.3f}.",
+            plan.case(workload).sentences(plan.steps(workload), f"; tuned: {tuned}"),
             "At equal effective steps:",
             workload_table(narrow, results, workload),
             "At equal examples:",

@@ -32,14 +32,14 @@ from typing import Any
 import study
 import torch
 import torch.nn.functional as F
-from study import CASES, Case, KeptRuns, announce, check_scales, prepare_process, read_runs, schedule
+from study import CASES, Case, announce, check_scales, mean_and_error, prepare_process, read_runs, schedule
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Run, Workload, seed_everything
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, command_line, markdown, page_parser_options
+from bench import ROOT, command_line, markdown
 
 PAGE = ROOT / "runs" / "adaptive-batch.md"  # its tables are copied into docs/results/adaptive-batch.md
 
@@ -223,17 +223,14 @@ def train(job: Job) -> Result:
     )
 
 
-def run_all(jobs: Sequence[Job], path: Path) -> dict[Job, Result]:
-    """Run every job that the file lacks, one after the other, and return all results."""
-    runs = KeptRuns(path, Job, Result, train)
-    missing = runs.missing(jobs)
-    for number, (job, result) in enumerate(runs.run(missing), start=1):
-        print(
-            f"{number}/{len(missing)}: {job.workload}, {job.choice}, seed {job.seed}: {result.score:.4f} in {result.steps} "
-            f"steps, {result.examples} examples, {result.cpu_s:.1f} s",
-            flush=True,
-        )
-    return runs.results
+def run_all(jobs: Sequence[Job], path: Path, processes: int) -> dict[Job, Result]:
+    """Run every job that the file lacks, and return all results."""
+
+    def say(job: Job, result: Result) -> str:
+        end = f"{result.score:.4f} in {result.steps} steps, {result.examples} examples, {result.cpu_s:.1f} s"
+        return f"{job.workload}, {job.choice}, seed {job.seed}: {end}"
+
+    return study.run_all(path, Job, Result, train, lambda _: [("run", jobs)], say, processes)
 
 
 def of_choice(results: dict[Job, Result], workload: str, total_steps: int, choice: str) -> list[Result]:
@@ -277,12 +274,6 @@ def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
         if x <= x1:
             return y0 + (y1 - y0) * (x - x0) / (x1 - x0) if x1 > x0 else y1
     return points[-1][1]
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and its standard error, which is NaN for one value."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return statistics.mean(values), error
 
 
 def against(
@@ -396,18 +387,13 @@ def plot(results: dict[Job, Result], plan: dict[str, int], choices: Sequence[str
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = study.parser(
-        __doc__, seeds=5, runs=KEPT, smoke="one seed, S = 1 and 4, E = 0.6, a schedule, 60 base steps"
-    )
-    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    smoke = "one seed, S = 1 and 4, E = 0.6, a schedule, 60 base steps"
+    parser = study.parser(__doc__, seeds=5, runs=KEPT, smoke=smoke, workloads=WORKLOADS, page=PAGE)
     parser.add_argument("--efficiencies", type=float, nargs="+", default=[0.8, 0.6, 0.4])
     parser.add_argument("--schedules", nargs="*", default=["0:1,20%:4,60%:16"], help="of batches, in base batches")
     scales = [1, 2, 4, 8, 16, 32, 64]
     parser.add_argument("--scales", type=int, nargs="+", default=scales, help="1 to 8 or multiples of 8")
-    page_parser_options(parser, PAGE)
-    args = parser.parse_args(argv)
-    if args.seeds < 1:
-        parser.error("--seeds must be at least 1")
+    args = study.parsed(parser, argv)
     check_scales(parser, args.scales)
     if args.smoke:
         args.seeds, args.scales, args.efficiencies, args.schedules = 1, [1, 4], [0.6], ["0:1,50%:4"]
@@ -436,7 +422,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for choice in choices
     ]
     announce(args.json)
-    results = read_runs(args.json, Job, Result) if args.report_only else run_all(jobs, args.json)
+    results = read_runs(args.json, Job, Result) if args.report_only else run_all(jobs, args.json, args.jobs)
     tables = [f"## {w}\n\n{table(results, w, total, choices)}" for w, total in plan.items()]
     if args.page is not None:
         dates = sorted({r.date for r in results.values()})

@@ -1,4 +1,4 @@
-"""The experiment of ``transfer.py`` and ``adam.py``: one schedule, tuned at S = 1, run at larger S by several methods.
+"""The experiment of ``transfer.py`` and others: one schedule, tuned at S = 1, run at larger S by several methods.
 
 First every schedule of a grid runs at S = 1, scored on the search split; the best one is the schedule to transfer. Then that
 schedule runs with other seeds, scored on a test split on which no choice was made. At S = 1 all methods are the plain
@@ -11,30 +11,27 @@ from __future__ import annotations
 import argparse
 import datetime
 import math
-import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import study
 import torch
 from adam_candidates import Attached
-from real_data import Unavailable
-from study import Case, KeptRuns, announce, check_scales, prepare_process, read_runs
-from study import parser as study_parser
+from real_data import needs_data
+from study import Case, announce, check_scales, prepare_process, read_runs
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from ray_adascale import Recipe, Run, Workload, record_recipe, seed_everything
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import command_line, page_parser_options
+from bench import command_line
 
 MOST_PASSES = 8
 
@@ -216,7 +213,6 @@ class Plan:
     grid_seeds: tuple[int, ...] = (101, 102)
     every: int = 1  # step through the grid's LRs
     total_steps: int | None = None
-    beta2: float = 0.999
 
     def case(self, workload: str) -> Case:
         """Return the case of a workload."""
@@ -253,7 +249,7 @@ class Plan:
     def job(self, workload: str, method: str, scale: int, seed: int, best: tuple[float, str]) -> Job:
         """Return a run of the comparison, for a method that is given no number of steps."""
         optimizer = self.comparison.optimizer
-        return Job(workload, method, scale, seed, *best, self.steps(workload), "test", None, optimizer, self.beta2)
+        return Job(workload, method, scale, seed, *best, self.steps(workload), "test", None, optimizer)
 
 
 def grid_score(plan: Plan, results: Results, workload: str, scale: int, lr: float, shape: str) -> float:
@@ -400,30 +396,16 @@ def read(path: Path) -> Results:
 def run_all(
     path: Path, do: Callable[[Job], Result], rounds_of: Callable[[Results], Rounds], processes: int = 1
 ) -> Results:
-    """Run every job that the file lacks, and return all results.
+    """Run every job that the file lacks, and return all results; see :func:`study.run_all`."""
 
-    Args:
-        path: The file of runs.
-        do: Runs a job; a function of a module, so that other processes can import it.
-        rounds_of: Given the results, which grow meanwhile, yields the rounds.
-        processes: Number of jobs at a time.
-    """
-    runs = KeptRuns(path, Job, Result, do)
-    context = multiprocessing.get_context("spawn")  # torch's threads don't survive a fork
-    with ExitStack() as stack:
-        pool = None
-        if processes > 1:
-            pool = stack.enter_context(ProcessPoolExecutor(processes, mp_context=context, initializer=prepare_process))
-        for name, jobs in rounds_of(runs.results):
-            missing = runs.missing(jobs)
-            for number, (job, result) in enumerate(runs.run(missing, pool), start=1):
-                score = "failed" if result.failed else f"{result.score:.4f}"
-                print(
-                    f"{name} {number}/{len(missing)}: {job.workload}, {job.method}, S = {job.scale}, seed {job.seed}, "
-                    f"lr {job.lr:g} {job.shape}: {score} in {result.optimizer_steps} steps, {result.cpu_s:.1f} s",
-                    flush=True,
-                )
-    return runs.results
+    def say(job: Job, result: Result) -> str:
+        score = "failed" if result.failed else f"{result.score:.4f}"
+        return (
+            f"{job.workload}, {job.method}, S = {job.scale}, seed {job.seed}, lr {job.lr:g} {job.shape}: {score} in "
+            f"{result.optimizer_steps} steps, {result.cpu_s:.1f} s"
+        )
+
+    return study.run_all(path, Job, Result, do, rounds_of, say, processes)
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -450,25 +432,23 @@ def parse(
         seeds: Default number of seeds.
         scales: Default scales.
     """
-    parser = study_parser(doc, seeds=seeds, runs=runs, smoke="S = 1 and 4, one seed, two schedules, 60 steps")
-    parser.add_argument("--workloads", nargs="+", choices=list(comparison.cases), default=list(comparison.cases))
+    smoke = "S = 1 and 4, one seed, two schedules, 60 steps"
+    parser = study.parser(doc, seeds=seeds, runs=runs, smoke=smoke, workloads=comparison.cases, page=page)
     parser.add_argument("--scales", type=int, nargs="+", default=list(scales), help="beside 1; 1 to 8 or 8·k")
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    page_parser_options(parser, page)
-    args = parser.parse_args(argv)
-    if args.seeds < 1 or args.jobs < 1:
-        parser.error("--seeds and --jobs must be at least 1")
+    args = study.parsed(parser, argv)
     check_scales(parser, args.scales, MOST_PASSES)
-    workloads = tuple(dict.fromkeys(args.workloads))
     if args.smoke:
         grid_scale = 4 if comparison.grid_scale > 1 else 1
         shapes = comparison.shapes[:1]
-        plan = Plan(comparison, workloads, (1, 4), (1,), grid_scale, shapes, grid_seeds=(101,), every=3, total_steps=60)
+        plan = Plan(
+            comparison, args.workloads, (1, 4), (1,), grid_scale, shapes, grid_seeds=(101,), every=3, total_steps=60
+        )
         return args, plan
     chosen, numbers = tuple(sorted({1, *args.scales})), tuple(range(1, args.seeds + 1))
-    return args, Plan(comparison, workloads, chosen, numbers, comparison.grid_scale, comparison.shapes)
+    return args, Plan(comparison, args.workloads, chosen, numbers, comparison.grid_scale, comparison.shapes)
 
 
+@needs_data
 def conduct(
     argv: Sequence[str] | None,
     script: str,
@@ -495,11 +475,7 @@ def conduct(
     prepare_process()
     announce(args.json)
     path: Path = args.json
-    try:
-        results = read(path) if args.report_only else run_all(path, do, partial(rounds, plan, path), args.jobs)
-    except Unavailable as error:
-        print(f"This study needs public data: {error}", file=sys.stderr)
-        return 1
+    results = read(path) if args.report_only else run_all(path, do, partial(rounds, plan, path), args.jobs)
     if args.page is not None:
         write(plan, results, path, args.page, command_line(argv, f"benchmarks/studies/{Path(script).name}"))
     show(plan, results)

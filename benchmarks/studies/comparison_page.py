@@ -1,9 +1,8 @@
-"""Tables, pictures and sections that the pages of ``transfer.py`` and ``adam.py`` share."""
+"""Tables, pictures and sections that the pages of several studies share."""
 
 from __future__ import annotations
 
 import math
-import platform
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -11,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from comparison import MOST_PASSES, Plan, Result, Results, best_schedule, of_plan, recipes, seeds_of
-from study import Case
+from study import Case, made_by
 
 from ray_adascale import forecast_recipe
 
@@ -173,6 +171,48 @@ def verdicts(plan: Plan, results: Results) -> str:
     ).rstrip()
 
 
+STANDING = """\
+By how much each method is better (positive) or worse (negative) than S = 1 with the same seeds, ± the standard error of the mean
+at S = 1; in how many optimizer steps, and of how many seeds where not of all. Bold: worse by more than that error, or failed."""
+
+
+def standing(plan: Plan, results: Results, scale: int) -> str:
+    """Return a table of every method that ran at a scale: by how much it is better than S = 1, and its steps."""
+    rows = []
+    for method, about in plan.comparison.methods.items():
+        row = []
+        for workload in plan.workloads:
+            found, base = (seeds_of(plan, results, workload, s, method) for s in (scale, 1))
+            row.append(standing_of(plan.case(workload), found, base))
+        if set(row) != {"not run"}:
+            rows.append([method, about.about, *row])
+    head = ["method", "(LR factor, clock)", *(f"{w}, {plan.case(w).metric}" for w in plan.workloads)]
+    return markdown(head, rows)
+
+
+def standing_of(case: Case, found: dict[int, Result], base: dict[int, Result]) -> str:
+    """Return a cell: by how much a method is better than S = 1 with the same seeds, and in how many steps.
+
+    The error is the standard error of the mean at S = 1. Bold: worse by more than that. Seeds whose run at S = 1 failed are
+    left out.
+    """
+    seeds = len(base)
+    base = {seed: r for seed, r in base.items() if not r.failed}
+    found = {seed: r for seed, r in found.items() if seed in base}
+    good = {seed: r for seed, r in found.items() if not r.failed}
+    if len(good) < len(found):
+        return f"**{len(found) - len(good)} of {len(found)} failed**"
+    if not found:
+        return "not run"
+    scores = [r.score for r in base.values() if r.score is not None]
+    by = statistics.mean(case.better(r.score or 0.0, base[seed].score or 0.0) for seed, r in good.items())
+    error = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else math.inf
+    text = f"{by:+.3f}" + (f" ± {error:.3f}" if len(scores) > 1 else "")
+    steps = statistics.mean(r.optimizer_steps for r in good.values())
+    of = f", {count(list(found), 'seed')}" if len(found) < seeds else ""
+    return f"{f'**{text}**' if by < -error else text} in {steps:,.0f}{of}"
+
+
 def forecast_table(plan: Plan, results: Results, path: Path, methods: Sequence[str]) -> str:
     """Return a table of the steps of methods: forecast from one base run, and taken.
 
@@ -307,26 +347,18 @@ def provenance(plan: Plan, results: Results, command: str, more: Sequence[Result
         command: The command that makes them.
         more: Results that the page shows beside those of the plan.
     """
-    mine = [*of_plan(plan, results), *more]
-    dates = sorted({r.date for r in mine})
-    return (
-        f"`{command}`, {' to '.join(dict.fromkeys([*dates[:1], *dates[-1:]]))}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}; {len(mine)} runs of one thread each, {sum(r.cpu_s for r in mine) / 60:.0f} "
-        "minutes of CPU time in all."
-    )
+    return f"{made_by(command, [*of_plan(plan, results), *more])} in all."
 
 
 def workload_sections(plan: Plan, results: Results) -> list[str]:
     """Return a heading, a paragraph and a table for every workload."""
     parts = []
     for workload in plan.workloads:
-        case = plan.case(workload)
         best = best_schedule(plan, results, workload)
         tuned = "grid incomplete" if best is None else f"peak LR {best[0]:g}, shape {best[1]}"
         parts += [
             f"## {workload.capitalize()}",
-            f"{case.about[0].upper()}{case.about[1:]}. B0 = {case.base_batch_size}, T = {plan.steps(workload):,}; tuned: "
-            f"{tuned}. The best answer without a look at the input scores {case.chance():.3f}.",
+            plan.case(workload).sentences(plan.steps(workload), f"; tuned: {tuned}"),
             workload_table(plan, results, workload),
         ]
     return parts

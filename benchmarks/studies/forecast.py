@@ -2,7 +2,6 @@
 
     python benchmarks/studies/forecast.py --data runs/forecast    all of it: about an hour on one core
     python benchmarks/studies/forecast.py --only report           the tables of the kept runs
-    python benchmarks/studies/forecast.py --noise-cost            only the cost of the noise of a base run
     python benchmarks/studies/forecast.py --smoke                 seconds: check that it runs
 
 Records base runs with three seeds, as ``tune_recipe(repeats=2)`` would, and runs each scale with five other seeds, in this
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from forecast_workloads import Case, cases
@@ -324,42 +323,6 @@ def report(chosen: Mapping[str, Sequence[Case]], args: argparse.Namespace, scale
         print(f"\n{left_table(rows)}", flush=True)
 
 
-WAYS: dict[str, tuple[Literal["auto", "samples"], int]] = {
-    "examples, every step": ("auto", 1),
-    "examples, every 5th": ("auto", 5),
-    "halves, every step": ("samples", 1),
-    "halves, every 5th": ("samples", 5),
-    "halves, every 20th": ("samples", 20),
-}
-
-
-def noise_cost(cases: Sequence[Case], rounds: int = 5) -> None:
-    """Print the cost of noise: CPU time of base runs of 400 steps, relative to a run without noise in the same round."""
-    print(f"\n| workload | ms a step | {' | '.join(WAYS)} |\n| --- | --- {'| --- ' * len(WAYS)}|")
-    for case in cases:
-        ratios: dict[str, list[float]] = {way: [] for way in WAYS}
-        plains = []
-        for number in range(rounds + 1):
-            seconds = {}
-            for way, (noise, every) in [("none", ("samples", 10**9)), *WAYS.items()]:
-                began = time.process_time()
-                record_recipe(
-                    case.workload,
-                    case.hyperparameters,
-                    base_batch_size=case.base_batch_size,
-                    total_steps=400,
-                    probe_every=every,
-                    config=AdaScaleConfig(noise=noise),
-                )
-                seconds[way] = time.process_time() - began
-            if number > 0:  # the first round warms up
-                plains.append(seconds["none"] / 400 * 1e3)
-                for way in WAYS:
-                    ratios[way].append(seconds[way] / seconds["none"])
-        cells = [f"{statistics.median(of_way):.2f}" for of_way in ratios.values()]
-        print(f"| {case.name} | {statistics.median(plains):.2f} | {' | '.join(cells)} |", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Forecast against actual steps.")
     parser.add_argument("--smoke", action="store_true", help="one short case: only check that it runs")
@@ -367,7 +330,6 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=("base", "run", "report"), help="train (base runs only), or print; default: all"
     )
-    parser.add_argument("--noise-cost", action="store_true", help="only measure the cost of the noise of a base run")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="beginnings of the names of cases; default: all")
     parser.add_argument("--base-seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the base runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12, 13, 14], help="seeds of the scaled runs")
@@ -380,9 +342,6 @@ def main() -> None:
         args.base_seeds, args.seeds = args.base_seeds[:1], args.seeds[:1]
     if args.cases:
         chosen = {kind: [c for c in found if c.name.startswith(tuple(args.cases))] for kind, found in chosen.items()}
-    if args.noise_cost:
-        noise_cost([*chosen["found on"][:3], *(chosen["fresh"][i] for i in (1, 6, 8, 11))])
-        return
     started = time.monotonic()
     announce(args.data)
     if args.only != "report":

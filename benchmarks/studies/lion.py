@@ -19,7 +19,7 @@ from pathlib import Path
 
 import comparison
 import study
-from adam import ADAMW, STANDING, standing
+from adam_betas import SMALL
 from adam_candidates import SignGain
 from comparison import (
     Comparison,
@@ -32,10 +32,12 @@ from comparison import (
     rounds_and_recipes,
 )
 from comparison_page import (
+    STANDING,
     forecast_table,
     picture_by_scale,
     print_tables,
     provenance,
+    standing,
     verdicts,
     workload_sections,
     write_page,
@@ -63,7 +65,7 @@ def with_lion(built: Workload, job: Job) -> Workload:
 
 LION = Comparison(
     optimizer="lion",
-    cases={name: replace(case, lrs=tuple(lr / SMALLER for lr in case.lrs)) for name, case in ADAMW.cases.items()},
+    cases={name: replace(case, lrs=tuple(lr / SMALLER for lr in case.lrs)) for name, case in SMALL.items()},
     methods={
         "AdaScale": Method(lambda steps: "adascale", about="(r, r)"),
         "β^r": Method(lambda steps: AdaScaleBetasRule(), about="(r, r), both betas to the power r"),

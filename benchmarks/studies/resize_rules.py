@@ -27,30 +27,25 @@ import datetime
 import itertools
 import json
 import math
-import multiprocessing
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from real_data import Unavailable
+from real_data import needs_data
 from real_workloads import SMALL
-from study import KeptRuns, announce, prepare_process, read_runs
+from study import announce, made_by, mean_and_error, parsed, prepare_process, read_runs, run_all
 from study import parser as study_parser
 from wall_clock import BYTES_PER_S, LATENCY_S, StepSeconds, read_steps, share
 
 from ray_adascale import AdaScaleConfig, LinearRule, LocalBackend, Run, SquareRootRule, UnscaledRule, seed_everything
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, by_hand, command_line, count, markdown, page_parser_options
+from bench import ROOT, by_hand, command_line, count, markdown
 
 PAGE = ROOT / "docs" / "results" / "resizes.md"
 KEPT = "benchmarks/studies/kept/resize_rules.jsonl"
@@ -190,16 +185,17 @@ class Plan:
         """Return a run with the best peak LR."""
         return Job(workload, rule, workers, seed, self.best(results, workload), self.steps(workload), "test")
 
-    def rounds(self, results: Results) -> Iterator[list[Job]]:
+    def rounds(self, results: Results) -> Iterator[tuple[str, list[Job]]]:
         """Yield the search, then everything else, some seeds at a time."""
-        yield [job for workload in self.workloads for jobs in self.grid(workload).values() for job in jobs]
+        yield "grid", [job for workload in self.workloads for jobs in self.grid(workload).values() for job in jobs]
         for first in range(0, len(self.seeds), 5):
-            yield [
+            jobs = [
                 self.job(results, workload, rule, workers, seed)
                 for workload in self.workloads
                 for seed in self.seeds[first : first + 5]
                 for rule, workers in ways()
             ]
+            yield "run", jobs
 
 
 def ways() -> list[tuple[str, tuple[int, ...]]]:
@@ -240,12 +236,6 @@ def fixed_steps(total_steps: int) -> list[float]:
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return mean and standard error."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return statistics.mean(values), error
 
 
 @dataclass(frozen=True)
@@ -358,24 +348,21 @@ def write(plan: Plan, results: Results, page: Path, command: str) -> None:
         for job, r in results.items()
         if job.workload in plan.workloads and job.total_steps == plan.steps(job.workload)
     ]
-    dates = sorted({r.date for r in mine})
     measured, about = read_steps()
     sections: list[str] = []
     for workload in plan.workloads:
         case = SMALL[workload]
         sections += [
             f"## {workload}",
-            f"{case.about[0].upper()}{case.about[1:]}. B0 = {case.base_batch_size}, T = {plan.steps(workload):,}, peak LR "
-            f"{plan.best(results, workload):g}. The best answer without a look at the input scores {case.chance():.3f}.",
+            case.sentences(plan.steps(workload), f", peak LR {plan.best(results, workload):g}"),
             workload_table(plan, results, workload, measured[f"small {workload}"]),
         ]
     parts = [
         "# What do changes of the number of workers do to a run?",
         f"Ten forced changes within a run, 1 to 8 workers, three workloads on public data, {count(plan.seeds, 'seed')}, five "
         "ways to treat batch and learning rate.",
-        f"`{command}`, {' to '.join(dict.fromkeys([*dates[:1], *dates[-1:]]))}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}; {len(mine)} runs of one thread each, {sum(r.cpu_s for r in mine) / 60:.0f} minutes of CPU "
-        f"time. Seconds of a step: `wall_clock.py --steps`, {about['date'][:10]}, {about['cpu']}, load {about['load']} before.",
+        f"{made_by(command, mine)}. Seconds of a step: `wall_clock.py --steps`, {about['date'][:10]}, {about['cpu']}, load "
+        f"{about['load']} before.",
         "## What it says",
         kept_part,
         *sections,
@@ -390,45 +377,30 @@ def write(plan: Plan, results: Results, page: Path, command: str) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
-    parser = study_parser(__doc__, seeds=20, runs=KEPT, smoke="one seed, two LRs, 40 steps")
-    parser.add_argument("--workloads", nargs="+", choices=list(SMALL), default=list(SMALL))
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    page_parser_options(parser, PAGE)
-    args = parser.parse_args(argv)
-    if args.seeds < 1 or args.jobs < 1:
-        parser.error("--seeds and --jobs must be at least 1")
-    workloads = tuple(dict.fromkeys(args.workloads))
+    smoke = "one seed, two LRs, 40 steps"
+    args = parsed(study_parser(__doc__, seeds=20, runs=KEPT, smoke=smoke, workloads=SMALL, page=PAGE), argv)
     if args.smoke:
-        return args, Plan(workloads, (1,), total_steps=40, every=3)
-    return args, Plan(workloads, tuple(range(1, args.seeds + 1)))
+        return args, Plan(args.workloads, (1,), total_steps=40, every=3)
+    return args, Plan(args.workloads, tuple(range(1, args.seeds + 1)))
 
 
+def say(job: Job, result: Result) -> str:
+    """Describe a run."""
+    score = "failed" if result.score is None else f"{result.score:.4f}"
+    about = f"{job.workload}, {job.rule}, {count(job.workers, 'number')} of workers, seed {job.seed}, lr {job.lr:g}"
+    return f"{about}: {score} in {sum(result.steps)} steps, {result.cpu_s:.1f} s"
+
+
+@needs_data
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args, plan = parse(argv)
     prepare_process()
     announce(args.json)
-    try:
-        runs = KeptRuns(args.json, Job, Result, train) if not args.report_only else None
-        results = read_runs(args.json, Job, Result) if runs is None else runs.results
-        context = multiprocessing.get_context("spawn")
-        with ExitStack() as stack:
-            pool = None
-            if runs is not None and args.jobs > 1:
-                pool = stack.enter_context(
-                    ProcessPoolExecutor(args.jobs, mp_context=context, initializer=prepare_process)
-                )
-            for jobs in plan.rounds(results) if runs is not None else ():
-                assert runs is not None
-                missing = runs.missing(jobs)
-                for number, (job, result) in enumerate(runs.run(missing, pool), start=1):
-                    print(
-                        f"{number}/{len(missing)}: {job}: {result.score} in {result.steps}, {result.cpu_s:.1f} s",
-                        flush=True,
-                    )
-    except Unavailable as error:
-        print(f"This study needs public data: {error}", file=sys.stderr)
-        return 1
+    if args.report_only:
+        results = read_runs(args.json, Job, Result)
+    else:
+        results = run_all(args.json, Job, Result, train, plan.rounds, say, args.jobs)
     if args.page is not None:
         write(plan, results, args.page, command_line(argv, "benchmarks/studies/resize_rules.py"))
     measured, _ = read_steps()

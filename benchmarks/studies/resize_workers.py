@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from real_data import Unavailable
+from real_data import needs_data
 from real_workloads import SMALL
 from resize_rules import CHANGES, FIXED, PLAN, SHAPE, Plan
 from resize_rules import KEPT as RULES_KEPT
@@ -221,6 +221,7 @@ def about(kept: Mapping[str, Any]) -> str:
     )
 
 
+@needs_data
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workloads", nargs="+", choices=list(SMALL), default=list(SMALL))
@@ -248,9 +249,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 total_steps = shorter or SMALL[name].total_steps
                 kept["rows"] += train(name, rules.best(found, name), total_steps, numbers, Path(scratch) / "runs")
                 write_json(args.json, kept)
-    except Unavailable as error:
-        print(f"This study needs public data: {error}", file=sys.stderr)
-        return 1
     finally:
         ray.shutdown()
         shutil.rmtree(scratch, ignore_errors=True)

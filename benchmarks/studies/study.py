@@ -6,11 +6,15 @@ import argparse
 import functools
 import json
 import math
+import multiprocessing
 import os
+import platform
+import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -27,7 +31,7 @@ from ray_adascale.cli.source import resolve
 from ray_adascale.workload import WorkloadFn
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import Smoke
+from bench import Smoke, page_parser_options
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -188,6 +192,13 @@ class Case:
     total_steps: int
     lrs: tuple[float, ...]
 
+    def sentences(self, total_steps: int, tuned: str) -> str:
+        """Return a paragraph for the page, with T and in words what was tuned."""
+        return (
+            f"{self.about[0].upper()}{self.about[1:]}. B0 = {self.base_batch_size}, T = {total_steps:,}{tuned}. The best answer "
+            f"without a look at the input scores {self.chance():.3f}."
+        )
+
     def better(self, one: float, other: float) -> float:
         """Return by how much ``one`` is the better score; negative if it is worse."""
         return one - other if self.perfect else other - one
@@ -326,11 +337,44 @@ class KeptRuns(Generic[JobT, ResultT]):
             append_line(self._path, {"job": asdict(job), "result": asdict(result)})  # type: ignore[call-overload]
             yield job, result
 
-    def of(self, jobs: Sequence[JobT]) -> list[ResultT]:
-        """Return the results of these jobs; those without one are run first."""
-        for _ in self.run(jobs):
-            pass
-        return [self.results[job] for job in jobs]
+
+def run_all(
+    path: Path,
+    job: type[JobT],
+    result: type[ResultT],
+    do: Callable[[JobT], ResultT],
+    rounds_of: Callable[[dict[JobT, ResultT]], Iterable[tuple[str, Sequence[JobT]]]],
+    say: Callable[[JobT, ResultT], str],
+    processes: int = 1,
+) -> dict[JobT, ResultT]:
+    """Run every job that the file lacks, print a line for each, and return all results.
+
+    Args:
+        path: The file of runs.
+        job: Dataclass of a run's settings.
+        result: Dataclass of a run's outcome.
+        do: Runs a job; a function of a module, so that other processes can import it.
+        rounds_of: Given the results, which grow meanwhile, yields names and jobs.
+        say: Describes a run.
+        processes: Number of jobs at a time.
+    """
+    runs = KeptRuns(path, job, result, do)
+    context = multiprocessing.get_context("spawn")  # torch's threads don't survive a fork
+    with ExitStack() as stack:
+        pool = None
+        if processes > 1:
+            pool = stack.enter_context(ProcessPoolExecutor(processes, mp_context=context, initializer=prepare_process))
+        for name, jobs in rounds_of(runs.results):
+            missing = runs.missing(jobs)
+            for number, (each, found) in enumerate(runs.run(missing, pool), start=1):
+                print(f"{name} {number}/{len(missing)}: {say(each, found)}", flush=True)
+    return runs.results
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and its standard error, which is NaN for one value."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.mean(values), error
 
 
 def kept(path: Path, make: Callable[[], Any]) -> Any:
@@ -347,20 +391,46 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 
-def parser(doc: str | None, *, seeds: int, runs: str, smoke: str) -> argparse.ArgumentParser:
-    """Return an argument parser with the options that every study of kept runs has.
+def parser(
+    doc: str | None, *, seeds: int, runs: str, smoke: str, workloads: Iterable[str], page: Path
+) -> argparse.ArgumentParser:
+    """Return an argument parser with the options that every study of kept runs has; read it by :func:`parsed`.
 
     Args:
         doc: The script's docstring; its first line is the description.
         seeds: Default number of seeds.
         runs: Default path of the kept results.
         smoke: What ``--smoke`` runs.
+        workloads: Names of the workloads.
+        page: Path of the page in the repository.
     """
     made = argparse.ArgumentParser(description=str(doc).splitlines()[0])
     made.add_argument("--seeds", type=int, default=seeds, help="number of seeds (default: %(default)s)")
     made.add_argument("--json", type=Path, default=Path(runs), help="kept results (default: %(default)s)")
     made.add_argument("--smoke", action=Smoke, help=f"a quick check that the study runs: {smoke}")
+    made.add_argument("--workloads", nargs="+", choices=list(workloads), default=list(workloads))
+    made.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
+    page_parser_options(made, page)
     return made
+
+
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read a command line by a parser of :func:`parser`, or end with an error. ``workloads`` is a tuple without repetitions."""
+    args = parser.parse_args(argv)
+    if args.seeds < 1 or args.jobs < 1:
+        parser.error("--seeds and --jobs must be at least 1")
+    args.workloads = tuple(dict.fromkeys(args.workloads))
+    return args
+
+
+def made_by(command: str, results: Sequence[Any]) -> str:
+    """Return in words how results were made, by the command, their dates and their CPU time."""
+    dates = sorted({r.date for r in results})
+    return (
+        f"`{command}`, {' to '.join(dict.fromkeys([*dates[:1], *dates[-1:]]))}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}; {len(results)} runs of one thread each, {sum(r.cpu_s for r in results) / 60:.0f} "
+        "minutes of CPU time"
+    )
 
 
 def check_scales(parser: argparse.ArgumentParser, scales: Sequence[int], most_passes: int = 8) -> None:

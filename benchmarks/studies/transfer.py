@@ -15,7 +15,7 @@ schedule runs with other seeds, scored on a test split:
     √              the LR by √S, stretched to as many optimizer steps as AdaScale took with this seed
     unscaled       the base schedule's LR, stretched to as many optimizer steps as AdaScale took with this seed
 
-``comparison.py`` has the runs, ``comparison_page.py`` the tables that ``adam.py`` needs as well.
+``comparison.py`` has the runs, ``comparison_page.py`` the tables.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import ctypes
 import gc
 import logging
 import math
+import re
 import resource
 import sys
 import warnings
@@ -48,12 +49,8 @@ _RETRIES = 24
 """Further steps while steps are skipped, as fp16 does until it has found a scale of the loss."""
 _EXAMPLES = 64
 """Most examples of the dataset that the batches are made of, so that a trial does not wait for the disk."""
-_OUT_OF_MEMORY = (
-    "can't allocate memory",
-    "out of memory",
-    "could not create a memory object",
-    "bad_alloc",
-    "alloc_failed",
+_OUT_OF_MEMORY = re.compile(
+    "can't allocate memory|out of memory|could not create a memory object|bad_alloc|alloc_failed", re.IGNORECASE
 )
 """Parts of the messages of errors, beside torch's class for them, that say that memory ran out."""
 _M_MMAP_THRESHOLD = -3  # of malloc.h
@@ -233,7 +230,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(part in str(error).lower() for part in _OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def _release(device: torch.device) -> None:
@@ -250,17 +247,17 @@ def _release(device: torch.device) -> None:
 @contextmanager
 def _guard(device: torch.device, workers: int) -> Iterator[None]:
     """Return a context in which an allocation beyond a worker's part of the memory fails."""
+    if device.type == "cuda" and workers == 1:
+        yield
+        return
     if device.type == "cuda":
-        before = torch.cuda.get_per_process_memory_fraction(device) if workers > 1 else 1.0
-        if workers > 1:
-            free, total = torch.cuda.mem_get_info(device)
-            part = (torch.cuda.memory_reserved(device) + free // workers) / total
-            torch.cuda.set_per_process_memory_fraction(min(part, before), device)
+        before, (free, total) = torch.cuda.get_per_process_memory_fraction(device), torch.cuda.mem_get_info(device)
+        part = (torch.cuda.memory_reserved(device) + free // workers) / total
+        torch.cuda.set_per_process_memory_fraction(min(part, before), device)
         try:
             yield
         finally:
-            if workers > 1:
-                torch.cuda.set_per_process_memory_fraction(before, device)
+            torch.cuda.set_per_process_memory_fraction(before, device)
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = _table(_read(Path("/proc/self/status")), 1024)["VmData"] + _room(device)[0] // workers

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
 
+from ..batch import BatchSettings
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig, read_settings
 from ..measure.probe import examples_of, halves_of
@@ -58,7 +59,6 @@ def check_workload(
     """
     found: list[Finding] = []
     doing = "The build of the workload"
-    run: Run | None = None
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
@@ -88,20 +88,9 @@ def check_workload(
 def _at_base_batch(config: AdaScaleConfig, recipe: Recipe | None) -> AdaScaleConfig:
     """Return the settings of a run at the base batch on one worker."""
     config = read_settings(config).with_recipe(recipe)
-    return replace(
-        config,
-        per_worker_batch_size=None,
-        accumulation=1,
-        global_batch_size=None,
-        target_efficiency=None,
-        batch_schedule=None,
-        max_global_batch_size=None,
-        max_accumulation=None,
-        min_examples_per_worker=1,
-        elastic=False,
-        sharding="none",
-        num_loader_workers=0,
-    )
+    batch = (each for each in fields(BatchSettings) if each.init and each.name != "base_batch_size")
+    fixed: dict[str, Any] = {each.name: each.default for each in batch}
+    return replace(config, **fixed, sharding="none", num_loader_workers=0)
 
 
 def _pass(run: Run, built: Workload) -> list[Finding]:

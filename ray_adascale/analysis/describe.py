@@ -103,18 +103,16 @@ def _describe_run(path: Path) -> str:
         f"Run {run.label}",
         f"  steps        {last['optimizer_steps']:,} for {last['effective_steps']:,.1f} effective ones, mean gain "
         f"{run.mean_gain:.2f} at scale {last['scale']:g} on {workers_in_words(last.get('world_size'))}",
-        *(
-            [f"  skipped      {run.skipped_steps} steps, whose gradients were not finite"]
-            if run.skipped_steps > 0
-            else []
-        ),
-        f"  loss         {last.get('loss', math.nan):.4g}, {last.get('examples_per_s', math.nan):,.0f} examples/s",
     ]
-    if math.isfinite(run.noise_scale):
-        lines.append(f"  noise scale  {run.noise_scale:,.3g} examples over the whole run")
     left = _left_in_words(run)
     if left is not None:
-        lines.insert(2, f"  left         {left}")
+        lines.append(f"  left         {left}")
+    if run.skipped_steps > 0:
+        lines.append(f"  skipped      {run.skipped_steps} steps, whose gradients were not finite")
+    loss, speed = last.get("loss", math.nan), last.get("examples_per_s", math.nan)
+    lines.append(f"  loss         {loss:.4g}, {speed:,.0f} examples/s")
+    if math.isfinite(run.noise_scale):
+        lines.append(f"  noise scale  {run.noise_scale:,.3g} examples over the whole run")
     for name in run.metrics:
         values = run.column(name)
         lines.append(f"  {name:<12} {values[values == values][-1]:.4g}")

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -43,6 +43,14 @@ def _line(text: str) -> Text:
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 
+def _print(console: Console, text: str) -> None:
+    """Print a permanent line, on a terminal above the live display."""
+    if console.is_terminal:
+        console.print(Text(text))
+    else:
+        print(text, file=console.file, flush=True)
+
+
 class RunDisplay:
     """Shows the newest metrics from ``poll`` until the ``with`` block ends. Then a terminal's display is removed.
 
@@ -71,7 +79,6 @@ class RunDisplay:
         self._interval_s = interval_s
         self._console = Console(stderr=True) if console is None else console
         self._done = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def line(self, metrics: Mapping[str, Any]) -> str:
         """Return the plain line for these metrics."""
@@ -110,50 +117,35 @@ class RunDisplay:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._done.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5)
+        self._thread.join(timeout=5)
         if self._log is not None:
             self._log.removeHandler(self._handler)
             self._log.setLevel(self._level)
 
     def show_line(self, text: str) -> None:
         """Show a permanent line."""
-        line = f"{self._label}: {text}" if self._label else text
-        if self._console.is_terminal:
-            self._console.print(Text(line))
-        else:
-            print(line, file=self._console.file, flush=True)
+        _print(self._console, f"{self._label}: {text}" if self._label else text)
 
     def _run(self, live: Live | None) -> None:
-        if live is not None:
-            with live:
-                done = False
-                while not done:
-                    done = self._done.wait(0.5)
-                    metrics = self._newest()
-                    if metrics is not None:
-                        live.update(self.render(metrics))
-            return
         last, done = "", False
-        while not done:
-            done = self._done.wait(self._interval_s)
-            metrics = self._newest()
-            if metrics is None or metrics["effective_steps"] >= metrics["total_steps"] or "stopped" in metrics:
-                continue  # the caller prints the result of a finished run
-            shown = self.line(metrics)
-            if shown != last:  # also for a run that stops early, to show where
-                print(shown, file=self._console.file, flush=True)
-                last = shown
-
-    def _newest(self) -> Mapping[str, Any] | None:
-        try:
-            return self._poll()
-        except Exception:  # a display never ends its run; the run reports its own errors
-            return None
+        with live or nullcontext():
+            while not done:
+                done = self._done.wait(self._interval_s if live is None else 0.5)
+                metrics = None
+                with suppress(Exception):  # a display never ends its run; the run reports its own errors
+                    metrics = self._poll()
+                if metrics is None:
+                    continue
+                if live is not None:
+                    live.update(self.render(metrics))
+                # The caller prints the result of a finished run. One that stops early is printed, to show where.
+                elif metrics["effective_steps"] < metrics["total_steps"] and "stopped" not in metrics:
+                    shown = self.line(metrics)
+                    if shown != last:
+                        _print(self._console, shown)
+                    last = shown
 
 
 class _Lines(logging.Handler):
@@ -198,12 +190,8 @@ class SearchDisplay:
         self._running.pop(trial_id, None)
         self._done += 1
         self._best = best
-        text = f"{self._what} {self._done} of {self._total}: {line}"
-        if self._live is None:
-            print(text, file=self._console.file, flush=True)
-        else:
-            self._console.print(Text(text))
-            self._show()
+        _print(self._console, f"{self._what} {self._done} of {self._total}: {line}")
+        self._show()
 
     def skip(self, trial_id: str) -> None:
         """Count a trial that had ended before this start, without an effect on the pace."""

@@ -18,7 +18,7 @@ from rich import box
 from rich.table import Table
 
 from .._errors import SettingError
-from ..batch import BatchPlan
+from ..batch import BatchPlan, BatchSettings
 from ..config import AdaScaleConfig, read_settings
 from ..forecast.replay import MOST_STEPS, Forecaster, Steps
 from ..forecast.throughput import Throughput
@@ -150,9 +150,7 @@ class Forecast:
     def _columns(self) -> dict[str, list[str]]:
         """Return the cells of each column by its heading, without empty columns."""
         rows = self.rows
-        columns: dict[str, list[str]] = {
-            "workers": [f"{row.workers}" for row in rows],
-        }
+        columns = {"workers": [f"{row.workers}" for row in rows]}
         if all(row.scale == row.last_scale for row in rows):
             if any(row.accumulation > 1 for row in rows):
                 columns["passes"] = [f"{row.accumulation}" for row in rows]
@@ -243,40 +241,23 @@ def forecast_recipe(
             f"Invalid rule={config.rule!r}: its gain is taken in Adam's metric, and a search probes plain gradients. There "
             "is no forecast for it."
         )
-    settings = config.batch
     forecaster = Forecaster(recipe, rule=made, averaging_window=config.averaging_window)
-    base = recipe.total_steps * _step_time(throughput, BatchPlan(recipe.base_batch_size, recipe.base_batch_size, 1, 1))
-
-    @functools.cache
-    def roughly(k: int) -> tuple[Steps, float]:
-        return run_on(k, most_steps=_ROUGH_STEPS)
-
-    def run_on(k: int, most_steps: int = MOST_STEPS) -> tuple[Steps, float]:
-        """Return the steps on k workers, and the mean time of one step."""
-        found = forecaster.following(settings, k, most_steps=most_steps)
-        plans = found.expected.plans or [settings.plan(k)]
-        return found, statistics.fmean(_step_time(throughput, plan) for plan in plans)
-
-    def speedup(k: int, edge: str = "expected") -> float:
-        """Return the speed relative to the base run; 0 if these workers can't make a batch."""
-        try:
-            found, step_s = roughly(k)
-        except SettingError:
-            return 0.0
-        steps = {"expected": found.expected.exact_steps, "low": found.low, "high": found.high}[edge]
-        return base / (steps * step_s)
-
-    asked = [(k, *run_on(k)) for k in ks]  # first, since it refuses numbers that can't make a batch
-    pays = [max_useful_workers(functools.partial(speedup, edge=edge), _MOST) for edge in ("expected", "low", "high")]
-    pays_up_to, fewest, *_, most = pays[0], *sorted(pays, key=lambda k: math.inf if k is None else k)
+    runs = _Runs(recipe, forecaster, config.batch, throughput)
+    asked = [(k, *runs.on(k)) for k in ks]  # first, since it refuses numbers that can't make a batch
+    useful = [max_useful_workers(functools.partial(runs.speedup, edge=edge), _MOST) for edge in range(3)]
+    pays_up_to, fewest, *_, most = useful[0], *sorted(useful, key=lambda k: math.inf if k is None else k)
     rows: list[ForecastRow] = []
     for k, found, step_s in asked:
         expected = found.expected
-        plan = expected.plans[-1] if expected.plans else settings.plan(k)
+        plan = expected.plans[-1] if expected.plans else config.batch.plan(k)
         batch = expected.mean_batch if expected.plans else plan.global_batch_size
         low, high = min(math.floor(found.low), expected.steps), math.ceil(found.high)
         scale = batch / plan.base_batch_size
-        seconds = None if throughput is None else expected.steps * step_s
+        seconds = seconds_low = seconds_high = cost = None
+        if throughput is not None:
+            seconds = expected.steps * step_s
+            seconds_low, seconds_high = low * step_s * throughput.low, high * step_s * throughput.high
+            cost = None if cost_per_worker_hour is None else k * seconds / 3600 * cost_per_worker_hour
         rows.append(
             ForecastRow(
                 workers=k,
@@ -292,13 +273,11 @@ def forecast_recipe(
                 mean_gain=expected.mean_gain,
                 efficiency=expected.mean_gain / scale,
                 seconds=seconds,
-                seconds_low=None if throughput is None else low * step_s * throughput.low,
-                seconds_high=None if throughput is None else high * step_s * throughput.high,
-                speedup=base / (expected.steps * step_s),
-                cost=None
-                if cost_per_worker_hour is None or seconds is None
-                else k * seconds / 3600 * cost_per_worker_hour,
-                marginal=speedup(k) - (speedup(k - 1) if k > 1 else 0.0),
+                seconds_low=seconds_low,
+                seconds_high=seconds_high,
+                speedup=runs.base / (expected.steps * step_s),
+                cost=cost,
+                marginal=runs.speedup(k) - (runs.speedup(k - 1) if k > 1 else 0.0),
                 pays=pays_up_to is None or k <= pays_up_to,
             )
         )
@@ -313,6 +292,40 @@ def forecast_recipe(
         max_useful_workers_low=fewest,
         max_useful_workers_high=most,
     )
+
+
+class _Runs:
+    """The steps of a recipe's run, and the time of a step, by the number of workers."""
+
+    def __init__(
+        self, recipe: Recipe, forecaster: Forecaster, batch: BatchSettings, throughput: Throughput | None
+    ) -> None:
+        self._forecaster, self._batch, self._throughput = forecaster, batch, throughput
+        self._found: dict[int, tuple[float, float, float]] = {}
+        plan = BatchPlan(recipe.base_batch_size, recipe.base_batch_size, 1, 1)
+        self.base = recipe.total_steps * _step_time(throughput, plan)
+        """The time of the base run."""
+
+    def on(self, k: int, most_steps: int = MOST_STEPS) -> tuple[Steps, float]:
+        """Return the steps on k workers, and the mean time of one step."""
+        found = self._forecaster.following(self._batch, k, most_steps=most_steps)
+        plans = found.expected.plans or [self._batch.plan(k)]
+        return found, statistics.fmean(_step_time(self._throughput, plan) for plan in plans)
+
+    def speedup(self, k: int, edge: int = 0) -> float:
+        """Return the speed relative to the base run, not rounded to whole steps; 0 if these workers can't make a batch.
+
+        Args:
+            k: Number of workers.
+            edge: 0 for the expected steps, 1 and 2 for the fewest and the most of the interval.
+        """
+        if k not in self._found:
+            try:
+                found, step_s = self.on(k, _ROUGH_STEPS)
+                self._found[k] = found.expected.exact_steps * step_s, found.low * step_s, found.high * step_s
+            except SettingError:
+                self._found[k] = (math.inf,) * 3
+        return self.base / self._found[k][edge]
 
 
 def max_useful_workers(speedup: Callable[[int], float], most: int) -> int | None:
@@ -349,9 +362,8 @@ def _step_time(throughput: Throughput | None, plan: BatchPlan) -> float:
     """Return the seconds of a step; without a throughput model the number of its passes, as if nothing else took time."""
     if throughput is None:
         return plan.accumulation
-    return throughput.step_seconds(
-        plan.world_size, plan.accumulation, plan.largest_pass
-    )  # workers wait for the largest
+    # Workers wait for the largest pass.
+    return throughput.step_seconds(plan.world_size, plan.accumulation, plan.largest_pass)
 
 
 def _notes(

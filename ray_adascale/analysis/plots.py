@@ -167,9 +167,8 @@ def _drawn(panel: Panel, runs: list[RunTrace], *, ink: str) -> Iterator[tuple[An
             _draw_run(axes, panel, run, color_of(i), wider=1.8 * later)
         if panel.noisy:
             axes.margins(y=0.2)
-            axes.set(
-                xlim=axes.get_xlim(), ylim=axes.get_ylim()
-            )  # by the means: the range of single steps would make them flat
+            # By the means: the range of single steps would make them flat.
+            axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
             for i, run in enumerate(runs):
                 axes.plot(*_points(panel, run, panel.keys[0]), lw=0.6, alpha=0.18, zorder=1, color=color_of(i))
         axes.set_xlabel("effective steps τ")
@@ -186,21 +185,13 @@ def _points(panel: Panel, run: RunTrace, key: str) -> tuple[np.ndarray, np.ndarr
 
 
 def _draw_run(axes: Any, panel: Panel, run: RunTrace, color: str, *, wider: float) -> None:
+    marker = "o" if panel.dots else None
     for dash, key in zip(("-", ":"), panel.keys, strict=False):
         tau, values = _points(panel, run, key)
         label = _literal(run.label) if key == panel.keys[0] else None
         if panel.noisy and len(tau) > 2 * _STRETCHES:
             tau, values = _stretches(tau, values)
-        axes.plot(
-            tau,
-            values,
-            dash,
-            marker="o" if panel.dots else None,
-            ms=3 + wider,
-            lw=1.3 + wider,
-            color=color,
-            label=label,
-        )
+        axes.plot(tau, values, dash, marker=marker, ms=3 + wider, lw=1.3 + wider, color=color, label=label)
     if panel.ceiling is not None:
         axes.plot(*_line(run, panel.ceiling, dots=False), "--", lw=0.9, alpha=0.7, color=color)
     for at, what in run.events:

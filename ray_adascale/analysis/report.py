@@ -5,11 +5,10 @@ The file contains everything: plots as SVG, no scripts, nothing from a network. 
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -133,14 +132,14 @@ class _Key(NamedTuple):
 
 def _outcome(run: RunTrace, metrics: Iterable[str]) -> list[str]:
     """Return a run's row: its figures, and the newest value of each metric."""
-    last = run.last
+    last, position = run.last, run.last.get("position")
     losses = run.column("loss")[run.column("optimizer_steps") > 0.95 * last["optimizer_steps"]]
     losses = losses[np.isfinite(losses)]
     return [
         _changes([row.get("world_size") for row in run.rows]),
         _scales_in_words(run),
         f"{last['optimizer_steps']:,}",
-        _examples_in_words(run),
+        f"{position:,}" if isinstance(position, int) else "",  # examples, where the trace has them
         f"{last['effective_steps']:,.0f}",
         f"{run.mean_gain:.2f}",
         f"{run.mean_gain / _mean_scale(run):.0%}",
@@ -163,12 +162,6 @@ def _scales_in_words(run: RunTrace) -> str:
     if not run.changed_its_batch:
         return _changes(scales.tolist())
     return f"{scales[0]:.3g} … {scales[-1]:.3g}, mean {_mean_scale(run):.3g}"
-
-
-def _examples_in_words(run: RunTrace) -> str:
-    """Return the examples that a run has used; empty if its trace does not have them."""
-    position = run.last.get("position")
-    return f"{position:,}" if isinstance(position, int) else ""
 
 
 def _changes(values: list[Any]) -> str:
@@ -194,67 +187,49 @@ def _comparisons(
 
     The steps are those of the forecast's rows, or of a replay of the recipe's noise. Without both there is no comparison.
     """
-    predict: Callable[[dict[str, Any]], tuple[int, int, int] | str]
-    if forecast is not None:
-        total = forecast.total_steps
-        predict = functools.partial(_forecast_steps, forecast)
-    elif recipe is not None and recipe.noise:
-        total = recipe.total_steps
-        predict = functools.partial(_replayed_steps, Forecaster(recipe))
-    else:
+    known = forecast or recipe
+    if known is None or (forecast is None and not (recipe and recipe.noise)):
         return
+    forecaster = Forecaster(recipe) if forecast is None and recipe is not None else None
     for i, run in enumerate(runs):
-        scales, last = run.whole_steps.column("scale"), run.last
-        found: tuple[int, int, int] | str
-        if (scales == 1).all():
+        if (run.whole_steps.column("scale") == 1).all():
             continue
-        if run.changed_its_batch:
-            found = _following_steps(forecast, last) if forecast is not None else "changed its batch"
-        elif len(set(scales)) > 1:
-            found = "resized"
-        elif recipe is not None and not _follows(run, recipe):
-            found = "not this recipe's schedule"
-        else:
-            found = predict(run.whole_steps.last)
-        done, taken = last["effective_steps"] / total, last["optimizer_steps"]
+        found, taken = _expected_steps(run, recipe, forecast, forecaster), run.last["optimizer_steps"]
         if isinstance(found, str):
             steps, interval, off = "", "", found
         else:
             expected, low, high = found
             steps, interval = f"{expected:,}", f"{low:,}–{high:,}"
+            done = run.last["effective_steps"] / known.total_steps
             off = f"{expected / taken - 1:+.1%}" if done >= 1 else f"not finished: at {done:.0%}"
             if done >= 1 and not low <= taken <= high:
                 off += ", outside the interval"
         yield i, [_scales_in_words(run), steps, interval, f"{taken:,}", off]
 
 
-def _forecast_steps(forecast: Forecast, last: dict[str, Any]) -> tuple[int, int, int] | str:
-    """Return the steps and their interval for a run with this last row, or why there are none."""
-    for row in forecast.rows:
-        if (row.scale, row.workers) == (last["scale"], last["world_size"]):
+def _expected_steps(
+    run: RunTrace, recipe: Recipe | None, forecast: Forecast | None, forecaster: Forecaster | None
+) -> tuple[int, int, int] | str:
+    """Return the steps of a run and their interval, or why there are none."""
+    last, changed = run.whole_steps.last, run.changed_its_batch
+    if changed and forecast is None:
+        return "changed its batch"
+    if not changed and len(set(run.whole_steps.column("scale"))) > 1:
+        return "resized"
+    if not changed and recipe is not None and not _follows(run, recipe):
+        return "not this recipe's schedule"
+    for row in () if forecast is None else forecast.rows:
+        fits = row.scale != row.last_scale if changed else row.scale == last["scale"]
+        if fits and row.workers == last["world_size"]:
             return row.steps, row.low, row.high
-    return "not forecast"
-
-
-def _following_steps(forecast: Forecast, last: dict[str, Any]) -> tuple[int, int, int] | str:
-    """Return the steps and their interval for a run that changed its batch, or why there are none."""
-    for row in forecast.rows:
-        if row.scale != row.last_scale and row.workers == last["world_size"]:
-            return row.steps, row.low, row.high
-    return "not forecast"
-
-
-def _replayed_steps(forecaster: Forecaster, last: dict[str, Any]) -> tuple[int, int, int] | str:
-    """Return the steps and their interval by a replay of the recipe's noise, or why there are none."""
-    if not _is_adascale(last):
+    if forecaster is None:
+        return "not forecast"
+    if not math.isclose(
+        last["progress"], last["effective_steps"], rel_tol=1e-6
+    ):  # AdaScale's clock advances by the gain
         return "another rule than AdaScale's"
     found = forecaster.at(last["scale"])
     return found.expected.steps, math.floor(found.low), math.ceil(found.high)
-
-
-def _is_adascale(last: dict[str, Any]) -> bool:
-    """Return whether the clock of a run with this last row has advanced by the gain, as AdaScale's does."""
-    return math.isclose(last["progress"], last["effective_steps"], rel_tol=1e-6)
 
 
 def _follows(run: RunTrace, recipe: Recipe) -> bool:

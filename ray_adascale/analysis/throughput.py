@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import statistics
@@ -151,19 +152,17 @@ def _time_alone(
     # The weights don't matter here, and a scheduler may end too early.
     built.scheduler = None
     run = Run.of(built, settings)
-    times: list[float] = []
-    started = last = time.monotonic()
+    stamps = [time.monotonic()]
     for batch in run:
         run.backward(built.loss(run.model, batch))
         if run.step():
             if run.backend.device.type == "cuda":
                 torch.cuda.synchronize()
-            now = time.monotonic()
-            times.append(now - last)
-            last = now
-            if now - started > seconds and len(times) >= 8:
+            stamps.append(time.monotonic())
+            if stamps[-1] - stamps[0] > seconds and len(stamps) > 8:
                 break
-    low, median, high = statistics.quantiles(times[3:], n=4, method="inclusive")
+    times = [end - start for start, end in itertools.pairwise(stamps[3:])]
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
     return Measurement(
         workers=1,
         accumulation=passes,

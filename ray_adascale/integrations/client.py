@@ -54,22 +54,26 @@ def with_clients_batch(
         ValueError: The settings contradict the client.
     """
     config = read_settings(config)
-    (passes, their_passes), (batch, their_batch) = accumulation, per_worker_batch_size
-    if config.accumulation not in (1, passes):
-        raise ValueError(
-            f"Invalid AdaScaleConfig(accumulation={config.accumulation}). Must be {passes}, as {their_passes}, or left out."
-        )
-    mine = config.per_worker_batch_size
-    if mine is None and batch is None:
+    clients = {"accumulation": accumulation, "per_worker_batch_size": per_worker_batch_size}
+    for name, (theirs, setting) in clients.items():
+        mine, default = getattr(config, name), getattr(AdaScaleConfig, name)
+        if theirs is not None and mine not in (default, theirs):
+            raise ValueError(f"Invalid AdaScaleConfig({name}={mine}). Must be {theirs}, as {setting}, or left out.")
+    batch = per_worker_batch_size[0] or config.per_worker_batch_size
+    if batch is None:
         raise ValueError("Missing AdaScaleConfig(per_worker_batch_size=...): the dataloader has no batch size.")
-    if mine is not None and batch is not None and mine != batch:
-        raise ValueError(
-            f"Invalid AdaScaleConfig(per_worker_batch_size={mine}). Must be {batch}, as {their_batch}, or left out."
-        )
     length = config.dataset_length
     if length is None and isinstance(dataset, Sized):
         length = len(dataset)
-    return replace(config, accumulation=passes, per_worker_batch_size=batch or mine, dataset_length=length)
+    return replace(config, accumulation=accumulation[0], per_worker_batch_size=batch, dataset_length=length)
+
+
+def parts_of(schedule: TauSchedule | None) -> tuple[AdaScale, BatchPlan]:
+    """Return the optimizer and the batch of a schedule from :func:`ray_adascale.attach`."""
+    assert schedule is not None
+    assert isinstance(schedule.optimizer, AdaScale)
+    assert schedule.plan is not None
+    return schedule.optimizer, schedule.plan
 
 
 def follow_batch(schedule: TauSchedule, *, passes: int, per_worker_batch_size: int) -> bool:
@@ -86,9 +90,7 @@ def follow_batch(schedule: TauSchedule, *, passes: int, per_worker_batch_size: i
     Raises:
         ValueError: The batch is smaller than the base batch.
     """
-    adascale, plan = schedule.optimizer, schedule.plan
-    assert isinstance(adascale, AdaScale)
-    assert plan is not None
+    adascale, plan = parts_of(schedule)
     batch = per_worker_batch_size * plan.world_size * passes
     if (batch, passes) == (plan.global_batch_size, plan.accumulation):
         return False
@@ -129,30 +131,22 @@ class StepLog:
     """
 
     def __init__(self, schedule: TauSchedule, trace: str | Path | None = None) -> None:
-        assert isinstance(schedule.optimizer, AdaScale)
-        self._schedule, self._adascale = schedule, schedule.optimizer
+        self._schedule, (self._adascale, self._plan) = schedule, parts_of(schedule)
         first = not dist.is_initialized() or dist.get_rank() == 0
         self._path = None if trace is None or not first else Path(trace)
-        self._trace: TraceFile | None = (
-            None  # opened at the first step, because its number shows where the client resumed
-        )
+        # Opened at the first step, because its number shows where the client resumed.
+        self._trace: TraceFile | None = None
         self._attempt = 0
         self._progress = 0.0  # Σ r
         self._position = 0  # examples of earlier starts
         self._examples, self._since = 0, time.monotonic()
         self._counts = True  # False for a call of step() that only creates the optimizer's state
         self._lr, self._tau = schedule.get_last_lr()[0], schedule.effective_steps
-        self._plan = self._plan_of_step()
+        self._update()
         self._adascale.register_step_pre_hook(lambda *_: self._before())
         self._adascale.register_step_post_hook(lambda *_: self._after())
         # Lightning runs the last pass inside step(), as its closure, so the step's shape is known only as the update begins.
         self._adascale.wrapped.register_step_pre_hook(lambda *_: self._update())
-
-    def _plan_of_step(self) -> BatchPlan:
-        """Return the batch of the coming step. The last step of an epoch may have fewer passes than others."""
-        plan = self._schedule.plan
-        assert plan is not None
-        return replace(plan, global_batch_size=round(self._adascale.scale * plan.base_batch_size))
 
     @property
     def whole_step(self) -> bool:
@@ -193,15 +187,17 @@ class StepLog:
         if not self._counts:
             return
         self._lr = self._schedule.get_last_lr()[0]  # of the coming step, before the gain
-        self._plan = self._plan_of_step()
+        self._update()
         if self._trace is not None:
             self._trace.left()
         if self._path is not None:
             self._tau = self._adascale.effective_steps
 
     def _update(self) -> None:
+        """Set the batch of the coming step. The last step of an epoch may have fewer passes than others."""
         if self._counts:
-            self._plan = self._plan_of_step()
+            plan = parts_of(self._schedule)[1]
+            self._plan = replace(plan, global_batch_size=round(self._adascale.scale * plan.base_batch_size))
 
     def _after(self) -> None:
         if not self._counts:
@@ -275,9 +271,7 @@ class StepsToGo:
         Args:
             whole: Whether the last step had as many passes as declared.
         """
-        optimizer, plan = self._schedule.optimizer, self._schedule.plan
-        assert isinstance(optimizer, AdaScale)
-        assert plan is not None
+        optimizer, plan = parts_of(self._schedule)
         if plan.scale != self._scale:
             self._scale = plan.scale
             self._forecast = forecast_remaining_steps(
@@ -330,8 +324,7 @@ class RecipeRecorder:
         """
         self.check_base_run(schedule)
         self._schedule, self._config = schedule, config
-        assert isinstance(schedule.optimizer, AdaScale)
-        self._momentum = momentum_of(schedule.optimizer.wrapped)
+        self._momentum = momentum_of(parts_of(schedule)[0].wrapped)
 
     def check_base_run(self, schedule: TauSchedule) -> None:
         """Check that a run is a base run. An adapter calls this after a change of the batch.
@@ -339,8 +332,7 @@ class RecipeRecorder:
         Raises:
             ValueError: The run is no base run.
         """
-        plan = schedule.plan
-        assert plan is not None
+        plan = parts_of(schedule)[1]
         if plan.scale != 1 or plan.num_samples != 1:
             raise ValueError(
                 f"A recipe can be recorded of a base run only, with one worker and one pass at the base batch; this one has "
@@ -356,13 +348,12 @@ class RecipeRecorder:
         trained = [p for group in self._schedule.optimizer.param_groups for p in group["params"] if p.requires_grad]
         if self._by_examples is None:
             self._by_examples = not not_covered(model, [trained])
-        probed: tuple[float, float] | str | None = None
+        probed: tuple[float, float] | str | None = "not covered"
         if self._by_examples:
             probed = probe_examples(model, self._loss_fn, batch, parameters=trained)
-            self._by_examples = not isinstance(probed, str)
-        if not self._by_examples:
+        if isinstance(probed, str):
+            self._by_examples = False
             probed = probe_noise(model, self._loss_fn, batch, parameters=trained)
-        assert not isinstance(probed, str)
         if probed is None:
             warn_at_user(
                 "The batch can't be split in two, so its noise is not probed. The recipe will have no forecast."

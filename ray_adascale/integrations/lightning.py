@@ -24,7 +24,7 @@ from ..optim.adascale import AdaScale
 from ..optim.tau_schedule import TauSchedule
 from ..recipe import Recipe
 from ..run.base.attach import attach
-from .client import RecipeRecorder, StepLog, early_step_end, follow_batch, with_clients_batch
+from .client import RecipeRecorder, StepLog, early_step_end, follow_batch, parts_of, with_clients_batch
 
 _PRECISIONS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
@@ -129,17 +129,13 @@ class AdaScaleCallback(Callback):
 
     @property
     def _adascale(self) -> AdaScale:
-        assert self.schedule is not None
-        assert isinstance(self.schedule.optimizer, AdaScale)
-        return self.schedule.optimizer
+        return parts_of(self.schedule)[0]
 
     def _follow_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Update passes and batch size: a GradientAccumulationScheduler or a reloaded dataloader may have changed them."""
-        assert self.schedule is not None
-        plan = self.schedule.plan
-        assert plan is not None
-        if not self._adascale.at_boundary:
+        if self.schedule is None or not self._adascale.at_boundary:
             return
+        plan = parts_of(self.schedule)[1]
         passes = trainer.accumulate_grad_batches if pl_module.automatic_optimization else plan.accumulation
         batch = _batch_size_of(trainer.train_dataloader) or plan.global_batch_size // plan.num_samples
         if follow_batch(self.schedule, passes=passes, per_worker_batch_size=batch) and self._recorder is not None:

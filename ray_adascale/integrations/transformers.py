@@ -22,7 +22,7 @@ from ..optim.tau_schedule import TauSchedule
 from ..recipe import Recipe
 from ..run.base.attach import attach
 from ..run.boundary.evaluation import in_eval_mode
-from .client import RecipeRecorder, StepLog, StepsToGo, follow_batch, with_clients_batch
+from .client import RecipeRecorder, StepLog, StepsToGo, follow_batch, parts_of, with_clients_batch
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -37,9 +37,8 @@ class _Stop(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.training_has_begun(kwargs["train_dataloader"])
-        assert self._trainer.schedule is not None
-        control.should_training_stop = self._trainer.schedule.finished  # resumed at T
+        # Resumed at T, if it has finished.
+        control.should_training_stop = self._trainer.training_has_begun(kwargs["train_dataloader"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.step_has_ended()
@@ -177,11 +176,14 @@ class AdaScaleMixin(_Base):
                 )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def training_has_begun(self, loader: Any) -> None:
+    def training_has_begun(self, loader: Any) -> bool:
         """Set S and n to the Trainer's batch. Warn if the loader makes other batches, or if no step is left.
 
         Args:
             loader: The training dataloader, prepared by Accelerate.
+
+        Returns:
+            Whether no step is left.
         """
         assert self.schedule is not None
         batch = self._per_worker_batch_size()
@@ -202,12 +204,11 @@ class AdaScaleMixin(_Base):
                 f"The checkpoint is at effective step {self.schedule.effective_steps:.0f} of {self._total_steps}, the schedule's "
                 "end: nothing is trained."
             )
+        return self.schedule.finished
 
     @property
     def _adascale(self) -> AdaScale:
-        assert self.schedule is not None
-        assert isinstance(self.schedule.optimizer, AdaScale)
-        return self.schedule.optimizer
+        return parts_of(self.schedule)[0]
 
     # ---- a step --------------------------------------------------------------------------------------------------
 

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import ray
 from ray.train import ScalingConfig
-from ray.tune.schedulers import (
-    AsyncHyperBandScheduler,
-    FIFOScheduler,
-    MedianStoppingRule,
-    PopulationBasedTraining,
-    PopulationBasedTrainingReplay,
-    TrialScheduler,
-)
+from ray.tune import schedulers
 from ray.tune.search import BasicVariantGenerator, Searcher
 from ray.tune.search.sample import Categorical, Domain
 from ray.util.state import list_nodes
 from ray.util.state.exception import RayStateApiException
 
-from .._errors import SettingError, check_count
+from .._errors import SettingError, check_count, check_type
 from .._fields import json_value
 from .._files import SEARCH, join, read_json, write_json
-from ..config import AdaScaleConfig
+from ..config import AdaScaleConfig, read_settings
 from ..run.base.base_noise import NoiseEvery
 from ..run.base.base_run import base_config, kept_settings, workload_name
 from ..workload import WorkloadFn
@@ -56,7 +49,7 @@ class SearchSpec:
     repeats: int
     repeat_best: int
     search_alg: Any
-    scheduler: TrialScheduler | Literal["asha"] | None
+    scheduler: schedulers.TrialScheduler | Literal["asha"] | None
     seed: int
     config: AdaScaleConfig | None
     resources_per_trial: Mapping[str, float] | None
@@ -64,16 +57,17 @@ class SearchSpec:
     max_concurrent_trials: int | None
     probe_every: int | None
     trial_config: AdaScaleConfig = field(init=False)
-    tune_scheduler: TrialScheduler = field(init=False)
+    tune_scheduler: schedulers.TrialScheduler = field(init=False)
 
     def __post_init__(self) -> None:
         if self.scaling_config is not None:
             self._check_scaling_config()
         self._check_types_and_ranges()
-        base = base_config(self.config, self.base_batch_size, self.total_steps, self.total_epochs, self.seed)
+        config = read_settings(self.config)
+        base = base_config(config, self.base_batch_size, self.total_steps, self.total_epochs, self.seed)
         self.tune_scheduler = self._make_scheduler()
-        self.trial_config = base if self.scaling_config is None else self._spread(base)
-        self._check_that_config_is_used()
+        self.trial_config = base if self.scaling_config is None else self._spread(base, config)
+        self._check_that_config_is_used(config)
         self._check_that_trials_can_be_limited()
 
     # ---- what follows from the arguments ---------------------------------------------------------------------------
@@ -101,7 +95,7 @@ class SearchSpec:
     def may_pause(self) -> bool:
         """Whether the scheduler may pause a trial, which then resumes from a checkpoint."""
         # ASHA and FIFO never pause a trial. Other schedulers, subclasses included, may.
-        return type(self.tune_scheduler) not in (AsyncHyperBandScheduler, FIFOScheduler)
+        return type(self.tune_scheduler) not in (schedulers.AsyncHyperBandScheduler, schedulers.FIFOScheduler)
 
     @property
     def noise_every(self) -> NoiseEvery:
@@ -142,7 +136,7 @@ class SearchSpec:
         """
         if self.scaling_config is None:
             return self.max_concurrent_trials
-        if type(self.tune_scheduler) is not FIFOScheduler and not _dashboard_answers():
+        if type(self.tune_scheduler) is not schedulers.FIFOScheduler and not _dashboard_answers():
             raise ValueError(
                 "A scheduler that stops trials needs Ray's dashboard when trials have workers of their own (scaling_config): "
                 "without it the resources of a stopped trial are never freed, and the search hangs. Start Ray with it (pip "
@@ -156,15 +150,11 @@ class SearchSpec:
 
     def description(self) -> dict[str, Any]:
         """Return the part of the specification that identifies a search, as JSON values."""
+        plain = ("base_batch_size", "total_steps", "total_epochs", "num_samples", "seed", "probe_every")
         return {
             "workload": workload_name(self.workload),
             "param_space": _describe_space(self.param_space),
-            "base_batch_size": self.base_batch_size,
-            "total_steps": self.total_steps,
-            "total_epochs": self.total_epochs,
-            "num_samples": self.num_samples,
-            "seed": self.seed,
-            "probe_every": self.probe_every,
+            **{name: getattr(self, name) for name in plain},
             "evaluate_every": self.trial_config.evaluate_every,
             "config": kept_settings(self.trial_config),
             "num_workers": None if self.scaling_config is None else self.scaling_config.num_workers,
@@ -194,31 +184,19 @@ class SearchSpec:
     # ---- checks ----------------------------------------------------------------------------------------------------
 
     def _check_types_and_ranges(self) -> None:
-        if not callable(self.workload):
-            raise ValueError(
-                f"Invalid workload of type {type(self.workload).__name__}. Must be a function config -> Workload."
-            )
-        if not isinstance(self.param_space, dict):
-            raise ValueError(
-                f"Invalid param_space of type {type(self.param_space).__name__}. Must be a dict, as for ray.tune.Tuner."
-            )
+        check_type("workload", self.workload, Callable, "Must be a function config -> Workload.")
+        check_type("param_space", self.param_space, dict, "Must be a dict, as for ray.tune.Tuner.")
         _check_values("param_space", self.param_space)
         if (self.total_steps is None) == (self.total_epochs is None):
             raise ValueError(
                 f"Invalid total_steps={self.total_steps!r} with total_epochs={self.total_epochs!r}. Give one of them: how "
                 "long each trial is."
             )
-        for name, least in (
-            ("num_samples", 1),
-            ("probe_every", 1),
-            ("repeats", 0),
-            ("repeat_best", 1),
-            ("seed", 0),
-            ("max_concurrent_trials", 1),
-        ):
+        for name, least in {"num_samples": 1, "repeats": 0, "repeat_best": 1, "seed": 0}.items():
+            setattr(self, name, check_count(name, getattr(self, name), least))
+        for name in ("probe_every", "max_concurrent_trials"):
             value = getattr(self, name)
-            if value is not None or name not in ("max_concurrent_trials", "probe_every"):
-                setattr(self, name, check_count(name, value, least))
+            setattr(self, name, None if value is None else check_count(name, value))
         resources = self.resources
         if (
             not isinstance(resources, Mapping)
@@ -230,10 +208,8 @@ class SearchSpec:
             )
 
     def _check_scaling_config(self) -> None:
-        if not isinstance(self.scaling_config, ScalingConfig):
-            raise ValueError(
-                f"Invalid scaling_config of type {type(self.scaling_config).__name__}. Must be a ray.train.ScalingConfig."
-            )
+        assert self.scaling_config is not None
+        check_type("scaling_config", self.scaling_config, ScalingConfig, "Must be a ray.train.ScalingConfig.")
         workers = self.scaling_config.num_workers
         if isinstance(workers, tuple) or workers < 2:
             raise SettingError(
@@ -252,29 +228,26 @@ class SearchSpec:
                 "time must be limited from outside: give a Searcher, or None."
             )
 
-    def _check_that_config_is_used(self) -> None:
+    def _check_that_config_is_used(self, config: AdaScaleConfig) -> None:
         """Refuse settings that would have no effect."""
-        if self.config is None:
-            return
-        for setting in fields(AdaScaleConfig):
-            used, given = getattr(self.trial_config, setting.name), getattr(self.config, setting.name)
-            if given not in (used, setting.default):
-                instead = (
-                    "Give tune_recipe(seed=...)."
-                    if setting.name == "seed"
-                    else "Leave it out; it is for runs at scale."
-                )
+        for name, default in ((setting.name, setting.default) for setting in fields(AdaScaleConfig)):
+            used, given = getattr(self.trial_config, name), getattr(config, name)
+            if given not in (used, default):
+                instead = "Give tune_recipe(seed=...)." if name == "seed" else "Leave it out; it is for runs at scale."
                 raise SettingError(
-                    f"Invalid {{}} for a search: its trials have {setting.name}={used!r}. {instead}",
-                    **{setting.name: given},
+                    f"Invalid {{}} for a search: its trials have {name}={used!r}. {instead}", **{name: given}
                 )
 
     def _check_that_trials_can_be_limited(self) -> None:
         kind = type(self.tune_scheduler)
-        if self.scaling_config is not None and kind not in (FIFOScheduler, AsyncHyperBandScheduler, MedianStoppingRule):
+        if self.scaling_config is not None and kind not in (
+            schedulers.FIFOScheduler,
+            schedulers.AsyncHyperBandScheduler,
+            schedulers.MedianStoppingRule,
+        ):
             raise ValueError(
                 f"Invalid scheduler: {kind.__name__} with scaling_config. It may pause trials, which is impossible for "
-                "trials with workers of their own. Use 'asha', MedianStoppingRule or None."
+                "trials with workers of their own. Use 'asha', schedulers.MedianStoppingRule or None."
             )
         most, name = self.max_concurrent_trials, self.searcher_name
         if most is not None and not (self.search_alg is None or isinstance(self.search_alg, Searcher | str)):
@@ -282,9 +255,8 @@ class SearchSpec:
 
     # ---- what the trials are made of -------------------------------------------------------------------------------
 
-    def _spread(self, base: AdaScaleConfig) -> AdaScaleConfig:
-        """Return the base run's settings on several workers: the same batch, in parts."""
-        given = AdaScaleConfig() if self.config is None else self.config
+    def _spread(self, base: AdaScaleConfig, given: AdaScaleConfig) -> AdaScaleConfig:
+        """Return the base run's settings on several workers: the same batch, in parts as in the given settings."""
         assert self.scaling_config is not None
         num_workers = int(self.scaling_config.num_workers)
         spread = replace(
@@ -306,19 +278,19 @@ class SearchSpec:
             )
         return spread
 
-    def _make_scheduler(self) -> TrialScheduler:
+    def _make_scheduler(self) -> schedulers.TrialScheduler:
         scheduler: Any = self.scheduler
         if scheduler is None:
-            return FIFOScheduler()
+            return schedulers.FIFOScheduler()
         if isinstance(scheduler, str) and scheduler == "asha":
             in_steps = self.total_steps is not None
             clock, length = ("effective_steps", self.total_steps) if in_steps else (EPOCHS, self.total_epochs)
             assert length is not None
-            return AsyncHyperBandScheduler(time_attr=clock, max_t=length, grace_period=length / 8)
-        if not isinstance(scheduler, TrialScheduler):
+            return schedulers.AsyncHyperBandScheduler(time_attr=clock, max_t=length, grace_period=length / 8)
+        if not isinstance(scheduler, schedulers.TrialScheduler):
             raise ValueError(f"Invalid {scheduler=}. Must be 'asha', None or a scheduler of ray.tune.schedulers.")
         kind = type(scheduler).__name__
-        if isinstance(scheduler, PopulationBasedTraining | PopulationBasedTrainingReplay):
+        if isinstance(scheduler, schedulers.PopulationBasedTraining | schedulers.PopulationBasedTrainingReplay):
             raise ValueError(
                 f"Invalid scheduler: {kind}. It changes the config of running trials, so no single config gives the "
                 "winner's schedule and a recipe could not repeat it. Use 'asha', or any scheduler that only stops "

@@ -66,12 +66,12 @@ class PlannedRepeat:
     """One repeat before it runs.
 
     Attributes:
-        candidate: The rank of the repeated trial in the search; 0 is the winner.
+        candidate: The id of the repeated trial.
         hyperparameters: The candidate's hyperparameters.
         seed: The seed of the repeat.
     """
 
-    candidate: int
+    candidate: str
     hyperparameters: dict[str, Any]
     seed: int
 

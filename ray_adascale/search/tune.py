@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-import json
 import logging
 import os
 import time
@@ -21,6 +21,7 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import BasicVariantGenerator
 from ray.util.annotations import PublicAPI
 
+from .._errors import check_type
 from .._files import absolute, join, unique_name
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
@@ -30,13 +31,18 @@ from ..run.base.base_run import BaseResult, freeze
 from ..train.cluster import portable, quiet_init
 from ..train.run_lock import RunLock
 from ..workload import WorkloadFn, unread_warning
-from .repeat_plan import RepeatPlan
+from .repeats import RepeatPlan, best_mean, best_mean_so_far
 from .spec import SearchSpec
 from .trial import OBJECTIVE, InOneProcess, TrialSetup, describe_config, run_repeat, run_trial
-from .watch import BestMean, Finished, StopOnMistake, Watch, best_mean, watching
+from .watch import Finished, StopOnMistake, Watch, reached_end, watching
 
 _QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
 """Tune's new output prints a banner even at verbose=0; the old output does not. Ray prints errors that are never fetched."""
+
+_TUNES_CALLBACKS = (
+    "Must be a ray.tune.Callback, such as those of ray.air.integrations; Ray Train's are for RunConfig(callbacks=...) of an "
+    "AdaScaleTrainer."
+)
 
 
 @PublicAPI(stability="alpha")
@@ -154,41 +160,35 @@ def tune_recipe(
         probe_every=probe_every,
     )
     for callback in callbacks:
-        if not isinstance(callback, tune.Callback):
-            raise ValueError(
-                f"Invalid callback of type {type(callback).__name__}. Must be a ray.tune.Callback, such as those "
-                "of ray.air.integrations; Ray Train's are for RunConfig(callbacks=...) of an AdaScaleTrainer."
-            )
-    if name is None:
-        name = unique_name("recipe")
+        check_type("callback", callback, tune.Callback, _TUNES_CALLBACKS)
     quiet_init()
     run_config = tune.RunConfig(
-        name=name,
+        name=unique_name("recipe") if name is None else name,
         storage_path=None if storage_path is None else absolute(storage_path),
         checkpoint_config=tune.CheckpointConfig(num_to_keep=1),
         verbose=0,
     )
     at_once = spec.trials_at_once()
     _warn_where_nothing_fits(spec.resources)
-    folder = join(str(run_config.storage_path), name)
+    return _recipe_of(
+        _Search(spec=spec, run_config=run_config, at_once=at_once, verbose=verbose > 0, callbacks=tuple(callbacks))
+    )
+
+
+def _recipe_of(search: _Search) -> Recipe:
+    """Run the search, and return its recipe."""
+    spec, name, folder = search.spec, str(search.run_config.name), _folder(search.run_config)
     started = time.monotonic()
     with RunLock(folder, name) as lock:
-        search = _Search(
-            spec=spec,
-            run_config=run_config,
-            at_once=at_once,
-            verbose=verbose > 0,
-            callbacks=tuple(callbacks),
-            earlier=spec.started_before(folder),
-        )
-        plan = search.earlier_plan() if repeats else None  # before the trials, since it refuses other numbers
+        search = replace(search, earlier=spec.started_before(folder))
+        plan = search.earlier_plan() if spec.repeats else None  # before the trials, since it refuses other numbers
         trials = search.run_trials()
         ranking = _ranking(trials)
         winner, outcome = ranking[0]
         again: list[Repeat] = []
         failed_repeats: list[dict[str, str]] = []
-        if repeats:
-            best, again, failed_repeats = search.run_repeats(plan or search.new_plan([trial for trial, _ in ranking]))
+        if spec.repeats:
+            best, again, failed_repeats = search.run_repeats(plan, [trial for trial, _ in ranking])
             winner, outcome = next(ended for ended in ranking if ended[0].trial_id == best)
     if lock.lost is not None:
         raise RuntimeError(
@@ -200,17 +200,17 @@ def tune_recipe(
     failed = [{"trial": trial.trial_id, "error": trial.error_line} for trial in trials if trial.error is not None]
     return freeze(
         outcome,
-        workload=workload,
+        workload=spec.workload,
         hyperparameters=winner.config,
         config=spec.trial_config,
         search={
-            "num_samples": num_samples,
+            "num_samples": spec.num_samples,
             "completed": completed,
             "stopped_early": len(trials) - completed - len(failed),
             "failed": failed + failed_repeats,
             "search_alg": spec.searcher_name,
             "scheduler": spec.scheduler_name,
-            "num_workers": 1 if scaling_config is None else scaling_config.num_workers,
+            "num_workers": 1 if spec.scaling_config is None else spec.scaling_config.num_workers,
             "best_trial": winner.trial_id,
             "wall_s": time.monotonic() - started,
             "name": name,
@@ -238,14 +238,14 @@ class _Search:
     at_once: int | None
     verbose: bool
     callbacks: tuple[tune.Callback, ...]
-    earlier: bool
+    earlier: bool = False
 
     def run_trials(self) -> list[Finished]:
         """Run all trials and return their results."""
         spec = self.spec
         watch = Watch(spec.num_trials, verbose=self.verbose, earlier=self.earlier, space=spec.param_space)
         self._fit(
-            tune.with_parameters(run_trial, setup=self._setup(self.run_config.name, self.spec.noise_every)),
+            tune.with_parameters(run_trial, setup=self._setup(self.run_config.name, spec.noise_every)),
             spec.param_space,
             self.run_config,
             watch,
@@ -266,8 +266,8 @@ class _Search:
         Raises:
             ValueError: It was made for other numbers of repeats, or by another search.
         """
-        spec, folder = self.spec, _folder(self._repeats)
-        plan = RepeatPlan.read(folder, repeats=spec.repeats, repeat_best=spec.repeat_best)
+        folder = _folder(self._repeats)
+        plan = RepeatPlan.read(folder, repeats=self.spec.repeats, repeat_best=self.spec.repeat_best)
         if plan is not None and not self.earlier:
             raise ValueError(
                 f"The repeats in {folder} are those of another search, whose own folder is gone. Delete that folder, or choose "
@@ -275,29 +275,35 @@ class _Search:
             )
         return plan
 
-    def new_plan(self, ranked: list[Finished]) -> RepeatPlan:
-        """Return the plan of the repeats of the best of these trials, which are best first. Writes its file."""
-        spec, where = self.spec, self._repeats
-        plan = RepeatPlan.of(ranked, repeats=spec.repeats, repeat_best=spec.repeat_best, seed=spec.seed)
-        plan.write(_folder(where))
-        return plan
-
-    def run_repeats(self, plan: RepeatPlan) -> tuple[str, list[Repeat], list[dict[str, str]]]:
+    def run_repeats(
+        self, plan: RepeatPlan | None, ranked: Sequence[Finished]
+    ) -> tuple[str, list[Repeat], list[dict[str, str]]]:
         """Repeat the best few trials with further seeds.
+
+        Args:
+            plan: That of an earlier start; without one, a plan for the best of these trials is made, and written to its file.
+            ranked: The trials, best first.
 
         Returns:
             The id of the trial with the best mean, its repeats, and the failed repeats of all candidates, for the recipe.
+
+        Raises:
+            RuntimeError: Each candidate has a failed repeat.
         """
-        planned, where = plan.planned, self._repeats
+        spec, where = self.spec, self._repeats
+        if plan is None:
+            plan = RepeatPlan.of(ranked, repeats=spec.repeats, repeat_best=spec.repeat_best, seed=spec.seed)
+            plan.write(_folder(where))
+        planned = plan.planned
         watch = Watch(
             len(planned),
             verbose=self.verbose,
             what="repeat",
             earlier=self.earlier,
             describe=lambda config: str(planned[config["repeat"]]),
-            best=BestMean(planned),
+            best=functools.partial(best_mean_so_far, planned),
         )
-        setup = self._setup(str(where.name), self.spec.repeats_noise_every)
+        setup = self._setup(str(where.name), spec.repeats_noise_every)
         self._fit(
             tune.with_parameters(run_repeat, setup=setup, planned=planned),
             {"repeat": tune.grid_search(list(range(len(planned))))},
@@ -306,14 +312,16 @@ class _Search:
             search_alg=BasicVariantGenerator(max_concurrent=self.at_once or 0),
             scheduler=FIFOScheduler(),
         )
-        trials = list(watch.finished.values())
         failed = [
             {"trial": f"repeat at {planned[trial.config['repeat']]}", "error": trial.error_line}
-            for trial in trials
+            for trial in watch.finished.values()
             if trial.error is not None
         ]
-        candidate, repeats = best_mean(planned, trials)
-        return plan.trials[candidate], repeats, failed
+        best = best_mean(planned, watch.finished.values())
+        if not best:
+            raise RuntimeError(f"Each of the best trials failed with another seed. The first: {failed[0]['error']}")
+        repeats = [Repeat(seed=repeat.seed, score=outcome.score, noise=outcome.noise) for repeat, outcome in best]
+        return best[0][0].candidate, repeats, failed
 
     def _setup(self, name: str, noise_every: NoiseEvery) -> TrialSetup:
         """Return the setup of the trials or of the repeats. Tune's folder for them has this name."""
@@ -387,31 +395,27 @@ def _restored(run_config: tune.RunConfig, trainable: Any) -> tune.Tuner:
 
 
 def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:
-    """Return the trials that reached T, best first by their metric at the end.
+    """Return the trials that reached T, best first.
 
-    Equals are in the order of their configs as text, since a continued search finds its trials in another order.
+    Raises:
+        ValueError: The trials can't be compared.
+        RuntimeError: No trial reached T.
     """
-    ended = [(trial, outcome) for trial in trials if (outcome := trial.outcome) is not None]
-    what = {
-        "metric": lambda outcome: outcome.metric,
-        "mode": lambda outcome: outcome.mode,
-        "total_steps": lambda outcome: outcome.schedule.total_steps,
-    }
-    for trial, outcome in ended[1:]:
-        for name, of in what.items():
-            first, other = of(ended[0][1]), of(outcome)
-            if other != first:
+    compared = [
+        ({"metric": out.metric, "mode": out.mode, "total_steps": out.schedule.total_steps}, trial.config)
+        for trial in trials
+        if (out := trial.outcome) is not None
+    ]
+    for values, config in compared[1:]:
+        first, firsts_config = compared[0]
+        for name, value in values.items():
+            if value != first[name]:
                 raise ValueError(
-                    f"Trials differ in {name}: {first!r} at {describe_config(ended[0][0].config)}, "
-                    f"{other!r} at {describe_config(trial.config)}. They can't be compared: take it out of the search space."
+                    f"Trials differ in {name}: {first[name]!r} at {describe_config(firsts_config)}, "
+                    f"{value!r} at {describe_config(config)}. They can't be compared: take it out of the search space."
                 )
-    if ended:
-
-        def order(pair: tuple[Finished, BaseResult]) -> tuple[float, str, str]:
-            trial, outcome = pair
-            return -outcome.objective, json.dumps(trial.config, sort_keys=True, default=repr), trial.trial_id
-
-        return sorted(ended, key=order)
+    if compared:
+        return reached_end(trials)
     failed = [trial for trial in trials if trial.error is not None]
     if not failed:
         raise RuntimeError(f"No trial reached the end: the scheduler stopped all {len(trials)}.")

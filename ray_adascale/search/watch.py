@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import statistics
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ from ray import cloudpickle, tune
 
 from .._fields import json_value
 from ..analysis.display import SearchDisplay
-from ..recipe import Repeat
 from ..run.base.base_run import RESULT, BaseResult
 from ..run.observe.failure import lines_of, was_building
-from .trial import MissingMetric, PlannedRepeat, describe_config
+from .trial import MissingMetric, describe_config
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,12 @@ class Finished:
     error: Exception | None
     error_file: str | None = None
 
-    @property
+    @classmethod
+    def of(cls, trial: Any, error: Exception | None = None, error_file: str | None = None) -> Finished:
+        """Return what is kept of a trial of Tune's."""
+        return cls(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), error, error_file)
+
+    @cached_property
     def outcome(self) -> BaseResult | None:
         """The result of a trial that reached T; None for any other trial."""
         text = self.metrics.get(RESULT)
@@ -52,55 +56,28 @@ class Finished:
         return "\n".join(filter(None, [self.error_line, lines_of(self.error), whole]))
 
 
-class BestTrial:
-    """The best trial so far, by its score.
+def reached_end(trials: Iterable[Finished]) -> list[tuple[Finished, BaseResult]]:
+    """Return the trials that reached T with their results, best first by the metric at the end.
 
-    Call it with each trial that has ended. It returns the score and a description of the best one, both empty until a trial
-    has reached T.
+    Equals are in the order of their configs as text, since a continued search finds its trials in another order.
     """
 
-    def __init__(self) -> None:
-        self._best: tuple[Finished, BaseResult] | None = None
+    def order(ended: tuple[Finished, BaseResult]) -> tuple[float, str, str]:
+        trial, outcome = ended
+        return -outcome.objective, json.dumps(trial.config, sort_keys=True, default=repr), trial.trial_id
 
-    def __call__(self, trial: Finished) -> tuple[str, str]:
-        outcome = trial.outcome
-        if outcome is not None and (self._best is None or outcome.objective > self._best[1].objective):
-            self._best = trial, outcome
-        if self._best is None:
-            return "", ""
-        best, outcome = self._best
+    return sorted(((trial, outcome) for trial in trials if (outcome := trial.outcome) is not None), key=order)
+
+
+def best_trial(ended: Iterable[Finished]) -> tuple[str, str]:
+    """Return the score and a description of the best trial so far; both empty until a trial has reached T."""
+    for trial, outcome in reached_end(ended):
         score = f"{outcome.score:.4g}"
-        return f"best {score}", f"{outcome.metric} {score} at {describe_config(best.config)}"
+        return f"best {score}", f"{outcome.metric} {score} at {describe_config(trial.config)}"
+    return "", ""
 
 
-class BestMean:
-    """The best candidate so far, by its mean over all its repeats. Called like :class:`BestTrial`."""
-
-    def __init__(self, planned: list[PlannedRepeat]) -> None:
-        self._planned = planned
-        self._trials: list[Finished] = []
-
-    def __call__(self, trial: Finished) -> tuple[str, str]:
-        self._trials.append(trial)
-        wanted = Counter(repeat.candidate for repeat in self._planned)
-        ended = Counter(map(self._candidate, self._trials))
-        whole = [t for t in self._trials if ended[self._candidate(t)] == wanted[self._candidate(t)]]
-        outcome = next((t.outcome for t in whole if t.outcome is not None), None)
-        if outcome is None:
-            return "", ""
-        try:
-            candidate, repeats = best_mean(self._planned, whole)
-        except RuntimeError:  # each candidate has a failed repeat
-            return "", ""
-        config = next(repeat.hyperparameters for repeat in self._planned if repeat.candidate == candidate)
-        mean = f"{statistics.mean(repeat.score for repeat in repeats):.4g}"
-        over = f"over {len(repeats)} seed{'' if len(repeats) == 1 else 's'}"
-        return f"best mean {mean}", f"mean {outcome.metric} {mean} {over} at {describe_config(config)}"
-
-    def _candidate(self, trial: Finished) -> int:
-        return self._planned[trial.config["repeat"]].candidate
-
-
+@dataclass(eq=False)
 class Watch(tune.Callback):
     """Collects the trials that have ended, prints a line about each, and detects mistakes that end the search.
 
@@ -110,7 +87,7 @@ class Watch(tune.Callback):
         what: Their name, "trial" or "repeat".
         earlier: Whether the search was started before. The earlier start has printed the trials that ended in it.
         describe: Describes a trial's config for people.
-        best: The best so far; see :class:`BestTrial`.
+        best: Returns the score and a description of the best so far, both empty without one.
         space: The search space. With one, the search ends if its first trials all make the same mistake during the build.
 
     Attributes:
@@ -120,26 +97,21 @@ class Watch(tune.Callback):
         display: The display; None without output.
     """
 
-    def __init__(
-        self,
-        total: int,
-        *,
-        verbose: bool,
-        what: str = "trial",
-        earlier: bool = False,
-        describe: Callable[[Mapping[str, Any]], str] = describe_config,
-        best: Callable[[Finished], tuple[str, str]] | None = None,
-        space: Mapping[str, Any] | None = None,
-    ) -> None:
+    total: int
+    _: KW_ONLY
+    verbose: bool
+    what: str = "trial"
+    earlier: bool = False
+    describe: Callable[[Mapping[str, Any]], str] = describe_config
+    best: Callable[[Iterable[Finished]], tuple[str, str]] = best_trial
+    space: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
         self.finished: dict[str, Finished] = {}
         self.fatal: ValueError | None = None
         self.interrupted = False
-        self.display = SearchDisplay(what, total) if verbose else None
-        self.what = what
-        self._earlier = earlier
-        self._describe_config = describe
-        self._best = BestTrial() if best is None else best
-        self._shared = None if space is None else _SharedMistake(space)
+        self.display = SearchDisplay(self.what, self.total) if self.verbose else None
+        self._began = 0  # trials that had started at the first mistake of a build
         self._own_handler: Any = None  # the program's handler of Ctrl-C, while Tune's is in place
 
     def __reduce__(self) -> Any:
@@ -161,23 +133,22 @@ class Watch(tune.Callback):
     ) -> None:
         if "total_steps" not in result:
             return
-        if self._shared is not None:
-            self._shared.excluded = True
+        self.space = None  # some config can be built
         if self.display is not None:
             self.display.advance(trial.trial_id, result["effective_steps"] / result["total_steps"])
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._add(Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), None))
+        self._add(Finished.of(trial))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         error = _cause(trial)
         if isinstance(error, MissingMetric) and self.fatal is None:
             self.fatal = error
             return  # every trial would raise it, so the search ends with this error
-        metrics = dict(trial.last_result or {})
-        self._add(Finished(trial.trial_id, dict(trial.config), metrics, error, trial.error_file))
-        if self._shared is not None and self.fatal is None and was_building(error):
-            self.fatal = self._shared.find(trials, self.finished)
+        self._add(Finished.of(trial, error, trial.error_file))
+        if self.space is not None and self.fatal is None and was_building(error):
+            self._began = self._began or sum(trial.status != "PENDING" for trial in trials)
+            self.fatal = _shared_mistake(trials, self.finished, self.space, self._began)
 
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
         self._notice_ctrl_c()
@@ -190,23 +161,20 @@ class Watch(tune.Callback):
                 continue
             # A scheduler stops a paused trial without a callback, and trials of an earlier start have no callback either.
             error = _cause(trial) if trial.status == "ERROR" else None
-            found = Finished(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), error)
-            self._add(found, quiet=self._earlier)
+            self._add(Finished.of(trial, error), quiet=self.earlier)
 
     def _add(self, trial: Finished, *, quiet: bool = False) -> None:
         if trial.trial_id in self.finished or self.fatal is not None:
             return
         self.finished[trial.trial_id] = trial
-        score, best = self._best(trial)
-        if self.display is None:
-            return
-        if quiet:
+        if self.display is not None and quiet:
             self.display.skip(trial.trial_id)
-            return
-        self.display.finish(trial.trial_id, self._describe(trial, score), best)
+        elif self.display is not None:
+            score, best = self.best(self.finished.values())
+            self.display.finish(trial.trial_id, self._describe(trial, score), best)
 
     def _describe(self, trial: Finished, best: str) -> str:
-        where = f"at {self._describe_config(trial.config)}"
+        where = f"at {self.describe(trial.config)}"
         if trial.error is not None:
             return f"failed {where}: {trial.error_line}"
         outcome = trial.outcome
@@ -222,73 +190,54 @@ class Watch(tune.Callback):
         Tune has no interface for it. Its handler restores the previous handler when the signal comes. Without a signal it
         leaves its own handler behind, which would swallow the program's next Ctrl-C.
         """
-        before = signal.getsignal(signal.SIGINT)
-        installs = threading.current_thread() is threading.main_thread() and not int(
-            os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0")
-        )
-        self._own_handler = before if installs else None
-        before_term = signal.getsignal(signal.SIGTERM)
-        if installs:
-            signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        disabled = int(os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0"))
+        if disabled or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._own_handler = before[signal.SIGINT]
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         try:
             yield
             self._notice_ctrl_c()
         finally:
-            if installs:
-                signal.signal(signal.SIGINT, before)
-                signal.signal(signal.SIGTERM, before_term)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _notice_ctrl_c(self) -> None:
         if self._own_handler is not None and signal.getsignal(signal.SIGINT) is self._own_handler:
             self.interrupted = True
 
 
-class _SharedMistake:
-    """Detects a mistake that the first trials have all made during the build, and that every trial would repeat.
+def _shared_mistake(
+    trials: list[Any], finished: Mapping[str, Finished], space: Mapping[str, Any], began: int
+) -> ValueError | None:
+    """Return a mistake that the first trials have all made during the build, if no searched value can be its cause.
 
     Args:
+        trials: All trials, in the order of their start. One of them has made the newest mistake.
+        finished: The trials that have ended, by id.
         space: The search space. If all failed trials share a searched value, that value may be the cause.
-
-    Attributes:
-        excluded: Whether a trial has reported, so that some config can be built.
+        began: Trials that had started at the first mistake.
     """
-
-    def __init__(self, space: Mapping[str, Any]) -> None:
-        self.excluded = False
-        self._space = space
-        self._began = 0  # trials that had started at the first mistake
-
-    def find(self, trials: list[Any], finished: Mapping[str, Finished]) -> ValueError | None:
-        """Return the mistake if no searched value can be its cause; None if there is no such mistake, or not yet.
-
-        Args:
-            trials: All trials, in the order of their start. One of them has made the newest mistake.
-            finished: The trials that have ended, by id.
-        """
-        self._began = self._began or sum(trial.status != "PENDING" for trial in trials)
-        if self.excluded:
-            return None
-        alike: list[Finished] = []
-        for trial in trials:
-            found = finished.get(trial.trial_id)
-            if found is None or not was_building(found.error) or found.error_line != (alike or [found])[0].error_line:
-                break
-            alike.append(found)
-        if len(alike) < max(1, self._began):
-            return None
-        first, *others = (self._searched(found.config) for found in alike)
-        if first and all(first & other for other in others):
-            return None  # a value that they share may be the cause
-        last = alike[-1]
-        which = f"The first {len(alike)} failed alike, the last" if others else "The first failed"
-        mistake = ValueError(f"No trial can be built. {which} at {describe_config(last.config)}: {last.error_text}")
-        mistake.__cause__ = last.error
-        return mistake
-
-    def _searched(self, config: Mapping[str, Any]) -> set[tuple[str, str]]:
-        """Return (name, value) of the hyperparameters that differ between trials; values as text, since they have any type."""
-        values = {(name, repr(value)) for name, value in config.items()}
-        return values - {(name, repr(value)) for name, value in self._space.items()}
+    alike: list[Finished] = []
+    for trial in trials:
+        found = finished.get(trial.trial_id)
+        if found is None or not was_building(found.error) or found.error_line != (alike or [found])[0].error_line:
+            break
+        alike.append(found)
+    if len(alike) < max(1, began):
+        return None
+    # Values as text, since they have any type. A value that is in the space does not differ between trials.
+    fixed = {(name, repr(value)) for name, value in space.items()}
+    first, *others = ({(name, repr(value)) for name, value in found.config.items()} - fixed for found in alike)
+    if first and all(first & other for other in others):
+        return None  # a value that they share may be the cause
+    last = alike[-1]
+    which = f"The first {len(alike)} failed alike, the last" if others else "The first failed"
+    mistake = ValueError(f"No trial can be built. {which} at {describe_config(last.config)}: {last.error_text}")
+    mistake.__cause__ = last.error
+    return mistake
 
 
 _watching: dict[str, Watch] = {}  # "trial" or "repeat" -> the watch of the search that runs in this process
@@ -319,26 +268,6 @@ class StopOnMistake(tune.Stopper):
 
     def stop_all(self) -> bool:
         return self._watch.fatal is not None
-
-
-def best_mean(planned: list[PlannedRepeat], trials: list[Finished]) -> tuple[int, list[Repeat]]:
-    """Return the candidate with the best mean over its repeats, and the repeats. A failed repeat excludes its candidate."""
-    repeats: dict[int, list[Repeat]] = {}
-    objectives: dict[int, list[float]] = {}
-    out: dict[int, str] = {}
-    for trial in trials:
-        this, outcome = planned[trial.config["repeat"]], trial.outcome
-        if outcome is None:
-            out[this.candidate] = trial.error_line
-            continue
-        repeat = Repeat(seed=this.seed, score=outcome.score, noise=outcome.noise)
-        repeats.setdefault(this.candidate, []).append(repeat)
-        objectives.setdefault(this.candidate, []).append(outcome.objective)
-    means = {candidate: statistics.mean(found) for candidate, found in objectives.items() if candidate not in out}
-    if not means:
-        raise RuntimeError(f"Each of the best trials failed with another seed. The first: {out[min(out)]}")
-    best = max(sorted(means), key=means.__getitem__)  # of equals the one with the better rank in the search
-    return best, sorted(repeats[best], key=lambda repeat: repeat.seed)
 
 
 def _cause(trial: Any) -> Exception:

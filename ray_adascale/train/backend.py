@@ -27,11 +27,8 @@ from ..run.observe.eta import EtaTracker
 from ..run.observe.pulse import Pulse
 from ..run.observe.step import Listener
 from .driver_channel import DriverClient
-from .driver_updates import DriverUpdates
-from .gauges import Gauges
-from .heartbeat import Heartbeat
 from .ray_record import UnlistedCheckpoint
-from .stop_request import StopRequest
+from .worker_reports import Heartbeat, LiveMetrics, StopRequest
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +71,7 @@ class RayTrainBackend(Backend):
             yield None
             return
         with ExitStack() as held:  # a folder downloaded for the check is kept until it has been loaded
-            found: list[str | None] = [None, None]
+            found: list[str | None] = [None, None]  # the path, or an error
             if self.rank == 0:
                 try:
                     found[0] = self._newest_usable(newest, held).path
@@ -169,16 +166,16 @@ class RayTrainBackend(Backend):
             raise
 
     def _persist(self, local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
-        for pause in _UPLOAD_PAUSES_S:
+        pauses = iter(_UPLOAD_PAUSES_S)
+        while True:
             try:
                 return self._storage.persist_current_checkpoint(local, name)
             except OSError as e:  # pyarrow raises it for any kind of storage
+                pause = next(pauses, None)
+                if pause is None:
+                    raise self._not_stored(e) from e
                 _log.warning("The upload of %s failed; again in %g s. %s: %s", name, pause, type(e).__name__, e)
                 time.sleep(pause)
-        try:
-            return self._storage.persist_current_checkpoint(local, name)
-        except OSError as e:
-            raise self._not_stored(e) from e
 
     def _not_stored(self, error: OSError) -> checkpoint.CheckpointError:
         folder = self._storage.experiment_fs_path
@@ -217,7 +214,7 @@ class RayTrainBackend(Backend):
 
     def listeners(self, tracker: EtaTracker) -> Sequence[Listener]:
         self._stop = StopRequest(self.driver)
-        return [Gauges(self._name, self.rank, tracker), DriverUpdates(self.driver, tracker), self._stop]
+        return [LiveMetrics(self._name, self.rank, self.driver, tracker), self._stop]
 
     def trace_folder(self) -> Path | None:
         local = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)

@@ -18,7 +18,7 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..run.observe.failure import is_users
-from .beats import Beat, Beats, Hang
+from .hangs import Beat, Beats, Hang
 
 _MOST_EVENTS = 1_000
 """Largest number of events that wait for the driver."""
@@ -111,7 +111,8 @@ class DriverClient:
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
-        self._connected = channel is not None
+        self.connected = channel is not None
+        """Whether the last message could be sent."""
 
     def log(self, level: int, text: str, *, once: bool = False) -> bool:
         """Send an event, as one line. Return whether it was sent.
@@ -126,11 +127,6 @@ class DriverClient:
     def put(self, metrics: dict[str, Any]) -> None:
         """Send the newest metrics."""
         self._send("put", metrics)
-
-    @property
-    def connected(self) -> bool:
-        """Whether the last message could be sent."""
-        return self._connected
 
     def beat(self, beat: Beat) -> None:
         """Send a heartbeat."""
@@ -162,7 +158,7 @@ class DriverClient:
         try:
             getattr(self._channel, method).remote(*arguments)
         except ray.exceptions.RayActorError:
-            self._connected = False
+            self.connected = False
             return False
         except Exception:  # the actor is full; the run goes on
             return False

@@ -123,9 +123,7 @@ def with_interface(torch_config: TorchConfig | None, timeout_s: int) -> TorchCon
         return AddressTorchConfig(timeout_s=timeout_s)
     if type(torch_config) is not TorchConfig:
         return torch_config
-    return AddressTorchConfig(
-        **{field.name: getattr(torch_config, field.name) for field in dataclasses.fields(TorchConfig)}
-    )
+    return AddressTorchConfig(**dataclasses.asdict(torch_config))
 
 
 def network_advice(text: str) -> str | None:

@@ -7,6 +7,7 @@ in the run's folder for the workers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from dataclasses import dataclass
@@ -89,12 +90,11 @@ def _complete(filesystem: pyarrow.fs.FileSystem, folder: str, names: set[str]) -
         if not name.startswith("checkpoint_"):
             continue
         path = f"{folder}/{name}"
-        try:
+        # One that was never finished, or is damaged, raises; so does Ray's record.
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             _read(filesystem, f"{path}/{MANIFEST}")
             step = int(json.loads(_read(filesystem, f"{path}/{STATE}"))["iterations"])
-        except (OSError, ValueError, LookupError, TypeError):
-            continue  # it was never finished, or is damaged, or is Ray's record
-        found.append(UnlistedCheckpoint(path, step))
+            found.append(UnlistedCheckpoint(path, step))
     return found
 
 

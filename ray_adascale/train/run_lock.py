@@ -59,7 +59,7 @@ class RunLock:
         self.lost: str | None = None
         self._name = name
         self._folder = folder if filesystem is not None else absolute(folder)
-        self._filesystem = filesystem
+        self._filesystem: Any = filesystem
         self._owner = {
             "owner": uuid.uuid4().hex,
             "host": socket.gethostname(),
@@ -97,7 +97,6 @@ class RunLock:
         self._thread.join(_BEAT_S)
         with contextlib.suppress(Exception):  # the run has its result: the lock that stays is taken over later
             if self._is_own(self._read()):
-                assert self._filesystem is not None
                 self._filesystem.delete_file(self._path)
 
     @property
@@ -133,7 +132,6 @@ class RunLock:
         )
 
     def _read(self) -> str | None:
-        assert self._filesystem is not None
         if self._filesystem.get_file_info(self._path).type != pyarrow.fs.FileType.File:
             return None
         try:
@@ -143,7 +141,6 @@ class RunLock:
             return None
 
     def _write(self) -> None:
-        assert self._filesystem is not None
         self._beats += 1
         content = json.dumps({**self._owner, "beats": self._beats}, indent=2) + "\n"
         with self._filesystem.open_output_stream(self._path) as file:

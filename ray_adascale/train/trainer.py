@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._errors import SettingError
+from .._errors import SettingError, check_type
 from .._files import join, room_in_words
 from ..config import AdaScaleConfig, read_settings
 from ..recipe import Recipe
@@ -44,7 +44,7 @@ from .cluster import (
     start_in_words,
 )
 from .driver_channel import DriverClient, News, forward_warnings, make_channel
-from .hang_watch import HangWatch
+from .hangs import HangWatch
 from .network import network_advice, with_interface
 from .ray_record import has_checkpoint, unlisted_checkpoints
 from .retry import RepeatedMistake, RetryPolicy, failure_in_words
@@ -210,12 +210,8 @@ class AdaScaleTrainer(TorchTrainer):
         progress: bool = True,
         on_start: Callable[[], None] | None = None,
     ) -> None:
-        if not callable(workload):
-            raise ValueError(
-                f"Invalid workload of type {type(workload).__name__}. Must be a function config -> Workload."
-            )
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise ValueError(f"Invalid recipe of type {type(recipe).__name__}. Load a file with Recipe.load(path).")
+        check_type("workload", workload, Callable, "Must be a function config -> Workload.")
+        check_type("recipe", recipe, Recipe | None, "Load a file with Recipe.load(path).")
         config = read_settings(config).with_recipe(recipe)
         scaling_config = ray.train.ScalingConfig() if scaling_config is None else scaling_config
         fewest = scaling_config.num_workers
@@ -231,10 +227,9 @@ class AdaScaleTrainer(TorchTrainer):
         if config.total_epochs is None:
             config.resolve_total_steps(None)
         run_config = ray.train.RunConfig() if run_config is None else run_config
-        failure_config = run_config.failure_config or ray.train.FailureConfig()
-        self._retry_policy = RetryPolicy(failure_config.max_failures, failure_config.max_preemption_failures)
-        self._progress = progress
-        self._on_start = on_start
+        failures = run_config.failure_config or ray.train.FailureConfig()
+        self._retry_policy = RetryPolicy(failures.max_failures, failures.max_preemption_failures)
+        self._progress, self._on_start = progress, on_start
         self._job: dict[str, Any] = {
             "workload": portable(workload),
             "hyperparameters": {**(recipe.hyperparameters if recipe is not None else {}), **(hyperparameters or {})},
@@ -291,7 +286,7 @@ class AdaScaleTrainer(TorchTrainer):
             self._job["channel"] = self._retry_policy.channel = channel
             self._monitor = DriverMonitor(channel, needs, lock, self._on_start)
             try:
-                with self._display() or contextlib.nullcontext(), self._monitor:
+                with self._display(), self._monitor:
                     return self._fit()
             except (ray.exceptions.RayActorError, KeyboardInterrupt) as e:
                 if lock.lost is None:
@@ -312,13 +307,13 @@ class AdaScaleTrainer(TorchTrainer):
         without = self.scaling_config.use_gpu and not ray.cluster_resources().get("GPU")
         return "Leave use_gpu (--use-gpu) out" if without else "Ask for fewer workers"
 
-    def _display(self) -> contextlib.AbstractContextManager[Any] | None:
+    def _display(self) -> contextlib.AbstractContextManager[Any]:
         if not self._progress:
-            return None
+            return contextlib.nullcontext()
         from ..analysis.display import RunDisplay  # workers load this module too, and need no rich
 
         return RunDisplay(
-            lambda: self._monitor.metrics, label=str(self.run_config.name), log=logging.getLogger(_PACKAGE)
+            lambda: self._monitor.news.metrics, label=str(self.run_config.name), log=logging.getLogger(_PACKAGE)
         )
 
     def _fit(self) -> ray.train.Result:
@@ -330,11 +325,9 @@ class AdaScaleTrainer(TorchTrainer):
             mistake = e.controller_failure
             if not isinstance(mistake, RepeatedMistake):
                 if isinstance(mistake, OSError):
-                    folder = self._folder
-                    room = (
-                        "" if "://" in folder or self.run_config.storage_filesystem else room_in_words(mistake, folder)
-                    )
-                    e.add_note(f"Ray's controller could not write to the run's folder {folder}{room}.")
+                    elsewhere = "://" in self._folder or self.run_config.storage_filesystem
+                    room = "" if elsewhere else room_in_words(mistake, self._folder)
+                    e.add_note(f"Ray's controller could not write to the run's folder {self._folder}{room}.")
                 if advice := network_advice(str(e)):
                     e.add_note(advice)
                 raise
@@ -385,24 +378,19 @@ class DriverMonitor:
         lock: RunLock,
         on_start: Callable[[], None] | None = None,
     ) -> None:
-        self._on_start = on_start
-        self.metrics: dict[str, Any] | None = None
+        self.news = News(None, False, [], 0)
+        """The newest news of the workers."""
         self.interrupts = 0
         """Number of Ctrl-C so far."""
         self.controller: Any = None
         """Ray Train's controller, to be killed after Ctrl-C."""
-        self._channel = channel
-        self._needs = needs
-        self._lock = lock
-        self._running = False
-        self._seen = 0
+        self._channel, self._needs, self._lock, self._on_start = channel, needs, lock, on_start
         self._nodes: dict[str, str] = {}
         self._answered = 0
         self._ends_at: float | None = None
         self._waiting_since = time.monotonic()
         self._logged_at: float | None = None
-        self._wake = threading.Event()
-        self._done = False
+        self._wake, self._done = threading.Event(), False
         self._hangs = HangWatch()
         self._thread = threading.Thread(target=self._run, name="ray_adascale-listener", daemon=True)
 
@@ -430,20 +418,18 @@ class DriverMonitor:
             with contextlib.suppress(Exception):
                 self._answer_interrupts()
             with contextlib.suppress(Exception):
-                self._apply(ray.get(self._channel.news.remote(self._seen), timeout=_ANSWER_S))
+                self._apply(ray.get(self._channel.news.remote(self.news.sent), timeout=_ANSWER_S))
             with contextlib.suppress(Exception):
                 self._log_missing_resources()
 
     def _apply(self, news: News) -> None:
-        self.metrics, self._seen = news.metrics, news.sent
-        if self._running and not news.running:
+        before, self.news = self.news, news
+        if before.running and not news.running:
             self._waiting_since, self._logged_at = time.monotonic(), None
         self._hangs.look(news.hang)
-        began = news.running and not self._running
-        self._running = news.running
         for level, text in news.events:
             _log.log(level, "%s", text)
-        if began:
+        if news.running and not before.running:
             self._nodes = alive_nodes()
         if news.running and self._on_start is not None:
             on_start, self._on_start = self._on_start, None
@@ -455,7 +441,7 @@ class DriverMonitor:
     def _log_missing_resources(self) -> None:
         now = time.monotonic()
         patience, every = _ROOM_S
-        if self._running or self._done or now - self._waiting_since < patience:
+        if self.news.running or self._done or now - self._waiting_since < patience:
             return
         if self._logged_at is not None and now - self._logged_at < every:
             return
@@ -473,7 +459,7 @@ class DriverMonitor:
         now = time.monotonic()
         if self.interrupts > self._answered:
             first, self._answered = self._answered == 0, self.interrupts
-            if first and self._running:
+            if first and self.news.running:
                 self._ends_at = now + _STOP_S
                 self._channel.request_stop.remote()
                 _log.warning(

@@ -10,10 +10,9 @@ import pytest
 
 from ray_adascale import LocalBackend
 from ray_adascale.analysis.describe import describe
-from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.run.base.base_run import RESULT, BaseResult, record_recipe
 
-from ..samples_of import recipe, regression, row, write_rows
+from ..samples_of import recipe, regression, row, schedule, write_rows
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "recipe_v1.json"
 
@@ -136,10 +135,7 @@ def trial(folder: Path, *results: dict[str, Any], failed: bool = False) -> None:
 
 def test_a_search_lists_its_trials(tmp_path: Path) -> None:
     (tmp_path / "search.json").write_text("{}")
-    schedule = BaseSchedule(
-        base_batch_size=8, total_steps=4, scheduler_unit="step", base_steps_per_epoch=None, lr_curve=[[0.1] * 5]
-    )
-    ended = BaseResult(metric="error", mode="min", score=0.25, schedule=schedule, noise=[])
+    ended = BaseResult(metric="error", mode="min", score=0.25, schedule=schedule(4), noise=[])
     trial(tmp_path / "a", {"effective_steps": 2}, {"effective_steps": 4, RESULT: ended.to_json()})
     trial(tmp_path / "b", {"effective_steps": 2})
     trial(tmp_path / "c", {"effective_steps": 2}, failed=True)

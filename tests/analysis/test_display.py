@@ -111,16 +111,6 @@ def test_a_display_that_fails_ends_nothing(terminal: bool) -> None:
     assert "no board" not in text_of(out)
 
 
-def test_a_search_elsewhere_says_a_line_for_each_trial_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    with SearchDisplay("trial", 2) as search:
-        search.advance("a", 0.5)
-        search.finish("a", "accuracy 0.9 at lr=0.1", "accuracy 0.9")
-        search.finish("b", "failed at lr=-1", "accuracy 0.9")
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err == "trial 1 of 2: accuracy 0.9 at lr=0.1\ntrial 2 of 2: failed at lr=-1\n"
-
-
 def test_a_search_on_a_terminal_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     out = console(terminal=True)

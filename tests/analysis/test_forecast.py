@@ -106,12 +106,6 @@ def test_a_staircase_pays_by_what_its_steps_bring_together() -> None:
     assert made.max_useful_workers == 8
 
 
-def test_passes_take_time_also_without_throughput() -> None:
-    # Nothing but noise, so r = S = 2; but the one worker takes two passes for each step.
-    made = forecast_recipe(recipe([(0, 1, 0)]), workers=[1], config=AdaScaleConfig(accumulation=2))
-    assert (made.rows[0].steps, made.rows[0].speedup) == (50, 1)
-
-
 def test_without_throughput_speed_up_counts_passes() -> None:
     made = forecast_recipe(recipe([(0, 1, 0)]), workers=[1, 4])
     assert [(row.seconds, row.cost, row.speedup) for row in made.rows] == [(None, None, 1), (None, None, 4)]
@@ -292,11 +286,6 @@ def test_a_run_that_follows_the_noise_has_its_mean_and_last_scale() -> None:
     fixed = forecast_recipe(recipe([(0, 1, 0)]), workers=[2])
     assert (fixed.rows[0].scale, fixed.rows[0].last_scale, fixed.rows[0].examples) == (2, 2, 50 * 16)
     assert "exam-" not in text(fixed)
-
-
-def test_efficiency_one_is_forecast_as_the_base_run() -> None:
-    made = forecast_recipe(recipe([(0, 3, 1)]), workers=[1, 2], config=AdaScaleConfig(target_efficiency=1))
-    assert [(row.steps, row.scale, row.last_scale, row.examples) for row in made.rows] == [(100, 1, 1, 800)] * 2
 
 
 def test_where_one_worker_cannot_make_a_batch_the_fewest_that_can_set_the_share() -> None:

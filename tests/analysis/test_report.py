@@ -233,33 +233,10 @@ def test_means_are_over_steps_where_old_rows_were_left_out(make: Callable[..., P
     assert (cells[7], cells[8]) == ("83%", "0.01000")
 
 
-def test_a_forecast_is_compared_with_the_batch_of_whole_steps(make: Callable[..., Page], tmp_path: Path) -> None:
-    rows = [row(s) for s in range(1, 10)] + [row(10, scale=2.0, short_step=True)]
-    page = make(write_rows(tmp_path / "client" / "trace.jsonl", rows), recipe=recipe([(0, 3, 1)], total_steps=20))
-    assert page.tables[0][1][2] == "4"
-    assert page.tables[1][1] == ["client", "4", "10", "7–12", "10", "+0.0%"]
-
-
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     ended, stopped = (write_rows(tmp_path / name / "trace.jsonl", [row(1)]).parent for name in ("ended", "stopped"))
     again = Page(write_report([stopped, stopped, ended], tmp_path / "r.html"))
     assert [cells[0] for cells in again.tables[0][1:]] == ["stopped (1)", "stopped (2)", "ended"]
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (None, "no such file or folder"),
-        ([], "no optimizer step was taken"),
-        ([{"step": 1}], "has no 'effective_steps' in its last row"),
-    ],
-)
-def test_runs_that_are_none(tmp_path: Path, rows: list[dict[str, Any]] | None, message: str) -> None:
-    if rows is not None:
-        write_rows(tmp_path / "run" / "trace.jsonl", rows)
-    with pytest.raises(ValueError, match=message):
-        write_report([tmp_path / "run"], tmp_path / "r.html")
-    assert not (tmp_path / "r.html").exists()
 
 
 def test_what_is_given_in_place_of_a_run_or_a_page(tmp_path: Path) -> None:

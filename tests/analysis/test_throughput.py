@@ -59,6 +59,8 @@ def test_measured_throughput(tmp_path: Path) -> None:
         measure_throughput(regression, {}, per_worker_batch_size=16, runs=[path])
     with pytest.raises(ValueError, match="seconds=0"):
         measure_throughput(regression, {}, per_worker_batch_size=16, seconds=0)
+    with pytest.raises(ValueError, match="threads=0"):
+        measure_throughput(regression, {}, per_worker_batch_size=16, threads=0)
 
 
 @pytest.mark.parametrize(("each", "wide"), [((4, 4, 5, 6, 6), False), ((3, 4, 6, 8, 9), True)])
@@ -97,24 +99,6 @@ def test_steps_of_unequal_times_are_measured_and_warned_of(
     assert 4 * found.example_s == pytest.approx(each[2])
     assert [str(w.message).partition(":")[0] for w in told] == ["The time of a step is known roughly only"] * wide
     assert torch.get_num_threads() == 1
-
-
-def test_it_is_measured_with_the_threads_of_a_worker() -> None:
-    seen = []
-
-    def workload(config: dict[str, Any]) -> Workload:
-        seen.append(torch.get_num_threads())
-        raise KeyError("depth")
-
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(KeyError):
-            measure_throughput(workload, {}, per_worker_batch_size=4)
-        assert (seen, torch.get_num_threads()) == ([1], 2)  # and the caller's are back
-    finally:
-        torch.set_num_threads(1)
-    with pytest.raises(ValueError, match="threads=0"):
-        measure_throughput(workload, {}, per_worker_batch_size=4, threads=0)
 
 
 def test_each_pass_of_what_is_timed_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

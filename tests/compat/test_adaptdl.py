@@ -208,33 +208,6 @@ def test_scale_one_is_the_plain_optimizer_bit_for_bit(pool: Any) -> None:
     pool(1).run(_scale_one)
 
 
-def _documented_loop() -> list[float]:
-    """AdaptDL's own end-to-end test: SGD with a group a parameter, MultiStepLR made before, the patched optimizer."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.rand(960, 1, generator=generator) * 10 - 5
-    targets = 3 + 4 * inputs + torch.randn(960, 1, generator=generator)
-    model: nn.Module = nn.Linear(1, 1, bias=True)
-    params = [model.bias, model.weight]
-    sgd = torch.optim.SGD([{"params": [param]} for param in params], lr=0.02)
-    schedule = MultiStepLR(sgd, [50])
-    model = AdaptiveDataParallel(model, sgd, schedule)
-    for _ in range(12):
-        for x, y in zip(inputs.split(32)[rank::world], targets.split(32)[rank::world], strict=True):
-            sgd.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            sgd.step()
-        schedule.step()
-    assert model.gns.get_progress() > 0
-    return [param.item() for param in params]
-
-
-def test_loop_of_adaptdls_documentation(pool: Any) -> None:
-    first, second = pool(2).run(_documented_loop)
-    assert first == second
-    assert first == pytest.approx([3.0, 4.0], abs=0.15)
-
-
 def _documented_rule() -> None:
     """The docstring of AdaptDL's ScalingRuleBase, with the model wrapped as its constructor wants."""
     bare = make_model()
@@ -419,28 +392,6 @@ def test_adam_scale_takes_its_statistics_in_adams_metric(pool: Any) -> None:
     # is nothing; the first step has no metric yet, and there it shows.
     assert first[0] > 1.3
     assert first[1:6] == pytest.approx([1.0] * 5, abs=1e-6)
-
-
-def _left_out() -> None:
-    bare = make_model()
-    optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
-    model = AdaptiveDataParallel(bare, optimizer)
-    data = iter(batches(8, 4))
-    for step, passes in enumerate((2, 2, 2, 1)):
-        for p in range(passes):
-            x, y = next(data)
-            with model.no_sync() if p < passes - 1 else contextlib.nullcontext():
-                F.cross_entropy(model(x), y).backward()
-        if step != 2:  # a GradScaler that found an overflow doesn't call step()
-            optimizer.step()
-        for param in bare.parameters():
-            param.grad = None
-        assert model.gns.scale == passes
-    assert model.gns.statistics.steps == 3
-
-
-def test_a_complete_step_that_is_never_taken_leaves_nothing_behind(pool: Any) -> None:
-    pool(1).run(_left_out)
 
 
 def _group_added_later() -> None:

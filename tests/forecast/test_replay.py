@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,6 @@ from ray_adascale.analysis.forecast import forecast_recipe
 from ray_adascale.batch import BatchFollower
 from ray_adascale.checkpoint.rng import seed_everything
 from ray_adascale.forecast.replay import Forecaster, Law, NoiseCurve, Steps, momenta_of, replay
-from ray_adascale.gain import plain_gain
 from ray_adascale.recipe import Repeat
 from ray_adascale.run.base.base_run import record_recipe
 
@@ -57,12 +55,6 @@ def test_raw_samples_are_averaged_and_clipped_on_reading() -> None:
     negative = curve((0, 3, 1), (1, 3, -5))
     again = replay(negative, law=None, scale=4, total_steps=10, averaging_window=0.1)
     assert again.gains[1] == 4
-
-
-def test_gain_without_any_gradient_is_one() -> None:
-    assert plain_gain(0, 0, 8) == 1
-    assert plain_gain(-1, -1, 8) == 1
-    assert plain_gain(2, 0, 8) == 8
 
 
 def test_the_laws_factor() -> None:
@@ -239,17 +231,6 @@ def test_forecast_of_a_short_run(found: Recipe) -> None:
         ).rows[0]
         actual = [len(run_scaled(found, scale, seed).gains) for seed in (5, 6)]
         assert predicted.steps == pytest.approx(sum(actual) / 2, rel=0.15)
-
-
-def test_recorded_base_run_is_a_recipe(found: Recipe, tmp_path: Path) -> None:
-    found.save(tmp_path / "recipe.json")
-    assert Recipe.load(tmp_path / "recipe.json") == found
-    assert [probe.effective_steps for probe in found.noise] == list(range(400))
-    assert found.total_steps == len(found.lr_curve[0]) == 400
-    assert found.metric == "error"
-    assert 3.5 < found.score < 4.5  # the noise's variance is 4
-    with pytest.raises(ValueError, match="Invalid probe_every=0"):
-        record_recipe(regression, {}, base_batch_size=8, total_steps=4, probe_every=0)
 
 
 def test_smoothing_keeps_lines_and_pools_seeds() -> None:

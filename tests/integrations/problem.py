@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,8 +102,10 @@ def check_against_reference(
     passes: Sequence[int],
     workers: int,
     examples: int,
+    gradient: Callable[[nn.Sequential, list[int]], list[np.ndarray]] | None = None,
+    weigh: Callable[[list[list[int]]], list[float] | None] = lambda samples: None,
 ) -> None:
-    """Gains, clock, learning rates and weights of each step against the literal reference.
+    """Gains, clock, learning rates and weights of each step against the literal reference and SGD with momentum 0.9.
 
     Args:
         notes: Of the client's steps.
@@ -112,9 +114,16 @@ def check_against_reference(
         passes: Of each step of an epoch.
         workers: How many.
         examples: In the data, an epoch.
+        gradient: Of a model and the rows of a gradient sample; default: of the cross-entropy of ``dataset``.
+        weigh: Weights of a step's samples, given their rows; None: all alike.
     """
-    model, optimizer, _ = make(total_steps)
+    model = make_model()
     x, y = dataset(examples).tensors
+    if gradient is None:
+
+        def gradient(model: nn.Sequential, rows: list[int]) -> list[np.ndarray]:
+            return sample_gradient(model, (x[rows], y[rows]), [{"params": list(model.parameters())}])
+
     reference = ReferenceAdaScale(
         scale=samples,
         n=samples,
@@ -124,26 +133,38 @@ def check_against_reference(
         window=0.05,
         total_steps=total_steps,
     )
-    position, tau = 0, 0.0
+    position, tau, velocity = 0, 0.0, np.zeros(notes.end.numel())
     for step, before in enumerate(notes.weights):
         n = passes[step % len(passes)] * workers
         torch.nn.utils.vector_to_parameters(before, model.parameters())
-        gradients = []
-        for i in range(n):
-            rows = [(position + i * BATCH + j) % examples for j in range(BATCH)]
-            gradients.append(sample_gradient(model, (x[rows], y[rows]), optimizer.param_groups))
+        rows = [[(position + i * BATCH + j) % examples for j in range(BATCH)] for i in range(n)]
         position += n * BATCH
         reference.scale, reference.n = n, n
-        expected = reference.step(gradients)
+        expected = reference.step([gradient(model, sample) for sample in rows], weights=weigh(rows))
         assert notes.clocks[step] == pytest.approx(tau, rel=1e-9)
         assert notes.gains[step] == pytest.approx(expected.gain, rel=1e-6)
         curve = LR * (1 + math.cos(math.pi * math.floor(notes.clocks[step]) / total_steps)) / 2
         # The optimizer was called with the schedule's rate times the gain.
         assert notes.lrs[step] / notes.gains[step] == pytest.approx(curve, rel=1e-12)
+        velocity = 0.9 * velocity + np.concatenate(expected.mean_gradient)
+        after = notes.weights[step + 1] if step + 1 < len(notes.weights) else notes.end
+        np.testing.assert_allclose(after.numpy(), before.numpy() - notes.lrs[step] * velocity, rtol=1e-6, atol=1e-9)
         tau = expected.effective_steps
     assert notes.tau == pytest.approx(tau, rel=1e-9)
     assert total_steps <= notes.tau < total_steps + samples
     assert 1 < np.mean(notes.gains) < samples
+
+
+def check_losses(rows: list[dict[str, Any]], notes: Notes, passes: Sequence[int], examples: int) -> None:
+    """The loss of each row of a trace is the mean over rank 0's passes of the step, at even places of two workers' data."""
+    model, first, (x, y) = make(1)[0].requires_grad_(False), 0, dataset(examples).tensors
+    for step, (row, before) in enumerate(zip(rows, notes.weights, strict=True)):
+        torch.nn.utils.vector_to_parameters(before, model.parameters())
+        n = passes[step % len(passes)]
+        places = [first + 2 * i * BATCH for i in range(n)]
+        losses = [float(loss_of(model, (x[at : at + BATCH], y[at : at + BATCH]))) for at in places]
+        first = (first + 2 * n * BATCH) % examples
+        assert row["loss"] == pytest.approx(sum(losses) / n, rel=1e-12)
 
 
 def assert_same_run(ours: Notes, theirs: Notes) -> None:

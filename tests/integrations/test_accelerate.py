@@ -18,8 +18,6 @@ from .problem import (
     BATCH,
     Notes,
     as_if_by_torchrun,
-    assert_same_run,
-    by_run,
     check_against_reference,
     dataset,
     loss_of,
@@ -94,22 +92,6 @@ def train(
                     acc.save_state(folder)
                     return notes
         return notes
-
-
-def both(total_steps: int, accumulation: int, examples: int) -> tuple[Notes, Notes]:
-    return train(total_steps, accumulation, examples), by_run(total_steps, accumulation, examples)
-
-
-@pytest.mark.parametrize(
-    "steps", [20, pytest.param(200, marks=pytest.mark.slow)]
-)  # 200 take a minute, for no other code
-def test_it_is_the_run_that_run_makes(knowing: Any, steps: int) -> None:
-    total_steps, accumulation = 5 * steps, 3
-    examples = 10 * BATCH * accumulation * 2
-    for ours, theirs in knowing(ADAPTER).run(both, total_steps, accumulation, examples):
-        assert len(ours.gains) >= steps
-        assert_same_run(ours, theirs)
-        check_against_reference(ours, total_steps=total_steps, samples=6, passes=[3], workers=2, examples=examples)
 
 
 def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(knowing: Any) -> None:

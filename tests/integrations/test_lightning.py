@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from ray_adascale import AdaScaleConfig, read_trace
 from ray_adascale.analysis.report import write_report
 from ray_adascale.analysis.runs import load_run
+from ray_adascale.integrations.client import RecipeRecorder
 
 from ..classifier import weights
 from .problem import (
@@ -23,9 +25,8 @@ from .problem import (
     LR,
     Notes,
     as_if_by_torchrun,
-    assert_same_run,
-    by_run,
     check_against_reference,
+    check_losses,
     dataset,
     loss_of,
     make,
@@ -34,6 +35,7 @@ from .problem import (
 
 pytest.importorskip("lightning")
 ADAPTER = "ray_adascale.integrations.lightning"
+AdaScaleCallback: Any = importlib.import_module(ADAPTER).AdaScaleCallback
 
 
 def module(total_steps: int, manual: int = 0, *, validated: bool = False, **changes: Any) -> Any:
@@ -134,8 +136,6 @@ def train(
     resume: bool = False,
     **more: Any,
 ) -> tuple[Notes, dict[str, float]]:
-    from ray_adascale.integrations.lightning import AdaScaleCallback
-
     manual = more.pop("manual", 0)
     config = settings(total_steps, **({"accumulation": manual} if manual else {}))
     adascale, notes = AdaScaleCallback(config, trace=more.pop("trace", None)), Notes()
@@ -153,42 +153,21 @@ def train(
     return notes, {key: float(value) for key, value in made.logged_metrics.items()}
 
 
-def both(total_steps: int, accumulation: int, examples: int) -> tuple[Any, Notes]:
-    return train(total_steps, accumulation, examples), by_run(total_steps, accumulation, examples)
-
-
-# 200 steps are slow: they take a minute, for no other code.
-@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
-def test_it_is_the_run_that_run_makes(knowing: Any, steps: int) -> None:
-    total_steps, accumulation = 5 * steps, 3
-    examples = 10 * BATCH * accumulation * 2
-    for (ours, logged), theirs in knowing(ADAPTER).run(both, total_steps, accumulation, examples):
-        assert len(ours.gains) >= steps
-        assert_same_run(ours, theirs)
-        check_against_reference(ours, total_steps=total_steps, samples=6, passes=[3], workers=2, examples=examples)
-        assert logged["gain"] == pytest.approx(ours.gains[-1], rel=1e-6)  # float32, as Lightning logs
-        assert {"scale", "effective_steps", "noise_scale", "efficiency"} <= set(logged)
-
-
 def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(knowing: Any, tmp_path: Path) -> None:
     examples = 10 * BATCH * 2
     trace = tmp_path / "trace.jsonl"
-    for notes, _ in knowing(ADAPTER).run(train, 60, 3, examples, trace=str(trace), gradient_clip_val=1e6):
+    found = knowing(ADAPTER).run(train, 60, 3, examples, trace=str(trace), gradient_clip_val=1e6)
+    for notes, logged in found:
         check_against_reference(notes, total_steps=60, samples=6, passes=[3, 3, 3, 1], workers=2, examples=examples)
+        assert logged["gain"] == pytest.approx(notes.gains[-1], rel=1e-6)  # float32, as Lightning logs
+        assert {"scale", "effective_steps", "noise_scale", "efficiency"} <= set(logged)
+    notes = found[0][0]
     rows = read_trace(trace)
     assert [row["gain"] for row in rows] == notes.gains
     assert [row["scale"] for row in rows[:8]] == [6, 6, 6, 2] * 2
     assert [row.get("short_step", False) for row in rows[:8]] == [False, False, False, True] * 2
     assert not load_run(trace).changed_its_batch
-    # The loss is the mean over rank 0's passes of the step, which are those at even places.
-    model, first, (x, y) = make(60)[0].requires_grad_(False), 0, dataset(examples).tensors
-    for step, (row, before) in enumerate(zip(rows, notes.weights, strict=True)):
-        torch.nn.utils.vector_to_parameters(before, model.parameters())
-        passes = [3, 3, 3, 1][step % 4]
-        places = [first + 2 * i * BATCH for i in range(passes)]
-        losses = [float(loss_of(model, (x[at : at + BATCH], y[at : at + BATCH]))) for at in places]
-        first = (first + 2 * passes * BATCH) % examples
-        assert row["loss"] == pytest.approx(sum(losses) / passes, rel=1e-12)
+    check_losses(rows, notes, [3, 3, 3, 1], examples)
     page = write_report(trace, tmp_path / "report.html").read_text()
     assert "Gain r, with its ceiling S dashed" in page
     assert f">{len(rows)}</td>" in page
@@ -244,8 +223,6 @@ def fit(callback: Any, wanted: Any, accumulation: int = 2, **more: Any) -> Any:
 
 
 def test_bf16_measures_float32_gradients() -> None:
-    from ray_adascale.integrations.lightning import AdaScaleCallback
-
     callback = AdaScaleCallback(settings(20))
     fit([float_inputs(), callback], module(20).float(), precision="bf16-mixed")
     assert callback.schedule is not None
@@ -264,9 +241,6 @@ def float_inputs() -> Any:
 
 
 def test_a_base_run_leaves_its_recipe_and_probing_changes_no_bit() -> None:
-    from ray_adascale.integrations.client import RecipeRecorder
-    from ray_adascale.integrations.lightning import AdaScaleCallback
-
     ends = []
     recorder = RecipeRecorder(lambda module, batch: loss_of(module.net, batch), probe_every=10)
     for record in (recorder, None):
@@ -296,8 +270,6 @@ def test_a_checkpoint_between_the_passes_of_a_step_has_the_state_of_the_step_bef
     """Lightning saves after each validation, here after 6 batches of an accumulation of 4; plain Lightning goes on."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from ray_adascale.integrations.lightning import AdaScaleCallback
-
     def fit(name: str, save: bool, ckpt_path: Path | None = None) -> list[dict[str, Any]]:
         callbacks = [AdaScaleCallback(settings(40), trace=tmp_path / name)]
         if save:
@@ -326,8 +298,6 @@ def test_a_checkpoint_between_the_passes_of_a_step_has_the_state_of_the_step_bef
 
 
 def test_a_manual_step_after_other_passes_than_declared_is_told_where_they_are_declared() -> None:
-    from ray_adascale.integrations.lightning import AdaScaleCallback
-
     with pytest.raises(
         RuntimeError, match=r"after backward pass 2 of a step.*With Lightning's manual optimization the passes are"
     ):
@@ -337,8 +307,6 @@ def test_a_manual_step_after_other_passes_than_declared_is_told_where_they_are_d
 def test_a_checkpoint_within_a_manual_step_is_refused(tmp_path: Path) -> None:
     """Where a step ends is known to the user's training_step alone, so a resume could not go on with its passes."""
     from lightning.pytorch.callbacks import ModelCheckpoint
-
-    from ray_adascale.integrations.lightning import AdaScaleCallback
 
     saving = ModelCheckpoint(dirpath=tmp_path, save_top_k=-1)
     with quiet(), pytest.raises(RuntimeError, match=r"state_dict\(\) between a backward pass and step\(\)"):
@@ -351,22 +319,7 @@ def test_a_checkpoint_within_a_manual_step_is_refused(tmp_path: Path) -> None:
         ).fit(module(40, manual=2, validated=True), data(96), data(8))
 
 
-def test_a_scheduler_that_follows_a_metric_is_refused() -> None:
-    from ray_adascale.integrations.lightning import AdaScaleCallback
-
-    wanted = module(40)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(wanted.optimizer)
-    wanted.configure_optimizers = lambda: {
-        "optimizer": wanted.optimizer,
-        "lr_scheduler": {"scheduler": plateau, "interval": "step", "monitor": "loss"},
-    }
-    with pytest.raises(ValueError, match="ReduceLROnPlateau is not supported: it follows a metric"):
-        fit(AdaScaleCallback(settings(40)), wanted)
-
-
 def test_a_fast_dev_run_is_not_warned_of() -> None:
-    from ray_adascale.integrations.lightning import AdaScaleCallback
-
     with quiet(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer([AdaScaleCallback(settings(40))], 1, fast_dev_run=True).fit(module(40), data(80))
@@ -374,8 +327,6 @@ def test_a_fast_dev_run_is_not_warned_of() -> None:
 
 
 def test_a_run_that_ends_too_early_is_warned_of() -> None:
-    from ray_adascale.integrations.lightning import AdaScaleCallback
-
     with pytest.warns(UserWarning, match=r"ended at effective step \d+ of 1000.*max_epochs=1"):
         fit(AdaScaleCallback(settings(1000)), module(1000), max_epochs=1)
 
@@ -389,8 +340,6 @@ def scheduled_module(interval: str | None, **more: Any) -> Any:
 
 
 def test_the_unit_of_the_scheduler_is_its_interval_in_lightning() -> None:
-    from ray_adascale.integrations.lightning import AdaScaleCallback
-
     # 80 examples are 20 base steps an epoch, so 60 calls of the scheduler or 3. The cosine is of 60 calls.
     for interval, unit, calls in (("step", "step", 60), ("epoch", "epoch", 3), (None, "epoch", 3)):
         callback = AdaScaleCallback(AdaScaleConfig(base_batch_size=BATCH, total_steps=60))
@@ -414,16 +363,11 @@ def test_the_unit_of_the_scheduler_is_its_interval_in_lightning() -> None:
 def test_a_scheduler_that_the_base_run_would_have_stepped_otherwise_is_refused(
     interval: str | None, more: dict[str, Any], message: str
 ) -> None:
-    from ray_adascale.integrations.lightning import AdaScaleCallback
-
     with pytest.raises(ValueError, match=message):
         fit(AdaScaleCallback(settings(60)), scheduled_module(interval, **more))
 
 
 def test_a_scheduler_of_another_unit_than_the_recipes_is_refused() -> None:
-    from ray_adascale.integrations.client import RecipeRecorder
-    from ray_adascale.integrations.lightning import AdaScaleCallback
-
     recorder = RecipeRecorder(lambda module, batch: loss_of(module.net, batch))
     fit(AdaScaleCallback(settings(60), recorder=recorder), module(60), accumulation=1)
     recipe = recorder.recipe({}, metric="loss", mode="min", score=0.5, workload=make)
@@ -432,8 +376,6 @@ def test_a_scheduler_of_another_unit_than_the_recipes_is_refused() -> None:
 
 
 def test_a_minimum_length_that_may_go_beyond_the_end_is_refused() -> None:
-    from ray_adascale.integrations.lightning import AdaScaleCallback
-
     # S = 2 and T = 60: at least 30 steps. Ten steps an epoch.
     with pytest.raises(
         ValueError, match=r"min_steps=31\) makes Lightning train for at least 31 .* end after 30, at 60"
@@ -448,8 +390,6 @@ def test_a_minimum_length_that_may_go_beyond_the_end_is_refused() -> None:
 
 
 def test_a_minimum_of_epochs_of_unknown_length_is_not_held_against_it() -> None:
-    from ray_adascale.integrations.lightning import AdaScaleCallback
-
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:
             return iter(dataset(80))
@@ -463,8 +403,6 @@ def test_a_minimum_of_epochs_of_unknown_length_is_not_held_against_it() -> None:
 
 
 def test_a_fit_that_failed_before_its_first_step_may_be_tried_again() -> None:
-    from ray_adascale.integrations.lightning import AdaScaleCallback
-
     callback, fails = AdaScaleCallback(settings(20)), module(20)
     fails.training_step = lambda batch, batch_idx: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -476,8 +414,6 @@ def test_a_fit_that_failed_before_its_first_step_may_be_tried_again() -> None:
 
 def test_steps_beyond_the_end_are_warned_of() -> None:
     import lightning.pytorch as pl
-
-    from ray_adascale.integrations.lightning import AdaScaleCallback
 
     class GoesOn(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -491,8 +427,6 @@ def test_steps_beyond_the_end_are_warned_of() -> None:
 
 
 def test_a_batch_size_that_changes_between_epochs_is_followed(tmp_path: Path) -> None:
-    from ray_adascale.integrations.lightning import AdaScaleCallback
-
     wanted, sizes = module(200), iter([8, 16, 8, *[16] * 99])
     wanted.train_dataloader = lambda: DataLoader(dataset(80), batch_size=next(sizes))
     trace = tmp_path / "trace.jsonl"
@@ -510,9 +444,6 @@ def test_a_batch_size_that_changes_between_epochs_is_followed(tmp_path: Path) ->
 
 
 def test_a_recorded_base_run_whose_batch_grows_is_refused() -> None:
-    from ray_adascale.integrations.client import RecipeRecorder
-    from ray_adascale.integrations.lightning import AdaScaleCallback
-
     wanted, sizes = module(200), iter([4, 8])
     wanted.train_dataloader = lambda: DataLoader(dataset(80), batch_size=next(sizes))
     recorder = RecipeRecorder(lambda module, batch: loss_of(module.net, batch))
@@ -523,8 +454,6 @@ def test_a_recorded_base_run_whose_batch_grows_is_refused() -> None:
 
 
 def test_a_second_fit_resumes_or_is_refused(tmp_path: Path) -> None:
-    from ray_adascale.integrations.lightning import AdaScaleCallback
-
     callback, wanted = AdaScaleCallback(settings(20)), module(20)
     made = fit(callback, wanted)
     path = tmp_path / "end.ckpt"
@@ -540,8 +469,6 @@ def test_a_second_fit_resumes_or_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_it_cannot_be_right_with_is_refused() -> None:
-    from ray_adascale.integrations.lightning import AdaScaleCallback
-
     two = module(10)
     two.configure_optimizers = lambda: [two.optimizer, torch.optim.SGD(two.parameters(), lr=0.1)]
     two.automatic_optimization = False

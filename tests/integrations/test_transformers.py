@@ -20,15 +20,13 @@ from ray_adascale import read_trace
 
 from .. import samples_of
 from ..classifier import weights
-from ..model.reference_run import ReferenceAdaScale
 from .problem import (
     BATCH,
     LR,
     Notes,
     as_if_by_torchrun,
-    assert_same_run,
-    by_run,
     check_against_reference,
+    check_losses,
     dataset,
     make,
     settings,
@@ -65,6 +63,17 @@ class Tokens(nn.Module):
         if num_items_in_batch is None or not self.heeds:
             return {"loss": F.cross_entropy(*flat)}
         return {"loss": F.cross_entropy(*flat, reduction="sum") / num_items_in_batch}
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process, without torchrun's environment."""
+    monkeypatch.setitem(globals(), "as_if_by_torchrun", contextlib.nullcontext)
+
+
+def rows_of(examples: int) -> list[dict[str, Tensor]]:
+    x, y = dataset(examples).tensors
+    return [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
 
 
 def token_data(examples: int) -> list[dict[str, Tensor]]:
@@ -127,9 +136,7 @@ def noted(made: Any, model: nn.Module) -> Notes:
 
 
 def train(total_steps: int, accumulation: int, examples: int, folder: str, **more: Any) -> tuple[Notes, list[Any]]:
-    x, y = dataset(examples).tensors
-    model = Classifier(make(total_steps)[0])
-    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    model, data = Classifier(make(total_steps)[0]), rows_of(examples)
     resume = more.pop("resume", None)
     with trainer(model, data, total_steps, accumulation, folder, **more) as made:
         notes = noted(made, model)
@@ -137,51 +144,18 @@ def train(total_steps: int, accumulation: int, examples: int, folder: str, **mor
         return notes, made.state.log_history
 
 
-def both(total_steps: int, accumulation: int, examples: int, folder: str) -> tuple[Any, Notes]:
-    return train(total_steps, accumulation, examples, folder), by_run(total_steps, accumulation, examples)
-
-
-# 200 steps are slow: they take a minute, for no other code.
-@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
-def test_it_is_the_run_that_run_makes(knowing: Any, tmp_path: Path, steps: int) -> None:
-    total_steps, accumulation = 5 * steps, 3
-    examples = 10 * BATCH * accumulation * 2
-    for (ours, log), theirs in knowing(ADAPTER).run(both, total_steps, accumulation, examples, str(tmp_path)):
-        assert len(ours.gains) >= steps
-        assert_same_run(ours, theirs)
-        check_against_reference(ours, total_steps=total_steps, samples=6, passes=[3], workers=2, examples=examples)
-        rows = [row for row in log if "loss" in row]
-        assert [row["gain"] for row in rows] == [ours.gains[row["step"] - 1] for row in rows]
-        assert {"scale", "effective_steps", "noise_scale", "efficiency", "learning_rate"} <= set(rows[0])
-
-
 def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(knowing: Any, tmp_path: Path) -> None:
     examples = 10 * BATCH * 2
     trace = tmp_path / "trace.jsonl"
-    for notes, _ in knowing(ADAPTER).run(train, 60, 3, examples, str(tmp_path), trace=str(trace)):
+    found = knowing(ADAPTER).run(train, 60, 3, examples, str(tmp_path), trace=str(trace))
+    for notes, log in found:
         check_against_reference(notes, total_steps=60, samples=6, passes=[3, 3, 3, 1], workers=2, examples=examples)
+        logged = [row for row in log if "loss" in row]
+        assert [row["gain"] for row in logged] == [notes.gains[row["step"] - 1] for row in logged]
+        assert {"scale", "effective_steps", "noise_scale", "efficiency", "learning_rate"} <= set(logged[0])
     rows = read_trace(trace)
     assert [row["gain"] for row in rows] == notes.gains
-    assert all(row["loss"] > 0 for row in rows)
-
-
-def test_the_trace_has_the_mean_loss_of_rank_0s_passes(knowing: Any, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    examples = 7 * BATCH * 2  # seven passes of each of two workers an epoch, three a step: 3, 3, 1
-    (notes, _), _ = knowing(ADAPTER).run(train, 30, 3, examples, str(tmp_path), trace=str(trace))
-    rows, (x, y) = read_trace(trace), dataset(examples).tensors
-    assert len(rows) == len(notes.weights) > 6
-    model = make(30)[0].requires_grad_(False)
-    first = 0  # of the step's examples
-    for step, (row, before) in enumerate(zip(rows, notes.weights, strict=True)):
-        torch.nn.utils.vector_to_parameters(before, model.parameters())
-        passes = [3, 3, 1][step % 3]
-        # Workers take micro-batches in turn: those at even places of the step are rank 0's.
-        mine = [first + 2 * i * BATCH for i in range(passes)]
-        losses = [float(F.cross_entropy(model(x[at : at + BATCH]), y[at : at + BATCH])) for at in mine]
-        first = (first + 2 * passes * BATCH) % examples
-        # float64 throughout; the Trainer divides each by the number of passes before it adds them.
-        assert row["loss"] == pytest.approx(sum(losses) / passes, rel=1e-12)
+    check_losses(rows, found[0][0], [3, 3, 3, 1], examples)
 
 
 def test_killed_and_resumed_by_its_own_checkpoint_it_is_the_same_to_the_bit(knowing: Any, tmp_path: Path) -> None:
@@ -202,8 +176,7 @@ def split(total_steps: int, folder: str) -> tuple[list[float], list[int]]:
     """S of each step and examples of each pass, where the loader's batch of 4 is that of both workers."""
     model, sizes, scales = Classifier(make(total_steps)[0]), [], []
     model.register_forward_pre_hook(lambda _, args, kwargs: sizes.append(len(kwargs["x"])), with_kwargs=True)
-    x, y = dataset(80).tensors
-    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    data = rows_of(80)
     with trainer(model, data, total_steps, 2, folder, accelerator_config={"split_batches": True}) as made:
         noted(made, model)
         made.schedule.optimizer.register_step_pre_hook(lambda *_: scales.append(made.schedule.optimizer.scale))
@@ -259,8 +232,7 @@ class OutOfMemory(Classifier):
 
 def finds_batch(folder: str, trace: str) -> tuple[Notes, list[float]]:
     model, scales = OutOfMemory(make(60)[0]), []
-    x, y = dataset(96).tensors
-    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    data = rows_of(96)
     arguments = {"per_device_train_batch_size": 8, "auto_find_batch_size": True}
     with trainer(model, data, 60, 2, folder, trace=trace, **arguments) as made:
         notes = noted(made, model)
@@ -290,8 +262,7 @@ def test_a_batch_that_was_made_smaller_for_want_of_memory_has_its_own_scale(know
 def ends(folder: str) -> dict[str, Any]:
     """What becomes of further calls of ``train()`` on a trainer at its end, and of its last checkpoint."""
     model = Classifier(make(20)[0])
-    x, y = dataset(24).tensors  # three steps an epoch
-    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    data = rows_of(24)  # three steps an epoch
     found: dict[str, Any] = {}
     with trainer(model, data, 20, 1, folder, save_strategy="steps", save_steps=1) as made:
         notes = noted(made, model)
@@ -324,13 +295,9 @@ def test_a_run_at_its_end_takes_no_further_step(knowing: Any, tmp_path: Path) ->
         assert len(found["warned"]) == (rank == 0)
 
 
-def test_a_second_train_of_an_unfinished_run_goes_on_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(globals(), "as_if_by_torchrun", contextlib.nullcontext)
+def test_a_second_train_of_an_unfinished_run_goes_on_and_says_so(alone: None, tmp_path: Path) -> None:
     model = Classifier(make(60)[0])
-    x, y = dataset(80).tensors
-    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    data = rows_of(80)
     with trainer(model, data, 60, 2, str(tmp_path), max_steps=10) as made:
         noted(made, model)
         with pytest.warns(UserWarning, match="before the schedule's end"):
@@ -342,11 +309,9 @@ def test_a_second_train_of_an_unfinished_run_goes_on_and_says_so(
         assert 60 <= made.schedule.effective_steps < 62
 
 
-def test_a_loader_that_makes_other_batches_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "as_if_by_torchrun", contextlib.nullcontext)
+def test_a_loader_that_makes_other_batches_is_warned_of(alone: None, tmp_path: Path) -> None:
     model = Classifier(make(10)[0])
-    x, y = dataset(80).tensors
-    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    data = rows_of(80)
     with trainer(model, data, 10, 2, str(tmp_path)) as made:
         made.get_train_dataloader = lambda: DataLoader(data, batch_size=16)
         with pytest.warns(UserWarning, match="makes batches of 16 examples, and the arguments say 4"):
@@ -354,62 +319,29 @@ def test_a_loader_that_makes_other_batches_is_warned_of(tmp_path: Path, monkeypa
         assert made.schedule.plan.scale == 2
 
 
-def test_a_model_made_anew_for_each_train_has_a_schedule_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(globals(), "as_if_by_torchrun", contextlib.nullcontext)
-    x, y = dataset(80).tensors
-    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
-    ends = []
-    with trainer(
-        None,
-        data,
-        30,
-        2,
-        str(tmp_path),
-        model_init=lambda: Classifier(make(30)[0]),
-        optim="sgd",
-        lr_scheduler_type="cosine",
-    ) as made:
-        for _ in range(2):
-            made.train()
-            assert 30 <= made.schedule.effective_steps < 32
-            ends.append(weights(made.model))
-    assert torch.equal(*ends)
-
-
-def test_a_base_run_made_anew_has_probes_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_made_anew_for_each_train_has_a_schedule_and_probes_of_its_own(alone: None, tmp_path: Path) -> None:
     from ray_adascale.integrations.client import RecipeRecorder
 
-    monkeypatch.setitem(globals(), "as_if_by_torchrun", contextlib.nullcontext)
-    x, y = dataset(80).tensors
-    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
-    recorder = RecipeRecorder(lambda model, batch: model(**batch)["loss"], probe_every=10)
-    noise = []
+    recorder, size = RecipeRecorder(lambda model, batch: model(**batch)["loss"], probe_every=10), [1.0]
 
     def model_init() -> nn.Module:
         made = Classifier(make(20)[0])
         with torch.no_grad():
-            made.net[0].weight.mul_(1 + len(noise))  # another one each time
+            made.net[0].weight.mul_(size[0])
         return made
 
-    with trainer(
-        None,
-        data,
-        20,
-        1,
-        str(tmp_path),
-        model_init=model_init,
-        recorder=recorder,
-        optim="sgd",
-        lr_scheduler_type="cosine",
-    ) as made:
-        for _ in range(2):
+    how = {"model_init": model_init, "optim": "sgd", "lr_scheduler_type": "cosine"}
+    ends, noise = [], []
+    with trainer(None, rows_of(80), 20, 1, str(tmp_path), recorder=recorder, **how) as made:
+        for size[0] in (1.0, 1.0, 2.0):
             made.train()
+            assert made.schedule.effective_steps == 20
+            ends.append(weights(made.model))
             found = recorder.recipe({}, metric="loss", mode="min", score=0.5, workload=make).noise
             assert [probe.effective_steps for probe in found] == [0, 10]
             noise.append([probe.sigma2 for probe in found])
-    assert noise[0] != noise[1]
+    assert torch.equal(ends[0], ends[1])
+    assert noise[0] == noise[1] != noise[2]
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -426,40 +358,30 @@ def on_tokens(total_steps: int, accumulation: int, examples: int, folder: str, *
 @pytest.mark.parametrize("over_workers", [True, False])
 def test_unequal_tokens_weigh_the_gradient_samples(knowing: Any, tmp_path: Path, over_workers: bool) -> None:
     total_steps, examples = 60, 10 * BATCH * 2
-    more = {"average_tokens_across_devices": over_workers}
     data = token_data(examples)
+
+    def gradient(net: nn.Sequential, rows: list[int]) -> list[np.ndarray]:
+        x, y = (torch.stack([data[row][key] for row in rows]) for key in ("x", "labels"))
+        net.zero_grad()
+        Tokens(net)(x, y)["loss"].backward()
+        return [torch.cat([p.grad.reshape(-1) for p in net.parameters()]).numpy()]
+
+    def weigh(samples: list[list[int]]) -> list[float]:
+        counts = [sum(int((data[row]["labels"] != -100).sum()) for row in rows) for rows in samples]
+        if over_workers:
+            w = [count / sum(counts) for count in counts]
+        else:  # each worker is divided by its own tokens, and workers count alike
+            own = [sum(counts[rank::2]) for rank in range(2)]
+            w = [count / own[i % 2] / 2 for i, count in enumerate(counts)]
+        assert len(w) < 6 or max(w) > 1.2 * min(w)
+        return w
+
+    more = {"average_tokens_across_devices": over_workers}
     for notes in knowing(ADAPTER).run(on_tokens, total_steps, 3, examples, str(tmp_path), **more):
-        model = Tokens(make(total_steps)[0])
-        reference = ReferenceAdaScale(
-            scale=6, n=6, single_gain=True, clip="averages", averaging="effective", window=0.05, total_steps=total_steps
-        )
-        position = 0
-        for step, before in enumerate(notes.weights):
-            passes = [3, 3, 3, 1][step % 4]
-            torch.nn.utils.vector_to_parameters(before, model.parameters())
-            gradients, counts = [], []
-            for i in range(2 * passes):
-                rows = [data[(position + BATCH * i + j) % examples] for j in range(BATCH)]
-                x, y = torch.stack([r["x"] for r in rows]), torch.stack([r["labels"] for r in rows])
-                model.zero_grad()
-                model(x, y)["loss"].backward()
-                gradients.append([torch.cat([p.grad.reshape(-1) for p in model.parameters()]).numpy()])
-                counts.append(int((y != -100).sum()))
-            position += 2 * passes * BATCH
-            if over_workers:
-                w = np.array(counts) / sum(counts)
-            else:  # each worker is divided by its own tokens, and workers count alike
-                own = [sum(counts[rank::2]) for rank in range(2)]
-                w = np.array([count / own[i % 2] / 2 for i, count in enumerate(counts)])
-            assert passes < 3 or w.max() > 1.2 * w.min()
-            reference.scale = reference.n = 2 * passes
-            expected = reference.step(gradients, weights=list(w))
-            assert notes.gains[step] == pytest.approx(expected.gain, rel=1e-6)
-            curve = LR * (1 + math.cos(math.pi * math.floor(notes.clocks[step]) / total_steps)) / 2
-            if step == 0:  # before momentum
-                after = before.numpy() - curve * expected.gain * expected.mean_gradient[0]
-                np.testing.assert_allclose(notes.weights[1].numpy(), after, rtol=1e-9, atol=1e-12)
-        assert notes.tau == pytest.approx(reference.effective_steps, rel=1e-9)
+        check_against_reference(
+            notes, total_steps=total_steps, samples=6, passes=[3, 3, 3, 1], workers=2, examples=examples,
+            gradient=gradient, weigh=weigh,
+        )  # fmt: skip
 
 
 def that_ignores(folder: str, passes: int, **more: Any) -> tuple[list[str], Notes]:
@@ -560,9 +482,8 @@ def shown(folder: str, noise: float | None) -> list[tuple[int, int]]:
     from transformers import ProgressCallback, TrainerCallback
 
     found: list[tuple[int, int]] = []
-    x, y = dataset(96).tensors
     model = Classifier(make(60)[0])
-    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    data = rows_of(96)
     recipe = None
     if noise is not None:
         curve = [[LR * (1 + math.cos(math.pi * t / 60)) / 2 for t in range(60)]]
@@ -617,8 +538,7 @@ def own_bars(folder: str) -> dict[str, Any]:
             self.steps, self.bar, self.tracker = state.global_step, mine.training_bar, notebook.training_tracker
 
     mine, notebook, noting = Mine(), NotebookProgressCallback(), Noting()
-    x, y = dataset(96).tensors
-    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    data = rows_of(96)
     with trainer(
         Classifier(make(60)[0]), data, 60, 3, folder, disable_tqdm=False, callbacks=[noting, mine, notebook]
     ) as made:
@@ -643,9 +563,8 @@ def test_progress_bars_of_the_user_and_of_a_notebook_end_there_too(knowing: Any,
 def record(folder: str, probing: bool) -> tuple[Any, Tensor]:
     from ray_adascale.integrations.client import RecipeRecorder
 
-    x, y = dataset(80).tensors
     model = Classifier(make(30)[0])
-    data = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    data = rows_of(80)
     recorder = RecipeRecorder(lambda model, batch: model(**batch)["loss"], probe_every=10) if probing else None
     with trainer(model, data, 30, 1, folder, recorder=recorder) as made:
         made.train()
@@ -654,10 +573,7 @@ def record(folder: str, probing: bool) -> tuple[Any, Tensor]:
         return recorder.recipe({"lr": LR}, metric="loss", mode="min", score=0.5, workload=make), weights(model)
 
 
-def test_a_base_run_leaves_its_recipe_and_probing_changes_no_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(globals(), "as_if_by_torchrun", contextlib.nullcontext)
+def test_a_base_run_leaves_its_recipe_and_probing_changes_no_bit(alone: None, tmp_path: Path) -> None:
     recipe, ours = record(str(tmp_path), True)
     _, plain = record(str(tmp_path), False)
     assert torch.equal(ours, plain)

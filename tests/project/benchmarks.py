@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,6 +33,20 @@ def load(name: str) -> Any:
     if known is not None and os.path.dirname(known.__file__ or "") not in folders:
         del sys.modules[name]  # a folder of tests/ has this name too
     return importlib.import_module(name)
+
+
+def module(name: str) -> Any:
+    """A fixture that is the script of that name; the fixture is named as the variable."""
+    return pytest.fixture(scope="module")(lambda: load(name))
+
+
+def run_script(path: Path, *arguments: object, timeout: float = 110) -> str:
+    """Run a script with ``--smoke`` and one thread, and return what it prints."""
+    env = {**os.environ, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(path), "--smoke", *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
 
 
 def runs_at_s_1(study: Any, methods: Mapping[str, Any], job: Any) -> list[Any]:

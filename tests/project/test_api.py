@@ -96,19 +96,3 @@ def test_a_public_name_is_documented(name: str) -> None:
         assert not unknown(value), f"no parameters: {unknown(value)}"
     if inspect.isclass(value):
         assert not [name for name, member in members(value) if not inspect.getdoc(member)], "without a docstring"
-
-
-def test_a_parameter_without_an_entry_is_found() -> None:
-    def function(one: int, two: int) -> None:
-        """Do nothing with one and two.
-
-        Args:
-            one: Described.
-            three: No parameter.
-
-        Raises:
-            two: Not a parameter's description.
-        """
-
-    assert undescribed(function) == ["two"]
-    assert unknown(function) == ["three"]

@@ -215,11 +215,6 @@ def test_no_import_goes_up() -> None:
     assert not up, listed(up)
 
 
-def test_no_circle_between_packages() -> None:
-    found = circles((package_of(each.source), package_of(each.target)) for each in INSIDE)
-    assert not found, found
-
-
 def test_no_circle_between_modules() -> None:
     found = circles((each.source, each.target) for each in INSIDE)
     inside = [a for a in INSIDE for circle in found if a.source in circle and a.target in circle]
@@ -293,28 +288,6 @@ def sizes(source: str) -> Iterator[tuple[str, int]]:
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             yield node.name, len({line for line in code - docstrings if node.lineno <= line <= (node.end_lineno or 0)})
-
-
-def test_lines_of_code_are_without_docstrings_comments_and_blank_lines() -> None:
-    source = '''class One:
-    """Two
-    lines."""
-
-    # a comment
-    x = 1  # and another
-    y = (
-        2
-    )
-
-    def f(self):
-        "Docstring."
-        return """text
-        in two lines"""
-
-
-z = 3
-'''
-    assert list(sizes(source)) == [("One", 8)]
 
 
 @pytest.mark.parametrize("path", modules(ROOT / PACKAGE).values(), ids=lambda path: str(path.relative_to(ROOT)))

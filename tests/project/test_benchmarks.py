@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ray_adascale import RuleInput
-from tests.project.benchmarks import BENCHMARKS, STUDIES, load
+from tests.project.benchmarks import BENCHMARKS, STUDIES, load, module, run_script
 
 pytestmark = pytest.mark.docs
 
@@ -30,11 +25,9 @@ KINDS = ["ddp", "adascale", "adascale+oss", "oss", "zero"]
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """Return what a smoke run, started from the command line, wrote and printed."""
     path = tmp_path_factory.mktemp("benchmarks") / "overhead.json"
-    command = [sys.executable, str(BENCHMARKS / "overhead.py"), "--smoke", "--json", str(path)]
-    command += ["--models", *MODELS, "--accumulation", *map(str, PASSES), "--kinds", *KINDS]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ, "LC_ALL": "C.UTF-8"})
-    assert run.returncode == 0, run.stderr
-    return json.loads(path.read_text()), run.stdout
+    what = ["--models", *MODELS, "--accumulation", *PASSES, "--kinds", *KINDS]
+    printed = run_script(BENCHMARKS / "overhead.py", "--json", path, *what)
+    return json.loads(path.read_text()), printed
 
 
 def test_every_kind_ran_on_every_model(smoke: tuple[dict[str, Any], str]) -> None:
@@ -68,13 +61,6 @@ def test_every_kind_did_the_same_work(smoke: tuple[dict[str, Any], str]) -> None
             assert losses[model, passes, "adascale"][0] != losses[model, passes, "plain"][0]
 
 
-def test_adascale_adds_calls_and_they_are_counted(smoke: tuple[dict[str, Any], str]) -> None:
-    document, _ = smoke
-    calls = {(r["model"], r["passes"], r["kind"]): r["aten_calls"] for r in document["results"]}
-    for model in MODELS:
-        assert calls[model, 1, "ddp"] < calls[model, 1, "adascale"] < calls[model, 2, "adascale"]
-
-
 def test_the_printed_table_has_a_row_for_each_result(smoke: tuple[dict[str, Any], str]) -> None:
     document, printed = smoke
     rows = [
@@ -88,12 +74,8 @@ def test_the_printed_table_has_a_row_for_each_result(smoke: tuple[dict[str, Any]
         assert re.fullmatch(r"\d+\.\d{3}–\d+\.\d{3}", row[5])
 
 
-def load_overhead() -> Any:
-    return load("overhead")
-
-
 def test_a_kind_that_did_other_work_is_named(smoke: tuple[dict[str, Any], str]) -> None:
-    overhead = load_overhead()
+    overhead = load("overhead")
     results = [overhead.Result(**r) for r in smoke[0]["results"]]
     fields = smoke[0]["results"][KINDS.index("oss")]
     wrong_loss = overhead.Result(**{**fields, "loss": fields["loss"] * 1.01})
@@ -108,32 +90,6 @@ def test_a_kind_that_did_other_work_is_named(smoke: tuple[dict[str, Any], str]) 
     ]:
         (message,) = overhead.disagreements([*results[:index], result, *results[index + 1 :]])
         assert said in message
-
-
-def test_the_resnet_has_the_tensors_of_resnet18() -> None:
-    model = load("kinds").resnet18(64, classes=1000)
-    assert len(list(model.parameters())) == 62
-    # torchvision's resnet18 has 11 689 512 parameters with a first convolution of 7×7; here it has 3×3, for images of 32×32.
-    assert sum(p.numel() for p in model.parameters()) == 11_689_512 - 64 * 3 * (49 - 9)
-
-
-def test_the_gpt2_has_the_tensors_of_gpt2_small() -> None:
-    kinds = load("kinds")
-    with torch.device("meta"):
-        model = kinds.GPT2()
-    # transformers' GPT2LMHeadModel has 124 439 808 parameters in 148 tensors, the head being the embedding.
-    assert (sum(p.numel() for p in model.parameters()), len(list(model.parameters()))) == (124_439_808, 148)
-    spec = kinds.specs(smoke=True)["gpt2"]
-    (x, y), _ = load_overhead().make_batches(
-        spec, kinds.Place(rank=0, world_size=1, device=torch.device("cpu"), passes=2), 2
-    )
-    small = spec.build()
-    loss = torch.nn.functional.cross_entropy(small(x), y)
-    assert loss.item() == pytest.approx(
-        math.log(spec.classes), rel=0.1
-    )  # at first each token is as likely as any other
-    loss.backward()
-    assert all(p.grad is not None for p in small.parameters())
 
 
 @pytest.mark.parametrize(
@@ -153,12 +109,12 @@ def test_wrong_arguments_are_refused_before_anything_starts(
     wrong: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        load_overhead().parse(wrong)
+        load("overhead").parse(wrong)
     assert "error" in capsys.readouterr().err
 
 
 def test_the_baseline_always_runs() -> None:
-    overhead = load_overhead()
+    overhead = load("overhead")
     settings, _, left_out = overhead.parse(["--kinds", "zero"])
     assert settings.kinds == ["ddp", "zero"]
     assert left_out["adascale_betas"] == "SGD has no betas"
@@ -172,9 +128,7 @@ def test_the_baseline_always_runs() -> None:
 
 def test_the_checkpoint_benchmark_measures_every_kind_at_every_size(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.json"
-    command = [sys.executable, str(BENCHMARKS / "checkpoint.py"), "--smoke", "--json", str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ, "LC_ALL": "C.UTF-8"})
-    assert run.returncode == 0, run.stderr
+    printed = run_script(BENCHMARKS / "checkpoint.py", "--json", path)
     results = json.loads(path.read_text())["results"]
     kinds = ["background", "waiting", "torch.save"]
     assert [(r["parameters"], r["kind"]) for r in results] == [(n, kind) for n in (1024, 2048) for kind in kinds]
@@ -182,52 +136,19 @@ def test_the_checkpoint_benchmark_measures_every_kind_at_every_size(tmp_path: Pa
         assert 0 < r["stall_q1"] <= r["stall_s"] <= r["stall_q3"]
         assert r["written_s"] >= r["stall_s"]
         assert r["bytes"] > 8 * r["parameters"]  # the weights and the momentum
-    assert sum(line.startswith("| 0.00") for line in run.stdout.splitlines()) == len(results)
-
-
-def test_the_elastic_experiment_runs_every_plan(tmp_path: Path) -> None:
-    path = tmp_path / "elastic.json"
-    command = [sys.executable, str(STUDIES / "elastic.py"), "--smoke", "--json", str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ, "LC_ALL": "C.UTF-8"})
-    assert run.returncode == 0, run.stderr
-    results = {tuple(r["scales"]): r for r in json.loads(path.read_text())}
-    assert set(results) == {(1,), (4,), (8,), (16,), (4, 8, 16), (16, 8, 4)}
-    assert results[1,]["steps"] == 60
-    assert results[1,]["examples"] == 480
-    for changing in ((4, 8, 16), (16, 8, 4)):  # part of the run at S = 4, part at 16
-        assert results[16,]["steps"] < results[changing]["steps"] < results[4,]["steps"]
-    assert "| 4 → 8 → 16 |" in run.stdout
-
-
-def test_a_pages_command_names_no_file_of_this_machine() -> None:
-    bench = load("bench")
-    words = [
-        "--seeds",
-        "2",
-        "--page",
-        "--json",
-        "/here/r.jsonl",
-        "--smoke",
-        "--page",
-        "p.md",
-        "--jobs",
-        "1",
-        "--report-only",
-    ]
-    command = bench.command_line([*words, "--workloads", "a", "b c"], "benchmarks/studies/x.py")
-    assert command == "python benchmarks/studies/x.py --seeds 2 --smoke --workloads a 'b c'"
+    assert sum(line.startswith("| 0.00") for line in printed.splitlines()) == len(results)
 
 
 def test_a_smoke_run_leaves_the_kept_results_alone(tmp_path: Path) -> None:
-    for module in (load("muon"), load("transfer")):
-        kept = module.parse([])[0].json
-        args = module.parse(["--smoke"])[0]
+    for study in (load("muon"), load("transfer")):
+        kept = study.parse([])[0].json
+        args = study.parse(["--smoke"])[0]
         assert args.smoke
         assert args.json.name == kept.name
         assert not args.json.exists()
-        assert Path(module.ROOT) not in args.json.resolve().parents
+        assert Path(study.ROOT) not in args.json.resolve().parents
         for words in (["--smoke", "--json", str(tmp_path / "r")], ["--json", str(tmp_path / "r"), "--smoke"]):
-            assert module.parse(words)[0].json == tmp_path / "r"
+            assert study.parse(words)[0].json == tmp_path / "r"
 
 
 def test_page_without_a_path_is_the_page_in_the_repository() -> None:
@@ -241,18 +162,13 @@ def test_page_without_a_path_is_the_page_in_the_repository() -> None:
 # ---- autobatch.py ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def autobatch() -> Any:
-    return load("autobatch")
+autobatch = module("autobatch")
 
 
 def test_the_adaptive_batch_runs_and_kept_runs_are_not_repeated(tmp_path: Path) -> None:
     path, page, given = tmp_path / "runs.jsonl", tmp_path / "page.md", "G=0:1,50%:4"
-    command = [sys.executable, str(STUDIES / "autobatch.py"), "--smoke", "--workloads", "mnist1d", "tabular"]
-    command += ["--json", str(path), "--page", str(page)]
-    env = {**os.environ, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
-    assert run.returncode == 0, run.stderr
+    command = [STUDIES / "autobatch.py", "--workloads", "mnist1d", "tabular", "--json", path, "--page", page]
+    run_script(*command)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["job"]["workload"], row["job"]["choice"]) for row in rows] == [
         (workload, choice) for workload in ("mnist1d", "tabular") for choice in ("S=1", "S=4", "E=0.6", given)
@@ -268,15 +184,8 @@ def test_the_adaptive_batch_runs_and_kept_runs_are_not_repeated(tmp_path: Path) 
     assert "| E=0.6 | 1 |" in page.read_text()
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
     text = path.read_text()
-    again = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
-    assert again.returncode == 0, again.stderr
+    run_script(*command)
     assert path.read_text() == text
-
-
-def test_a_schedule_of_batches_is_given_in_base_batches(autobatch: Any) -> None:
-    job = autobatch.Job("mnist1d", "G=0:1,20%:4", 1, 100)
-    base = autobatch.WORKLOADS["mnist1d"].base_batch_size
-    assert autobatch.given_batches(job, "0:1,20%:4") == [("0", base), ("20%", 4 * base)]
 
 
 def test_efficiencies_are_compared_at_as_many_steps_seed_by_seed(autobatch: Any) -> None:
@@ -306,137 +215,17 @@ def test_efficiencies_are_compared_at_as_many_steps_seed_by_seed(autobatch: Any)
     assert autobatch.interpolated([(0, 1), (2, 3)], 5) == 3
 
 
-# ---- first_steps.py --------------------------------------------------------------------------------------------------
+# ---- scale.py -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def first_steps() -> Any:
-    return load("first_steps")
-
-
-def test_the_first_steps_run_from_every_start(tmp_path: Path) -> None:
-    path = tmp_path / "first_steps.jsonl"
-    command = [sys.executable, str(STUDIES / "first_steps.py"), "--smoke", "--json", str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ, "LC_ALL": "C.UTF-8"})
-    assert run.returncode == 0, run.stderr
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    steps = {(row["job"]["scale"], row["job"]["start"]): row["result"]["optimizer_steps"] for row in rows}
-    assert list(steps) == [(1, "plain"), (4, "plain"), (4, "prior"), (4, "ramp")]
-    assert steps[1, "plain"] == 60
-    # The prior slows the start more than the ramp: 0.05 T is 3 effective steps here, and the prior has 10.
-    assert 60 / 4 < steps[4, "plain"] < steps[4, "ramp"] < steps[4, "prior"] < 60
-    assert [len(row["result"]["gains"]) for row in rows] == [5] * 4
-    assert all(row["result"]["gains"][:1] == [1.0] for row in rows if row["job"]["scale"] == 1)
-    printed = [line for line in run.stdout.splitlines() if line.startswith("| tabular")]
-    assert len(printed) == 4 + 1  # a row for each cell, and one of gains
-
-
-def test_a_start_is_held_back_as_it_says(first_steps: Any) -> None:
-    def now(tau: float, gain: float = 4.0, scale: float = 8.0) -> RuleInput:
-        return RuleInput(gain=gain, scale=scale, effective_steps=tau, total_steps=2000)
-
-    ramp, prior = first_steps.Ramp(0.05), first_steps.Prior(10.0)
-    # 0.05 · 2000 = 100 effective steps: a share of 0 of r − 1 = 3 at first, a quarter at 25, all from 100 on.
-    assert [ramp(now(tau)) for tau in (0, 25, 100, 900)] == [(1, 1), (1.75, 1.75), (4, 4), (4, 4)]
-    # p = 10/11 at first: 1/r = 10/11 + 1/11 · 1/4 = 41/44. At τ = 9 p is a half: 1/r = 5/8.
-    assert prior(now(0)) == pytest.approx((44 / 41, 44 / 41))
-    assert prior(now(9)) == pytest.approx((1.6, 1.6))
-    assert prior(now(1e9)) == pytest.approx((4, 4), rel=1e-6)
-    assert prior(now(3, gain=1.0, scale=1.0)) == ramp(now(3, gain=1.0, scale=1.0)) == (1, 1)
-
-
-def outcome(first_steps: Any, learnt: float) -> Any:
-    return first_steps.Result(0.5, learnt, 100, [2.0] * 5, 300.0, "2026-11-22")
-
-
-def test_the_edge_is_the_largest_rate_that_all_seeds_survive(first_steps: Any, tmp_path: Path) -> None:
-    seen: list[tuple[float, int]] = []
-
-    def stable_below(limit: float, unlucky: float) -> Any:
-        def do(job: Any) -> Any:
-            seen.append((job.lr, job.seed))
-            assert (job.scale, job.start, job.total_steps) == (1, "plain", 2000)
-            return outcome(first_steps, 0.1 if job.lr > (unlucky if job.seed == 4 else limit) else 0.8)
-
-        return do
-
-    # From 0.02 by 1.5² with two seeds: 0.045 is good, 0.10125 is not. Between them, 0.0675 with all four.
-    runs = first_steps.Runs(tmp_path / "a.jsonl", stable_below(0.07, 0.07))
-    assert first_steps.edge(runs, "tabular", "cosine") == pytest.approx(0.0675)
-    assert [seed for lr, seed in seen if lr == pytest.approx(0.0675)] == [1, 2, 3, 4]
-    # One seed out of four fails there and at 0.045.
-    runs = first_steps.Runs(tmp_path / "b.jsonl", stable_below(0.07, 0.04))
-    assert first_steps.edge(runs, "tabular", "cosine") == pytest.approx(0.03)
-
-
-def test_a_run_is_lost_where_its_loss_last_was_nearer_to_its_lowest(first_steps: Any) -> None:
-    taus = [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
-    # Halfway between 4 and 1 is 2.5: for the last time at the fourth step, of τ = 6 before it.
-    assert first_steps.well_until(taus, [4.0, 3.0, 1.0, 2.0, 5.0], width=1) == 6
-    assert first_steps.well_until(taus, [4.0, 3.0, 1.0, math.nan, math.nan], width=1) == 4
-    assert first_steps.well_until(taus, [4.0, 5.0, math.inf], width=1) == 0
-    assert first_steps.well_until([0.0], [math.nan]) == 0
-    # Means of two: 4, 3.5, 2, 1.5, 3.5.
-    assert first_steps.well_until(taus, [4.0, 3.0, 1.0, 2.0, 5.0], width=2) == 6
-
-
-def test_bad_runs_are_counted_against_the_best_schedule_of_s_1(first_steps: Any, tmp_path: Path) -> None:
-    def do(job: Any) -> Any:
-        # The best at S = 1 learns 0.8, so the limit of a good run is 0.72.
-        learnt = {1: 0.8, 2: 0.73 if job.seed == 1 else 0.71}[job.scale] if job.lr == 0.03 else 0.4
-        return outcome(first_steps, learnt)
-
-    plan = first_steps.Plan(("tabular",), (1, 2), ("plain",), (1, 2), ("cosine",), ("edge", "beyond"))
-    runs = first_steps.Runs(tmp_path / "runs.jsonl", do)
-    rows = [
-        [c.strip() for c in line.strip("|").split("|")] for line in first_steps.outcome_table(plan, runs).splitlines()
-    ]
-    assert rows[2] == ["tabular", "cosine 0.03, edge", "1", "all alike", "0 of 2", "0.500 ± 0.000", "100 ± 0", ""]
-    assert rows[3] == ["tabular", "cosine 0.03, edge", "2", "plain", "1 of 2", "0.500", "100", "0.15"]
-    assert rows[4][1:5] == ["cosine 0.045, beyond", "1", "all alike", "2 of 2"]
-    (gains,) = first_steps.gain_table(plan, runs).splitlines()[2:]
-    assert gains.count("1.00 (1.00–1.00)") == 5  # r = 2 of S = 2
-
-    again = first_steps.Runs(tmp_path / "runs.jsonl", None)
-    assert first_steps.outcome_table(plan, again) == first_steps.outcome_table(plan, runs)
-
-
-@pytest.mark.parametrize("wrong", [["--scales", "3"], ["--seeds", "0"], ["--starts", "bold"]])
-def test_the_first_steps_refuse_what_they_cannot_run(
-    first_steps: Any, wrong: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        first_steps.parse(wrong)
-    assert "error" in capsys.readouterr().err
-
-
-def test_a_smoke_run_leaves_kept_results_alone() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, default=Path("kept"))
-    parser.add_argument("--smoke", action=load("bench").Smoke, place="folder")
-    assert parser.parse_args([]).folder == Path("kept")
-    checked = parser.parse_args(["--smoke"])
-    assert checked.smoke
-    assert checked.folder.name == "kept"
-    assert checked.folder.is_absolute()
-    for mine in (["--smoke", "--folder", "mine"], ["--folder", "mine", "--smoke"]):
-        assert parser.parse_args(mine).folder == Path("mine")
-
-
-# ---- scale.py and start.py -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def scale() -> Any:
-    return load("scale")
+scale = module("scale")
 
 
 def test_growth_counts_what_each_kind_sends(tmp_path: Path) -> None:
     path, page = tmp_path / "scale.json", tmp_path / "scale.md"
-    command = [sys.executable, str(BENCHMARKS / "scale.py"), "--smoke", "--json", str(path), "--page", str(page)]
-    command += ["--parts", "steps", "checkpoints", "--kinds", "adascale", "sharded", "adascale+sharded"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "LC_ALL": "C.UTF-8"})
-    assert run.returncode == 0, run.stderr
+    command = [BENCHMARKS / "scale.py", "--json", path, "--page", page, "--parts", "steps", "checkpoints"]
+    command += ["--kinds", "adascale", "sharded", "adascale+sharded"]
+    run_script(*command, timeout=120)
     document = json.loads(path.read_text())
     assert set(document["made"]) == {"steps", "checkpoints"}  # each part has the machine and the command that made it
     steps = {row["kind"]: row for row in document["steps"]}
@@ -458,18 +247,10 @@ def test_growth_counts_what_each_kind_sends(tmp_path: Path) -> None:
     written = page.read_text()
     assert "| 2 | adascale+sharded |" in written
     # The part by hand stays when the page is written again.
-    begin, end = scale_by_hand()
-    page.write_text(written.replace(f"{begin}\n{end}", f"{begin}\nMine.\n{end}"))
-    again = [*command, "--report-only"]
-    assert (
-        subprocess.run(again, capture_output=True, timeout=60, env={**os.environ, "LC_ALL": "C.UTF-8"}).returncode == 0
-    )
-    assert f"{begin}\nMine.\n{end}" in page.read_text()
-
-
-def scale_by_hand() -> tuple[str, str]:
     begin, end = load("bench").BY_HAND
-    return begin, end
+    page.write_text(written.replace(f"{begin}\n{end}", f"{begin}\nMine.\n{end}"))
+    run_script(*command, "--report-only")
+    assert f"{begin}\nMine.\n{end}" in page.read_text()
 
 
 def test_messages_of_more_workers_follow_from_the_collectives(scale: Any) -> None:
@@ -487,35 +268,12 @@ def test_messages_of_more_workers_follow_from_the_collectives(scale: Any) -> Non
     assert f.seconds == pytest.approx((3024 + 126) * 30e-6 + 787.5e6 / 1.25e9)
 
 
-def test_the_start_is_compared_within_a_round() -> None:
-    start = load("start")
-    rounds = [
-        {kind: dict.fromkeys(start.STAGES, seconds) for kind, seconds in zip(start.KINDS, times, strict=True)}
-        for times in ((10.0, 10.1, 10.5, 11.0), (20.0, 20.3, 20.0, 20.5), (12.0, 12.1, 13.0, 12.2))
-    ]
-    plain, beside, prepare, trainer = start.table(rounds).splitlines()[2:]
-    assert plain.startswith("| plain | 12.00 |")
-    assert beside.endswith("| +0.10 (+0.10 to +0.30) |")
-    assert prepare.endswith("| +0.50 (+0.00 to +1.00) |")
-    assert trainer.endswith("| +0.50 (+0.20 to +1.00) |")
-
-
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(400)
-def test_starts_and_the_controller_are_measured(tmp_path: Path) -> None:
-    path = tmp_path / "start.json"
-    command = [sys.executable, str(BENCHMARKS / "start.py"), "--rounds", "1", "--json", str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert run.returncode == 0, run.stderr
-    (found,) = json.loads(path.read_text())
-    for seconds in found.values():
-        order = [seconds[stage] for stage in ("built", "entered", "ready", "stepped", "ended")]
-        assert order == sorted(order)
+def test_the_controller_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "scale.json"
-    command = [sys.executable, str(BENCHMARKS / "scale.py"), "--smoke", "--parts", "controller", "--json", str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=150)
-    assert run.returncode == 0, run.stderr
+    run_script(BENCHMARKS / "scale.py", "--parts", "controller", "--json", path, timeout=150)
     (row,) = json.loads(path.read_text())["controller"]
     assert row["reports"] >= 1
     assert row["cpu_ms"] > 0
@@ -524,12 +282,8 @@ def test_starts_and_the_controller_are_measured(tmp_path: Path) -> None:
 
 def test_the_study_of_noise_measures_cost_steps_and_spread() -> None:
     """About 20 s: three parts, each with runs of a hundred steps."""
-    command = [sys.executable, str(STUDIES / "noise.py"), "--smoke"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=110, env={**os.environ, "LC_ALL": "C.UTF-8"})
-    assert run.returncode == 0, run.stderr
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in run.stdout.splitlines() if line[:2] == "| "
-    ]
+    printed = run_script(STUDIES / "noise.py")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines() if line[:2] == "| "]
     dense, conv = (next(row for row in rows if row[0].startswith(name)) for name in ("dense", "conv"))
     assert all(float(row[3]) > 1 for row in (dense, conv))  # a measured step does more than a plain one
     (_, eight, *ways), (_, *levels, ratio) = (row for row in rows if row[0].startswith("images"))

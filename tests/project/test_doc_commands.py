@@ -176,29 +176,6 @@ def test_the_commands_are_found() -> None:
     assert sum(line.startswith("ray-adascale ") for lines in found.values() for line in lines) > 20
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "ray-adascale train examples/digits.py:workload --recipe r.json --workers 2",
-        "ray-adascale train examples/digits.py:workload --recipe r.json --checkpoint-every=often",
-        "ray-adascale train examples/digits.py:job --recipe r.json",
-        "ray-adascale train examples/digits.py:workload --recipe r.json surplus",
-        "ray job submit --dir examples -- ray-adascale describe x",
-        "ray job submit --working-dir examples -- ray-adascale describe",
-        "ray launch cluster.yaml",
-        "python benchmarks/none.py",
-        "python benchmarks/memory.py --models wide",
-        "python benchmarks/studies/transfer.py --optimizer adamw",
-        "pytest tests/test_gain.py -k no_such_thing",
-        "make tests",
-    ],
-)
-def test_a_wrong_command_is_seen(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (words,) = split(line)
-    with pytest.raises((SystemExit, Exception)):
-        check(words)
-
-
 def test_every_benchmark_has_its_entry() -> None:
     table = (ROOT / "benchmarks" / "README.md").read_text()
     texts = {path: path.read_text() for path in (ROOT / "benchmarks").rglob("*.py")}

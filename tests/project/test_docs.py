@@ -211,15 +211,6 @@ def test_the_python_blocks_run(
     run_page(blocks(page.read_text(), page), namespace)
 
 
-def test_a_wrong_block_fails_at_its_line() -> None:
-    text = "# Page\n\n```python\na = 1\n```\n\n```python\nassert a == 2\n```\n"
-    with pytest.raises(AssertionError) as raised:
-        run_page(blocks(text, Path("page.md")), {})
-    assert raised.traceback[-1].lineno == 7  # counted from 0
-    skipped = text.replace("```python\nassert", "<!-- not run: it is wrong -->\n```python\nassert")
-    run_page(blocks(skipped, Path("page.md")), {})
-
-
 @pytest.mark.parametrize("page", ALL_PAGES, ids=_name)
 def test_no_block_is_passed_over(page: Path) -> None:
     """Each fence is one that FENCE sees, and of a kind for which there is a test or that holds no code."""
@@ -231,7 +222,7 @@ def test_no_block_is_passed_over(page: Path) -> None:
 
 @pytest.mark.ray
 def test_the_readmes_own_loop_runs(ray_session: Path) -> None:
-    """What README's first diff makes of a loop, on one worker without a GPU, two epochs; test_wheel.py has it elsewhere."""
+    """What README's first diff makes of a loop, on one worker without a GPU, two epochs."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 

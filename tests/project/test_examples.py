@@ -6,7 +6,6 @@ import ast
 import difflib
 import importlib
 import importlib.util
-import inspect
 import os
 import re
 import runpy
@@ -15,7 +14,6 @@ import sys
 import tempfile
 import types
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -171,15 +169,6 @@ def test_tune_asha_optuna(
     assert 400 <= int(found[3]) <= 408
 
 
-def test_the_inner_part_of_ray_that_elastic_run_asks_is_where_it_was() -> None:
-    coordinator: Any = importlib.import_module("ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator")
-    asked = coordinator._AutoscalingCoordinatorActor.get_reserved_resources
-    assert list(inspect.signature(asked).parameters) == ["self", "requester_id", "recompute"]
-    source = inspect.getsource(coordinator.get_or_create_autoscaling_coordinator)
-    for name in ('name="AutoscalingCoordinator"', 'namespace="AutoscalingCoordinator"'):
-        assert name in source
-
-
 @pytest.mark.ray
 @pytest.mark.timeout(300)  # 36 s on an idle machine of 2 cores, of which Ray takes most to start nodes and workers
 def test_elastic_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,18 +271,3 @@ def test_the_clients_examples_fit_the_package(path: Path) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "digits_data":
             assert all(re.search(rf"^(def )?{alias.name}\b|, {alias.name} =", shared, re.M) for alias in node.names)
-
-
-def test_examples_say_how_they_are_called() -> None:
-    for name in (
-        "own_loop.py",
-        "language_model.py",
-        "oss_spawn.py",
-        "elastic_run.py",
-        "tune_asha_optuna.py",
-        "fairscale_before.py",
-        "fairscale_after.py",
-    ):
-        text = (EXAMPLES / name).read_text()
-        assert f"python examples/{name}" in text.split('"""')[1], name
-        assert "--smoke" in text

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.project.benchmarks import load
+from tests.project.benchmarks import module
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,9 +27,7 @@ REPORT = """<?xml version="1.0" encoding="utf-8"?>
 TABLE = "| model | kind |\n|-------|------|\n| gpt2  | ddp  |"
 
 
-@pytest.fixture(scope="module")
-def first_gpu() -> Any:
-    return load("first_gpu")
+first_gpu = module("first_gpu")
 
 
 def option(command: list[str], name: str) -> str:
@@ -128,15 +126,6 @@ def test_without_a_gpu_nothing_is_started(
     assert first_gpu.main([]) == 2
     assert "no CUDA device" in capsys.readouterr().err
     assert programs.commands == []
-
-
-def test_what_is_not_installed_is_named(
-    first_gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(first_gpu.importlib.util, "find_spec", lambda name: None if name == "pytest_timeout" else 1)
-    with pytest.raises(SystemExit, match="2"):
-        first_gpu.main([])
-    assert "pip install pytest-timeout" in capsys.readouterr().err
 
 
 def test_the_tests_are_collected_without_ray() -> None:

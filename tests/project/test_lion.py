@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.project.benchmarks import QUIET, load, runs_at_s_1
+from tests.project.benchmarks import QUIET, load, module, runs_at_s_1
 
 pytest.importorskip("mlxtend")
 pytest.importorskip("lion_pytorch")
@@ -15,9 +15,7 @@ pytest.importorskip("lion_pytorch")
 pytestmark = [pytest.mark.docs, *QUIET]
 
 
-@pytest.fixture(scope="module")
-def lion() -> Any:
-    return load("lion")
+lion = module("lion")
 
 
 def test_at_s_1_all_methods_are_the_same_run(lion: Any) -> None:
@@ -29,13 +27,13 @@ def test_at_s_1_all_methods_are_the_same_run(lion: Any) -> None:
 
 def test_lr_times_decay_is_adamws(lion: Any) -> None:
     for name, case in lion.LION.cases.items():
-        adams = lion.ADAMW.cases[name]
+        adams = lion.SMALL[name]
         config = {"lr": case.lrs[0], "schedule": "warmup", "total_steps": 40, "split": "test"}
         job = lion.Job(name, "AdaScale", 1, 1, case.lrs[0], "warmup", 40, "test", None, "lion")
         built = lion.with_lion(case.workload(config), job)
         (group,) = built.optimizer.param_groups
         assert (type(built.optimizer), group["betas"]) == (lion.Lion, (0.9, 0.99))
-        assert group["initial_lr"] * group["weight_decay"] == pytest.approx(adams.lrs[0] * load("adam").DECAY)
+        assert group["initial_lr"] * group["weight_decay"] == pytest.approx(adams.lrs[0] * load("adam_betas").DECAY)
         assert built.scheduler.optimizer is built.optimizer
 
 

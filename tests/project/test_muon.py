@@ -12,16 +12,14 @@ import torch
 from torch.optim import AdamW, Muon
 
 from ray_adascale import OptimizerChain, RuleInput
-from tests.project.benchmarks import QUIET, load, runs_at_s_1
+from tests.project.benchmarks import QUIET, load, module, runs_at_s_1
 
 pytest.importorskip("mlxtend")
 
 pytestmark = [pytest.mark.docs, *QUIET]
 
 
-@pytest.fixture(scope="module")
-def muon() -> Any:
-    return load("muon")
+muon = module("muon")
 
 
 def test_muon_has_the_hidden_matrices_and_adamw_the_rest(muon: Any) -> None:

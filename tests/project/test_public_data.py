@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import struct
 import subprocess
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from tests.project.benchmarks import load
+from tests.project.benchmarks import load, module
 
 pytestmark = [
     pytest.mark.docs,
@@ -25,26 +23,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def data() -> Any:
-    return load("real_data")
-
-
-@pytest.fixture(scope="module")
-def workloads() -> Any:
-    return load("real_workloads")
-
-
-@pytest.fixture(scope="module")
-def at_size() -> Any:
-    return load("at_size")
-
-
-@pytest.fixture(scope="module")
-def resizes() -> Any:
-    return load("resize_rules")
-
-
+data = module("real_data")
+workloads = module("real_workloads")
+at_size = module("at_size")
+resizes = module("resize_rules")
 # ---- packages --------------------------------------------------------------------------------------------------------
 
 
@@ -97,20 +79,6 @@ def test_the_format_of_mnist_is_read(data: Any) -> None:
         data.idx(b"\0\0\x0d\x01" + content[4:])
 
 
-def test_micrographs_are_read_in_the_order_of_their_energies(data: Any) -> None:
-    image = pytest.importorskip("PIL.Image", reason="Pillow reads the micrographs")
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        for name, grey in (("00001.png", 7), ("00000.png", 200)):
-            png = io.BytesIO()
-            image.new("L", (3, 2), grey).save(png, "png")
-            archive.writestr(name, png.getvalue())
-    images, energies = data.simulation(packed.getvalue(), "filenames,energy\n00000.png,586.5\n00001.png,1099.25\n")
-    assert images.shape == (2, 2, 3)
-    assert images[:, 0, 0].tolist() == [200, 7]
-    assert energies.tolist() == [586.5, 1099.25]
-
-
 def flight(**other: str) -> dict[str, str]:
     given = {
         "month": "2",
@@ -148,7 +116,7 @@ def test_flights_are_joined_with_weather_and_planes(data: Any) -> None:
 def test_the_packages_hold_what_the_pages_say(data: Any, workloads: Any) -> None:
     try:
         splits, letters = data.smiles()
-        images, micrographs, flights = data.mnist(), data.micrographs(), data.flights()
+        images, flights = data.mnist(), data.flights()
     except data.Unavailable as error:
         pytest.skip(f"public data can't be fetched: {error}")
     assert len(letters) == 27
@@ -159,10 +127,8 @@ def test_the_packages_hold_what_the_pages_say(data: Any, workloads: Any) -> None
         "scaffolds": 136_499,
     }
     assert {name: len(part) for name, part in images.items()} == {"train": 55_000, "search": 5_000, "test": 10_000}
-    assert {name: len(part) for name, part in micrographs.items()} == {"train": 12_904, "search": 1_982, "test": 2_980}
     assert {name: len(part) for name, part in flights.items()} == {"train": 191_777, "search": 52_229, "test": 83_340}
     assert workloads.bits_of_a_character() == pytest.approx(workloads.SMILES_CHANCE, abs=1e-4)
-    assert workloads.variance_of_energies() == pytest.approx(workloads.ENERGIES_CHANCE, abs=1e-4)
     assert workloads.variance_of_delays() == pytest.approx(workloads.FLIGHTS_CHANCE, abs=1e-4)
     assert torch.bincount(images["test"].tensors[1]).max().item() / 10_000 == workloads.MNIST_CHANCE
 
@@ -182,12 +148,9 @@ def made_up(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = torch.randn(400, 16, generator=generator)
     digits = torch.randint(10, (64,), generator=generator)
     pictures = digits.view(-1, 1, 1, 1) / 10 + torch.rand(64, 1, 28, 28, generator=generator) / 10
-    grey = torch.randint(256, (64, 1, 64, 64), generator=generator, dtype=torch.uint8)
-    energies = grey.float().mean((1, 2, 3))[:, None] / 100
     table = three(numbers, torch.zeros(400, 4, dtype=torch.int64), numbers[:, :1] * 2)
     monkeypatch.setattr(data, "smiles", lambda: (three(codes, codes), "x" * 27))
     monkeypatch.setattr(data, "mnist", lambda: three(pictures, digits))
-    monkeypatch.setattr(data, "micrographs", lambda: three(grey, energies))
     monkeypatch.setattr(data, "flights", lambda: table)
 
 
@@ -384,7 +347,7 @@ def test_the_pages_have_the_tables_of_the_kept_results(at_size: Any, resizes: An
     page = at_size.PAGE.read_text()
     plan = at_size.Plan(
         at_size.LONGER,
-        ("smiles", "group norm", "batch norm", "flights"),
+        tuple(at_size.LONGER.cases),
         (1, 4, 16, 64),
         (1, 2, 3, 4, 5),
         1,

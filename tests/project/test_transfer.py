@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +14,9 @@ import torch
 
 from ray_adascale import BetaRule, RuleInput
 from ray_adascale.cli.source import resolve
-from ray_adascale.optim.rules import betas_of, metric_of
+from ray_adascale.optim.rules import betas_of
 from ray_adascale.workload import build
-from tests.project.benchmarks import STUDIES, load, runs_at_s_1
+from tests.project.benchmarks import STUDIES, load, module, run_script, runs_at_s_1
 
 pytest.importorskip("mlxtend")
 
@@ -31,49 +27,19 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def candidates() -> Any:
-    return load("adam_candidates")
-
-
-@pytest.fixture(scope="module")
-def study() -> Any:
-    return load("study")
-
-
-@pytest.fixture(scope="module")
-def comparison() -> Any:
-    return load("comparison")
-
-
-@pytest.fixture(scope="module")
-def pages() -> Any:
-    return load("comparison_page")
-
-
-@pytest.fixture(scope="module")
-def adam() -> Any:
-    return load("adam")
-
-
-@pytest.fixture(scope="module")
-def transfer() -> Any:
-    return load("transfer")
+candidates = module("adam_candidates")
+study = module("study")
+comparison = module("comparison")
+pages = module("comparison_page")
+betas = module("adam_betas")
+transfer = module("transfer")
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a smoke run, started from the command line."""
     folder = tmp_path_factory.mktemp("transfer")
-    done = subprocess.run(
-        [sys.executable, str(STUDIES / "transfer.py"), *arguments(folder), "--jobs", "2"],
-        cwd=folder,
-        env={**os.environ, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_script(STUDIES / "transfer.py", *arguments(folder)[1:], "--jobs", "2")
     return folder
 
 
@@ -162,84 +128,34 @@ def test_at_s_1_all_methods_are_the_same_run(transfer: Any) -> None:
     assert others == [first] * 5
 
 
-@pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD")
-def test_at_s_1_all_candidates_for_adam_are_the_same_run(transfer: Any, adam: Any) -> None:
-    job = adam.Job("tabular", "AdaScale", 1, 1, 0.004, "warmup", 40, "test", None, "adamw")
-    first, *others = runs_at_s_1(adam, adam.ADAMW.methods, job)
+@pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD", "ignore:rule='adascale_betas' has no derivation")
+def test_at_s_1_all_candidates_for_adam_are_the_same_run(transfer: Any, betas: Any) -> None:
+    job = betas.Job("tabular", "AdaScale", 1, 1, 0.004, "warmup", 40, "test", None, "adamw")
+    first, *others = runs_at_s_1(betas, betas.BETAS.methods, job)
     assert first.optimizer_steps == 40
-    assert others == [first] * (len(adam.ADAMW.methods) - 1)
+    assert others == [first] * (len(betas.BETAS.methods) - 1)
     # The workload's SGD gives another score.
     assert transfer.train(replace(job, optimizer="sgd")).score != first.score
-    assert adam.train(replace(job, beta2=0.95)).score != first.score
 
 
-def test_candidates_for_adam_run_and_are_all_on_the_page(
-    transfer: Any, adam: Any, comparison: Any, tmp_path: Path
-) -> None:
-    page = tmp_path / "page.md"
-    argv = ["--smoke", "--workloads", "tabular", "--jobs", "1"]
-    argv += ["--json", str(tmp_path / "runs.jsonl"), "--page", str(page)]
-    assert adam.main(argv) == 0
-    results = comparison.read(tmp_path / "runs.jsonl")
-    plan = adam.parse(argv)[1]
-    run = list(adam.ADAMW.methods)
-    found = {m: comparison.seeds_of(plan, results, "tabular", 4, m)[1] for m in run}
-    assert {m for m in found if found[m].optimizer_steps == 60 // 4} == {"sqrt", "SDE, κ = S", "linear"}
-    # N steps of T/N may end a rounding before T, and then there is one more.
-    assert {found[m].optimizer_steps - found["AdaScale"].optimizer_steps for m in ("sqrt+", "unscaled")} <= {0, 1}
-    assert len({r.score for r in found.values()}) == len(found)  # each method differs from all others
-    for result in found.values():
-        assert result.curve_examples[-1] == result.examples == result.optimizer_steps * 64
-        assert len(result.curve_examples) == len(result.curve_tau) > 5
-    text = page.read_text()
-    for method in run:
-        assert f"| {method} | " in text
-    assert "`python benchmarks/studies/adam.py --smoke --workloads tabular`" in text
-    assert re.search(r"^\| tabular \| 4 \| \d+ \(\d+ to \d+\) \| \d+ \| [+-]\d+% \|$", text, re.MULTILINE)  # a forecast
-    for name in ("scale", "curves", "steps", "examples"):
-        assert f"(page-{name}.png)" in text
-        assert (tmp_path / f"page-{name}.png").stat().st_size > 1000
-    with pytest.raises(SystemExit):
-        transfer.parse(["--workloads", "transformer"])  # SGD has no schedule for it
-
-
-def test_each_candidate_for_adam_by_hand(candidates: Any) -> None:
-    now = RuleInput(gain=4.0, scale=16.0, effective_steps=0.0, total_steps=1000)
-    assert candidates.Power(0.75)(now) == pytest.approx((2 * math.sqrt(2), 4))
-    assert candidates.Power(0.5)(now) == (2, 4)
-    assert [metric_of(candidates.Power(0.5, metric)) for metric in ("adam", "euclidean")] == ["adam", "euclidean"]
+def test_what_a_candidate_changes_is_in_adams_step_and_nowhere_after(candidates: Any) -> None:
     group = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
     # κ = 4: 1 − 4·0.1, 1 − 4·0.001 and ε/√4. From κ = 10 on the first has no meaning.
     sde = candidates.sde_square_root(group, 2.0, 4.0)
     assert (*sde["betas"], sde["eps"]) == pytest.approx((0.6, 0.996, 5e-9), rel=1e-12)
     assert candidates.sde_square_root(group, 4.0, 16.0)["betas"] == pytest.approx((0, 0.984))
-    # 0.9⁴ and 0.999⁴
-    assert candidates.betas_per_effective_step(group, 4.0, 4.0) == {"betas": pytest.approx((0.6561, 0.996005996001))}
-    # lr·2·0.3 in a step of six effective ones is lr·0.1 in each.
-    assert candidates.decay_per_effective_step(group, 2.0, 6.0) == {"weight_decay": pytest.approx(0.3)}
 
-
-def test_what_a_candidate_changes_is_in_adams_step_and_nowhere_after(candidates: Any) -> None:
-    def stepped(change: Any) -> tuple[float, float]:
-        p = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
-        optimizer = torch.optim.AdamW(
-            [p], lr=0.2, betas=(0.9, 0.999), weight_decay=0.1
-        )  # lr with the factor of 2 in it
-        rule = candidates.Changing(candidates.Power(0.5), change)
-        assert rule(RuleInput(gain=4.0, scale=16.0, effective_steps=0.0)) == (2, 4)
-        rule.attach(optimizer)
-        p.grad = torch.tensor([3.0], dtype=torch.float64)
-        before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-        optimizer.step()
-        assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == before
-        return p.item(), optimizer.state[p]["exp_avg"].item()
-
-    # Adam's first step is lr·sign(g), and decay lr·λ: 1 − 0.2·0.2 − 0.2, where λ is 0.1·4/2; else 1 − 0.2·0.1 − 0.2.
-    assert stepped(candidates.decay_per_effective_step)[0] == pytest.approx(0.76, abs=1e-7)
-    weight, first = stepped(candidates.sde_square_root)
-    assert weight == pytest.approx(0.78, abs=1e-7)
-    assert first == pytest.approx(0.4 * 3)  # 1 − β₁′ = 0.4
-    assert stepped(candidates.betas_per_effective_step)[1] == pytest.approx((1 - 0.6561) * 3)
+    p = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+    optimizer = torch.optim.AdamW([p], lr=0.2, betas=(0.9, 0.999), weight_decay=0.1)  # lr with the factor of 2 in it
+    rule = candidates.Changing(candidates.Power(0.5), candidates.sde_square_root)
+    assert rule(RuleInput(gain=4.0, scale=16.0, effective_steps=0.0)) == (2, 4)
+    rule.attach(optimizer)
+    p.grad = torch.tensor([3.0], dtype=torch.float64)
+    before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    optimizer.step()
+    assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == before
+    assert p.item() == pytest.approx(0.78)  # Adam's first step is lr·sign(g), and decay lr·λ: 1 − 0.2·0.1 − 0.2
+    assert optimizer.state[p]["exp_avg"].item() == pytest.approx(0.4 * 3)  # 1 − β₁′ = 0.4
 
 
 def test_candidates_with_betas_on_the_clock_by_hand(candidates: Any) -> None:
@@ -251,13 +167,12 @@ def test_candidates_with_betas_on_the_clock_by_hand(candidates: Any) -> None:
         assert betas_of(rule) == BetaRule()
 
 
-def test_the_page_on_rules_for_adamw_has_the_tables_of_the_kept_results(comparison: Any, adam: Any) -> None:
-    betas = load("adam_betas")
+def test_the_page_on_rules_for_adamw_has_the_tables_of_the_kept_results(comparison: Any, betas: Any) -> None:
     plan = betas.parse([])[1]
     results, page = comparison.read(betas.ROOT / betas.KEPT), betas.PAGE.read_text()
-    assert adam.standing(betas.choice(plan), results, 16) in page
+    assert betas.standing(betas.choice(plan), results, 16) in page
     for scale in (4, 16, 64):
-        assert adam.standing(betas.final(plan), results, scale) in page
+        assert betas.standing(betas.final(plan), results, scale) in page
     table = betas.forecast_table(plan, results, betas.ROOT / betas.KEPT, betas.FORECAST)
     assert table in page
     # The target: within 10 % on 8 of 10, at S = 4 and 16.

@@ -20,29 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from .readme import own_loop
-
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-
-STAND_INS = """
-import ray, ray.train, torch
-import torch.nn.functional as F
-from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
-from torch.utils.data import TensorDataset
-import ray_adascale
-from ray_adascale import AdaScaleConfig
-
-def build(config):
-    torch.manual_seed(0)
-    x = torch.randn(512, 16)
-    model = torch.nn.Linear(16, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.99)
-    return model, optimizer, scheduler, TensorDataset(x, x[:, :4].argmax(1))
-
-"""
 
 
 def run(*command: str | Path, cwd: Path, env: dict[str, str], timeout: float = 300) -> str:
@@ -113,24 +92,3 @@ def test_the_command_line_helps(python: Path, tmp_path: Path, clean: dict[str, s
     out = run(python.parent / "ray-adascale", "--help", cwd=tmp_path, env=clean)
     for command in ("tune", "forecast", "train", "resume", "report", "describe"):
         assert re.search(rf"^ +{command} ", out, flags=re.MULTILINE), command
-
-
-@pytest.mark.ray
-def test_the_readmes_own_loop_runs(python: Path, tmp_path: Path, clean: dict[str, str]) -> None:
-    """On one worker without a GPU, with two epochs in place of a hundred; otherwise to the letter."""
-    code = own_loop()
-    for said, small in (("num_workers=8, use_gpu=True", "num_workers=1"), ("total_epochs=100", "total_epochs=2")):
-        assert said in code
-        code = code.replace(said, small)
-    head, _, tail = code.rpartition("TorchTrainer(")
-    tail = tail.replace(").fit()", f", run_config=RunConfig(name='readme', storage_path={str(tmp_path)!r})).fit()")
-    (tmp_path / "loop.py").write_text(
-        STAND_INS + head + "result = TorchTrainer(" + tail + "\nprint(result.metrics['effective_steps'])\n"
-        "print(ray_adascale.__file__)\n"
-    )
-    env = clean | {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}
-    out = run(python, "loop.py", cwd=tmp_path, env=env).splitlines()
-    assert float(out[-2]) >= 2 * 512 // 128
-    assert Path(out[-1]).is_relative_to(python.parent.parent)
-    assert list(tmp_path.glob("readme/checkpoint_*/manifest.json"))
-    assert (tmp_path / "readme" / "trace.jsonl").exists()

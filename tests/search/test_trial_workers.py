@@ -20,13 +20,14 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Run, Workload
 from ray_adascale.checkpoint.rng import seed_everything
-from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.run.base.base_noise import NoiseEvery
 from ray_adascale.run.base.base_run import RESULT, BaseResult, base_config
 from ray_adascale.run.boundary.stage import StepReport
 from ray_adascale.search import trial_workers
 from ray_adascale.search.trial import OBJECTIVE, Collected, MissingMetric
 from ray_adascale.search.trial_workers import OnWorkers, _TrialBackend
+
+from ..samples_of import schedule
 
 B0, T, EVERY, PROBE_EVERY = 4, 20, 5, 4
 
@@ -164,23 +165,12 @@ def test_a_trial_goes_on_from_any_checkpoint_as_if_nothing_happened(
         assert numbers(again.last) == numbers(whole.last)  # the noise too
 
 
-def test_a_metric_that_is_not_measured_is_found_at_the_first_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(MissingMetric, match="Invalid metric='accuracy': evaluate returned 'error'"):
-        Trial(tmp_path, monkeypatch, metric="accuracy")
-    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == EVERY - 1
-
-
 def test_other_workers_collect_nothing_and_write_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[Path] = []
     monkeypatch.setattr(ray.train, "report", lambda metrics, checkpoint: reported.append(Path(checkpoint.path)))
     backend = object.__new__(_TrialBackend)
     backend.rank, backend.collected = 1, None
-    schedule = BaseSchedule(
-        base_batch_size=B0, total_steps=T, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
-    )
-    outcome = StepReport(metrics={"loss": 1.0}, effective_steps=3.0, schedule=schedule)
+    outcome = StepReport(metrics={"loss": 1.0}, effective_steps=3.0, schedule=schedule(T, B0))
     folder = backend.checkpoint_folder(3)
     assert folder is not None
     backend.report(outcome, folder)

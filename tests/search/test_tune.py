@@ -33,16 +33,14 @@ from ray_adascale.cli.main import main
 from ray_adascale.cli.source import resolve
 from ray_adascale.data.order import epoch_order
 from ray_adascale.measure.probe import probe_noise
-from ray_adascale.optim.schedule import BaseSchedule, EffectiveSchedule
-from ray_adascale.run.base.base_run import BaseResult, workload_name
-from ray_adascale.run.observe.failure import was_building
-from ray_adascale.run.observe.trace import read_trace
+from ray_adascale.run.base.base_run import BaseResult
 from ray_adascale.search.tune import _ranking, _restored
 from ray_adascale.search.watch import Finished, Watch
 from ray_adascale.train.run_lock import LOCK
 from ray_adascale.workload import build
 
 from ..live_lock import OWNER, locked_elsewhere
+from ..samples_of import schedule
 
 LRS = [0.01, 0.02, 5e-5]
 B0, T, LENGTH, DIM = 16, 200, 72, 8  # 4.5 base steps an epoch: batches run across borders
@@ -75,6 +73,9 @@ def linear(config: dict[str, Any]) -> Workload:
         metric=config.get("metric", "error"),
         mode="min",
     )
+
+
+TWO = ScalingConfig(num_workers=2)
 
 
 def batch_of_step(workload: Workload, step: int, seed: int) -> list[Tensor]:
@@ -113,24 +114,24 @@ class Sees(tune.Callback):
             file.write(json.dumps([trial.config["lr"], result["effective_steps"]]) + "\n")
 
 
+def one_trial(folder: Path, space: dict[str, Any], **changes: Any) -> Recipe:
+    """A search of one sample, seed 3 and no scheduler, unless changed."""
+    settings = {"num_samples": 1, "scheduler": None, "seed": 3, "storage_path": folder} | changes
+    return tune_recipe(linear, space, base_batch_size=B0, total_steps=T, **settings)
+
+
 @pytest.fixture(scope="module")
 def searched(ray_session: Path) -> Recipe:
     """Four trials, two of which fail: SGD refuses a negative LR, and with 0.5 the metric is NaN.
 
     Two at a time: their processes take the other two as well.
     """
-    return tune_recipe(
-        linear,
+    return one_trial(
+        ray_session,
         {"lr": tune.grid_search([5e-5, 0.02, -1.0, 0.5])},
-        base_batch_size=B0,
-        total_steps=T,
-        num_samples=1,
-        scheduler=None,
-        seed=3,
         config=AdaScaleConfig(grad_clip=1e6),  # clips nothing
         max_concurrent_trials=2,
         probe_every=10,
-        storage_path=ray_session,
         verbose=0,
         callbacks=[Sees(ray_session / "seen")],
     )
@@ -174,16 +175,6 @@ def test_callbacks_of_tune_see_the_trials_of_a_search(searched: Recipe, ray_sess
 def test_trial_is_bit_identical_to_a_plain_loop(searched: Recipe) -> None:
     assert searched.score == plain_loop({"lr": 0.02}, seed=3)
     assert searched.score < plain_loop({"lr": 5e-5}, seed=3)
-
-
-@pytest.mark.ray
-def test_lr_curve_is_the_schedule_of_the_ranking(searched: Recipe) -> None:
-    workload = build(linear, searched.hyperparameters)
-    schedule = EffectiveSchedule(
-        workload.optimizer, workload.scheduler, unit="epoch", base_steps_per_epoch=LENGTH / B0, total_steps=T
-    )
-    assert searched.lr_curve == schedule.curve(T)
-    assert len(searched.lr_curve[0]) == 45  # the last step begins in epoch 44
 
 
 @pytest.mark.ray
@@ -343,17 +334,7 @@ class PauseOnce(FIFOScheduler):
 @pytest.mark.ray
 def test_paused_trial_resumes_where_it_was(ray_session: Path) -> None:
     scheduler = PauseOnce()
-    recipe = tune_recipe(
-        linear,
-        {"lr": tune.uniform(0.01, 0.03)},
-        base_batch_size=B0,
-        total_steps=T,
-        num_samples=1,
-        scheduler=scheduler,
-        seed=5,
-        storage_path=ray_session,
-        verbose=0,
-    )
+    recipe = one_trial(ray_session, {"lr": tune.uniform(0.01, 0.03)}, scheduler=scheduler, seed=5, verbose=0)
     assert len(scheduler.paused) == 1
     assert recipe.hyperparameters["lr"] == np.random.default_rng(5).uniform(0.01, 0.03)
     assert recipe.score == plain_loop(recipe.hyperparameters, seed=5)
@@ -379,24 +360,6 @@ def test_metric_that_is_not_measured_ends_the_search_at_once(
         )
     assert "trial" not in capsys.readouterr().err  # none has ended before, and nothing is said of those that never ran
     assert said == []  # nor is there a traceback of the one that failed beside the first
-
-
-@pytest.mark.ray
-def test_a_value_that_no_recipe_can_keep_ends_the_search_at_its_first_trial(ray_session: Path) -> None:
-    """What a function draws is known only then; and the workload would take any config."""
-    with pytest.raises(
-        ValueError, match=r"Invalid act=<class '\S+ReLU'>: type is no JSON value\. .* use a string as its name"
-    ):
-        tune_recipe(
-            linear,
-            {"lr": 0.01, "act": tune.sample_from(lambda _: nn.ReLU)},
-            base_batch_size=B0,
-            total_steps=T,
-            num_samples=100,
-            max_concurrent_trials=1,
-            storage_path=ray_session,
-            verbose=0,
-        )
 
 
 @pytest.mark.ray
@@ -429,19 +392,8 @@ def test_interrupted_search_goes_on_and_repeats_decide(
     ray_session: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def search(**changes: Any) -> Recipe:
-        settings: dict[str, Any] = {
-            "base_batch_size": B0,
-            "total_steps": T,
-            "num_samples": 1,
-            "repeats": 2,
-            "repeat_best": 2,
-            "scheduler": None,
-            "max_concurrent_trials": 1,
-            "seed": 3,
-            "storage_path": ray_session,
-            "name": "interrupted",
-        }
-        return tune_recipe(linear, {"lr": tune.grid_search(LRS)}, **(settings | changes))
+        settings = {"repeats": 2, "repeat_best": 2, "max_concurrent_trials": 1, "name": "interrupted"}
+        return one_trial(ray_session, {"lr": tune.grid_search(LRS)}, **(settings | changes))
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a TorchTrainer of another test has left Ray's
     add = Watch._add
@@ -486,21 +438,11 @@ def test_interrupted_search_goes_on_and_repeats_decide(
 def test_a_trial_spread_over_workers_makes_the_same_recipe(
     ray_session: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A trial here: half a dozen processes of Ray's. One that fails there as well: the slow test below."""
+    """A trial here: half a dozen processes of Ray's."""
 
     def search(**changes: Any) -> Recipe:
-        settings: dict[str, Any] = {
-            "base_batch_size": B0,
-            "total_steps": T,
-            "num_samples": 1,
-            "scheduler": None,
-            "seed": 3,
-            "probe_every": 10,
-            "scaling_config": ScalingConfig(num_workers=2),
-            "storage_path": ray_session,
-            "name": "spread",
-        }
-        return tune_recipe(linear, {"lr": 0.02}, **(settings | changes))
+        settings = {"probe_every": 10, "scaling_config": TWO, "name": "spread"}
+        return one_trial(ray_session, {"lr": 0.02}, **(settings | changes))
 
     with pytest.raises(ValueError, match=r"needs Ray's dashboard .* or use scheduler=None"):
         search(scheduler="asha")
@@ -531,112 +473,11 @@ def test_a_trial_spread_over_workers_makes_the_same_recipe(
     assert (run.scale, run.total_steps) == (2.0, T)
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_an_interrupted_trial_on_workers_goes_on_from_its_checkpoint(
-    ray_session: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def search(name: str, **changes: Any) -> Recipe:
-        settings: dict[str, Any] = {
-            "base_batch_size": B0,
-            "total_steps": T,
-            "num_samples": 1,
-            "scheduler": None,
-            "seed": 3,
-            "probe_every": 10,
-            "config": AdaScaleConfig(checkpoint_every_s=0.05),
-            "scaling_config": ScalingConfig(num_workers=2),
-            "storage_path": ray_session,
-            "name": name,
-            "verbose": 0,
-        }
-        space = {"lr": tune.grid_search([0.02, -1.0]) if name == "whole" else 0.02}
-        return tune_recipe(linear, space, **(settings | changes))
-
-    def trace(name: str) -> list[dict[str, Any]]:
-        (path,) = ray_session.glob(f"{name}/workers/*/trace.jsonl")
-        return read_trace(path)
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    heard = Watch.on_trial_result
-
-    def interrupt(
-        self: Watch, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
-    ) -> None:
-        heard(self, iteration, trials, trial, result, **info)
-        if result["effective_steps"] == T // 2:
-            signal.raise_signal(signal.SIGINT)
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt, match="interrupted after 0 trials"):
-        patched.setattr(Watch, "on_trial_result", interrupt)
-        search("cut")
-    noted: dict[Any, bool] = {}
-    add = Watch._add
-
-    def add_and_note(self: Watch, trial: Finished, **kwargs: Any) -> None:
-        if "lr" in trial.config:
-            noted[trial.config["lr"]] = was_building(trial.error)
-        add(self, trial, **kwargs)
-
-    resumed = search("cut")
-    with monkeypatch.context() as patched:
-        patched.setattr(Watch, "_add", add_and_note)
-        whole = search("whole", repeats=1)
-    (failed,) = whole.search["failed"]
-    assert re.fullmatch("ValueError: Invalid learning rate: -1.0", failed["error"])
-    assert noted == {0.02: False, -1.0: True}  # the note has come from the worker
-    rows = trace("cut")
-    assert [row["step"] for row in rows] == list(range(1, T + 1))
-    assert {row["attempt"] for row in rows} == {0, 1}
-    assert {row["attempt"] for row in trace("whole")} == {0}
-    # As if nothing had happened, to the bit: the same batches, the same draws, the same noise.
-    assert resumed.score == whole.score
-    assert resumed.noise == whole.noise
-    assert [probe.effective_steps for probe in resumed.noise] == list(range(0, T, 10))
-    (repeat,) = whole.repeats
-    assert (repeat.seed, len(repeat.noise)) == (4, T // 2)
-    assert repeat.score == pytest.approx(plain_loop({"lr": 0.02}, seed=4), rel=0.02)
-    # The schedule is that of the same search in one process, and so a run takes it for the same.
-    alone = search("alone", scaling_config=None, config=None)
-    assert resumed.fingerprint == whole.fingerprint == alone.fingerprint
-    assert resumed.lr_curve == alone.lr_curve
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"scaling_config": {"num_workers": 2}}, "Invalid scaling_config of type dict"),
-        ({"scaling_config": ScalingConfig(num_workers=1)}, r"num_workers=1\) for a trial. Must be a fixed number"),
-        ({"scaling_config": ScalingConfig(num_workers=(1, 2))}, r"num_workers=\(1, 2\)\) for a trial"),
-        ({"resources_per_trial": {"CPU": 2}}, "Give a worker's resources"),
-        ({"search_alg": BasicVariantGenerator()}, "The number of trials at a time must be limited from outside"),
-        ({"base_batch_size": 1}, "num_workers=2.* for a base batch of 1: in 1 passes each worker needs at least 1"),
-        ({"config": AdaScaleConfig(rule="linear")}, r"rule='linear'\) for a search: its trials have rule='unscaled'"),
-        ({"scheduler": HyperBandScheduler()}, "HyperBandScheduler with scaling_config. It may pause trials"),
-    ],
-)
-def test_mistakes_with_workers_of_trials_are_found_before_anything_starts(
-    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ray_adascale.search.tune.quiet_init", lambda: pytest.fail("Ray was started"))
-    arguments: dict[str, Any] = {
-        "scaling_config": ScalingConfig(num_workers=2),
-        "base_batch_size": B0,
-        "total_steps": T,
-    }
-    with pytest.raises(ValueError, match=message):
-        tune_recipe(linear, {}, **(arguments | changes))
-
-
 def ended(score: float | None, error: Exception | None = None, **changes: Any) -> Finished:
     metrics = {}
     if score is not None:
         given: dict[str, Any] = {"metric": "error", "mode": "min"} | changes
-        schedule = BaseSchedule(
-            base_batch_size=B0, total_steps=T, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
-        )
-        outcome = BaseResult(score=score, schedule=schedule, noise=[], **given)
+        outcome = BaseResult(score=score, schedule=schedule(T, B0), noise=[], **given)
         metrics = {"outcome": outcome.to_json()}
     return Finished(f"t{score}", {"lr": 0.1}, metrics, error)
 
@@ -663,7 +504,7 @@ class KeptRepeats:
             return
         if not self._repeats:
             for index in space["repeat"]["grid_search"]:
-                text = watch._describe_config({"repeat": index})  # such as "lr=0.1, seed 4"
+                text = watch.describe({"repeat": index})  # such as "lr=0.1, seed 4"
                 score = self._scores[float(re.findall(r"lr=([^,]+)", text)[0])]
                 self._repeats.append(replace(ended(score), trial_id=f"r{index}", config={"repeat": index}))
         watch.finished.update({trial.trial_id: trial for trial in self._repeats})
@@ -790,6 +631,20 @@ def test_search_without_a_winner_says_why() -> None:
         ({"config": AdaScaleConfig(seed=7)}, r"seed=7\) for a search: its trials have seed=0. Give tune_recipe\(seed="),
         ({"scheduler": "hyperband"}, "Invalid scheduler='hyperband'. Must be 'asha', None or"),
         ({"scheduler": PopulationBasedTraining(hyperparam_mutations={"lr": [1, 2]})}, "no single config gives"),
+        ({"scaling_config": {"num_workers": 2}}, "Invalid scaling_config of type dict"),
+        ({"scaling_config": ScalingConfig(num_workers=1)}, r"num_workers=1\) for a trial. Must be a fixed number"),
+        ({"scaling_config": ScalingConfig(num_workers=(1, 2))}, r"num_workers=\(1, 2\)\) for a trial"),
+        ({"scaling_config": TWO, "resources_per_trial": {"CPU": 2}}, "Give a worker's resources"),
+        ({"scaling_config": TWO, "search_alg": BasicVariantGenerator()}, "must be limited from outside"),
+        (
+            {"scaling_config": TWO, "base_batch_size": 1},
+            "for a base batch of 1: in 1 passes each worker needs at least 1",
+        ),
+        ({"scaling_config": TWO, "config": AdaScaleConfig(rule="linear")}, "its trials have rule='unscaled'"),
+        (
+            {"scaling_config": TWO, "scheduler": HyperBandScheduler()},
+            "HyperBandScheduler with scaling_config. It may pause",
+        ),
         (
             {"scheduler": AsyncHyperBandScheduler(metric="error", mode="min")},
             "with metric='error'. Leave its metric and mode out",
@@ -831,10 +686,6 @@ def test_settings_that_a_search_uses_as_they_are_given_are_taken(monkeypatch: py
     workers = ScalingConfig(num_workers=2)
     with pytest.raises(Started):
         tune_recipe(linear, {}, base_batch_size=B0, total_steps=T, config=on_workers, scaling_config=workers)
-
-
-def test_a_workload_is_named_by_where_it_is_from() -> None:
-    assert workload_name(linear) == "tests.search.test_tune:linear"
 
 
 def too_short(config: dict[str, Any]) -> Workload:

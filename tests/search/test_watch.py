@@ -6,18 +6,21 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 from ray import tune
 
-from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.recipe import NoiseProbe
 from ray_adascale.run.base.base_run import BaseResult
 from ray_adascale.run.observe.failure import was_building
+from ray_adascale.search.repeats import best_mean, best_mean_so_far
 from ray_adascale.search.trial import PlannedRepeat
-from ray_adascale.search.watch import BestMean, Finished, Watch, best_mean
+from ray_adascale.search.watch import Finished, Watch
+
+from ..samples_of import schedule
 
 T = 200
 
@@ -50,9 +53,7 @@ def repeated(index: int, score: float | None, mode: Literal["min", "max"] = "min
         metric="error",
         mode=mode,
         score=score,
-        schedule=BaseSchedule(
-            base_batch_size=8, total_steps=T, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
-        ),
+        schedule=schedule(T),
         noise=[NoiseProbe(effective_steps=20, sigma2=3.0, mu2=1.0)],
     )
     return Finished(f"r{index}", {"repeat": index}, {"outcome": outcome.to_json()}, None)
@@ -61,7 +62,7 @@ def repeated(index: int, score: float | None, mode: Literal["min", "max"] = "min
 def plan(candidates: int) -> list[PlannedRepeat]:
     """Two repeats of each."""
     return [
-        PlannedRepeat(candidate=candidate, hyperparameters={"lr": 0.1 + candidate}, seed=seed)
+        PlannedRepeat(candidate=str(candidate), hyperparameters={"lr": 0.1 + candidate}, seed=seed)
         for candidate in range(candidates)
         for seed in (4, 5)
     ]
@@ -71,21 +72,21 @@ def test_best_mean_over_the_repeats_wins() -> None:
     planned = plan(2)
     # Ended in any order. Means 0.3 and 0.25: the second is better where small is.
     scores = {3: 0.1, 0: 0.2, 2: 0.4, 1: 0.4}
-    candidate, repeats = best_mean(planned, [repeated(i, score) for i, score in scores.items()])
-    assert candidate == 1
-    assert [(repeat.seed, repeat.score) for repeat in repeats] == [(4, 0.4), (5, 0.1)]
-    assert repeats[0].noise == [NoiseProbe(effective_steps=20, sigma2=3, mu2=1)]
-    assert best_mean(planned, [repeated(i, score, "max") for i, score in scores.items()])[0] == 0
+    best = best_mean(planned, [repeated(i, score) for i, score in scores.items()])
+    assert [(repeat.candidate, repeat.seed, outcome.score) for repeat, outcome in best] == [
+        ("1", 4, 0.4),
+        ("1", 5, 0.1),
+    ]
+    assert best_mean(planned, [repeated(i, score, "max") for i, score in scores.items()])[0][0].candidate == "0"
     # A config that fails with another seed is out, however good its other repeats.
     scores_or_none = {0: 0.2, 1: 0.4, 2: 0.0, 3: None}
-    assert best_mean(planned, [repeated(i, score) for i, score in scores_or_none.items()])[0] == 0
-    with pytest.raises(RuntimeError, match=r"with another seed\. The first: FloatingPointError: error is nan"):
-        best_mean(planned, [repeated(i, None) for i in range(4)])
+    assert best_mean(planned, [repeated(i, score) for i, score in scores_or_none.items()])[0][0].candidate == "0"
+    assert best_mean(planned, [repeated(i, None) for i in range(4)]) == []
 
 
 def test_what_decides_is_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     planned = plan(3)
-    best = BestMean(planned)
+    best = partial(best_mean_so_far, planned)
     watch = Watch(6, verbose=True, what="repeat", describe=lambda config: str(planned[config["repeat"]]), best=best)
     # A single repeat decides nothing; nor does one whose sister failed. Small is good: means 0.3 and then 0.25.
     shown = []

@@ -1,6 +1,6 @@
 """Kernel launches and waits of the host in one optimizer step on two simulated GPUs, for each kind of training.
 
-    python -m tests.simulated_gpu.steps [--operators] [--places] [PATTERN ...]
+    python -m tests.simulated_gpu.steps [PATTERN ...]
 
 prints the table of ``test_steps.py`` anew, for all cases or those whose name matches a pattern such as ``'oss*'``. The model has
 161 parameters. A launch costs the host about 5 µs, which is the length of a step where the GPU waits for the host.
@@ -214,22 +214,12 @@ def most(ranks: list[Found]) -> tuple[int, float, float]:
     )
 
 
-def _print(run: Callable[..., list[Found]], names: list[str], operators: bool, places: bool) -> None:
-    known: dict[str, int] = {}
+def _print(run: Callable[..., list[Found]], names: list[str]) -> None:
     for name in names:
-        ranks = run(measure, name)
-        launches, waits, events = most(ranks)
-        known[name] = launches
-        base = known.get(CASES[name].base.name)
-        share = f"  # {launches - base:+d}, {launches / base - 1:+.1%}" if base and CASES[name].adascale else ""
-        print(f'    "{name}": ({launches}, {waits:g}, {events:g}),{share}', flush=True)
-        if operators:
-            for op, n in sorted(ranks[0].operators.items(), key=lambda entry: -entry[1]):
-                print(f"        # {n:6g} {op}")
-        if places:
-            for rank, found in enumerate(ranks):
-                for (reason, place), n in found.places.items():
-                    print(f"        # rank {rank}: {n:g} {reason}: {place}")
+        launches, waits, events = most(run(measure, name))
+        base = most(run(measure, CASES[name].base.name))[0]
+        share = f"{launches - base:+d}, {launches / base - 1:+.1%}"
+        print(f'    "{name}": ({launches}, {waits:g}, {events:g}),  # {share}', flush=True)
 
 
 def main() -> None:
@@ -237,16 +227,18 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("patterns", nargs="*", default=["*"], metavar="PATTERN")
-    parser.add_argument("--operators", action="store_true", help="launches by operator, of rank 0")
-    parser.add_argument("--places", action="store_true", help="where the host waits")
     args = parser.parse_args()
     reason = build.reason_to_skip()
     if reason is not None:
         raise SystemExit(reason)
     pool = ProcessPool(2, build.build())
-    names = [name for name in CASES if any(fnmatch.fnmatchcase(name, pattern) for pattern in args.patterns)]
+    names = [
+        name
+        for name, case in CASES.items()
+        if case.adascale and any(fnmatch.fnmatchcase(name, pattern) for pattern in args.patterns)
+    ]
     print("    # case: (launches, waits, waits for events)")
-    _print(pool.run, names, args.operators, args.places)
+    _print(pool.run, names)
     pool.close()
 
 

@@ -14,24 +14,24 @@ import pytest
 import ray.train
 import torch
 
+from ray_adascale import checkpoint
 from ray_adascale.checkpoint import CheckpointError
-from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.run.boundary import stage
 from ray_adascale.run.boundary.stage import StepReport
 from ray_adascale.run.observe.eta import Eta, EtaTracker
 from ray_adascale.run.observe.metrics import METRICS
-from ray_adascale.train import gauges
-from ray_adascale.train.driver_updates import DriverUpdates
+from ray_adascale.train import backend as worker
+from ray_adascale.train import worker_reports
+from ray_adascale.train.driver_channel import DriverClient
+from ray_adascale.train.ray_record import UnlistedCheckpoint
+from ray_adascale.train.worker_reports import LiveMetrics
 
-from ..samples_of import step_of
+from ..samples_of import schedule, step_of
 
 
 def outcome(**metrics: float) -> StepReport:
     """After a step of a run whose metrics are all 1, but for some."""
-    schedule = BaseSchedule(
-        base_batch_size=4, total_steps=10, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
-    )
-    return StepReport(metrics={**dict.fromkeys(METRICS, 1.0), **metrics}, effective_steps=1.0, schedule=schedule)
+    return StepReport(metrics={**dict.fromkeys(METRICS, 1.0), **metrics}, effective_steps=1.0, schedule=schedule(10, 4))
 
 
 def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,10 +45,10 @@ def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) ->
             seen.setdefault(self.name, []).append((value, tags))
 
     clock = [100.0]
-    monkeypatch.setattr(gauges, "Gauge", Gauge)
+    monkeypatch.setattr(worker_reports, "Gauge", Gauge)
     monkeypatch.setattr(stage.time, "monotonic", lambda: clock[0])
     tracker = EtaTracker(None)
-    mine = gauges.Gauges("mine", 0, tracker)
+    mine = LiveMetrics("mine", 0, DriverClient(None), tracker)
     for gain, later in ((2.0, 0.5), (3.0, 0.6), (4.0, 0.0)):
         tracker.eta = Eta(steps=8 * gain, seconds=9 * gain, rough=False)
         mine.after_step(step_of(gain=gain, **{"my own": gain, "text": "x"}))
@@ -68,7 +68,8 @@ def test_the_driver_gets_metrics_once_a_second_and_at_the_end(monkeypatch: pytes
     clock = [100.0]
     monkeypatch.setattr(stage.time, "monotonic", lambda: clock[0])
     tracker = EtaTracker(None)
-    updates = DriverUpdates(client, tracker)
+    monkeypatch.setattr(worker_reports, "GAUGES", ())
+    updates = LiveMetrics("mine", 0, client, tracker)
     for number, later in ((1, 0.5), (2, 0.6), (3, 0.1), (10, 0.0)):  # T is 10
         updates.after_step(step_of(number))
         clock[0] += later
@@ -77,8 +78,6 @@ def test_the_driver_gets_metrics_once_a_second_and_at_the_end(monkeypatch: pytes
 
 
 def test_a_preemption_notice_says_what_goes_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray_adascale.train import backend as worker
-
     info: list[Any] = [None]
     monkeypatch.setattr(ray.train, "get_preemption_info", lambda: info[0])
     backend = object.__new__(worker.RayTrainBackend)
@@ -94,8 +93,6 @@ def test_a_preemption_notice_says_what_goes_and_when(monkeypatch: pytest.MonkeyP
 def test_the_trace_is_in_the_runs_folder_wherever_that_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
 ) -> None:
-    from ray_adascale.train import backend as worker
-
     (tmp_path / "run").mkdir()
     files: Any = pyarrow.fs.LocalFileSystem()
     folder = str(tmp_path / "run")
@@ -164,8 +161,6 @@ def test_a_failing_upload_is_tried_again_and_at_last_says_why(
     from ray._common.retry import call_with_retry  # as Ray Train calls what uploads
     from ray.train.v2._internal.constants import AWS_RETRYABLE_TOKENS
 
-    from ray_adascale.train import backend as worker
-
     seen: dict[str, Any] = {}
 
     def report(metrics: Any, *, checkpoint: Any, checkpoint_upload_fn: Any, **modes: Any) -> None:
@@ -199,8 +194,6 @@ def test_a_failing_upload_is_tried_again_and_at_last_says_why(
 
 
 def test_a_report_that_raises_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray_adascale.train import backend as worker
-
     def report(*_: Any, **__: Any) -> None:
         raise TimeoutError("a worker has left the barrier")
 
@@ -223,10 +216,6 @@ class _Reported:
 
 
 def test_the_newest_usable_of_rays_checkpoints_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray_adascale import checkpoint
-    from ray_adascale.train import backend as worker
-    from ray_adascale.train.ray_record import UnlistedCheckpoint
-
     reported = []
     for number in (20, 10, 30):  # in the order of a score, say
         checkpoint.save(tmp_path / str(number), {"x": torch.ones(1)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ray_adascale.run.observe.pulse import Phase
-from ray_adascale.train.beats import Beat, Beats
+from ray_adascale.train.hangs import Beat, Beats
 
 
 def beat(rank: int, phase: Phase, seconds: float, *, steps: int = 57, limit: float | None = 120.0, of: int = 2) -> Beat:

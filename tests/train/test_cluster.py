@@ -30,6 +30,25 @@ from ray_adascale.workload import Workload
 
 from ..samples_of import regression
 
+
+def pickled(function: Any) -> bytes:
+    """The function as it is sent, in a dict; its module may be pickled by value again later."""
+    try:
+        return cloudpickle.dumps({"workload": function})
+    finally:
+        module = sys.modules.get(function.__module__)
+        if function.__module__ in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def at_worker(sent: bytes, then: str = "print(f({}))", **where: Any) -> bytes:
+    """What a process of its own prints that loads the function as ``f``."""
+    code = f"import sys; from ray import cloudpickle as c; f = c.load(sys.stdin.buffer)['workload']; {then}"
+    return subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True, **where).stdout
+
+
+SEND_ON = "sys.stdout.buffer.write(c.dumps({'workload': f}))"
+
 COUNTING = """
 import pathlib
 with (pathlib.Path(__file__).parent / "imports").open("a") as file:
@@ -44,15 +63,7 @@ def workload(config): return RATE
 def test_what_a_file_does_at_import_is_done_once_and_on_no_worker(write: Any, tmp_path: Path, name: str) -> None:
     path = write(name, COUNTING)
     assert resolve(f"{path}:param_space") == {"lr": 0.5}
-    function = pickle_by_value(resolve(f"{path}:workload"))
-    try:
-        sent = cloudpickle.dumps(function)
-    finally:
-        if function.__module__ in sys.modules:
-            cloudpickle.unregister_pickle_by_value(sys.modules[function.__module__])
-    worker = "import pickle, sys; sys.stdout.write(str(pickle.load(sys.stdin.buffer)({})))"
-    ran = subprocess.run([sys.executable, "-c", worker], input=sent, capture_output=True, cwd=tmp_path, check=True)
-    assert ran.stdout == b"0.5"
+    assert at_worker(pickled(pickle_by_value(resolve(f"{path}:workload"))), cwd=tmp_path) == b"0.5\n"
     assert (tmp_path / "imports").read_text() == "x"
 
 
@@ -68,18 +79,10 @@ def workload(config): return data() + data() + len(calls)
 
 
 def test_a_cached_function_of_the_file_goes_to_the_workers_too(write: Any, tmp_path: Path) -> None:
-    function = pickle_by_value(resolve(f"{write('w_cached.py', CACHED)}:workload"))
-    try:
-        sent = cloudpickle.dumps(function)
-    finally:
-        cloudpickle.unregister_pickle_by_value(sys.modules[function.__module__])
+    sent = pickled(pickle_by_value(resolve(f"{write('w_cached.py', CACHED)}:workload")))
     # Train's controller sends it on.
-    worker = (
-        "import sys; from ray import cloudpickle as c; f = c.loads(c.dumps(c.load(sys.stdin.buffer)));"
-        "print(f({}), f.__globals__['data'].cache_parameters()['maxsize'])"
-    )
-    ran = subprocess.run([sys.executable, "-c", worker], input=sent, capture_output=True, cwd=tmp_path, check=True)
-    assert ran.stdout.split() == [b"2.0", b"7"]
+    then = "f = c.loads(c.dumps(f)); print(f({}), f.__globals__['data'].cache_parameters()['maxsize'])"
+    assert at_worker(sent, then, cwd=tmp_path).split() == [b"2.0", b"7"]
 
 
 NEIGHBOURS = {
@@ -105,25 +108,17 @@ def test_a_file_imports_its_neighbours_on_the_workers_too(write: Any, tmp_path: 
         paths["w_project/w_mine.py"].write_text(
             NEIGHBOURS["w_project/w_mine.py"].replace("from w_parts.late", "def late(): return 0 #")
         )
-    function = portable(resolve(f"{paths['w_project/w_mine.py']}:workload"))
-    try:
-        sent = cloudpickle.dumps({"workload": function})
-    finally:
-        cloudpickle.unregister_pickle_by_value(sys.modules[function.__module__])
+    sent = pickled(portable(resolve(f"{paths['w_project/w_mine.py']}:workload")))
     if node == "another":
         (tmp_path / "w_project").rename(tmp_path / "gone")
     elif node != "the same":
         paths["w_project/w_layers.py"].write_text("RATE = 7\n")
-    # A trial sends it on to workers of its own.
-    worker = "import sys; from ray import cloudpickle as c; f = c.load(sys.stdin.buffer)['workload'];{}"
-    first, then = worker.format("sys.stdout.buffer.write(c.dumps({'workload': f}))"), worker.format("print(f({}))")
     scratch = tmp_path / "scratch"  # of these processes alone: other tests run workers at the same time
     scratch.mkdir()
-    env = {**os.environ, "TMPDIR": str(scratch)}
-    ran = functools.partial(subprocess.run, capture_output=True, cwd="/", check=True, env=env)
-    if node == "another":
-        sent = ran([sys.executable, "-c", first], input=sent).stdout
-    assert float(ran([sys.executable, "-c", then], input=sent).stdout) == 2.0
+    where: dict[str, Any] = {"cwd": "/", "env": {**os.environ, "TMPDIR": str(scratch)}}
+    if node == "another":  # a trial sends it on to workers of its own
+        sent = at_worker(sent, SEND_ON, **where)
+    assert float(at_worker(sent, **where)) == 2.0
     assert not list(scratch.iterdir())  # nothing stays
 
 
@@ -156,9 +151,7 @@ def test_a_package_goes_to_the_workers_as_a_whole(
     assert b"of no package" not in sent
     if node == "another":
         (tmp_path / "w_package").rename(tmp_path / "gone")
-    worker = "import sys; from ray import cloudpickle as c; f = c.load(sys.stdin.buffer)['workload']; print(f({}))"
-    ran = subprocess.run([sys.executable, "-c", worker], input=sent, capture_output=True, cwd="/", check=True)
-    assert float(ran.stdout) == 4.5
+    assert float(at_worker(sent, cwd="/")) == 4.5
 
 
 def test_the_function_itself_stays_what_it_is() -> None:

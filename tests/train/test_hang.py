@@ -23,9 +23,8 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Run, Workload, load_weights, seed_everything
 from ray_adascale.run.observe.pulse import Phase
-from ray_adascale.train import hang_watch
-from ray_adascale.train.beats import Beat, Hang
-from ray_adascale.train.hang_watch import HangWatch
+from ray_adascale.train import hangs
+from ray_adascale.train.hangs import Beat, Hang, HangWatch
 from ray_adascale.workload import build
 
 from .test_trainer import flat
@@ -99,7 +98,7 @@ def test_a_worker_that_hangs_is_named_and_ended_and_the_run_ends_as_if_nothing_h
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hang_watch, "_SURE_S", 1.0)
+    monkeypatch.setattr(hangs, "_SURE_S", 1.0)
     with caplog.at_level(logging.INFO, logger="ray_adascale"):
         began = time.monotonic()
         result = AdaScaleTrainer(
@@ -169,7 +168,7 @@ def test_a_hang_counts_only_if_it_is_seen_without_a_break(monkeypatch: pytest.Mo
     ended: list[Hang] = []
     clock = [0.0]
     monkeypatch.setattr(HangWatch, "_end", lambda self, hang: ended.append(hang))
-    monkeypatch.setattr(hang_watch.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(hangs.time, "monotonic", lambda: clock[0])
     watch = HangWatch()
     for now, seen in ((0, True), (14, True), (14.5, False), (16, True), (30, True)):
         clock[0] = now
@@ -187,7 +186,7 @@ def test_a_hang_counts_only_if_it_is_seen_without_a_break(monkeypatch: pytest.Mo
 def test_a_process_that_is_gone_is_no_hang(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    monkeypatch.setattr(hang_watch, "_on_node", lambda worker: hang_watch._end_process(worker.pid))
+    monkeypatch.setattr(hangs, "_on_node", lambda worker: hangs._end_process(worker.pid))
     watch = HangWatch()
     watch._busy.acquire()
     watch._end(hang(gone.pid))
@@ -198,7 +197,7 @@ def test_a_node_that_is_not_reached_is_said(monkeypatch: pytest.MonkeyPatch, cap
     def late(worker: Beat) -> bool:
         raise ray.exceptions.GetTimeoutError
 
-    monkeypatch.setattr(hang_watch, "_on_node", late)
+    monkeypatch.setattr(hangs, "_on_node", late)
     watch = HangWatch()
     watch._busy.acquire()
     watch._end(hang())

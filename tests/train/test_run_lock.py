@@ -180,20 +180,12 @@ def test_an_error_of_the_storages_library_does_not_end_the_beat(
             time.sleep(0.02)
 
 
-def test_storage_of_an_unknown_kind_is_refused_with_what_to_do() -> None:
-    with (
-        pytest.raises(
-            ValueError, match=r"Invalid RunConfig\(storage_path='nowhere://bucket'\): files can't be written"
-        ),
-        RunLock("nowhere://bucket/run", "mine"),
-    ):
-        pass
-
-
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("storage", ["nowhere://bucket", "{file}"])  # of an unknown kind; one that can't be written
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, storage: str) -> None:
     (tmp_path / "file").touch()
+    storage = storage.format(file=tmp_path / "file")
     with (
-        pytest.raises(ValueError, match=r"Invalid RunConfig\(storage_path='.*file'\): files can't be written"),
-        RunLock(str(tmp_path / "file" / "run"), "mine"),
+        pytest.raises(ValueError, match=rf"Invalid RunConfig\(storage_path='{storage}'\): files can't be written"),
+        RunLock(f"{storage}/run", "mine"),
     ):
         pass

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ray_adascale.train.stop_request import StopRequest
+from ray_adascale.train.worker_reports import StopRequest
 
 
 def _until(condition: Any, seconds: float) -> bool:

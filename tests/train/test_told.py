@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import logging
@@ -67,19 +68,6 @@ def workload(config: dict[str, Any]) -> Workload:
     return built
 
 
-class Heard(ray.train.UserCallback):
-    """One's own callback, beside ours."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        (self.folder / f"{metrics[0]['optimizer_steps']}").write_text(str(metrics[0].get("spread")))
-
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        (self.folder / "failed").touch()
-
-
 def fit(
     name: str,
     storage: Path,
@@ -115,14 +103,12 @@ class Followed:
         lines: Of standard error, those of this run.
         out: Standard output.
         logged: Messages on the root logger, as a program's own log gets them.
-        heard: What the user's callback has written, by file name.
     """
 
     result: ray.train.Result
     lines: list[str]
     out: list[str]
     logged: list[str]
-    heard: dict[str, str]
 
 
 class Kept(logging.Handler):
@@ -138,7 +124,7 @@ class Kept(logging.Handler):
 
 @pytest.fixture(scope="module")
 def followed(ray_session: Path, tmp_path_factory: pytest.TempPathFactory) -> Followed:
-    heard, own = tmp_path_factory.mktemp("heard"), Kept()
+    own = Kept()
     flag = tmp_path_factory.mktemp("flag") / "flag"
     trainer = AdaScaleTrainer(
         workload,
@@ -150,7 +136,6 @@ def followed(ray_session: Path, tmp_path_factory: pytest.TempPathFactory) -> Fol
             name="followed",
             storage_path=str(ray_session),
             failure_config=FailureConfig(max_failures=2),
-            callbacks=[Heard(heard)],
         ),
     )
     logging.getLogger().addHandler(own)
@@ -165,7 +150,6 @@ def followed(ray_session: Path, tmp_path_factory: pytest.TempPathFactory) -> Fol
         # Lines of Ray's own, which the command line redirects, are not looked at.
         [line for line in out.getvalue().splitlines() if "(raylet)" not in line],
         own.messages,
-        {path.name: path.read_text() for path in heard.iterdir()},
     )
 
 
@@ -192,22 +176,15 @@ def test_each_event_of_a_run_is_a_line_on_the_driver(followed: Followed) -> None
     assert followed.result.return_value["stopped"] == "total_steps reached"
 
 
-def test_a_callback_of_the_users_hears_reports_and_failures(followed: Followed) -> None:
-    assert "failed" in followed.heard
-    metrics = followed.result.metrics
-    assert float(followed.heard[str(metrics["optimizer_steps"])]) == metrics["spread"]
-
-
-def _following_without_ray() -> list[float]:
-    return _without_ray(accumulation=1, **FOLLOWING)
-
-
 def test_a_run_that_follows_the_noise_loses_a_worker_resumes_and_ends_as_if_nothing_happened(
     followed: Followed, pool: Any
 ) -> None:
     result = followed.result
     assert set(result.metrics) == {*METRICS, "spread"}
-    assert flat(load_weights(result.checkpoint.path)).tolist() == pool(2).run(_following_without_ray)[0]
+    assert (
+        flat(load_weights(result.checkpoint.path)).tolist()
+        == pool(2).run(functools.partial(_without_ray, accumulation=1, **FOLLOWING))[0]
+    )
     trace = read_trace(Path(result.path) / "trace.jsonl")
     assert trace[-1]["attempt"] == 1
     scales = [row["scale"] for row in trace]

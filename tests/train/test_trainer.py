@@ -34,6 +34,7 @@ from ray_adascale.train.ray_record import RECORD
 from ray_adascale.train.run_lock import LOCK
 
 from ..live_lock import locked_elsewhere
+from ..samples_of import recipe
 
 pytestmark = [
     pytest.mark.ray,
@@ -147,26 +148,9 @@ def _without_ray(**changes: Any) -> list[float]:
     return flat(built.model.state_dict()).tolist()
 
 
-def _recipe(**changes: Any) -> Recipe:
-    curve = [0.1 * 0.98**t for t in range(60)]
-    fields: dict[str, Any] = {
-        "hyperparameters": {"lr": 0.1},
-        "base_batch_size": 4,
-        "total_steps": 60,
-        "base_steps_per_epoch": 15.0,
-        "scheduler_unit": "step",
-        "metric": "spread",
-        "mode": "min",
-        "score": 0.1,
-        "lr_curve": [curve],
-        "noise": [],
-        "seed": 0,
-        "search": {},
-        "workload": "tests",
-        "versions": {},
-        "created": "2026-11-21",
-    }
-    return Recipe(**(fields | changes))
+def _recipe() -> Recipe:
+    more = {"hyperparameters": {"lr": 0.1}, "base_steps_per_epoch": 15.0, "scheduler_unit": "step", "metric": "spread"}
+    return recipe([], 60, base_batch_size=4, lr_curve=[[0.1 * 0.98**t for t in range(60)]], momentum=0.9, **more)
 
 
 def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happened(
@@ -219,28 +203,6 @@ def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happe
     assert "gain" in capfd.readouterr().err  # the display
 
 
-@pytest.mark.slow
-def test_workers_killed_under_ray_are_restarted_and_end_as_if_nothing_happened(
-    ray_session: Path, pool: Any, tmp_path: Path
-) -> None:
-    result = AdaScaleTrainer(
-        workload,
-        recipe=_recipe(),
-        hyperparameters={"fail_at": 31, "kill": True, "pause_s": 0.05, "flag": str(tmp_path / "flag")},
-        config=AdaScaleConfig(per_worker_batch_size=4, accumulation=2, seed=2, checkpoint_every_s=0.3),
-        scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(
-            name="killed", storage_path=str(ray_session), failure_config=ray.train.FailureConfig(max_failures=1)
-        ),
-        progress=False,
-    ).fit()
-    assert flat(load_weights(result.checkpoint.path)).tolist() == pool(2).run(_without_ray)[0]
-    trace = read_trace(Path(result.path) / "trace.jsonl")
-    assert [row["step"] for row in trace] == list(range(1, result.metrics["optimizer_steps"] + 1))
-    assert [row["attempt"] for row in trace][-1] == 1
-    assert int((Path(result.path) / "progress").read_text()) == trace[-1]["step"]
-
-
 def _damage_the_newest(run: Path) -> int:
     """Flips a bit in the checkpoint that Ray will hand out; returns its optimizer step."""
     newest = json.loads((run / "checkpoint_manager_snapshot.json").read_text())["latest_checkpoint_result"]
@@ -280,17 +242,16 @@ def workload(config):
 """
 
 
-@pytest.fixture(scope="module")
-def of_a_file(ray_session: Path, tmp_path_factory: pytest.TempPathFactory) -> ray.train.Result:
-    """Result of a run on two workers. Its workload is a file that imports its neighbour; one checkpoint is to stay."""
-    folder = tmp_path_factory.mktemp("project")
-    (folder / "w_neighbour.py").write_text(NEIGHBOUR)
-    (folder / "w_file.py").write_text(FILE)
-    modules = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patched, contextlib.chdir(tmp_path_factory.mktemp("elsewhere")):
-        patched.setattr(sys, "path", list(sys.path))
+def test_a_file_imports_its_neighbour_and_of_the_checkpoints_the_best_stay_and_the_newest(
+    ray_session: Path, write: Any, tmp_path: Path
+) -> None:
+    """Where small is good Ray would take those from before the first evaluation, which have no error, for the best."""
+    write("w_neighbour.py", NEIGHBOUR)
+    path = write("w_file.py", FILE)
+    (tmp_path / "elsewhere").mkdir()
+    with contextlib.chdir(tmp_path / "elsewhere"):
         result = AdaScaleTrainer(
-            resolve(f"{folder / 'w_file.py'}:workload"),
+            resolve(f"{path}:workload"),
             config=AdaScaleConfig(base_batch_size=4, total_steps=60, evaluate_every=20.0, checkpoint_every_s=0.2),
             scaling_config=ScalingConfig(num_workers=2),
             run_config=RunConfig(
@@ -300,20 +261,10 @@ def of_a_file(ray_session: Path, tmp_path_factory: pytest.TempPathFactory) -> ra
             ),
             progress=False,
         ).fit()
-    for name in set(sys.modules) - modules:
-        del sys.modules[name]
-    return result
-
-
-def test_a_file_imports_its_neighbour_on_every_worker(of_a_file: ray.train.Result) -> None:
-    assert (of_a_file.metrics["world_size"], of_a_file.return_value["stopped"]) == (2, "total_steps reached")
-
-
-def test_of_the_checkpoints_the_best_stay_and_the_newest(of_a_file: ray.train.Result) -> None:
-    """Where small is good Ray would take those from before the first evaluation, which have no error, for the best."""
-    states = [Saved(file.parent).state for file in sorted(Path(of_a_file.path).glob("*/manifest.json"))]
+    assert (result.metrics["world_size"], result.return_value["stopped"]) == (2, "total_steps reached")
+    states = [Saved(file.parent).state for file in sorted(Path(result.path).glob("*/manifest.json"))]
     assert [state["recorded"] for state in states] == [{"error": 2.0}, {"error": 4.0}]
-    assert states[1]["effective_steps"] == of_a_file.metrics["effective_steps"] >= 60
+    assert states[1]["effective_steps"] == result.metrics["effective_steps"] >= 60
     assert 20 <= states[0]["effective_steps"] < 40
 
 

@@ -30,10 +30,6 @@ def alone() -> Outcome:
     return Outcome(torch.ones(5), trace, [stream[i : i + 50] for i in (0, 50, 100)], 0, ["Checkpoint: somewhere"])
 
 
-def test_a_run_like_the_one_left_alone_breaks_nothing() -> None:
-    assert broken(alone(), alone()) == []
-
-
 @pytest.mark.parametrize(
     ("change", "promise"),
     [

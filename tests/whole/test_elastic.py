@@ -15,9 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ray_adascale import AdaScaleConfig, LocalBackend, Run, checkpoint
+from ray_adascale import AdaScaleConfig, LocalBackend, Run
 from ray_adascale.data.order import epoch_order
-from ray_adascale.run.observe.trace import read_trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
 
@@ -157,29 +156,15 @@ def test_parts_of_unequal_size_add_up_to_the_mean_over_the_batch(pool: Any) -> N
             assert weights == pytest.approx(alone, rel=1e-9)  # float64: only the order of sums differs
 
 
-# ---- on a Ray cluster ------------------------------------------------------------------------------------------------
+# ---- on a Ray cluster: tests/project/test_examples.py and test_machines.py have workers that come and go ------------------
 
 
-def committed_examples(folder: Path, trace: list[dict[str, Any]]) -> list[int]:
-    """What the workers say that they saw, of the steps that the final weights went through, in the stream's order."""
-    logs = []
-    for path in sorted(folder.glob("seen-*.jsonl"), key=lambda p: float(p.name.split("-")[1])):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        (rank, world, start), passes = lines[0], lines[1:]
-        logs.append((rank, world, 0 if start is None else checkpoint.Saved(start).state["iterations"], passes))
-    seen: list[int] = []
-    for row in trace:
-        first = min(other["step"] for other in trace if other["attempt"] == row["attempt"])
-        for rank in range(row["world_size"]):
-            # Of several starts from one checkpoint the last is the one that got further.
-            passes = [p for r, w, start, p in logs if (r, w, start) == (rank, row["world_size"], first - 1)][-1]
-            seen += passes[row["step"] - first]
-    return seen
-
-
-def on_a_cluster(what: str, folder: Path) -> dict[str, Any]:
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_a_node_that_is_announced_to_go_gets_one_checkpoint_and_the_run_goes_on(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cluster_run", what, str(folder)],
+        [sys.executable, "-m", "tests.whole.cluster_run", str(tmp_path)],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -188,60 +173,7 @@ def on_a_cluster(what: str, folder: Path) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-4000:]
     out = json.loads(done.stdout.splitlines()[-1])
     print(out)
-    return out
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.timeout(600)
-def test_a_node_that_is_announced_to_go_gets_one_checkpoint_and_the_run_goes_on(tmp_path: Path) -> None:
-    out = on_a_cluster("drain", tmp_path)
     # The notice is polled every 5 s here and by Ray's own watcher; clouds tell 30 s or more ahead.
     assert out["seconds"] < 25
     assert out["checkpoints"] == 1
     assert out["later_step"] > out["checkpoint_step"] >= 10
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.timeout(600)
-def test_a_run_over_a_lost_and_a_new_node_sees_every_example_once(tmp_path: Path) -> None:
-    from . import cluster_run
-
-    out = on_a_cluster("resize", tmp_path)
-    assert out["down_s"] < 60
-    assert out["up_s"] < 60
-    trace = read_trace(tmp_path / "elastic" / "trace.jsonl")
-    sizes = [row["world_size"] for row in trace]
-    assert [size for size, before in zip(sizes, [0, *sizes], strict=False) if size != before] == [2, 1, 2]
-    assert [row["step"] for row in trace] == list(range(1, len(trace) + 1))
-    tau = 0.0
-    for row in trace:
-        tau += row["gain"]
-        assert row["effective_steps"] == pytest.approx(tau, rel=1e-12)
-    assert tau >= 3000
-    seen = committed_examples(tmp_path, trace)
-    epochs = len(seen) // cluster_run.LENGTH + 1
-    stream = torch.cat([epoch_order(cluster_run.LENGTH, seed=5, epoch=epoch) for epoch in range(epochs)]).tolist()
-    assert seen == stream[: len(seen)]
-    assert len(seen) == trace[-1]["position"]
-    fixed = []
-    for seed in (5, 6, 7):
-        torch.manual_seed(seed)
-        built = cluster_run.workload({})
-        config = AdaScaleConfig(**(cluster_run.CONFIG | {"seed": seed}), scheduler_unit="step", accumulation=2)
-        run = Run(
-            built.model,
-            built.optimizer,
-            built.scheduler,
-            built.train_dataset,
-            config,
-            evaluate=built.evaluate,
-            backend=LocalBackend(device="cpu"),
-        )
-        for batch in run:
-            run.backward(built.loss_fn(run.model, batch))
-            run.step()
-        fixed.append(run.summary()["accuracy"])
-    print(out["metrics"]["accuracy"], fixed)
-    assert min(fixed) - 0.03 < out["metrics"]["accuracy"] < max(fixed) + 0.03

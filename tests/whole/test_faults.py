@@ -299,13 +299,6 @@ def test_a_run_with_a_schedule_of_batches_is_killed(tmp_path: Path) -> None:
     assert [scale for scale, _ in itertools.groupby(row["scale"] for row in rows_of(tmp_path / "quiet"))] == [2, 4, 10]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_run_that_follows_the_noise_is_killed_twenty_times(tmp_path: Path) -> None:
-    kill_and_compare(tmp_path, 2, 20, seed=5, points=(*POINTS, "time"), total_steps=1200, **FOLLOWING)
-    assert len({row["scale"] for row in rows_of(tmp_path / "quiet")}) > 3
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Workers that raise or hang
 
@@ -466,13 +459,6 @@ def test_a_copy_is_made_of_what_is_written_alone(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "c" / "rows").read_text() == "one\n"
     checkpoint.verify(tmp_path / "c")
     assert not saving._planner._copies
-
-
-def test_the_last_checkpoint_is_there_when_the_run_ends(tmp_path: Path) -> None:
-    drive(alone(tmp_path, checkpoint_every_s=1000.0))
-    (only,) = tmp_path.glob("checkpoint_*")
-    assert checkpoint.Saved(only).state["stopped"] == "total_steps reached"
-    checkpoint.verify(only)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

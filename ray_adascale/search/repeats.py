@@ -1,15 +1,20 @@
-"""The plan of a search's repeats: which trials run again, with which seeds. A file keeps it for a continued search."""
+"""The repeats of a search: which trials run again, with which seeds, and which of them has the best mean.
+
+A file keeps the plan for a continued search.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from .._errors import SettingError
 from .._fields import json_value
 from .._files import join, read_json, write_json
-from .trial import PlannedRepeat
+from ..run.base.base_run import BaseResult
+from .trial import PlannedRepeat, describe_config
 from .watch import Finished
 
 PLAN = "repeats.json"
@@ -23,13 +28,11 @@ class RepeatPlan:
     Attributes:
         repeats: Further seeds for each candidate.
         repeat_best: Largest number of candidates.
-        trials: Ids of the candidates' trials, best first.
-        planned: All repeats. Tune's config of a repeat is its index here.
+        planned: All repeats, those of the best trial first. Tune's config of a repeat is its index here.
     """
 
     repeats: int
     repeat_best: int
-    trials: list[str]
     planned: list[PlannedRepeat]
 
     @classmethod
@@ -42,17 +45,12 @@ class RepeatPlan:
             repeat_best: Largest number of candidates.
             seed: The seed of the trials. Those of the repeats follow it.
         """
-        best = ranked[:repeat_best]
-        return cls(
-            repeats=repeats,
-            repeat_best=repeat_best,
-            trials=[trial.trial_id for trial in best],
-            planned=[
-                PlannedRepeat(candidate=candidate, hyperparameters=trial.config, seed=seed + 1 + i)
-                for candidate, trial in enumerate(best)
-                for i in range(repeats)
-            ],
-        )
+        planned = [
+            PlannedRepeat(candidate=trial.trial_id, hyperparameters=trial.config, seed=seed + 1 + i)
+            for trial in ranked[:repeat_best]
+            for i in range(repeats)
+        ]
+        return cls(repeats=repeats, repeat_best=repeat_best, planned=planned)
 
     @classmethod
     def read(cls, folder: str, *, repeats: int, repeat_best: int) -> RepeatPlan | None:
@@ -82,3 +80,31 @@ class RepeatPlan:
     def write(self, folder: str) -> None:
         """Write the plan to the folder of the repeats."""
         write_json(join(folder, PLAN), json_value("repeats", asdict(self)))
+
+
+def best_mean(planned: Sequence[PlannedRepeat], ended: Iterable[Finished]) -> list[tuple[PlannedRepeat, BaseResult]]:
+    """Return the repeats of the candidate with the best mean, with their results; none without such a candidate.
+
+    A repeat that failed, or has not ended, excludes its candidate. Of equals the one with the better rank in the search wins.
+    """
+    outcomes = {trial.config["repeat"]: trial.outcome for trial in ended}
+    candidates: dict[str, list[tuple[PlannedRepeat, BaseResult | None]]] = {}
+    for i, repeat in enumerate(planned):
+        candidates.setdefault(repeat.candidate, []).append((repeat, outcomes.get(i)))
+    whole = [
+        [(repeat, outcome) for repeat, outcome in each if outcome is not None]
+        for each in candidates.values()
+        if all(outcome is not None for _, outcome in each)
+    ]
+    return max(whole, key=lambda each: statistics.mean(outcome.objective for _, outcome in each), default=[])
+
+
+def best_mean_so_far(planned: Sequence[PlannedRepeat], ended: Iterable[Finished]) -> tuple[str, str]:
+    """Return the best mean and its description, as :func:`~ray_adascale.search.watch.best_trial` does for trials."""
+    best = best_mean(planned, ended)
+    if not best:
+        return "", ""
+    repeat, outcome = best[0]
+    mean = f"{statistics.mean(outcome.score for _, outcome in best):.4g}"
+    over = f"over {len(best)} seed{'' if len(best) == 1 else 's'}"
+    return f"best mean {mean}", f"mean {outcome.metric} {mean} {over} at {describe_config(repeat.hyperparameters)}"

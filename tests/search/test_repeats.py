@@ -6,19 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from ray_adascale.search.repeat_plan import PLAN, RepeatPlan
+from ray_adascale.search.repeats import PLAN, RepeatPlan
 from ray_adascale.search.watch import Finished
 
 
 def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
     ranked = [Finished(name, {"lr": lr}, {}, None) for name, lr in (("b", 0.2), ("a", 0.1), ("c", 0.3))]
     plan = RepeatPlan.of(ranked, repeats=2, repeat_best=2, seed=3)
-    assert plan.trials == ["b", "a"]
     assert [(each.candidate, each.hyperparameters["lr"], each.seed) for each in plan.planned] == [
-        (0, 0.2, 4),
-        (0, 0.2, 5),
-        (1, 0.1, 4),
-        (1, 0.1, 5),
+        ("b", 0.2, 4),
+        ("b", 0.2, 5),
+        ("a", 0.1, 4),
+        ("a", 0.1, 5),
     ]
     folder = str(tmp_path / "mine-repeats")
     assert RepeatPlan.read(folder, repeats=2, repeat_best=2) is None
