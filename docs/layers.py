@@ -33,15 +33,19 @@ RAY_LAYERS: list[list[Package]] = [
         Package(
             "cli",
             "options and output of the commands",
-            "main source run_folder checking connection arguments batch_options parser",
+            "main train tune reading checking run_folder command source options",
         )
     ],
-    [Package("search", "which settings win: trials on Ray Tune", "tune spec repeats watch trial trial_workers")],
+    [
+        Package(
+            "search", "which settings win: trials on Ray Tune", "tune spec precheck repeats watch trial trial_workers"
+        )
+    ],
     [
         Package(
             "train",
             "where the workers of a run live: Ray Train, its cluster, preemption notices",
-            "trainer backend driver_channel worker_reports hangs retry run_lock ray_record pickling network cluster",
+            "trainer backend driver_channel worker_reports hangs retry run_lock ray_record pickling network connection cluster",
         )
     ],
 ]

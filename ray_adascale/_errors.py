@@ -1,5 +1,5 @@
-"""The error for a setting that can't work, with the setting's name for the command line; checks of a count and of a type; and
-notes on the errors of others.
+"""The error for a setting that can't work; a setting's option on the command line; checks of a count and of a type; and notes
+on the errors of others.
 """
 
 from __future__ import annotations
@@ -48,6 +48,18 @@ class SettingError(ValueError):
     def with_settings_as(self, text: str) -> str:
         """Return the message with this text for the settings."""
         return self._text.replace("{}", text, 1)
+
+
+def flag_of(name: str) -> str:
+    """Return the option of a setting: ``--grad-clip`` of ``grad_clip``, and ``--report-every`` of ``report_every_s``."""
+    return "--" + {"patience": "early_stop"}.get(name, name).removesuffix("_s").replace("_", "-")
+
+
+def typed(name: str, value: Any, between: str = "=") -> str:
+    """Return a setting with its value as it is typed on the command line. ``...`` is a value that was not given."""
+    if isinstance(value, bool) or value is ...:
+        return flag_of(name if value else f"no_{name}")
+    return f"{flag_of(name)}{between}{'none' if value is None else value}"
 
 
 class RecipeError(ValueError):

@@ -12,11 +12,12 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._errors import SettingError, check_count
-from .data.order import BatchSplit
-from .gain import scale_at_efficiency
+
+if TYPE_CHECKING:  # the settings, and with them the options of the command line, load no torch
+    from .data.order import BatchSplit
 
 _RATIO = 2**0.25
 """Ratio of neighbouring pass sizes: few sizes, and one of them near to any wanted size."""
@@ -65,6 +66,8 @@ class BatchPlan:
 
     def split(self, rank: int) -> BatchSplit:
         """Return the micro-batches of one worker."""
+        from .data.order import BatchSplit
+
         return BatchSplit(self.global_batch_size, rank=rank, world_size=self.world_size, accumulation=self.accumulation)
 
 
@@ -425,6 +428,8 @@ class BatchFollower:
         batch, target = self.plan.global_batch_size, self._settings.target_efficiency
         if target is None or len(self.plans) == 1 or math.isnan(sigma2) or math.isnan(mu2):
             return batch
+        from .gain import scale_at_efficiency
+
         scale = scale_at_efficiency(sigma2, mu2, target)
         wanted = min(scale * self.plan.base_batch_size, self.plans[-1].global_batch_size, _GROWTH * batch)
         wanted = max(wanted, self.plans[0].global_batch_size)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from ._errors import SettingError, check_count
-from ._warn import warn_at_user
+from ._errors import SettingError, check_count, typed
 from .batch import BatchSettings
-from .optim.rules import ScalingRule, follows_gain, make_rule
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the options of the command line come from this module, and their help needs no torch
+    from .optim.rules import ScalingRule
     from .recipe import Recipe
 
 
@@ -68,9 +66,10 @@ class AdaScaleConfig:
         total_epochs: Length of the base run in passes over the dataset, instead of ``total_steps``.
         scheduler_unit: What one ``scheduler.step()`` meant in the base run, "step" or "epoch". Required with a
             scheduler, because a wrong guess is silently wrong.
-        per_worker_batch_size: Examples per backward pass on one worker. Default: the base batch size.
-            :func:`ray_adascale.find_batch_size` finds the most that fit into memory.
-        accumulation: Backward passes per optimizer step. Each loss is the mean over its micro-batch; don't divide it by them.
+        per_worker_batch_size: Examples per backward pass on one worker; ``ray-adascale check --memory`` and
+            :func:`ray_adascale.find_batch_size` find the most that fit into memory. Default: the base batch size.
+        accumulation: Backward passes per optimizer step, on each worker; each loss stays the mean over its micro-batch, so don't
+            divide it by them.
         global_batch_size: B, the same on any number of workers. The number of passes depends on the workers then:
             ``accumulation`` is the fewest passes, and ``per_worker_batch_size`` the most examples of one. B need not divide
             evenly. Default: each worker's batch stays the same, and B grows with the workers.
@@ -82,8 +81,8 @@ class AdaScaleConfig:
             fields bound the batch. Without them the batch is bounded by the dataset, and no step advances the clock by more
             than ``averaging_window``. Needs a map-style dataset, and a rule that follows the gain.
         batch_schedule: The batch from each start on: pairs of start and examples of all workers, ``[(0, 32), (0.2, 128)]``, or as
-            text ``"0:32,20%:128"``. The first start is 0, and no batch is below B0. The other starts have one unit. A float below
-            1 or "20%" is a share of T, and an integer is effective steps.
+            text ``"0:32,20%:128"`` (a share of T) or ``"0:32,300:128"`` (effective steps). The first start is 0, and no batch is
+            below B0. The other starts have one unit: a float below 1 or "20%" is a share of T, and an integer is effective steps.
             ``per_worker_batch_size``, ``accumulation`` and the next two fields mean the same as with ``target_efficiency``; a
             batch above a bound is cut to it. Needs a map-style dataset.
         max_global_batch_size: Examples of the largest batch with ``target_efficiency`` or ``batch_schedule``.
@@ -91,10 +90,10 @@ class AdaScaleConfig:
         elastic: The number of workers may change. Where few workers would make less than a base batch, the run accumulates
             more passes until S ≥ 1. Without this setting it refuses. ``AdaScaleTrainer`` sets it for
             ``num_workers=(min, max)``.
-        rule: How the LR follows the scale: "adascale", for SGD, Adam and AdamW alike. "adascale_betas", for Adam and AdamW: the
-            same and β^r for the betas, which was better and took more steps (docs/results/adam.md). For comparisons "linear",
-            "sqrt", "unscaled", and "adamscale" (AdaptDL's for Adam, which does worse: the same page). Or a rule such as
-            ``LEGWRule(5, 50_000)``, or a callable (RuleInput) -> (LR factor, clock increment).
+        rule: How the LR follows the scale: "adascale", for SGD, Adam and AdamW alike; "adascale_betas", for Adam and AdamW: the
+            same and β^r for the betas; for comparisons "linear", "sqrt", "unscaled" and "adamscale" (AdaptDL's for Adam). With
+            "adascale_betas" runs were better and took more steps, with "adamscale" they were worse (docs/results/adam.md). Or a
+            rule such as ``LEGWRule(5, 50_000)``, or a callable (RuleInput) -> (LR factor, clock increment).
         sharding: Where gradients and optimizer state live. "none": all on every worker (DDP). "oss": each worker holds 1/N of
             the state. "zero2": and 1/N of the gradients (ShardedDataParallel). "fsdp2": and 1/N of the weights between uses
             (torch's fully_shard). "auto": "zero2" on more than one worker for an optimizer that has state.
@@ -109,8 +108,8 @@ class AdaScaleConfig:
         noise_budget: Share of the time of the steps that per-example norms may cost. So only every few steps are measured. A base
             run measures every fifth instead.
         max_nonfinite_steps: Optimizer steps in a row with a non-finite gradient before the run ends with an error.
-        seed: Seed of the order of examples.
-        shuffle: False keeps the examples in the dataset's order.
+        seed: Seed of the order of examples, and of the weights that a workload makes.
+        shuffle: Draw the order of an epoch's examples from the seed, instead of the dataset's order.
         dataset_length: Examples an epoch over all workers, for datasets without a length (iterables, Ray Data).
         drop_last: Drop the last examples of an epoch where they do not fill a step, instead of running on into the next one.
         num_loader_workers: ``DataLoader`` worker processes a training worker.
@@ -127,7 +126,8 @@ class AdaScaleConfig:
         step_timeout_s: Seconds that an optimizer step may take. After this time the driver of an ``AdaScaleTrainer`` ends the
             worker that holds up the others, and Ray restarts all from the last checkpoint. Default: ten times the slowest of the
             last 20 steps, and at least 120; inf for never. Evaluations, checkpoints and a start's first step have no limit.
-        early_stop: When to end before T, see :class:`EarlyStop`; None to run to T.
+        early_stop: End before T, once the evaluations have not improved for a number of effective steps: an :class:`EarlyStop`.
+            Default: run to T.
         trace_rows: Most rows of the trace between the first and the last. A longer run keeps every 2nd, 4th, 8th, ... step, and
             your own metrics of the others in the next row that is kept. None keeps all.
 
@@ -173,6 +173,8 @@ class AdaScaleConfig:
     trace_rows: int | None = 40_000
 
     def __post_init__(self) -> None:
+        from .optim.rules import follows_gain, make_rule
+
         for name in ("total_steps", "max_nonfinite_steps", "dataset_length", "trace_rows"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
@@ -262,14 +264,15 @@ class AdaScaleConfig:
         )
 
     def _warn_of_other_settings(self, recipe: Recipe) -> None:
+        from ._warn import warn_at_user
+
         for name, theirs in (recipe.settings or {}).items():
             mine = getattr(self, name)
             if mine == theirs or (name == "grad_clip" and theirs is None and mine == math.inf):
                 continue
-            text = theirs if isinstance(theirs, str) else json.dumps(theirs)
             warn_at_user(
                 f"The recipe was found with {name}={theirs!r}, and this is with {name}={mine!r}. To train as the search "
-                f"did: AdaScaleConfig({name}={theirs!r}), or -c {name}={text} on the command line."
+                f"did: AdaScaleConfig({name}={theirs!r}), or {typed(name, theirs, ' ')} on the command line."
             )
 
     def resolve_total_steps(self, base_steps_per_epoch: float | None) -> int:
@@ -287,7 +290,7 @@ class AdaScaleConfig:
         if base_steps_per_epoch is None:
             raise SettingError(
                 "{} needs a dataset of known length, and the length of this one is unknown. Give dataset_length, its examples "
-                "in an epoch over all workers (-c dataset_length=... on the command line), or total_steps instead. A DataLoader "
+                "in an epoch over all workers (--dataset-length on the command line), or total_steps instead. A DataLoader "
                 "on several workers tells it with a DistributedSampler; or give loader.dataset in place of the loader.",
                 total_epochs=self.total_epochs,
             )

@@ -181,8 +181,8 @@ def simulated_pool(_simulated_pools: _Pools) -> Callable[[int], ProcessPool]:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Iterator[Any]:
-    """``write(name, text)`` makes a file and returns its path. Modules that the test imports are unloaded after it."""
-    path_before, modules_before = list(sys.path), set(sys.modules)
+    """``write(name, text)`` makes a file and returns its path. Modules of such files are unloaded after the test."""
+    path_before = list(sys.path)
 
     def put(name: str, text: str) -> Path:
         path = tmp_path / name
@@ -192,8 +192,9 @@ def write(tmp_path: Path) -> Iterator[Any]:
 
     yield put
     sys.path[:] = path_before
-    for name in set(sys.modules) - modules_before:
-        del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(f"{tmp_path}/"):
+            del sys.modules[name]
 
 
 def _few_processes(patched: pytest.MonkeyPatch) -> None:

@@ -111,9 +111,10 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     """A trace of these rows; its folder is made. Returns the path."""
-    with Trace(path) as trace:
-        for each in rows:
-            trace.append(each)
+    trace = Trace(path)
+    for each in rows:
+        trace.append(each)
+    trace.flush()
     return path
 
 

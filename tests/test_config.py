@@ -121,11 +121,11 @@ def test_settings_that_differ_from_the_searchs_are_told() -> None:
         AdaScaleConfig(), precision="bf16", grad_clip=1, shuffle=False, drop_last=False
     )
     assert "found with grad_clip=1.0, and this is with grad_clip=None" in grad_clip
-    assert "AdaScaleConfig(grad_clip=1.0), or -c grad_clip=1.0 on the" in grad_clip
-    assert "AdaScaleConfig(precision='bf16'), or -c precision=bf16 on the" in precision
-    assert "AdaScaleConfig(shuffle=False), or -c shuffle=false on the" in shuffle
+    assert "AdaScaleConfig(grad_clip=1.0), or --grad-clip 1.0 on the" in grad_clip
+    assert "AdaScaleConfig(precision='bf16'), or --precision bf16 on the" in precision
+    assert "AdaScaleConfig(shuffle=False), or --no-shuffle on the" in shuffle
     (grad_clip,) = told(AdaScaleConfig(grad_clip=2.0, precision="bf16"), grad_clip=None, precision="bf16")
-    assert "-c grad_clip=null on the" in grad_clip
+    assert "--grad-clip none on the" in grad_clip
     assert told(AdaScaleConfig(grad_clip=math.inf), grad_clip=None) == []
     assert told(AdaScaleConfig(grad_clip=1.0, drop_last=True, rule="linear"), grad_clip=1.0) == []
     with warnings.catch_warnings():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
+import operator
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,41 +36,35 @@ def resolve(spec: str, what: str = "workload") -> Any:
         ValueError: The spec is malformed, the file, module or name does not exist, or the import failed (with the cause and
             its traceback).
     """
-    where, colon, name = spec.rpartition(":")
-    if not colon or not where or not name:
+    where, _, name = spec.rpartition(":")
+    if not where or not name:
         raise ValueError(f"Invalid {what} {spec!r}. Must be 'path/to/file.py:name' or 'package.module:name'.")
-    if where.endswith(".py"):
-        module = _load_file(Path(where), spec, what)
-    else:
-        here = str(Path.cwd())
-        if here not in sys.path and "" not in sys.path:
-            sys.path.insert(0, here)
-            importlib.invalidate_caches()
-        module = _import(where, spec, what)
-    found: Any = module
-    for part in name.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError as error:
-            raise ValueError(
-                f"Invalid {what} {spec!r}: there is no {name!r} in {where}. {_contents(module)}"
-            ) from error
-    return found
+    try:
+        module = _load_file(Path(where).expanduser().resolve()) if where.endswith(".py") else _load_module(where)
+    except _ImportFailed as e:
+        raise ValueError(f"Invalid {what} {spec!r}: {e}") from e.__cause__
+    try:
+        return operator.attrgetter(name)(module)
+    except AttributeError as e:
+        raise ValueError(f"Invalid {what} {spec!r}: there is no {name!r} in {where}. {_contents(module)}") from e
+
+
+class _ImportFailed(Exception):
+    """The end of an error's message, from ":" on."""
 
 
 _loaded: dict[Path, ModuleType] = {}  # files under a name of their own, so that resolving twice gives the same objects
 
 
-def _load_file(path: Path, spec: str, what: str) -> ModuleType:
-    path = path.expanduser().resolve()
+def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"Invalid {what} {spec!r}: there is no file {path}.")
+        raise _ImportFailed(f"there is no file {path}.")
     if path in _loaded:
         return _loaded[path]
     root, name = _place_of(path)
-    top, dotted, _ = name.partition(".")
-    origin = root / top / "__init__.py" if dotted or path.name == "__init__.py" else path
-    taken = not name.replace(".", "").isidentifier() or not _would_find(top, origin)
+    top = name.partition(".")[0]
+    origin = path if name == path.stem else root / top / "__init__.py"
+    taken = not name.replace(".", "").isidentifier() or _origin_of(top) not in (None, origin)
     if taken:
         root = path.parent  # the package's folder at the front would hide the other module
     if str(root) not in sys.path:
@@ -75,19 +72,19 @@ def _load_file(path: Path, spec: str, what: str) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     importlib.invalidate_caches()  # the file may be younger than the finder's listing of its folder
-    if not taken and _would_find(top, origin, folder_on_path=True):
-        return _import(name, spec, what)
+    if not taken:
+        with _import_errors(name):
+            return importlib.import_module(name)
 
     name = f"_workload_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module during its execution
     try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # such as a script's argument parser
-        raise _import_failed(spec, what, error) from error
+        with _import_errors(name):
+            spec.loader.exec_module(module)
     finally:
         del sys.modules[name]
     _loaded[path] = module
@@ -101,47 +98,48 @@ def _place_of(path: Path) -> tuple[Path, str]:
         if not root.name.isidentifier():
             return path.parent, path.stem  # no package can have this name
         root, names = root.parent, [root.name, *names]
-    if len(names) > 1 and path.name == "__init__.py":
-        names.pop()
-    return root, ".".join(names)
+    return root, ".".join(names).removesuffix(".__init__")
 
 
-def _would_find(stem: str, path: Path, *, folder_on_path: bool = False) -> bool:
-    """Return whether ``import stem`` finds this file; without its folder on the path, whether it finds no other module."""
-    if stem in sys.modules:
-        origin = getattr(sys.modules[stem], "__file__", None)
-        return origin is not None and Path(origin).resolve() == path
-    found = importlib.util.find_spec(stem)
-    if found is None:
-        return not folder_on_path
-    return found.origin is not None and Path(found.origin).resolve() == path
-
-
-def _import(name: str, spec: str, what: str) -> ModuleType:
+def _origin_of(name: str) -> Path | None:
+    """Return the file of the module that has a name already; None if there is none."""
     try:
+        spec = importlib.util.find_spec(name)
+    except ValueError:  # a module without a spec, such as __main__
+        return Path()
+    return None if spec is None else Path(spec.origin or "").resolve()
+
+
+def _load_module(name: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+        importlib.invalidate_caches()
+    with _import_errors(name):
         return importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def _import_errors(name: str) -> Iterator[None]:
+    """Name the cause if the import of this module fails, and what to do."""
+    try:
+        yield
     except (Exception, SystemExit) as error:
-        # "No module named 'a'" for an import of a.b means that the user's spec is wrong. Any other name is of an import
-        # inside the user's code.
+        hint = ""
+        # "No module named 'a'" for an import of a.b means that the user's spec is wrong. Any other name is of an import inside
+        # the user's code.
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-            raise ValueError(
-                f"Invalid {what} {spec!r}: there is no module {error.name!r} in {Path.cwd()} or among the installed ones. For a "
-                "file, write path/to/file.py:name."
-            ) from error
-        raise _import_failed(spec, what, error) from error
-
-
-def _import_failed(spec: str, what: str, error: BaseException) -> ValueError:
-    hint = ""
-    if isinstance(error, SystemExit):
-        hint = " Does it run as a script without `if __name__ == '__main__'`?"
-    elif isinstance(error, ImportError) and "relative import" in str(error):
-        hint = (
-            " A relative import needs a package: every folder of it has an __init__.py, and no other module that is loaded or "
-            "installed has the package's name."
-        )
-    cause = f"{type(error).__name__}: {error}".removesuffix(".")
-    return ValueError(f"Invalid {what} {spec!r}: importing it failed with {cause}.{hint}")
+            where = f"in {Path.cwd()} or among the installed ones. For a file, write path/to/file.py:name."
+            raise _ImportFailed(f"there is no module {error.name!r} {where}") from error
+        if isinstance(error, SystemExit):
+            hint = " Does it run as a script without `if __name__ == '__main__'`?"
+        elif isinstance(error, ImportError) and "relative import" in str(error):
+            hint = (
+                " A relative import needs a package: every folder of it has an __init__.py, and no other module that is loaded "
+                "or installed has the package's name."
+            )
+        cause = f"{type(error).__name__}: {error}".removesuffix(".")
+        raise _ImportFailed(f"importing it failed with {cause}.{hint}") from error
 
 
 def _contents(module: ModuleType) -> str:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray import tune
 
-from ray_adascale import AdaScaleConfig
 from ray_adascale.analysis.check import Finding
-from ray_adascale.cli import checking, main
-from ray_adascale.cli.checking import Request, passed, run_check
+from ray_adascale.cli import checking
+from ray_adascale.cli.checking import Check
+from ray_adascale.cli.main import main
 
 from ..samples_of import recipe
 
@@ -35,8 +34,6 @@ def workload(config):
         os.kill(os.getpid(), 9)
     if config.get("sleep"):
         time.sleep(60)
-    if config.get("broken"):
-        raise TypeError("always")
     print("built", config["lr"], config["width"], config["nested"])
     x = torch.randn(64, 4)
     model = torch.nn.Linear(4, 1)
@@ -49,15 +46,7 @@ def workload(config):
     )
 
 param_space = {"lr": tune.loguniform(1e-3, 1e-1), "width": tune.grid_search([3, 4]), "nested": {"a": tune.choice([7])}}
-signs = {"lr": tune.grid_search([-1.0, 0.1]), "width": 3, "nested": 0}
-negative = {"lr": tune.uniform(-0.2, -0.1), "width": 3, "nested": 0}
-alike = {"lr": tune.loguniform(1e-3, 1e-1), "width": tune.grid_search([3, 4]), "broken": True}
-one_value = {"lr": 0.1, "width": 3, "broken": tune.choice([True])}
 deadly = {"lr": 0.1, "width": 3, "die": tune.choice([True])}
-depends = {"lr": tune.sample_from(lambda spec: 0.1 * spec.config["width"]), "width": 2}
-
-def by_function(trial):
-    return {}
 
 GUARD = threading.Lock()
 
@@ -71,22 +60,18 @@ LINE = "ray-adascale: checking"
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "mine_checking.py"
-    path.write_text(textwrap.dedent(CODE))
+def file(write: Any) -> Path:
+    path: Path = write("mine_checking.py", CODE)
     return path
 
 
-def request_of(file: Path, **changes: Any) -> Request:
-    fields: dict[str, Any] = {
-        "workload": f"{file}:workload",
-        "hyperparameters": {},
-        "space": f"{file}:param_space",
-        "config": AdaScaleConfig(base_batch_size=4, total_steps=10),
-        "recipe": None,
-        "storage_path": None,
-    }
-    return Request(**fields | changes)
+def check_of(file: Path, *overrides: str, space: str | None = None, **changes: Any) -> Check:
+    """The check of the file's workload; with the file's own search space unless another one is named."""
+    named = None if space is None else f"{file}:{space}"
+    settings = {"base_batch_size": 4, "total_steps": 10}
+    return Check(
+        workload=f"{file}:workload", overrides=list(overrides), param_space=named, settings=settings, **changes
+    )
 
 
 @contextlib.contextmanager
@@ -108,78 +93,23 @@ def of(findings: list[Finding], level: str) -> list[str]:
     return [found.text for found in findings if found.level == level]
 
 
-def test_values_that_are_not_given_are_drawn_from_the_space(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    findings = checking._check(request_of(file, hyperparameters={"width": 9}))
-    assert [found.level for found in findings] == ["ok", "ok"]
-    _, lr, width, nested = capsys.readouterr().out.split(maxsplit=3)
-    assert 1e-3 <= float(lr) <= 1e-1
-    assert (width, nested.strip()) == ("9", "{'a': 7}")
-    for space in ("depends", "by_function"):
-        assert "so no pass was made" in of(checking._check(request_of(file, space=f"{file}:{space}")), "ok")[-1]
-
-
 def test_all_mistakes_are_found_at_once(file: Path, tmp_path: Path) -> None:
     (tmp_path / "no folder").touch()
-    findings = checking._check(
-        request_of(file, space=None, hyperparameters={"lr": 0.1}, storage_path=str(tmp_path / "no folder"))
-    )
-    storage, build = of(findings, "failed")
+    check = check_of(file, "lr=0.1", draws=False, storage_path=str(tmp_path / "no folder"))
+    storage, build = of(check.findings_here(), "failed")
     assert storage.startswith(f"Files can't be written to {tmp_path}/no folder (FileExistsError")
     assert build.startswith("The build of the workload failed. KeyError: 'width'")
-    (text,) = of(checking._check(request_of(file, recipe="missing.json")), "failed")
+    (text,) = of(check_of(file, recipe="missing.json").findings_here(), "failed")
     assert "missing.json" in text
 
 
-def test_values_that_fail_by_chance_are_a_warning_and_others_are_drawn(file: Path) -> None:
-    findings = checking._check(request_of(file, space=f"{file}:signs"))
-    assert [found.level for found in findings] == ["ok", "warning", "ok"]
-    (warning,) = of(findings, "warning")
-    assert warning.startswith(
-        "A trial at lr=-1, drawn from the search space, would fail alone. The build of the workload failed. ValueError: "
-    )
-    assert "One forward and backward pass" in findings[-1].text
-
-
-def test_draws_that_fail_each_in_their_own_way_are_warnings(file: Path) -> None:
-    findings = checking._check(request_of(file, space=f"{file}:negative"))
-    warnings = of(findings, "warning")
-    assert [found.level for found in findings] == ["ok", *["warning"] * 4]
-    assert len({warning.partition(",")[0] for warning in warnings}) == 4  # each at another value
-    assert warnings == of(checking._check(request_of(file, space=f"{file}:negative")), "warning")  # drawn by the seed
-
-
-def test_a_second_draw_has_other_values_where_there_are_others() -> None:
-    space = {
-        "a": tune.choice([1, 2]),
-        "b": {"c": tune.randint(0, 2)},
-        "d": tune.choice([5]),
-        "e": tune.grid_search([1, 2]),
-    }
-    for seed in range(10):  # by chance half of them would be equal
-        first, second, *_ = checking._draws(space, seed)
-        assert first is not None
-        assert second is not None
-        assert first["a"] != second["a"]
-        assert first["b"] != second["b"]
-        assert first["d"] == second["d"]
-        assert first["e"] != second["e"]
-
-
-@pytest.mark.parametrize("space", ["alike", "one_value"])
-def test_what_every_trial_would_repeat_is_a_failure(file: Path, space: str) -> None:
-    (failed,) = of(checking._check(request_of(file, space=f"{file}:{space}")), "failed")
-    assert failed.startswith("The build of the workload failed. TypeError: always")
-    assert "It failed alike at each draw from the search space: " in failed
-
-
 def test_the_check_has_a_process_of_its_own_and_its_death_is_a_failure(file: Path) -> None:
-    given = {"lr": 0.1, "width": 3, "nested": {}, "die": True}
     with typed("y\n"):
-        (died,) = run_check(request_of(file, space=None, hyperparameters=given))
+        (died,) = check_of(file, "lr=0.1", "width=3", "nested=0", "die=1", draws=False).findings()
     assert died.level == "failed"
     assert died.text.startswith("The process of the check ended with signal 9. There may be too little memory here.")
     assert died.text.endswith("typed ''")  # what the user types is not for the check
-    (died,) = run_check(request_of(file, space=f"{file}:deadly"))
+    (died,) = check_of(file, space="deadly").findings()
     assert died.level == "warning"
     assert died.text.startswith(
         "The process of the check ended with signal 9 at die=True, drawn from the search space."
@@ -192,7 +122,7 @@ def test_a_check_that_takes_too_long_is_left_out(
     monkeypatch.setattr(checking, "_LIMIT_S", 0.5)
     monkeypatch.setattr(checking, "_QUIET_S", 0.2)
     began = time.monotonic()
-    assert passed(request_of(file, hyperparameters={"sleep": True}))
+    assert check_of(file, "sleep=true").passed()
     assert time.monotonic() - began < 30
     assert capsys.readouterr().err.splitlines() == [
         f"{LINE} {file}:workload (at most 0.5 s; --no-check leaves it out) ...",
@@ -200,21 +130,16 @@ def test_a_check_that_takes_too_long_is_left_out(
     ]
 
 
-def test_a_workload_that_cannot_be_sent_is_a_failure(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(main, "run_check", checking._check)  # a process of its own would import torch anew
-    assert main.main(["check", f"{file}:locked"]) == 1
-    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failed")]
-    assert len(failed) == 1
-    assert "can't be sent to the workers. TypeError: cannot pickle '_thread.lock' object" in failed[0]
+def test_a_workload_that_cannot_be_sent_is_a_failure(file: Path) -> None:
+    (failed,) = of(replace(check_of(file), workload=f"{file}:locked").findings_here(), "failed")
+    assert "can't be sent to the workers. TypeError: cannot pickle '_thread.lock' object" in failed
 
 
 def test_a_recipe_of_another_workload_is_named(file: Path, tmp_path: Path) -> None:
     def doubts(workload: str) -> list[str]:
         recipe([], hyperparameters={"lr": 0.1, "width": 3}, workload=workload).save(tmp_path / "recipe.json")
-        request = request_of(file, recipe=str(tmp_path / "recipe.json"), hyperparameters={"nested": 1})
-        return [text for text in of(checking._check(request), "warning") if "recipe was found" in text]
+        found = check_of(file, "nested=1", recipe=str(tmp_path / "recipe.json")).findings_here()
+        return [text for text in of(found, "warning") if "recipe was found" in text]
 
     (warning,) = doubts("other/digits.py:workload")
     assert "found with the workload other/digits.py:workload, and this one is " in warning
@@ -226,9 +151,19 @@ def test_a_recipe_of_another_workload_is_named(file: Path, tmp_path: Path) -> No
     assert not doubts("")
 
 
+def test_a_file_needs_no_search_space(write: Any) -> None:
+    path = write("mine_checking_alone.py", "def workload(config):\n    raise KeyError('reached')\n")
+    (text,) = of(check_of(path).findings_here(), "failed")
+    assert "reached" in text
+    (text,) = of(check_of(path, space="mine").findings_here(), "failed")
+    assert text.startswith(f"Invalid --param-space '{path}:mine': there is no 'mine'")
+
+
+# ---- the commands ----------------------------------------------------------------------------------------------------
+
+
 def test_the_command_prints_each_finding(file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    command = ["check", f"{file}:workload", "reduction=sum", f"--storage-path={tmp_path / 'runs'}"]
-    assert main.main(command) == 0
+    assert main(["check", f"{file}:workload", "reduction=sum", f"--storage-path={tmp_path / 'runs'}"]) == 0
     out, err = capfd.readouterr()
     storage, sent, warning, done = out.splitlines()
     assert storage == f"ok      Files can be written to {tmp_path / 'runs'}."
@@ -239,82 +174,64 @@ def test_the_command_prints_each_finding(file: Path, tmp_path: Path, capfd: pyte
 
 
 def test_the_largest_batch_that_fits_is_told_as_the_option_that_takes_it(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file: Path, monkeypatch: pytest.MonkeyPatch, cli: Any
 ) -> None:
-    monkeypatch.setattr(main, "run_check", checking._check)  # a process of its own would import torch anew
-    command = ["check", f"{file}:workload", "lr=0.1", "width=3", "nested=0"]
-    assert main.main(command) == 0
-    assert "memory" not in capsys.readouterr().out
-    assert main.main([*command, "--memory"]) == 0
+    monkeypatch.setattr(Check, "findings", Check.findings_here)  # a process of its own would import torch anew
+    words = ["check", f"{file}:workload", "lr=0.1", "width=3", "nested=0"]
+    assert "memory" not in cli(*words).out
     # The dataset has 64 examples.
-    assert (
-        capsys.readouterr().out.splitlines()[-1]
-        == "ok      64 examples a pass fit into memory: --per-worker-batch-size 64"
-    )
-    assert main.main([*command, "--memory", "0"]) == 1
-    assert "The search for the largest batch failed. SettingError: Invalid " in capsys.readouterr().out
+    fits = "ok      64 examples a pass fit into memory: --per-worker-batch-size 64"
+    assert cli(*words, "--memory").out.splitlines()[-1] == fits
+    assert "The search for the largest batch failed. SettingError: Invalid " in cli(*words, "--memory", 0, code=1).out
 
 
 FAILED = [Finding("failed", "It can't work."), Finding("warning", "A sum."), Finding("warning", "Said.", repeated=True)]
 
 
+@pytest.mark.parametrize("command", ["train", "tune"])
 def test_a_run_and_a_search_are_not_started_after_a_failure(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Any
 ) -> None:
-    asked: list[Request] = []
+    asked: list[Check] = []
 
-    def found(request: Request, *, limit_s: float) -> list[Finding]:
+    def findings(check: Check, limit_s: float) -> list[Finding]:
         assert limit_s == 120
-        asked.append(request)
+        asked.append(check)
         return FAILED
 
     def connect(*_: Any, **__: Any) -> None:
         raise AssertionError("Ray was started.")
 
-    monkeypatch.setattr(checking, "run_check", found)
-    monkeypatch.setattr(main, "connect", connect)
-    common = [f"{file}:workload", "width=2", "--base-batch-size=4", "--total-steps=10", f"--storage-path={tmp_path}"]
-    for command in (["train", *common], ["tune", *common, f"--output={tmp_path / 'recipe.json'}"]):
-        assert main.main(command) == 1
-        err = capsys.readouterr().err.splitlines()
-        assert err == [
-            "ray-adascale: warning: A sum.",
-            "ray-adascale: It can't work.",
-            "Nothing was started. --no-check starts without this check of the workload.",
-        ]
-        with pytest.raises(AssertionError, match="started"):
-            main.main([*command, "--no-check"])
-    train, tune = asked
-    assert (train.hyperparameters, train.space, train.storage_path) == ({"width": 2}, None, str(tmp_path))
-    assert (tune.hyperparameters, tune.space, tune.storage_path) == ({"width": 2}, f"{file}:param_space", str(tmp_path))
-    assert {request.config.base_batch_size for request in asked} == {4}
-    assert {request.config.total_steps for request in asked} == {10}
+    monkeypatch.setattr(Check, "findings", findings)
+    monkeypatch.setattr(checking, "connect", connect)
+    words = [command, f"{file}:workload", "width=2", "--base-batch-size=4", "--total-steps=10"]
+    words += [f"--storage-path={tmp_path}", *[f"--output={tmp_path / 'recipe.json'}"] * (command == "tune")]
+    assert cli(*words, code=1).err.splitlines() == [
+        "ray-adascale: warning: A sum.",
+        "ray-adascale: It can't work.",
+        "Nothing was started. --no-check starts without this check of the workload.",
+    ]
+    with pytest.raises(AssertionError, match="started"):
+        cli(*words, "--no-check")
+    (check,) = asked
+    assert (check.hyperparameters, check.storage_path, check.draws) == ({"width": 2}, str(tmp_path), command == "tune")
+    assert (check.config.base_batch_size, check.config.total_steps) == (4, 10)
 
 
 def test_a_mistake_in_a_setting_is_named_before_the_check(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Any
 ) -> None:
-    def run_check(request: Request, *, limit_s: float) -> list[Finding]:
+    def findings(check: Check, limit_s: float) -> list[Finding]:
         raise AssertionError("The workload was checked.")
 
-    monkeypatch.setattr(checking, "run_check", run_check)
+    monkeypatch.setattr(Check, "findings", findings)
     recipe([], hyperparameters={"lr": 0.1}).save(tmp_path / "recipe.json")
-    command = ["train", f"{file}:workload", f"--storage-path={tmp_path}"]
-    assert main.main([*command, f"--recipe={tmp_path / 'recipe.json'}", "--base-batch-size=4"]) == 2
-    assert capsys.readouterr().err == "ray-adascale: Invalid --base-batch-size 4: the recipe says 8. Leave it out.\n"
-    assert main.main([*command, "--total-steps=4"]) == 2
-    assert capsys.readouterr().err.startswith("ray-adascale: --base-batch-size is needed")
+    words = ["train", f"{file}:workload", f"--storage-path={tmp_path}"]
+    err = cli(*words, f"--recipe={tmp_path / 'recipe.json'}", "--base-batch-size=4", code=2).err
+    assert err == "ray-adascale: Invalid --base-batch-size 4: the recipe says 8. Leave it out.\n"
+    assert cli(*words, "--total-steps=4", code=2).err.startswith("ray-adascale: --base-batch-size is needed")
 
 
 def test_warnings_do_not_prevent_a_start(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "run_check", lambda request, limit_s: FAILED[1:])
-    assert passed(request_of(file))
-
-
-def test_a_file_needs_no_search_space(tmp_path: Path) -> None:
-    path = tmp_path / "mine_checking_alone.py"
-    path.write_text("def workload(config):\n    raise KeyError('reached')\n")
-    (text,) = of(checking._check(request_of(path)), "failed")
-    assert "reached" in text
-    (text,) = of(checking._check(request_of(path, space=f"{path}:mine")), "failed")
-    assert text.startswith(f"Invalid --param-space '{path}:mine': there is no 'mine'")
+    monkeypatch.setattr(Check, "findings", lambda check, limit_s: FAILED[1:])
+    assert check_of(file).passed()

@@ -184,14 +184,14 @@ def test_the_job_has_kuberays_fields() -> None:
 
 
 def test_the_job_runs_what_the_command_line_takes() -> None:
-    from ray_adascale.cli.main import _parser
+    from ray_adascale.cli.main import make_parser
 
     job = load(RAYJOB)
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     spec = job["spec"]
     program, *arguments = spec["entrypoint"].split()
     assert program == "ray-adascale"
-    given = _parser().parse_args(arguments)  # SystemExit for an option that is not there
+    given = make_parser().parse_args(arguments)  # SystemExit for an option that is not there
     runtime = yaml.safe_load(spec["runtimeEnvYAML"])
     assert any("ray-adascale" in package for package in runtime["pip"])
     assert given.workload.split("/")[0] == "examples"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run
-from ray_adascale.cli.main import _parser
+from ray_adascale.cli.main import make_parser
 from ray_adascale.cli.source import resolve
 from ray_adascale.workload import build
 
@@ -38,7 +38,7 @@ def test_a_figure_comes_first_then_the_commands_the_loop_and_the_workload_whose_
     before, _, after = text.partition(code)
     assert len([line for line in code.splitlines() if line]) <= 30
     file = re.findall(r"`(\w+\.py)`:\n\n```python\n$", before)
-    tune, train = (_parser().parse_args(words) for words in readme.commands_of_the_workload())
+    tune, train = (make_parser().parse_args(words) for words in readme.commands_of_the_workload())
     assert [tune.workload, train.workload] == [f"{file[0]}:workload"] * 2
     assert tune.output == train.recipe
     assert (tune.base_batch_size, tune.total_steps) == (32, 2000)

@@ -297,7 +297,7 @@ def test_a_ray_that_was_started_here_is_known(ray_session: Path) -> None:
 
     assert is_local()
     address = ray.get_runtime_context().gcs_address
-    connect = f"from ray_adascale.cli.connection import connect; connect({address!r}); "  # as with --address
+    connect = f"from ray_adascale.train.connection import connect; connect({address!r}); "  # as with --address
     connect += "from ray_adascale.train.cluster import is_local; print(is_local())"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", connect], capture_output=True, text=True, timeout=100)
     assert done.stdout.strip() == "False", done.stderr

@@ -133,8 +133,8 @@ class Surroundings:
                 "--seed",
                 "3",
                 "--no-check",
-                "--config",
-                f"step_timeout_s={STEP_TIMEOUT_S}",
+                "--step-timeout",
+                str(STEP_TIMEOUT_S),
             ]
         self._spawn(sys.executable, "-m", "ray_adascale", *words)
 

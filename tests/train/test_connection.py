@@ -12,8 +12,8 @@ import grpc
 import pytest
 import ray
 
-from ray_adascale.cli import connection
-from ray_adascale.cli.connection import check_address
+from ray_adascale.train import connection
+from ray_adascale.train.connection import check_address
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 

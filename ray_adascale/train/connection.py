@@ -1,4 +1,4 @@
-"""The connection of a command to a Ray cluster: whether one answers, whether it requires a token, and ``ray.init``."""
+"""The connection of a process to a Ray cluster: whether one answers, whether it requires a token, and ``ray.init``."""
 
 from __future__ import annotations
 
@@ -23,34 +23,31 @@ def check_address(address: str | None) -> None:
     Raises:
         ValueError: No process listens there, or the cluster requires a token that this process does not have.
     """
-    address = address or os.environ.get("RAY_ADDRESS")
-    host, colon, port = (address or "").rpartition("/")[2].rpartition(":")
+    address = address or os.environ.get("RAY_ADDRESS") or ""
+    host, colon, port = address.rpartition("/")[2].rpartition(":")
     if not (colon and port.isdecimal()):
         return  # "auto", or a cluster of this process
     host = host.strip("[]")
     try:
         socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
     except OSError as e:
-        raise ValueError(_no_answer(address, str(e))) from e
+        raise _no_answer(address, e) from e
     target, mode, token = f"{host}:{port}", os.environ.get("RAY_AUTH_MODE"), _token()
     if not _refuses(target, None):
         return
     if token is None:
-        raise ValueError(
-            f"Invalid address {address!r}: the cluster there requires a token (InvalidAuthToken), and this user has none. Put "
-            "the cluster's token into ~/.ray/auth_token."
+        why = "a token (InvalidAuthToken), and this user has none. Put the cluster's token into ~/.ray/auth_token."
+    elif _refuses(target, token):
+        why = (
+            "another token than this user's (InvalidAuthToken). RAY_AUTH_TOKEN, the file that RAY_AUTH_TOKEN_PATH names, or "
+            "~/.ray/auth_token must have the cluster's token."
         )
-    if _refuses(target, token):
-        raise ValueError(
-            f"Invalid address {address!r}: the cluster there requires another token than this user's (InvalidAuthToken). "
-            "RAY_AUTH_TOKEN, the file that RAY_AUTH_TOKEN_PATH names, or ~/.ray/auth_token must have the cluster's token."
-        )
-    if mode is not None and mode.lower() != "token":
-        raise ValueError(
-            f"Invalid address {address!r}: the cluster there requires a token (InvalidAuthToken), and RAY_AUTH_MODE is "
-            f"{mode!r}. Set RAY_AUTH_MODE=token."
-        )
-    os.environ["RAY_AUTH_MODE"] = "token"
+    elif mode is not None and mode.lower() != "token":
+        why = f"a token (InvalidAuthToken), and RAY_AUTH_MODE is {mode!r}. Set RAY_AUTH_MODE=token."
+    else:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        return
+    raise ValueError(f"Invalid address {address!r}: the cluster there requires {why}")
 
 
 def connect(address: str | None, *, verbose: bool = False) -> None:
@@ -66,7 +63,7 @@ def connect(address: str | None, *, verbose: bool = False) -> None:
     """
     import ray
 
-    from ..train.cluster import quiet_init
+    from .cluster import quiet_init
 
     if address is not None and ray.is_initialized():
         raise ValueError(
@@ -80,11 +77,11 @@ def connect(address: str | None, *, verbose: bool = False) -> None:
         cause = str(e).strip().partition("\n")[0].removesuffix(".")
         if address is None:
             raise RuntimeError(f"Ray could not be started here. {type(e).__name__}: {cause}") from e
-        raise ValueError(_no_answer(address, cause)) from e
+        raise _no_answer(address, cause) from e
 
 
-def _no_answer(address: str | None, cause: str) -> str:
-    return (
+def _no_answer(address: str, cause: object) -> ValueError:
+    return ValueError(
         f"Invalid address {address!r}: no Ray cluster answers there ({cause}). Start one with `ray start --head`, or leave "
         "--address out (and RAY_ADDRESS unset) for a local one."
     )

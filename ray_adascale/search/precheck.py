@@ -1,0 +1,110 @@
+"""The check of a workload before a search or a run: at the given hyperparameters, and at values drawn from the search space."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from ray.tune.search.variant_generator import generate_variants
+
+from ..analysis.batch_size import find_batch_size
+from ..analysis.check import Finding, check_workload
+from ..config import AdaScaleConfig
+from ..recipe import Recipe
+from ..workload import WorkloadFn
+from .trial import describe_config
+
+_DRAWS = 4
+"""Most draws from the search space. There is another one only if the workload fails at the values of the draws before."""
+_CANDIDATES = 50
+"""Values that a further draw is chosen from."""
+
+
+def check_at_draws(
+    workload: WorkloadFn,
+    space: Any,
+    given: Mapping[str, Any],
+    config: AdaScaleConfig,
+    recipe: Recipe | None = None,
+    *,
+    memory: int | None = None,
+    on_draw: Callable[[str], object] = lambda at: None,
+) -> list[Finding]:
+    """Check the workload at the given hyperparameters and at values drawn from the space for the others.
+
+    A trial that fails at some values of the space fails alone, so a failure at drawn values is a warning, and other values are
+    drawn. It is a failure only if the workload fails alike at each of several draws, which have no drawn value in common where
+    the space has others.
+
+    Args:
+        workload: A function from a config to a :class:`ray_adascale.Workload`.
+        space: Tune's search space; an empty one for a run.
+        given: The hyperparameters that are not drawn.
+        config: The settings of the run.
+        recipe: The recipe of the run.
+        memory: Find the largest batch that fits, where this number of workers share the memory; None to leave that out.
+        on_draw: Called with the values of a draw, in words, before they are tried.
+    """
+    if not isinstance(space, dict):
+        return [Finding("ok", "The search space is no dictionary, so no pass was made.")]
+    try:
+        draws = list(_draws({**space, **given}, config.seed))
+    except Exception as e:  # in the space's own functions
+        cause = e.__context__ or e
+        return [Finding("failed", f"No values can be drawn from the search space. {type(cause).__name__}: {cause}")]
+    found: list[Finding] = []
+    failures: dict[str, str] = {}  # of the draws: the values in words -> the text
+    for names, drawn in draws:
+        at = describe_config({name: drawn[name] for name in names}) if names else ""
+        if at in failures:
+            continue  # the space has no other values
+        if at:
+            on_draw(at)
+        found = check_workload(workload, drawn, config, recipe)
+        failed = " ".join(finding.text for finding in found if finding.level == "failed")
+        if not failed and memory is not None:
+            found.append(_memory(workload, drawn, config, recipe, memory))
+        if not failed or not at:
+            break
+        failures[at], found = failed, []
+    if not found and len(set(failures.values())) == 1:
+        text = f"{failed}\nIt failed alike at each draw from the search space: {'; '.join(failures)}."
+        return [Finding("failed", text)]
+    alone = "A trial at {}, drawn from the search space, would fail alone. {}"
+    return [*(Finding("warning", alone.format(*failure)) for failure in failures.items()), *found]
+
+
+def _memory(
+    workload: WorkloadFn,
+    hyperparameters: Mapping[str, Any],
+    config: AdaScaleConfig,
+    recipe: Recipe | None,
+    workers: int,
+) -> Finding:
+    """Return the largest batch that fits, in the words of the option that takes it."""
+    try:
+        size = find_batch_size(workload, config, hyperparameters, recipe=recipe, workers=workers)
+    except Exception as e:
+        notes = "".join(f" {note}" for note in getattr(e, "__notes__", []))
+        return Finding("failed", f"The search for the largest batch failed. {type(e).__name__}: {e}{notes}")
+    return Finding("ok", f"{size} examples a pass fit into memory: --per-worker-batch-size {size}")
+
+
+def _draws(space: Mapping[str, Any], seed: int) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Yield draws from the space: the names that are searched, and a value for each name. The seed decides them.
+
+    A later draw is the one of many with the fewest values in common with the draws before.
+    """
+    random, taken = np.random.default_rng(seed), set[str]()
+
+    def items(variant: tuple[Any, Any]) -> set[str]:
+        return {f"{path}={value!r}" for path, value in variant[0].items()}
+
+    variants = (each for _ in itertools.count() for each in generate_variants({"config": space}, random_state=random))
+    for number in range(_DRAWS):
+        candidates = itertools.islice(variants, _CANDIDATES if number else 1)
+        chosen = min(candidates, key=lambda variant: len(items(variant) & taken))
+        taken |= items(chosen)
+        yield list(dict.fromkeys(path[1] for path in chosen[0])), chosen[1]["config"]
