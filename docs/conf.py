@@ -41,7 +41,8 @@ nitpick_ignore_regex = [
     # Other projects' names: looking them up would need their sites at build time.
     (r"py:.*", r"(accelerate|collections|lightning|numpy|os|pathlib|ray|rich|torch|transformers)\..*"),
     # Words of torch's own docstrings, which OSS and ShardedDataParallel inherit, and attributes that an __init__ sets.
-    (r"py:class", r"Module|Optimizer|Path|optional"),
+    # ScalingRule is an alias of a type, which has no page.
+    (r"py:class", r"Module|Optimizer|Path|optional|ScalingRule"),
     (r"py:attr", r"[a-z_]+"),
     # Modules that are not part of the public interface; their names appear in type annotations.
     (r"py:.*", r"ray_adascale\.[\w.]+\.\w+"),
