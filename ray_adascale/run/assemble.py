@@ -18,6 +18,7 @@ from ..data import make_source
 from ..data.iterables import known_length
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MapSource
+from ..forecast.edge import edge_doubt
 from ..optim.adascale import AdaScale
 from ..optim.schedule import BaseSchedule, EffectiveSchedule
 from ..recipe import Recipe
@@ -267,6 +268,10 @@ def _check_schedule(
 ) -> list[str]:
     """Check the base run's schedule against rule and recipe. Return doubts about it, a sentence each, after a warning of each."""
     advice = check_schedule(pieces.scheduler, schedule, plan.global_batch_size)
+    if recipe is not None:
+        settings: Any = {"rule": config.rule, "averaging_window": config.averaging_window}
+        edge = edge_doubt(recipe, config.batch, plan.world_size, **settings)
+        advice += [] if edge is None else [edge]
     for sentence in advice if warns else ():
         warn_at_user(sentence)
     check_rule(config, schedule.lr_curve)

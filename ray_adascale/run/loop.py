@@ -118,7 +118,7 @@ class Run:
             parts.state,
             parts.passes.scaler,
             most=parts.config.max_nonfinite_steps,
-            total_steps=self.total_steps,
+            schedule=parts.base_schedule,
             by_recipe=recipe is not None,
         )
         self._probed: tuple[float, float] | None = None

@@ -31,6 +31,7 @@ from ..run.boundary.backend import Backend, ReportPolicy
 from ..run.boundary.stage import StepReport
 from ..run.loop import Run
 from ..run.observe.failure import annotate_exceptions
+from ..run.skipped import Diverged
 from ..workload import ConfigAccessLog, Workload, WorkloadFn, build
 
 OBJECTIVE = "objective"  # the workload's metric, negated where small is better; Tune maximises it
@@ -125,7 +126,7 @@ class Collected:
 
         Raises:
             MissingMetric: The workload's metric is not measured.
-            FloatingPointError: The metric is not finite.
+            Diverged: The metric is not finite.
         """
         report, schedule = dict(outcome.metrics), outcome.schedule
         if self._losses and "loss" not in self.evaluated:
@@ -140,8 +141,11 @@ class Collected:
             )
         value = float(report[self._metric])
         if not math.isfinite(value):
-            raise FloatingPointError(
-                f"{self._metric} is {value} at effective step {outcome.effective_steps:.0f} of {schedule.total_steps}."
+            tau = outcome.effective_steps
+            raise Diverged(
+                f"{self._metric} is {value} at effective step {tau:.0f} of {schedule.total_steps}.",
+                tau,
+                schedule.highest_lr(tau),
             )
         report[OBJECTIVE] = value if self._mode == "max" else -value
         report["total_steps"] = schedule.total_steps
