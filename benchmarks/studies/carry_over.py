@@ -19,21 +19,17 @@ import functools
 import json
 import math
 import multiprocessing
-import random
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import torch
+import numpy as np
 from carry_over_workloads import CASES, FIRST, Case
-from ray.tune.schedulers import AsyncHyperBandScheduler
 from ray.tune.search.sample import _BackwardsCompatibleNumpyRng
 from ray.tune.search.variant_generator import generate_variants
 from study import KeptRuns, announce, prepare_process, read_runs
@@ -53,6 +49,8 @@ KEPT = ROOT / "benchmarks" / "studies" / "kept" / "carry_over.jsonl"
 TRIALS, SEARCHES = 8, (0, 1, 2)
 SCALES, SEEDS = (1, 8, 16), (101, 102, 103)
 PASSES = 2
+RUNGS = (1 / 8, 1 / 2)
+"""Shares of T at which ASHA compares trials."""
 WINDOW = 0.05
 """Memory of the clipping threshold's average as a share of T, as of the averages of the gain."""
 UNMEASURED = 10
@@ -74,6 +72,7 @@ class Job:
         clip: κ, clip at this multiple of the expected norm; 0: no clipping.
         until: Share of T at which the run stops.
         measured: Whether to measure the noise and to forecast, as in a trial.
+        cutoffs: The metric below which ASHA stops the trial at T/8 and at T/2; None: none.
     """
 
     workload: str
@@ -83,6 +82,10 @@ class Job:
     clip: float = 0.0
     until: float = 1.0
     measured: bool = False
+    cutoffs: tuple[float | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cutoffs", tuple(self.cutoffs))  # JSON has lists
 
     @property
     def lr(self) -> float:
@@ -92,7 +95,12 @@ class Job:
     def times(self, factor: float, **changes: Any) -> Job:
         """Return the job with another peak LR."""
         config = {**json.loads(self.config), "lr": self.lr * factor}
-        return replace(self, config=json.dumps(config), **changes)
+        return replace(self.plain, config=json.dumps(config), **changes)
+
+    @property
+    def plain(self) -> Job:
+        """The job as no trial of a search: neither measured nor stopped."""
+        return replace(self, measured=False, cutoffs=())
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class Result:
     """Outcome of a run.
 
     Attributes:
-        score: The metric at the end, larger is better; None: the run diverged.
+        score: The metric at the end, larger is better; None: the run diverged, or ASHA stopped it.
         scores: (τ/T, metric) of each evaluation.
         tau: τ/T at the end.
         steps: Optimizer steps, skipped ones included.
@@ -109,6 +117,7 @@ class Result:
         peak: For each scale the forecast's largest lr·r in units of the peak LR, and τ/T where it is; of measured runs.
         cpu_s: CPU seconds.
         date: Day of the run.
+        stopped: Whether ASHA stopped it.
     """
 
     score: float | None
@@ -120,6 +129,7 @@ class Result:
     peak: dict[str, list[float]]
     cpu_s: float
     date: str
+    stopped: bool = False
 
     def at(self, share: float) -> float | None:
         """Return the metric of the first evaluation at or after this share of T."""
@@ -202,7 +212,7 @@ def train(job: Job) -> Result:
     noise: list[NoiseProbe] = []
     recorder = NoiseRecorder(run, built, NoiseEvery.given(None), noise) if job.measured else None
     clipping = Clipping(run, job.clip) if job.clip else None
-    momentum, score = momentum_of(built.optimizer), None
+    momentum, score, stopped = momentum_of(built.optimizer), None, False
     try:
         for batch in run:
             if recorder:
@@ -210,15 +220,16 @@ def train(job: Job) -> Result:
             run.backward(built.loss(run.model, batch))
             if recorder:
                 recorder.end()
-            if (clipping.step() if clipping else run.step()) and run.effective_steps >= job.until * case.total_steps:
-                if job.until < 1:
-                    break
-        score = backend.scores[-1][1] if backend.scores else None
+            ended = clipping.step() if clipping else run.step()
+            stopped = below(job.cutoffs, backend.scores)
+            if stopped or (ended and job.until < 1 and run.effective_steps >= job.until * case.total_steps):
+                break
+        score = backend.scores[-1][1] if backend.scores and not stopped else None
     except FloatingPointError:  # no finite gradient for 50 steps in a row, or a metric that is not finite
         pass
     peak = {}
     if recorder and score is not None and job.until == 1:
-        ended = BaseResult(
+        outcome = BaseResult(
             metric=built.metric,
             mode=built.mode,
             score=score,
@@ -228,7 +239,7 @@ def train(job: Job) -> Result:
             noise_source=recorder.source,
             noise_every=recorder.every,
         )
-        recipe = freeze(ended, workload=case.workload, hyperparameters=hyperparameters, config=settings, search={})
+        recipe = freeze(outcome, workload=case.workload, hyperparameters=hyperparameters, config=settings, search={})
         peak = {str(scale): forecast_peak(Forecaster(recipe), recipe.lr_curve[0], scale) for scale in SCALES[1:]}
     return Result(
         score=score,
@@ -240,6 +251,7 @@ def train(job: Job) -> Result:
         peak=peak,
         cpu_s=round(time.process_time() - began, 2),
         date=str(datetime.datetime.now(datetime.UTC).date()),
+        stopped=stopped,
     )
 
 
@@ -283,25 +295,24 @@ def draws(workload: str, seed: int) -> tuple[str, ...]:
     return tuple(json.dumps(spec["config"]) for [(_, spec)] in variants)
 
 
-def asha(trials: Sequence[Result]) -> list[float | None]:
-    """Return the share of T at which ASHA, as ``tune_recipe`` sets it up, stops each trial; None: it ends by itself.
+def at_rung(scores: Sequence[Sequence[float]], rung: float) -> float | None:
+    """Return the metric of the first evaluation at or after a share of T, before T; None without one."""
+    return next((score for tau, score in scores if rung <= tau < 1), None)
+
+
+def cutoffs(earlier: Sequence[Result]) -> tuple[float | None, ...]:
+    """Return the metrics below which ASHA, as ``tune_recipe`` sets it up, stops the next trial at T/8 and at T/2.
 
     The trials report in their order. At each rung that is also the order of trials which run at the same time.
     """
-    scheduler = AsyncHyperBandScheduler(
-        time_attr="tau", metric="score", mode="max", max_t=1.0, grace_period=1 / 8
-    )
-    ends: list[float | None] = []
-    for number, trial in enumerate(trials):
-        named: Any = SimpleNamespace(trial_id=str(number))
-        scheduler.on_trial_add(None, named)  # type: ignore[arg-type]
-        answers = (
-            (tau, scheduler.on_trial_result(None, named, {"tau": tau, "score": score}))  # type: ignore[arg-type]
-            for tau, score in trial.scores
-            if tau < 1
-        )
-        ends.append(next((tau for tau, answer in answers if answer == scheduler.STOP), None))
-    return ends
+    at = [[score for trial in earlier if (score := at_rung(trial.scores, rung)) is not None] for rung in RUNGS]
+    return tuple(float(np.percentile(scores, 75)) if scores else None for scores in at)
+
+
+def below(cutoffs: Sequence[float | None], scores: Sequence[Sequence[float]]) -> bool:
+    """Return whether a trial with these evaluations so far is below the cutoff of a rung."""
+    found = [(at_rung(scores, rung), cutoff) for rung, cutoff in zip(RUNGS, cutoffs, strict=False)]
+    return any(score is not None and cutoff is not None and score < cutoff for score, cutoff in found)
 
 
 @dataclass(frozen=True)
@@ -319,21 +330,22 @@ class Search:
     cost: float
 
 
-def base_runs(job: Job, result: Result, tau: float | None = None) -> float:
-    """Return the examples of a run, or of its part up to τ/T at S = 1, in those of a base run."""
-    return tau if tau is not None else result.steps * job.scale / CASES[job.workload].total_steps
+def base_runs(job: Job, result: Result) -> float:
+    """Return the examples of a run in those of a base run."""
+    return result.steps * job.scale / CASES[job.workload].total_steps
 
 
 def search(results: Results, workload: str, seed: int, clip: float = 0.0) -> Search:
-    """Return the search with this seed. Trials are trained to T, and ASHA is applied to what they reported."""
-    jobs = [Job(workload, config, seed, clip=clip, measured=True) for config in draws(workload, seed)]
-    trials = need(results, jobs)
-    ends = asha(trials)
-    rows = list(zip(jobs, trials, ends, strict=True))
-    finished = [(job, trial) for job, trial, end in rows if end is None and trial.score is not None]
+    """Return the search with this seed."""
+    rows: list[tuple[Job, Result]] = []
+    for config in draws(workload, seed):
+        ends = cutoffs([trial for _, trial in rows])
+        job = Job(workload, config, seed, clip=clip, measured=True, cutoffs=ends)
+        rows.append((job, *need(results, [job])))
+    finished = [(job, trial) for job, trial in rows if trial.score is not None]
     return Search(
         sorted(finished, key=lambda pair: -float(pair[1].score or 0)),
-        [job.lr for job, trial, _ in rows if trial.score is None],
+        [job.lr for job, trial in rows if trial.score is None and not trial.stopped],
         sum(base_runs(*row) for row in rows),
     )
 
@@ -363,7 +375,7 @@ def now(results: Results, found: Search) -> Choice:
 
 def half(results: Results, found: Search) -> Choice:
     """Half the best trial's LR, without a look."""
-    return Choice(found.ranked[0][0].times(0.5, measured=False))
+    return Choice(found.ranked[0][0].times(0.5))
 
 
 def most_conservative(found: Search, noise: float) -> Job:
@@ -381,7 +393,7 @@ def one_error_evaluations(results: Results, found: Search) -> Choice:
 
 def again(job: Job, count: int) -> list[Job]:
     """Return the job with the next seeds, as ``tune_recipe(repeats=count)`` repeats it."""
-    return [replace(job, seed=job.seed + 1 + i, measured=False) for i in range(count)]
+    return [replace(job.plain, seed=job.seed + 1 + i) for i in range(count)]
 
 
 def one_error_repeats(results: Results, found: Search) -> Choice:
@@ -392,7 +404,7 @@ def one_error_repeats(results: Results, found: Search) -> Choice:
     extra = sum(map(base_runs, jobs, repeats))
     scores = [each.score for each in (trial, *repeats)]
     if None in scores:
-        return Choice(best.times(0.5, measured=False), extra)
+        return Choice(best.times(0.5), extra)
     return Choice(most_conservative(found, statistics.stdev(map(float, scores))), extra)  # type: ignore[arg-type]
 
 
@@ -428,7 +440,7 @@ def careful(results: Results, found: Search, tried: Callable[[Job, Result], Job]
         extra += base_runs(test, outcome)
         if went_well(outcome, trial):
             break
-        job = job.times(0.5, measured=False)
+        job = job.times(0.5)
     return Choice(job, extra)
 
 
@@ -441,7 +453,7 @@ def headroom(results: Results, found: Search) -> Choice:
     """A try at S = 1 with the LR times the forecast's largest factor at S = 16."""
 
     def tried(job: Job, trial: Result) -> Job:
-        return job.times(trial.peak["16"][0], until=past_peak(trial, 16), measured=False)
+        return job.times(trial.peak["16"][0], until=past_peak(trial, 16))
 
     return careful(results, found, tried)
 
@@ -449,7 +461,7 @@ def headroom(results: Results, found: Search) -> Choice:
 def rehearsal(results: Results, found: Search) -> Choice:
     """A try at S = 16."""
     return careful(
-        results, found, lambda job, trial: replace(job, scale=16, until=past_peak(trial, 16), measured=False)
+        results, found, lambda job, trial: replace(job.plain, scale=16, until=past_peak(trial, 16))
     )
 
 
@@ -508,7 +520,7 @@ def cell(results: Results, workload: str, seed: int, name: str) -> Cell:
     found = search(results, workload, seed, clip)
     plain = found if not clip else search(results, workload, seed)
     choice = rule(results, found)
-    base = replace(choice.job, measured=False)
+    base = choice.job.plain
     jobs = {
         scale: [
             replace(base, seed=s, scale=scale, clip=clip if scale == 1 else choice.clip_at_scale) for s in SEEDS
@@ -643,7 +655,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(args.jobs, mp_context=context, initializer=prepare_process) as pool:
             while missing := evaluate(kept.results, wanted)[1]:
-                random.Random(0).shuffle(missing) if args.jobs > 1 else None
                 for job, result in kept.run(missing, pool):
                     print(job, result.score, f"{result.cpu_s} s", file=sys.stderr, flush=True)
         results = kept.results

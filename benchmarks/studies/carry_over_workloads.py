@@ -260,16 +260,16 @@ _HIGH = {"lr": tune.loguniform(3e-2, 10.0)}
 _ADAM = {"lr": tune.loguniform(3e-4, 1e-1)}
 
 CASES: dict[str, Case] = {
-    "sorting": Case("pre-norm transformer, SGD", sorting, _SORT, 16, 800, True),
-    "adamw": Case("post-norm transformer, AdamW", sorting_adamw, _ADAM, 16, 500),
-    "deep": Case("eight linear layers without norms, digits", deep, WIDE, 16, 500),
-    "regression": Case("three linear layers, 20 columns", regression, WIDE, 16, 600),
-    "recurrent": Case("tanh network, Markov chain", recurrent, WIDE, 8, 600),
-    "autoencoder": Case("six numbers for a digit, Nesterov", autoencoder, _HIGH, 16, 600),
-    "residual": Case("residual network, batch norm, digits", functools.partial(residual, norm=True), WIDE, 16, 400),
-    "no norm": Case("residual network without norms, digits", functools.partial(residual, norm=False), WIDE, 16, 400),
-    "text": Case("post-norm transformer, SGD, Python's help pages", text, WIDE, 8, 400),
-    "images": Case("two linear layers, MNIST", images, WIDE, 16, 600, True),
+    "sorting": Case("pre-norm transformer, SGD", sorting, _SORT, 16, 400, True),
+    "adamw": Case("post-norm transformer, AdamW", sorting_adamw, _ADAM, 16, 300),
+    "deep": Case("eight linear layers without norms, digits", deep, WIDE, 16, 300),
+    "regression": Case("three linear layers, 20 columns", regression, WIDE, 16, 400),
+    "recurrent": Case("tanh network, Markov chain", recurrent, WIDE, 8, 400),
+    "autoencoder": Case("six numbers for a digit, Nesterov", autoencoder, _HIGH, 16, 400),
+    "residual": Case("residual network, batch norm, digits", functools.partial(residual, norm=True), WIDE, 16, 300),
+    "no norm": Case("residual network without norms, digits", functools.partial(residual, norm=False), WIDE, 16, 300),
+    "text": Case("post-norm transformer, SGD, Python's help pages", text, WIDE, 8, 300),
+    "images": Case("two linear layers, MNIST", images, WIDE, 16, 400, True),
 }
 FIRST = ("sorting", "adamw", "deep", "regression")
 """The workloads on which a candidate is chosen; the others are held out."""
