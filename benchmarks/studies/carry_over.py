@@ -6,9 +6,9 @@
     python benchmarks/studies/carry_over.py --report-only          the tables of the kept runs
 
 A search is that of ``tune_recipe`` with its default options, without Ray's processes: Tune's random draws, base runs in this
-process, ASHA. A *choice rule* is a function from the finished trials to a config. It may ask for further runs, whose examples count
-as the rule's cost. The chosen config then runs at S = 1, 8 and 16 with three seeds. All runs are kept in
-``benchmarks/studies/kept/carry_over.jsonl``, each once, so that a rule is evaluated from kept runs. Workers are accumulation passes.
+process, ASHA. A *choice rule* is a function from the finished trials to a config. It may ask for further runs, whose examples
+count as the rule's cost. The chosen config then runs at S = 1, 8 and 16 with three seeds. All runs are kept in
+``benchmarks/studies/kept/carry_over.jsonl``, each once, so that a rule is evaluated from kept runs. Workers are passes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from carry_over_workloads import CASES, FIRST, Case
+from carry_over_workloads import CASES, FIRST
 from ray.tune.search.sample import _BackwardsCompatibleNumpyRng
 from ray.tune.search.variant_generator import generate_variants
 from study import KeptRuns, announce, prepare_process, read_runs
@@ -460,9 +460,7 @@ def headroom(results: Results, found: Search) -> Choice:
 
 def rehearsal(results: Results, found: Search) -> Choice:
     """A try at S = 16."""
-    return careful(
-        results, found, lambda job, trial: replace(job.plain, scale=16, until=past_peak(trial, 16))
-    )
+    return careful(results, found, lambda job, trial: replace(job.plain, scale=16, until=past_peak(trial, 16)))
 
 
 def clip_at_scale(results: Results, found: Search, kappa: float = 2.0) -> Choice:
@@ -522,9 +520,7 @@ def cell(results: Results, workload: str, seed: int, name: str) -> Cell:
     choice = rule(results, found)
     base = choice.job.plain
     jobs = {
-        scale: [
-            replace(base, seed=s, scale=scale, clip=clip if scale == 1 else choice.clip_at_scale) for s in SEEDS
-        ]
+        scale: [replace(base, seed=s, scale=scale, clip=clip if scale == 1 else choice.clip_at_scale) for s in SEEDS]
         for scale in SCALES
     }
     need(results, [job for each in jobs.values() for job in each])
@@ -608,9 +604,9 @@ def scores_table(cells: Cells, names: Sequence[str]) -> str:
         ]
         at = ", ".join(f"{tau:.2f}" for tau in sorted(each.failed_at))
         clipped = ", ".join(f"{100 * each.clipped[s]:.1f}" for s in SCALES) if any(each.clipped.values()) else ""
+        verdict = "yes" if survives(each, sds[workload], 1) else "no"
         rows.append(
-            [f"{workload}, {seed}", name, f"{each.lr:.3g}", *shown, at, clipped]
-            + [f"{sds[workload]:.2g}", "yes" if survives(each, sds[workload], 1) else "no"]
+            [f"{workload}, {seed}", name, f"{each.lr:.3g}", *shown, at, clipped, f"{sds[workload]:.2g}", verdict]
         )
     head = ["workload, search", "choice", "LR", *(f"S = {s}" for s in SCALES), "diverged at τ/T", "% clipped"]
     return markdown([*head, "sd over seeds", "within 1 error"], rows)
