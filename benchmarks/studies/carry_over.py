@@ -631,6 +631,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--first", action="store_true", help="only the workloads on which a rule is chosen")
     parser.add_argument("--held-out", action="store_true", help="only the other workloads")
     parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
+    parser.add_argument("--searches", nargs="+", type=int, default=list(SEARCHES), help="seeds of the searches")
     parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each")
     parser.add_argument("--json", type=Path, default=KEPT, help="kept runs")
     parser.add_argument("--report-only", action="store_true", help="only print the tables of the kept runs")
@@ -642,7 +643,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    wanted = [(w, seed, name) for name in args.rules for w in args.workloads for seed in SEARCHES]
+    wanted = [(w, seed, name) for name in args.rules for w in args.workloads for seed in args.searches]
     if args.report_only:
         results = read_runs(args.json, Job, Result)
     else:
