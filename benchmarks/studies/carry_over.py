@@ -37,9 +37,9 @@ from study import KeptRuns, announce, prepare_process, read_runs
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, seed_everything
 from ray_adascale.forecast.replay import Forecaster
 from ray_adascale.recipe import NoiseProbe
-from ray_adascale.run.base_noise import NoiseEvery, NoiseRecorder
-from ray_adascale.run.base_run import BaseResult, base_config, freeze, momentum_of
-from ray_adascale.run.step import StepReport
+from ray_adascale.run.base.base_noise import NoiseEvery, NoiseRecorder
+from ray_adascale.run.base.base_run import BaseResult, base_config, freeze, momentum_of
+from ray_adascale.run.boundary.stage import StepReport
 from ray_adascale.workload import build
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -341,7 +341,8 @@ def search(results: Results, workload: str, seed: int, clip: float = 0.0) -> Sea
     for config in draws(workload, seed):
         ends = cutoffs([trial for _, trial in rows])
         job = Job(workload, config, seed, clip=clip, measured=True, cutoffs=ends)
-        rows.append((job, *need(results, [job])))
+        (result,) = need(results, [job])
+        rows.append((job, result))
     finished = [(job, trial) for job, trial in rows if trial.score is not None]
     return Search(
         sorted(finished, key=lambda pair: -float(pair[1].score or 0)),
