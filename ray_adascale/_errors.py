@@ -4,9 +4,10 @@ on the errors of others.
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
@@ -102,3 +103,26 @@ def check_type(name: str, value: Any, kind: Any, remedy: str) -> None:
 
 def kind_of(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def clip_multiple(grad_clip: str | float | None) -> float | None:
+    """Return κ of a ``grad_clip`` such as "2x"; None for a number and for no clipping."""
+    return float(grad_clip[:-1]) if isinstance(grad_clip, str) else None
+
+
+def checked_clip(grad_clip: Any) -> str | float | None:
+    """Return a valid ``grad_clip``: None, a positive number, or a text such as "2x". A number as text becomes the number.
+
+    Raises:
+        SettingError: It is none of these.
+    """
+    if grad_clip is None:
+        return None
+    text = isinstance(grad_clip, str)
+    with suppress(ValueError, TypeError):
+        number = float(grad_clip.removesuffix("x") if text else grad_clip)
+        if number > 0 and not isinstance(grad_clip, bool) and (not text or math.isfinite(number)):
+            return grad_clip if text and grad_clip.endswith("x") else number
+    raise SettingError(
+        'Invalid {}. Must be a positive number, or a multiple of the expected norm such as "2x".', grad_clip=grad_clip
+    )

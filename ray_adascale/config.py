@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from ._errors import SettingError, check_count, typed
+from ._errors import SettingError, check_count, checked_clip, typed
 from .batch import BatchSettings
 
 if TYPE_CHECKING:  # the options of the command line come from this module, and their help needs no torch
@@ -98,8 +98,9 @@ class AdaScaleConfig:
             the state. "zero2": and 1/N of the gradients (ShardedDataParallel). "fsdp2": and 1/N of the weights between uses
             (torch's fully_shard). "auto": "zero2" on more than one worker for an optimizer that has state.
         precision: Autocast dtype of the forward pass; "fp16" scales the loss.
-        grad_clip: Largest gradient norm, None for no clipping. A threshold does not transfer over scales: the gradient
-            of a larger batch is less noisy, so it is clipped less often.
+        grad_clip: Largest gradient norm: a number, or a multiple of the expected norm such as "2x". Default: no clipping.
+            A number does not transfer over scales, because the gradient of a larger batch is less noisy. A multiple does: the
+            expected norm is the root of the average of ‖ḡ‖² over effective time, with ``averaging_window`` as its memory.
         averaging_window: Memory of the averages of σ² and μ² as a share of the run.
         noise: How the noise of the gradient is measured. "samples": by the gradients of workers and passes; one worker makes two
             passes of half the size in place of one, and a base run takes the halves of a batch. "per_example": by the gradient
@@ -151,7 +152,7 @@ class AdaScaleConfig:
     rule: str | ScalingRule = "adascale"
     sharding: Literal["auto", "none", "oss", "zero2", "fsdp2"] = "auto"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    grad_clip: float | None = None
+    grad_clip: str | float | None = None
     averaging_window: float = 0.05
     noise: Literal["auto", "per_example", "samples"] = "auto"
     noise_budget: float = 0.05
@@ -180,7 +181,6 @@ class AdaScaleConfig:
                 check_count(name, getattr(self, name))
         for name in (
             "total_epochs",
-            "grad_clip",
             "averaging_window",
             "noise_budget",
             "evaluate_every",
@@ -191,6 +191,7 @@ class AdaScaleConfig:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and value > 0):
                 raise SettingError("Invalid {}. Must be a positive number.", **{name: value})
+        object.__setattr__(self, "grad_clip", checked_clip(self.grad_clip))
         if self.total_epochs == math.inf:
             raise SettingError("Invalid {}. Must be finite: the schedule and the run end there.", total_epochs=math.inf)
         if self.early_stop is not None and not isinstance(self.early_stop, EarlyStop):

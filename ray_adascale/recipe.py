@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from ._errors import RecipeError
+from ._errors import RecipeError, SettingError, checked_clip
 from ._fields import Check, integer, json_object, must_be, number, one_of, optional, short, within
 from ._files import write_atomically
 from ._version import __version__
@@ -383,9 +383,17 @@ _SEED = integer(0)
 _RATE = within("a learning rate, which is not negative", lambda x: x >= 0)
 _text = must_be("a non-empty string", lambda value: isinstance(value, str) and value != "", str.__str__)
 
+
+def _clip(name: str, value: Any) -> Any:
+    try:
+        return checked_clip(value)
+    except SettingError as error:
+        raise RecipeError(error.with_settings_as(f"{name}={value!r}")) from None
+
+
 SETTINGS: dict[str, Check] = {
     "precision": one_of("fp32", "bf16", "fp16"),
-    "grad_clip": optional(within("positive, or null for no clipping", lambda x: x > 0)),
+    "grad_clip": optional(_clip),
     "shuffle": must_be("true or false", lambda value: isinstance(value, bool)),
     "drop_last": must_be("true or false", lambda value: isinstance(value, bool)),
 }

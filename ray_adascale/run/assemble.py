@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from .._errors import SettingError
+from .._errors import SettingError, clip_multiple
 from .._files import TRACE
 from .._warn import warn_at_user
 from ..batch import BatchFollower, BatchPlan
@@ -40,6 +40,7 @@ from .build import (
     warn_of_state_dict_hooks,
     wrap,
 )
+from .clipping import ExpectedNorm
 from .observe.advice import NoiseWarning
 from .observe.eta import EtaTracker, forecast_remaining_steps
 from .observe.metrics import METRICS
@@ -67,6 +68,7 @@ class Parts:
         state: The loop's own state.
         stages: The stages of a step boundary, in order.
         evaluation: The stage that evaluates.
+        expected_norm: The threshold of clipping, where it is a multiple of the expected norm.
         checkpointing: The stage that saves checkpoints.
         reporting: The stage that reports.
         listeners: The listeners, in order. Workers other than rank 0 have none.
@@ -86,6 +88,7 @@ class Parts:
     state: LoopState
     stages: tuple[Stage, ...]
     evaluation: Evaluation
+    expected_norm: ExpectedNorm | None
     checkpointing: Checkpointing
     reporting: Reporting
     listeners: list[Listener]
@@ -128,6 +131,10 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     evaluation = Evaluation(
         pieces.evaluate, module, every=config.evaluate_every or total_steps / 10, early_stop=config.early_stop
     )
+    multiple = clip_multiple(config.grad_clip)
+    expected_norm = None
+    if multiple is not None:
+        expected_norm = ExpectedNorm(multiple, window=config.averaging_window, total_steps=total_steps)
     state = LoopState()
     train_state = TrainState(
         module=module,
@@ -137,7 +144,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         schedule=schedule,
         source=source,
         loop=state,
-        stages=[batch, evaluation],
+        stages=[batch, evaluation, *([] if expected_norm is None else [expected_norm])],
         base_schedule=base_schedule,
         world_size=plan.world_size,
         recipe=None if recipe is None else recipe.fingerprint,
@@ -172,6 +179,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         state=state,
         stages=stages,
         evaluation=evaluation,
+        expected_norm=expected_norm,
         checkpointing=checkpointing,
         reporting=reporting,
         listeners=listeners,

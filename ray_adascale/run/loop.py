@@ -29,7 +29,7 @@ from .boundary.checkpointing import warns_if_alone
 from .boundary.stage import BoundaryFlags, StepReport, TakenStep
 from .build import set_batch
 from .observe.advice import UnreadHyperparameters, warn_of_equal_batches
-from .observe.metrics import plain_numbers, step_metrics
+from .observe.metrics import CLIPPED, plain_numbers, step_metrics
 from .observe.pulse import Phase, Pulse
 from .skipped import SkippedSteps
 
@@ -347,10 +347,9 @@ class Run:
         self.state.recorded.update({key: value for key, value in own.items() if key != "loss"})
         if not passes.ends_step():
             return False
-        if self.config.grad_clip is not None:
-            passes.clip(self.config.grad_clip)
         self.schedule.check()
         self._synchronize()  # read step k − 1, whose τ gives the LR of this step k
+        own |= self._clip()
         self._taken = self._take_step(own)
         if self._must_synchronize():  # else step k is read as step k + 1 begins to step
             self._synchronize()
@@ -360,6 +359,17 @@ class Run:
             self._pulse.end_step(self.state.iterations)
         self._pulse.enter(Phase.BETWEEN)
         return True
+
+    def _clip(self) -> dict[str, Any]:
+        """Clip the gradient by the settings. Return what the step's row in the trace then has."""
+        passes, expected, limit = self.parts.passes, self.parts.expected_norm, self.config.grad_clip
+        if expected is None:
+            if isinstance(limit, float | int):
+                passes.clip(limit)
+            return {}
+        largest = expected.limit(self.scale, self.optimizer.average_moments)
+        norm = float(passes.clip(largest))
+        return {CLIPPED: True} if expected.add(norm, largest, self.optimizer.last_step.gain) else {}
 
     def _take_step(self, own: dict[str, Any]) -> TakenStep:
         """Take the optimizer step. Return its values on the host; its numbers may still be on the device."""

@@ -38,6 +38,10 @@ SKIPPED = "skipped"
 """The key of True in the trace's row of a step that was skipped, because its gradient was not finite."""
 
 
+CLIPPED = "clipped"
+"""The key of True in the trace's row of a step that was clipped at a multiple of the expected norm."""
+
+
 COUNTERS = ("step", "attempt", "position", "total_steps", "steps_left")
 """The keys of a row, beside :data:`METRICS`, that the run writes itself. They give its position and measure nothing."""
 
@@ -49,6 +53,7 @@ OWN_KEYS = frozenset(
         *COUNTERS,
         SHORT_STEP,
         SKIPPED,
+        CLIPPED,
         "stopped",  # the end of the run, for the driver
         "loop_seconds",  # these two in the run's summary
         "skipped_steps",
