@@ -116,7 +116,7 @@ def checked_clip(grad_clip: Any) -> str | float | None:
     Raises:
         SettingError: It is none of these.
     """
-    if grad_clip is None:
+    if grad_clip in (None, "none"):  # as typed on the command line
         return None
     text = isinstance(grad_clip, str)
     with suppress(ValueError, TypeError):

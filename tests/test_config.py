@@ -19,7 +19,7 @@ COUNTS = (
     "base_batch_size total_steps per_worker_batch_size accumulation global_batch_size min_examples_per_worker "
     "max_nonfinite_steps dataset_length trace_rows"
 )
-NUMBERS = "grad_clip averaging_window evaluate_every checkpoint_every_s report_every_s"
+NUMBERS = "averaging_window evaluate_every checkpoint_every_s report_every_s"
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,9 @@ def test_settings_that_differ_from_the_searchs_are_told() -> None:
     (grad_clip,) = told(AdaScaleConfig(grad_clip=2.0, precision="bf16"), grad_clip=None, precision="bf16")
     assert "--grad-clip none on the" in grad_clip
     assert told(AdaScaleConfig(grad_clip=math.inf), grad_clip=None) == []
+    assert told(AdaScaleConfig(grad_clip="2x"), grad_clip=None) == []  # a run at scale may clip
+    assert told(AdaScaleConfig(grad_clip="2x"), grad_clip="2x") == []
+    assert "found with grad_clip='2x'" in told(AdaScaleConfig(), grad_clip="2x")[0]
     assert told(AdaScaleConfig(grad_clip=1.0, drop_last=True, rule="linear"), grad_clip=1.0) == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -42,7 +42,7 @@ def edge_doubt(
     return (
         f"On {workers} workers the learning rate times its factor reaches {lr:.3g} at effective step {tau:.0f}. In the search, "
         f"{lowest['trial']} diverged at effective step {lowest['effective_steps']:.0f} with {lowest[LR]:.3g}, so this run may "
-        "diverge too. Use fewer workers, clip gradients (grad_clip, in the search as well), or search at lower learning rates."
+        "diverge too. Use fewer workers, clip at twice the expected norm (grad_clip='2x'), or search at lower learning rates."
     )
 
 

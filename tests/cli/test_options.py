@@ -42,6 +42,8 @@ def test_every_setting_is_an_option() -> None:
     ("words", "settings"),
     [
         (["--grad-clip=1", "--no-shuffle", "--precision=bf16"], {"grad_clip": 1.0, "shuffle": False, "precision": "bf16"}),
+        (["--grad-clip=2x"], {"grad_clip": "2x"}),
+        (["--grad-clip=none"], {"grad_clip": None}),
         (["--accumulation=2", "--report-every=5", "--step-timeout", "inf"],
          {"accumulation": 2, "report_every_s": 5.0, "step_timeout_s": float("inf")}),
         (["--trace-rows=none", "--early-stop=30"], {"trace_rows": None, "early_stop": EarlyStop(patience=30)}),
@@ -112,10 +114,10 @@ def test_options_may_stand_in_a_file(called: dict[str, Any], tmp_path: Path, cli
         ([*TRAIN, "--keep-best=accuracy"], "argument --keep-best: invalid value 'accuracy'. Must be METRIC:max|min"),
         (["forecast", str(RECIPE), "--workers=1;2"], "argument --workers: invalid value '1;2'. Must be N,N,..."),
         ([*TRAIN, "--num-loader-workers=1.5"], "--num-loader-workers: invalid value '1.5'. Must be a whole number\n"),
-        ([*TRAIN, "--grad-clip=high"], "argument --grad-clip: invalid value 'high'. Must be a number or none\n"),
+        ([*TRAIN, "--grad-clip=high"], "Invalid --grad-clip high. Must be a positive number, or a multiple of"),
         ([*TRAIN, "--precision=fp64"], "argument --precision: invalid choice: 'fp64' (choose from "),
         # What a setting refuses, and not its option.
-        ([*TRAIN, "--grad-clip=-1"], "ray-adascale: Invalid --grad-clip -1.0. Must be a positive number"),
+        ([*TRAIN, "--grad-clip=-1"], "ray-adascale: Invalid --grad-clip -1. Must be a positive number, or a multiple"),
         ([*TRAIN, "--total-epochs=1"], "Invalid --total-steps 10 --total-epochs 1.0. Give total_steps or total_epochs"),
         ([*TRAIN, "--batch-schedule", "20%:8"], "Invalid --batch-schedule 20%:8: the first batch begins at 20%"),
         ([*TRAIN, "--batch-schedule=0:8", "--target-efficiency=0.5"],
