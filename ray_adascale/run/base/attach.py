@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..._errors import SettingError
+from ..._errors import SettingError, clip_multiple
 from ..._torch import is_dtensor
 from ..._warn import warn_on_first_worker
 from ...config import AdaScaleConfig, read_settings
@@ -68,6 +68,12 @@ def attach(
             "Invalid {}: the loop that owns the model decides how it is sharded. Leave it out; sharding by this package needs "
             "ray_adascale.Run.",
             sharding=config.sharding,
+        )
+    if clip_multiple(config.grad_clip) is not None:
+        raise SettingError(
+            "Invalid {}: here the loop clips, and it does not know the expected norm. Clip at a number in the loop and give that "
+            "number, or use ray_adascale.Run.",
+            grad_clip=config.grad_clip,
         )
     if config.global_batch_size is not None or config.elastic:
         raise ValueError(

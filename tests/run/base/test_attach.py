@@ -143,5 +143,7 @@ def test_a_loop_that_cannot_cut_its_batches_says_so() -> None:
     for name, chosen in (("target_efficiency", 0.5), ("batch_schedule", "0:4,50%:16")):
         with pytest.raises(ValueError, match=rf"{name}=.*{chosen}.*\): .*data loader decides.*ray_adascale\.Run"):
             attach(model, optimizer, scheduler, settings(10, **{name: chosen}))
+    with pytest.raises(ValueError, match=r"grad_clip='2x'\): here the loop clips.*ray_adascale\.Run"):
+        attach(model, optimizer, scheduler, settings(10, grad_clip="2x"))
     with pytest.raises(ValueError, match="sharding='zero2'"):
         attach(model, optimizer, scheduler, settings(10, accumulation=2, sharding="zero2"))
