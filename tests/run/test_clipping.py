@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, read_trace
+from ray_adascale._torch import is_dtensor
 from ray_adascale.run.clipping import ExpectedNorm
 
 from ..samples_of import recipe
@@ -97,7 +98,8 @@ def train(clip: Any, folder: Path | None = None, *, passes: int = 1, stop: int |
 
 
 def weights(run: Run) -> list[float]:
-    return torch.cat([p.detach().flatten() for p in run.module.parameters()]).tolist()
+    whole = [p.full_tensor() if is_dtensor(p) else p for p in run.module.parameters()]
+    return torch.cat([p.detach().flatten() for p in whole]).tolist()
 
 
 def test_at_the_base_batch_it_is_a_plain_loop_that_clips_so(tmp_path: Path) -> None:
@@ -147,7 +149,7 @@ def on_two_workers(sharding: str) -> list[float]:
     return weights(run)
 
 
-@pytest.mark.parametrize("sharding", ["none", "oss", "zero2"])
+@pytest.mark.parametrize("sharding", ["none", "oss", "zero2", "fsdp2"])
 def test_workers_clip_as_passes_do(pool: Any, sharding: str) -> None:
     first, second = pool(2).run(on_two_workers, sharding)
     assert first == second
