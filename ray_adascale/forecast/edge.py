@@ -17,7 +17,11 @@ LR = "lr"
 
 def diverged_trials(recipe: Recipe) -> list[dict[str, Any]]:
     """Return the entries of ``recipe.search["failed"]`` that diverged, the lowest learning rate first."""
-    return sorted((trial for trial in recipe.search.get("failed") or () if LR in trial), key=lambda trial: trial[LR])
+    failed = recipe.search.get("failed")
+    entries = failed if isinstance(failed, list) else []  # any JSON value: a recipe may be of another program
+    return sorted(
+        (trial for trial in entries if isinstance(trial, dict) and LR in trial), key=lambda trial: float(trial[LR])
+    )
 
 
 def edge_doubt(

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import ray
 
 from ray_adascale import _files
 from ray_adascale.cli import main, run_folder
 from ray_adascale.cli.checking import Check
 from ray_adascale.run.observe.metrics import METRICS
-from ray_adascale.search import tune
-from ray_adascale.train import cluster, trainer
 
 from .. import samples_of
 
@@ -45,7 +42,7 @@ class Result:
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever tests ran before: the process of a command has no Ray yet."""
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
@@ -96,9 +93,10 @@ def called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         if str(tmp_path) in path:  # not into the user's storage
             _files.write_text(path, text)
 
-    monkeypatch.setattr(cluster, "quiet_init", lambda address=None, **_: seen.update(address=address))
-    monkeypatch.setattr(trainer, "AdaScaleTrainer", Trainer)
-    monkeypatch.setattr(tune, "tune_recipe", search)
+    # By name, since this file is read where Ray is missing too.
+    monkeypatch.setattr("ray_adascale.train.cluster.quiet_init", lambda address=None, **_: seen.update(address=address))
+    monkeypatch.setattr("ray_adascale.train.trainer.AdaScaleTrainer", Trainer)
+    monkeypatch.setattr("ray_adascale.search.tune.tune_recipe", search)
     monkeypatch.setattr(Check, "passed", lambda check: seen.update(checked=check) or True)
     monkeypatch.setattr(run_folder, "write_text", write_text)
     return seen

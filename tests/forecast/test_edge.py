@@ -57,6 +57,7 @@ def test_a_run_that_reaches_a_learning_rate_that_diverged_is_doubted(lr: float, 
 def test_without_a_trial_that_diverged_there_is_no_doubt() -> None:
     assert doubt(recipe(NOISY), 4) is None
     assert doubt(recipe(NOISY, search={"failed": [{"trial": "a1", "error": "KeyError: x"}]}), 4) is None
+    assert doubt(recipe(NOISY, search={"failed": 3}), 4) is None  # any JSON value
     assert doubt(recipe([], search=failed(0.01)), 4) is None  # without noise no gain is known
     assert doubt(recipe(NOISY, search=failed(0.01)), 4, "adamscale") is None
 
