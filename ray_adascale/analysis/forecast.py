@@ -369,7 +369,7 @@ def _step_time(throughput: Throughput | None, plan: BatchPlan) -> float:
 
 
 def _edge(recipe: Recipe, workers: Sequence[int], config: AdaScaleConfig) -> list[str]:
-    """Return the warning of the smallest number of workers whose run may diverge."""
+    """Return the warning about the smallest number of workers on which the run may diverge."""
     doubts = (
         edge_doubt(recipe, config.batch, k, rule=config.rule, averaging_window=config.averaging_window) for k in workers
     )

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from .source import resolve
 
 
 @dataclass(kw_only=True)
-class Command:
+class Command(ABC):
     """A command of ``ray-adascale``. Its options are its fields; its docstring, up to the fields, begins its help.
 
     Fields of the class:
@@ -46,9 +47,9 @@ class Command:
         stop = None if patience is None else EarlyStop(patience=patience)
         return AdaScaleConfig(**self.settings | {"early_stop": stop})
 
+    @abstractmethod
     def __call__(self) -> int:
         """Run the command, and return its exit code."""
-        raise NotImplementedError
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Command:

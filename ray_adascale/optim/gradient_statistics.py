@@ -438,7 +438,7 @@ class GradientStatistics:
         return None
 
     def _sums_without_passes(self) -> StepSums:
-        """Return the sums of a step of which nothing was measured: at n = 1 and S = 1, or after :meth:`unhook`."""
+        """Return the sums of a step without measured passes: at n = 1 and S = 1, or after :meth:`unhook`."""
         device, grads = self.device, self.step_gradients()
         if grads and self.observer is not None:
             self.attach()  # the watched parameters may all be frozen now, and others trainable

@@ -14,7 +14,7 @@ _FIRST = 10
 
 
 class ExpectedNorm(Stage):
-    """The average of ‖ḡ‖² over effective time, whose root is the expected norm; E‖ḡ‖² = μ² + σ²/S.
+    """Keeps the average of ‖ḡ‖² over effective time. Its root is the expected norm, since E‖ḡ‖² = μ² + σ²/S.
 
     A clipped step counts with the norm that it was clipped to. With its own norm, steps that diverge would raise the threshold.
     A change of S multiplies the average by the ratio of μ̄² + σ̄²/S.
