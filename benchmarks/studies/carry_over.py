@@ -73,6 +73,7 @@ class Job:
         until: Share of T at which the run stops.
         measured: Whether to measure the noise and to forecast, as in a trial.
         cutoffs: The metric below which ASHA stops the trial at T/8 and at T/2; None: none.
+        length: T in units of the workload's.
     """
 
     workload: str
@@ -83,6 +84,7 @@ class Job:
     until: float = 1.0
     measured: bool = False
     cutoffs: tuple[float | None, ...] = ()
+    length: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cutoffs", tuple(self.cutoffs))  # JSON has lists
@@ -91,6 +93,11 @@ class Job:
     def lr(self) -> float:
         """The peak LR."""
         return float(json.loads(self.config)["lr"])
+
+    @property
+    def total_steps(self) -> int:
+        """T."""
+        return CASES[self.workload].total_steps * self.length
 
     def times(self, factor: float, **changes: Any) -> Job:
         """Return the job with another peak LR."""
@@ -195,11 +202,11 @@ def train(job: Job) -> Result:
     """Run a job."""
     began, case = time.process_time(), CASES[job.workload]
     if job.scale == 1:
-        settings = base_config(None, case.base_batch_size, case.total_steps, None, job.seed)
+        settings = base_config(None, case.base_batch_size, job.total_steps, None, job.seed)
     else:
         settings = AdaScaleConfig(
             base_batch_size=case.base_batch_size,
-            total_steps=case.total_steps,
+            total_steps=job.total_steps,
             per_worker_batch_size=case.base_batch_size * job.scale // PASSES,
             accumulation=PASSES,
             seed=job.seed,
@@ -222,7 +229,7 @@ def train(job: Job) -> Result:
                 recorder.end()
             ended = clipping.step() if clipping else run.step()
             stopped = below(job.cutoffs, backend.scores)
-            if stopped or (ended and job.until < 1 and run.effective_steps >= job.until * case.total_steps):
+            if stopped or (ended and job.until < 1 and run.effective_steps >= job.until * job.total_steps):
                 break
         score = backend.scores[-1][1] if backend.scores and not stopped else None
     except FloatingPointError:  # no finite gradient for 50 steps in a row, or a metric that is not finite
@@ -244,7 +251,7 @@ def train(job: Job) -> Result:
     return Result(
         score=score,
         scores=backend.scores,
-        tau=round(run.effective_steps / case.total_steps, 4),
+        tau=round(run.effective_steps / job.total_steps, 4),
         steps=run.state.iterations,
         skipped=run.state.iterations - run.optimizer.steps,
         clipped=clipping.clipped if clipping else 0,
@@ -332,15 +339,15 @@ class Search:
 
 def base_runs(job: Job, result: Result) -> float:
     """Return the examples of a run in those of a base run."""
-    return result.steps * job.scale / CASES[job.workload].total_steps
+    return result.steps * job.scale / job.total_steps
 
 
-def search(results: Results, workload: str, seed: int, clip: float = 0.0) -> Search:
+def search(results: Results, workload: str, seed: int, length: int, clip: float = 0.0) -> Search:
     """Return the search with this seed."""
     rows: list[tuple[Job, Result]] = []
     for config in draws(workload, seed):
         ends = cutoffs([trial for _, trial in rows])
-        job = Job(workload, config, seed, clip=clip, measured=True, cutoffs=ends)
+        job = Job(workload, config, seed, clip=clip, measured=True, cutoffs=ends, length=length)
         (result,) = need(results, [job])
         rows.append((job, result))
     finished = [(job, trial) for job, trial in rows if trial.score is not None]
@@ -479,6 +486,7 @@ RULES: dict[str, tuple[Rule, float]] = {
     "headroom": (headroom, 0.0),
     "rehearsal": (rehearsal, 0.0),
     "clip at scale": (clip_at_scale, 0.0),
+    "clip at 3": (functools.partial(clip_at_scale, kappa=3.0), 0.0),
     "clip": (functools.partial(clip_at_scale), 2.0),
 }
 """Choice rules by name, each with the κ of its search's trials."""
@@ -511,15 +519,15 @@ class Cell:
         return statistics.mean(found) if found else -math.inf
 
 
-def cell(results: Results, workload: str, seed: int, name: str) -> Cell:
+def cell(results: Results, workload: str, seed: int, name: str, length: int) -> Cell:
     """Return what a rule makes of a search.
 
     Raises:
         Missing: Runs are missing.
     """
     rule, clip = RULES[name]
-    found = search(results, workload, seed, clip)
-    plain = found if not clip else search(results, workload, seed)
+    found = search(results, workload, seed, length, clip)
+    plain = found if not clip else search(results, workload, seed, length)
     choice = rule(results, found)
     base = choice.job.plain
     jobs = {
@@ -615,13 +623,13 @@ def scores_table(cells: Cells, names: Sequence[str]) -> str:
     return markdown([*head, "sd over seeds", "within 1 error"], rows)
 
 
-def evaluate(results: Results, wanted: Iterable[tuple[str, int, str]]) -> tuple[Cells, list[Job]]:
+def evaluate(results: Results, wanted: Iterable[tuple[str, int, str]], length: int) -> tuple[Cells, list[Job]]:
     """Return the cells that the kept runs suffice for, and the runs that the others need next."""
     cells: Cells = {}
     missing: dict[Job, None] = {}
     for key in wanted:
         try:
-            cells[key] = cell(results, *key)
+            cells[key] = cell(results, *key, length)
         except Missing as found:
             missing.update(dict.fromkeys(found.jobs))
     return cells, list(missing)
@@ -636,6 +644,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
     parser.add_argument("--frozen", action="store_true", help="only the rule that was chosen, beside now")
     parser.add_argument("--searches", nargs="+", type=int, default=list(SEARCHES), help="seeds of the searches")
+    parser.add_argument("--length", type=int, default=1, help="T in units of each workload's")
     parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each")
     parser.add_argument("--json", type=Path, default=KEPT, help="kept runs")
     parser.add_argument("--report-only", action="store_true", help="only print the tables of the kept runs")
@@ -656,11 +665,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         kept = KeptRuns(args.json, Job, Result, train)
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(args.jobs, mp_context=context, initializer=prepare_process) as pool:
-            while missing := evaluate(kept.results, wanted)[1]:
+            while missing := evaluate(kept.results, wanted, args.length)[1]:
                 for job, result in kept.run(missing, pool):
                     print(job, result.score, f"{result.cpu_s} s", file=sys.stderr, flush=True)
         results = kept.results
-    cells, missing = evaluate(results, wanted)
+    cells, missing = evaluate(results, wanted, args.length)
     print(rules_table(cells, args.workloads), scores_table(cells, args.rules), sep="\n\n")
     hours = sum(result.cpu_s for result in results.values()) / 3600
     print(f"\n{len(results)} runs, {hours:.2f} CPU hours; {len(wanted) - len(cells)} recipes are not complete.")

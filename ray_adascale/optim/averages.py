@@ -69,10 +69,13 @@ class NoiseReadout:
     mu2: list[float]
 
     def total_moments(self) -> tuple[float, float]:
-        """Return the averaged (σ², μ²), each group's clipped to non-negative, summed; NaN before the first sample."""
+        """Return the averaged (σ², μ²), each group's clipped to non-negative, summed; NaN before the first sample.
+
+        A group without a sample, added later, counts as zero, as in the gain.
+        """
         if all(math.isnan(x) for x in self.sigma2):
             return math.nan, math.nan
-        return sum(0.0 if x < 0 else x for x in self.sigma2), sum(0.0 if x < 0 else x for x in self.mu2)
+        return sum((x for x in self.sigma2 if x > 0), 0.0), sum((x for x in self.mu2 if x > 0), 0.0)
 
 
 @dataclass(frozen=True)

@@ -52,13 +52,14 @@ def make_observer(
         ValueError: ``precondition`` needs gradients that are not there.
     """
     groups = [group["params"] for group in optimizer.param_groups]
+    if isinstance(optimizer, OSS):
+        _refuse(precondition, "the optimizer state of all parameters on every worker, which OSS splits")
     if has_dtensors(optimizer):
         _refuse(precondition, "whole parameters and their optimizer state, which fully_shard splits over workers")
         from ..measure.fsdp2 import FSDP2Observer  # here, since DTensor takes half a second to import
 
         return FSDP2Observer(groups, listener, model=cast(torch.nn.Module, model), world_size=workers, local=local)
     if has_sharded_gradients(optimizer):
-        _refuse(precondition, "whole gradients on every worker")
         oss = cast(OSS, optimizer)
         return cast(GradientReducer, oss.reducer).observe(listener, accumulating=not one_pass)
     if isinstance(model, DistributedDataParallel) and local and one_pass and not precondition:

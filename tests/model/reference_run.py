@@ -196,8 +196,8 @@ class ReferenceAdaScale:
         clock = gain(float(sigma2.sum()), float(mu2.sum()), self.scale, self.variance_floor)
         if self.single_gain:
             return [clock] * groups, clock
-        pairs = zip(sigma2, mu2, strict=True)
-        return [gain(float(s), float(m), self.scale, self.variance_floor) for s, m in pairs], clock
+        gains = [gain(float(s), float(m), self.scale, self.variance_floor) for s, m in zip(sigma2, mu2, strict=True)]
+        return gains + [1.0] * (groups - len(gains)), clock  # an added group may have no sample yet
 
 
 # ---- a whole run ---------------------------------------------------------------------------------------------------------------

@@ -43,6 +43,12 @@ def test_preconditioning_refuses_what_has_no_such_state() -> None:
             adam_preconditioner(optimizer)
 
 
+def test_a_precondition_excludes_oss_whose_state_is_not_where_the_function_looks() -> None:
+    adam = torch.optim.Adam(make_model().parameters())
+    with pytest.raises(ValueError, match="precondition= needs the optimizer state of all parameters on every worker"):
+        AdaScale(OSS.wrap(adam), scale=4.0, num_gradients_to_accumulate=2, precondition=adam_preconditioner(adam))
+
+
 def test_gains_in_adams_metric_equal_the_reference_and_ignore_a_parameters_units() -> None:
     gains = []
     for unit in (1.0, 1000.0):

@@ -75,6 +75,8 @@ def test_negative_samples_count_as_they_are_unless_each_is_clipped(clip_samples:
 def test_total_moments_clip_each_group_and_then_sum() -> None:
     read = NoiseReadout([1.0] * 3, 1.0, sigma2=[-1.0, 2.0, 3.0], mu2=[4.0, -2.0, 1.0])
     assert read.total_moments() == (5.0, 5.0)
+    added = NoiseReadout([2.0, 1.0], 2.0, sigma2=[2.0, math.nan], mu2=[4.0, math.nan])  # no sample of the second yet
+    assert added.total_moments() == (2.0, 4.0)
     assert all(math.isnan(x) for x in NoiseReadout([1.0], 1.0, [math.nan], [math.nan]).total_moments())
 
 
