@@ -77,9 +77,7 @@ TORCH_LAYERS: list[list[Package]] = [
     [
         Package("", "the model, data and optimizer that a user's function returns", "workload"),
         Package(
-            "forecast",
-            "how many steps a recipe takes at another scale, and how long a step takes",
-            "edge replay throughput",
+            "forecast", "how many steps a recipe takes at another scale, and how long a step takes", "replay throughput"
         ),
         Package("", "the settings of a run", "config"),
         Package("", "the frozen result of a search", "recipe"),

@@ -121,7 +121,7 @@ def checked_clip(grad_clip: Any) -> str | float | None:
     text = isinstance(grad_clip, str)
     with suppress(ValueError, TypeError):
         number = float(grad_clip.removesuffix("x") if text else grad_clip)
-        if number > 0 and not isinstance(grad_clip, bool) and (not text or math.isfinite(number)):
+        if number > 0 and not isinstance(grad_clip, bool) and (math.isfinite(number) or not text or grad_clip == "inf"):
             return grad_clip if text and grad_clip.endswith("x") else number
     raise SettingError(
         'Invalid {}. Must be a positive number, or a multiple of the expected norm such as "2x".', grad_clip=grad_clip

@@ -98,9 +98,10 @@ class AdaScaleConfig:
             the state. "zero2": and 1/N of the gradients (ShardedDataParallel). "fsdp2": and 1/N of the weights between uses
             (torch's fully_shard). "auto": "zero2" on more than one worker for an optimizer that has state.
         precision: Autocast dtype of the forward pass; "fp16" scales the loss.
-        grad_clip: Largest gradient norm: a number, or a multiple of the expected norm such as "2x". Default: no clipping.
-            A number does not transfer over scales, because the gradient of a larger batch is less noisy. A multiple does: the
-            expected norm is the root of the average of ‖ḡ‖² over effective time, with ``averaging_window`` as its memory.
+        grad_clip: Largest gradient norm: a number, or a multiple of the expected norm such as "3x". Default: "3x" for a run with
+            a recipe whose base run did not clip, else no clipping; ∞ for none. A number does not transfer over scales, because
+            the gradient of a larger batch is less noisy. A multiple does, and clips at S > 1 alone: the expected norm is the root
+            of the average of ‖ḡ‖² over effective time, with ``averaging_window`` as its memory.
         averaging_window: Memory of the averages of σ² and μ² as a share of the run.
         noise: How the noise of the gradient is measured. "samples": by the gradients of workers and passes; one worker makes two
             passes of half the size in place of one, and a base run takes the halves of a batch. "per_example": by the gradient
@@ -271,7 +272,7 @@ class AdaScaleConfig:
             mine = getattr(self, name)
             if mine == theirs:
                 continue
-            # A run at scale may clip where the base run did not: benchmarks/studies/carry_over.md.
+            # A run at scale may clip where the base run did not: docs/guides/carry-over.md.
             if name == "grad_clip" and theirs is None and (mine == math.inf or clip_multiple(mine) is not None):
                 continue
             warn_at_user(

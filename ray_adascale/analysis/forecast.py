@@ -6,7 +6,6 @@ The steps are those of a :mod:`~ray_adascale.replay`. The time of a step is that
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import math
 import os
@@ -21,7 +20,6 @@ from rich.table import Table
 from .._errors import SettingError
 from ..batch import BatchPlan, BatchSettings
 from ..config import AdaScaleConfig, read_settings
-from ..forecast.edge import edge_doubt
 from ..forecast.replay import MOST_STEPS, Forecaster, Steps
 from ..forecast.throughput import Throughput
 from ..optim.rules import make_rule, metric_of
@@ -289,7 +287,7 @@ def forecast_recipe(
         total_steps=recipe.total_steps,
         base_batch_size=recipe.base_batch_size,
         rows=tuple(rows),
-        notes=(*_edge(recipe, ks, config), *_notes(recipe, rows, forecaster, throughput)),
+        notes=tuple(_notes(recipe, rows, forecaster, throughput)),
         max_useful_workers=pays_up_to,
         max_useful_workers_low=fewest,
         max_useful_workers_high=most,
@@ -366,14 +364,6 @@ def _step_time(throughput: Throughput | None, plan: BatchPlan) -> float:
         return plan.accumulation
     # Workers wait for the largest pass.
     return throughput.step_seconds(plan.world_size, plan.accumulation, plan.largest_pass)
-
-
-def _edge(recipe: Recipe, workers: Sequence[int], config: AdaScaleConfig) -> list[str]:
-    """Return the warning about the smallest number of workers on which the run may diverge."""
-    doubts = (
-        edge_doubt(recipe, config.batch, k, rule=config.rule, averaging_window=config.averaging_window) for k in workers
-    )
-    return list(itertools.islice(filter(None, doubts), 1))
 
 
 def _notes(

@@ -61,10 +61,6 @@ class BaseSchedule:
     def _steps_per_call(self) -> float:
         return self.base_steps_per_epoch if self.scheduler_unit == "epoch" and self.base_steps_per_epoch else 1
 
-    def highest_lr(self, effective_steps: float) -> float:
-        """Return the highest learning rate of the first parameter group up to τ, before the gain."""
-        return max(self.lr_curve[0][: int(effective_steps / self._steps_per_call) + 1])
-
     def lr_at(self, group: int, effective_steps: float) -> float:
         """Return the learning rate of a parameter group at τ, before the gain."""
         curve = self.lr_curve[group]

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from .._errors import SettingError, clip_multiple
+from .._errors import SettingError
 from .._files import TRACE
 from .._warn import warn_at_user
 from ..batch import BatchFollower, BatchPlan
@@ -18,7 +18,6 @@ from ..data import make_source
 from ..data.iterables import known_length
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MapSource
-from ..forecast.edge import edge_doubt
 from ..optim.adascale import AdaScale
 from ..optim.schedule import BaseSchedule, EffectiveSchedule
 from ..recipe import Recipe
@@ -40,7 +39,7 @@ from .build import (
     warn_of_state_dict_hooks,
     wrap,
 )
-from .clipping import ExpectedNorm
+from .clipping import Clipping
 from .observe.advice import NoiseWarning
 from .observe.eta import EtaTracker, forecast_remaining_steps
 from .observe.metrics import METRICS
@@ -68,7 +67,7 @@ class Parts:
         state: The loop's own state.
         stages: The stages of a step boundary, in order.
         evaluation: The stage that evaluates.
-        expected_norm: The threshold of clipping, where it is a multiple of the expected norm.
+        clipping: Clips gradients.
         checkpointing: The stage that saves checkpoints.
         reporting: The stage that reports.
         listeners: The listeners, in order. Workers other than rank 0 have none.
@@ -88,7 +87,7 @@ class Parts:
     state: LoopState
     stages: tuple[Stage, ...]
     evaluation: Evaluation
-    expected_norm: ExpectedNorm | None
+    clipping: Clipping
     checkpointing: Checkpointing
     reporting: Reporting
     listeners: list[Listener]
@@ -131,10 +130,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     evaluation = Evaluation(
         pieces.evaluate, module, every=config.evaluate_every or total_steps / 10, early_stop=config.early_stop
     )
-    multiple = clip_multiple(config.grad_clip)
-    expected_norm = None
-    if multiple is not None:
-        expected_norm = ExpectedNorm(multiple, window=config.averaging_window, total_steps=total_steps)
+    clipping = Clipping(config, recipe, total_steps=total_steps)
     state = LoopState()
     train_state = TrainState(
         module=module,
@@ -144,7 +140,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         schedule=schedule,
         source=source,
         loop=state,
-        stages=[batch, evaluation, *([] if expected_norm is None else [expected_norm])],
+        stages=[batch, evaluation, *([] if clipping.expected is None else [clipping.expected])],
         base_schedule=base_schedule,
         world_size=plan.world_size,
         recipe=None if recipe is None else recipe.fingerprint,
@@ -179,7 +175,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         state=state,
         stages=stages,
         evaluation=evaluation,
-        expected_norm=expected_norm,
+        clipping=clipping,
         checkpointing=checkpointing,
         reporting=reporting,
         listeners=listeners,
@@ -276,10 +272,6 @@ def _check_schedule(
 ) -> list[str]:
     """Check the base run's schedule against rule and recipe. Return doubts about it, a sentence each, after a warning of each."""
     advice = check_schedule(pieces.scheduler, schedule, plan.global_batch_size)
-    if recipe is not None:
-        settings: Any = {"rule": config.rule, "averaging_window": config.averaging_window}
-        edge = edge_doubt(recipe, config.batch, plan.world_size, **settings)
-        advice += [] if edge is None else [edge]
     for sentence in advice if warns else ():
         warn_at_user(sentence)
     check_rule(config, schedule.lr_curve)

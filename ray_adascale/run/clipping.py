@@ -1,4 +1,4 @@
-"""Clipping at a multiple of the expected norm of the gradient, which means the same at every scale."""
+"""Clipping of each step's gradient: at a number, or at a multiple of the expected norm, which means the same at every scale."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .._errors import SettingError, clip_multiple
+from ..config import AdaScaleConfig
 from ..gain import plain_effective_decay
+from ..optim.rules import make_rule, metric_of
+from ..optim.step_shape import StepResult
+from ..recipe import Recipe
 from .boundary.stage import Stage
+from .observe.metrics import CLIPPED
+from .passes import Passes
+
+OF_RECIPES = "3x"
+"""``grad_clip`` of a run with a recipe, unless the recipe or the run has one: docs/guides/carry-over.md."""
 
 _FIRST = 10
 """Steps that are measured before one may be clipped."""
 
 
 class ExpectedNorm(Stage):
-    """Keeps the average of ‖ḡ‖² over effective time. Its root is the expected norm, since E‖ḡ‖² = μ² + σ²/S.
+    """Keeps the average of ‖ḡ‖² over effective time at S > 1. Its root is the expected norm, since E‖ḡ‖² = μ² + σ²/S.
 
     A clipped step counts with the norm that it was clipped to. With its own norm, steps that diverge would raise the threshold.
     A change of S multiplies the average by the ratio of μ̄² + σ̄²/S.
@@ -30,38 +40,41 @@ class ExpectedNorm(Stage):
         self._total = self._weight = 0.0
         self._count = 0
         self._scale: float | None = None
+        self._limit = math.inf
 
     def limit(self, scale: float, moments: Callable[[], tuple[float, float]]) -> float:
-        """Return the largest norm of the next step; ∞ for the first steps.
+        """Return the largest norm of the next step; ∞ at S = 1, which is the base run, and for the first steps.
 
         Args:
             scale: S of the step.
             moments: Returns σ̄² and μ̄², to convert the average of another scale; NaN where they are unknown.
         """
+        self._limit = math.inf
+        if scale <= 1:
+            return self._limit
         if self._scale is not None and scale != self._scale:
             sigma2, mu2 = moments()
-            ratio = (mu2 + sigma2 / scale) / (mu2 + sigma2 / self._scale) if mu2 + sigma2 > 0 else 1.0
-            self._total *= ratio
+            self._total *= (mu2 + sigma2 / scale) / (mu2 + sigma2 / self._scale) if mu2 + sigma2 > 0 else 1.0
         self._scale = scale
-        if self._count < _FIRST or not self._total > 0:
-            return math.inf
-        return self._multiple * math.sqrt(self._total / self._weight)
+        if self._count >= _FIRST and self._total > 0:
+            self._limit = self._multiple * math.sqrt(self._total / self._weight)
+        return self._limit
 
-    def add(self, norm: float, limit: float, previous_gain: float) -> bool:
-        """Add the norm of a step. Return whether it was clipped. A norm that is not finite is left out.
+    def add(self, step: StepResult) -> bool:
+        """Add the step that :meth:`limit` was for. Return whether it was clipped.
 
-        Args:
-            norm: ‖ḡ‖ before clipping.
-            limit: The largest norm of the step.
-            previous_gain: r of the step before.
+        A step without gradient samples is left out, and so is one that was skipped.
         """
-        if not math.isfinite(norm):
+        if self._scale is None or step.skipped:
             return False
-        past = plain_effective_decay(previous_gain, window=self._window, total_steps=self._total_steps)
-        self._total = past * self._total + (1 - past) * min(norm, limit) ** 2
+        square = step.mu2 + step.sigma2 / self._scale  # ‖ḡ‖², as the samples' estimators are defined
+        if not math.isfinite(square):
+            return False
+        past = plain_effective_decay(step.gain, window=self._window, total_steps=self._total_steps)
+        self._total = past * self._total + (1 - past) * min(square, self._limit**2)
         self._weight = past * self._weight + (1 - past)
         self._count += 1
-        return norm > limit
+        return square > self._limit**2
 
     def state_dict(self) -> dict[str, Any]:
         return {"expected_norm": [self._total, self._weight, self._count, self._scale]}
@@ -70,3 +83,45 @@ class ExpectedNorm(Stage):
         saved = state.get("expected_norm")
         if saved is not None:  # else the run did not clip so when it was saved
             self._total, self._weight, self._count, self._scale = saved
+
+
+class Clipping:
+    """Clips by the setting ``grad_clip``.
+
+    Args:
+        config: The settings of the run.
+        recipe: Its recipe. Without a ``grad_clip`` of either it is :data:`OF_RECIPES`.
+        total_steps: T.
+
+    Attributes:
+        expected: The expected norm, if the setting is a multiple of it.
+
+    Raises:
+        ValueError: A multiple, and a rule that measures gradients in Adam's metric.
+    """
+
+    def __init__(self, config: AdaScaleConfig, recipe: Recipe | None, *, total_steps: int) -> None:
+        setting, in_metric_of_adam = config.grad_clip, metric_of(make_rule(config.rule)) == "adam"
+        if setting is None and recipe is not None and not in_metric_of_adam:
+            setting = OF_RECIPES if (recipe.settings or {}).get("grad_clip") is None else None
+        multiple = clip_multiple(setting)
+        if multiple is not None and in_metric_of_adam:
+            raise SettingError(
+                "Invalid {}. The rule AdamScale measures gradients divided as Adam does, which does not tell their norm. Give a "
+                "number.",
+                grad_clip=setting,
+            )
+        self._number = setting if isinstance(setting, float | int) else None
+        self.expected: ExpectedNorm | None = None
+        if multiple is not None:
+            self.expected = ExpectedNorm(multiple, window=config.averaging_window, total_steps=total_steps)
+
+    def clip(self, passes: Passes, scale: float, moments: Callable[[], tuple[float, float]]) -> None:
+        """Clip the gradient of a step. Collective. The arguments are those of :meth:`ExpectedNorm.limit`, and the passes."""
+        limit = self._number if self.expected is None else self.expected.limit(scale, moments)
+        if limit is not None and limit < math.inf:
+            passes.clip(limit)
+
+    def read(self, step: StepResult) -> dict[str, Any]:
+        """Use the numbers of the step that was clipped last. Return what its row in the trace then has."""
+        return {CLIPPED: True} if self.expected is not None and self.expected.add(step) else {}

@@ -29,7 +29,7 @@ from .boundary.checkpointing import warns_if_alone
 from .boundary.stage import BoundaryFlags, StepReport, TakenStep
 from .build import set_batch
 from .observe.advice import UnreadHyperparameters, warn_of_equal_batches
-from .observe.metrics import CLIPPED, plain_numbers, step_metrics
+from .observe.metrics import plain_numbers, step_metrics
 from .observe.pulse import Phase, Pulse
 from .skipped import SkippedSteps
 
@@ -118,7 +118,7 @@ class Run:
             parts.state,
             parts.passes.scaler,
             most=parts.config.max_nonfinite_steps,
-            schedule=parts.base_schedule,
+            total_steps=self.total_steps,
             by_recipe=recipe is not None,
         )
         self._probed: tuple[float, float] | None = None
@@ -349,7 +349,7 @@ class Run:
             return False
         self.schedule.check()
         self._synchronize()  # read step k − 1, whose τ gives the LR of this step k
-        own |= self._clip()
+        self.parts.clipping.clip(passes, self.scale, self.optimizer.average_moments)
         self._taken = self._take_step(own)
         if self._must_synchronize():  # else step k is read as step k + 1 begins to step
             self._synchronize()
@@ -359,17 +359,6 @@ class Run:
             self._pulse.end_step(self.state.iterations)
         self._pulse.enter(Phase.BETWEEN)
         return True
-
-    def _clip(self) -> dict[str, Any]:
-        """Clip the gradient by the settings. Return what the step's row in the trace then has."""
-        passes, expected, limit = self.parts.passes, self.parts.expected_norm, self.config.grad_clip
-        if expected is None:
-            if isinstance(limit, float | int):
-                passes.clip(limit)
-            return {}
-        largest = expected.limit(self.scale, self.optimizer.average_moments)
-        norm = float(passes.clip(largest))
-        return {CLIPPED: True} if expected.add(norm, largest, self.optimizer.last_step.gain) else {}
 
     def _take_step(self, own: dict[str, Any]) -> TakenStep:
         """Take the optimizer step. Return its values on the host; its numbers may still be on the device."""
@@ -414,6 +403,7 @@ class Run:
         if taken is None:
             return
         last, state = self.optimizer.last_step, self.state
+        clipped = self.parts.clipping.read(last)
         loss, *summed = last.payload
         self._flags |= BoundaryFlags.from_sum(summed[0]) if summed else taken.flags
         if last.skipped:
@@ -425,7 +415,7 @@ class Run:
         metrics = self._metrics(taken.own.get("loss", loss), taken.lr)
         state.metrics = {**metrics, **taken.recorded}
         if self.parts.listeners:
-            step = taken.observed(last, metrics, state, self.total_steps)
+            step = taken.observed(last, {**metrics, **clipped}, state, self.total_steps)
             for listener in self.parts.listeners:
                 listener.after_step(step)
 

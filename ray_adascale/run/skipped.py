@@ -7,24 +7,10 @@ import math
 import torch
 
 from .._warn import warn_on_first_worker
-from ..optim.schedule import BaseSchedule
 from .boundary.stage import LoopState
 
 _MOST_OVERFLOWS = 40
 """Skipped steps in a row that a loss scale may need to adapt: it begins at 2¹⁶ and halves."""
-
-
-class Diverged(FloatingPointError):
-    """The end of a run whose gradients, or whose metric, are not finite.
-
-    Attributes:
-        effective_steps: τ.
-        lr: The highest learning rate of the first parameter group up to τ, before the gain.
-    """
-
-    def __init__(self, text: str, effective_steps: float = math.nan, lr: float = math.nan) -> None:
-        super().__init__(text)  # unpickling calls the class with the text and restores the rest
-        self.effective_steps, self.lr = effective_steps, lr
 
 
 class SkippedSteps:
@@ -34,7 +20,7 @@ class SkippedSteps:
         state: Has the count.
         scaler: The loss scaler; None without one.
         most: Skipped steps in a row that end the run.
-        schedule: The base run's.
+        total_steps: T.
         by_recipe: Whether the learning rate is a recipe's.
     """
 
@@ -44,10 +30,10 @@ class SkippedSteps:
         scaler: torch.amp.GradScaler | None,
         *,
         most: int,
-        schedule: BaseSchedule,
+        total_steps: int,
         by_recipe: bool,
     ) -> None:
-        self._state, self._scaler, self._most, self._schedule = state, scaler, most, schedule
+        self._state, self._scaler, self._most, self._total_steps = state, scaler, most, total_steps
         slower = "Search for a recipe with a lower learning rate" if by_recipe else "Lower the learning rate"
         self._remedy = f"{slower}, clip gradients, or check the data of this step."
         self._warned = False
@@ -61,7 +47,7 @@ class SkippedSteps:
             effective_steps: τ.
 
         Raises:
-            Diverged: It is one too many in a row.
+            FloatingPointError: It is one too many in a row.
         """
         self._state.nonfinite += 1
         in_a_row = self._state.nonfinite
@@ -75,10 +61,8 @@ class SkippedSteps:
             )
         if in_a_row >= self._most:
             loss_scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-            raise Diverged(
+            raise FloatingPointError(
                 f"The gradient was not finite in {in_a_row} optimizer steps in a row, up to step {step} at effective step "
-                f"{effective_steps:.1f} of {self._schedule.total_steps} (loss {loss:g}, loss scale {loss_scale:g}). These steps "
-                f"left the weights as they were. {self._remedy}",
-                effective_steps,
-                self._schedule.highest_lr(effective_steps),
+                f"{effective_steps:.1f} of {self._total_steps} (loss {loss:g}, loss scale {loss_scale:g}). These steps left the "
+                f"weights as they were. {self._remedy}"
             )

@@ -31,7 +31,6 @@ from ..run.boundary.backend import Backend, ReportPolicy
 from ..run.boundary.stage import StepReport
 from ..run.loop import Run
 from ..run.observe.failure import annotate_exceptions
-from ..run.skipped import Diverged
 from ..workload import ConfigAccessLog, Workload, WorkloadFn, build
 
 OBJECTIVE = "objective"  # the workload's metric, negated where small is better; Tune maximises it
@@ -126,7 +125,7 @@ class Collected:
 
         Raises:
             MissingMetric: The workload's metric is not measured.
-            Diverged: The metric is not finite.
+            FloatingPointError: The metric is not finite.
         """
         report, schedule = dict(outcome.metrics), outcome.schedule
         if self._losses and "loss" not in self.evaluated:
@@ -141,11 +140,8 @@ class Collected:
             )
         value = float(report[self._metric])
         if not math.isfinite(value):
-            tau = outcome.effective_steps
-            raise Diverged(
-                f"{self._metric} is {value} at effective step {tau:.0f} of {schedule.total_steps}.",
-                tau,
-                schedule.highest_lr(tau),
+            raise FloatingPointError(
+                f"{self._metric} is {value} at effective step {outcome.effective_steps:.0f} of {schedule.total_steps}."
             )
         report[OBJECTIVE] = value if self._mode == "max" else -value
         report["total_steps"] = schedule.total_steps

@@ -25,11 +25,9 @@ from .._errors import check_type
 from .._files import absolute, join, unique_name
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
-from ..forecast.edge import LR
 from ..recipe import Recipe, Repeat
 from ..run.base.base_noise import NoiseEvery
 from ..run.base.base_run import BaseResult, freeze
-from ..run.skipped import Diverged
 from ..train.cluster import portable, quiet_init
 from ..train.run_lock import RunLock
 from ..workload import WorkloadFn, unread_warning
@@ -188,7 +186,7 @@ def _recipe_of(search: _Search) -> Recipe:
         ranking = _ranking(trials)
         winner, outcome = ranking[0]
         again: list[Repeat] = []
-        failed_repeats: list[dict[str, Any]] = []
+        failed_repeats: list[dict[str, str]] = []
         if spec.repeats:
             best, again, failed_repeats = search.run_repeats(plan, [trial for trial, _ in ranking])
             winner, outcome = next(ended for ended in ranking if ended[0].trial_id == best)
@@ -199,7 +197,7 @@ def _recipe_of(search: _Search) -> Recipe:
         )
     _warn_of(outcome, [other for _, other in ranking])
     completed = sum(trial.outcome is not None for trial in trials)
-    failed = [_failure(trial, trial.trial_id) for trial in trials if trial.error is not None]
+    failed = [{"trial": trial.trial_id, "error": trial.error_line} for trial in trials if trial.error is not None]
     return freeze(
         outcome,
         workload=spec.workload,
@@ -220,14 +218,6 @@ def _recipe_of(search: _Search) -> Recipe:
         repeats=again,
         versions={"ray": ray.__version__},
     )
-
-
-def _failure(trial: Finished, name: str) -> dict[str, Any]:
-    """Return a failed trial as the recipe keeps it: name and error; if the trial diverged, also its highest LR, and τ."""
-    found: dict[str, Any] = {"trial": name, "error": trial.error_line}
-    if isinstance(trial.error, Diverged):
-        found |= {LR: trial.error.lr, "effective_steps": trial.error.effective_steps}
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +277,7 @@ class _Search:
 
     def run_repeats(
         self, plan: RepeatPlan | None, ranked: Sequence[Finished]
-    ) -> tuple[str, list[Repeat], list[dict[str, Any]]]:
+    ) -> tuple[str, list[Repeat], list[dict[str, str]]]:
         """Repeat the best few trials with further seeds.
 
         Args:
@@ -323,7 +313,7 @@ class _Search:
             scheduler=FIFOScheduler(),
         )
         failed = [
-            _failure(trial, f"repeat at {planned[trial.config['repeat']]}")
+            {"trial": f"repeat at {planned[trial.config['repeat']]}", "error": trial.error_line}
             for trial in watch.finished.values()
             if trial.error is not None
         ]

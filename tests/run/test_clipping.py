@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ray_adascale import AdaScaleConfig, LocalBackend, Run, read_trace
+from ray_adascale import AdaScaleConfig, LocalBackend, Recipe, Run, read_trace
 from ray_adascale._torch import is_dtensor
-from ray_adascale.run.clipping import ExpectedNorm
+from ray_adascale.optim.step_shape import StepResult
+from ray_adascale.run.clipping import Clipping, ExpectedNorm
 
 from ..samples_of import recipe
 
@@ -23,50 +24,69 @@ def unknown() -> tuple[float, float]:
     return math.nan, math.nan
 
 
+def step(norm: float, scale: float = 2.0, **changes: Any) -> StepResult:
+    """A step whose gradient has this norm: ‖ḡ‖² = μ² + σ²/S."""
+    return StepResult(**{"gain": 1.0, "sigma2": scale * norm**2 / 3, "mu2": norm**2 * 2 / 3, **changes})
+
+
 def measured(*norms: float, multiple: float = 2.0) -> ExpectedNorm:
     made = ExpectedNorm(multiple, window=0.1, total_steps=100)
     for norm in norms:
-        made.add(norm, made.limit(1.0, unknown), 1.0)
+        made.limit(2.0, unknown)
+        made.add(step(norm))
     return made
 
 
 def test_by_hand() -> None:
     made = measured(*[3.0] * 9)
-    assert made.limit(1.0, unknown) == math.inf  # until ten steps are measured
-    made.add(3.0, math.inf, 1.0)
-    assert made.limit(1.0, unknown) == pytest.approx(6.0, rel=1e-12)
-    assert made.add(6.5, 6.0, 1.0)
-    assert not made.add(5.9, 6.0, 1.0)
+    assert made.limit(2.0, unknown) == math.inf  # until ten steps are measured
+    assert not made.add(step(3.0))
+    assert made.limit(2.0, unknown) == pytest.approx(6.0, rel=1e-12)
+    assert made.add(step(6.1))
+    past = math.exp(-0.1)  # θ = exp(−r / (window · T))
+    weight = 1 - past**11
+    total = 9 * (1 - past**10) * past + (1 - past) * 36
+    assert made.limit(2.0, unknown) == pytest.approx(2 * math.sqrt(total / weight), rel=1e-12)
+    assert not made.add(step(5.9))
+
+
+def test_at_the_base_batch_nothing_is_clipped() -> None:
+    made = measured(*[3.0] * 10)
+    before = made.state_dict()
+    assert made.limit(1.0, unknown) == math.inf
+    assert not made.add(step(100.0, sigma2=math.nan, mu2=math.nan))
+    assert made.state_dict() == before
 
 
 def test_a_clipped_step_counts_with_the_norm_that_it_was_clipped_to() -> None:
-    clipped, at_limit = measured(*[3.0] * 10), measured(*[3.0] * 10)
-    clipped.add(1e9, 6.0, 1.0)
-    at_limit.add(6.0, 6.0, 1.0)
-    assert clipped.state_dict() == at_limit.state_dict()
+    clipped, at_limit = (measured(*[3.0] * 10) for _ in range(2))
+    limits = [made.limit(2.0, unknown) for made in (clipped, at_limit)]
+    assert clipped.add(step(1e9))
+    at_limit.add(step(limits[1]))
+    assert clipped.limit(2.0, unknown) == pytest.approx(at_limit.limit(2.0, unknown), rel=1e-12)
 
 
-@pytest.mark.parametrize("norm", [math.inf, math.nan])
-def test_a_norm_that_is_not_finite_is_left_out(norm: float) -> None:
+@pytest.mark.parametrize("left_out", [step(math.inf), step(math.nan), step(1.0, skipped=True)])
+def test_a_step_that_is_skipped_or_has_no_samples_is_left_out(left_out: StepResult) -> None:
     made = measured(*[3.0] * 10)
     before = made.state_dict()
-    assert not made.add(norm, 6.0, 1.0)
+    assert not made.add(left_out)
     assert made.state_dict() == before
 
 
 def test_steps_of_a_larger_gain_weigh_more() -> None:
     slow, fast = measured(*[3.0] * 10), measured(*[3.0] * 10)
-    slow.add(1.0, 6.0, 1.0)
-    fast.add(1.0, 6.0, 4.0)
-    assert fast.limit(1.0, unknown) < slow.limit(1.0, unknown) < 6.0
+    slow.add(step(1.0))
+    fast.add(step(1.0, gain=4.0))
+    assert fast.limit(2.0, unknown) < slow.limit(2.0, unknown) < 6.0
 
 
 def test_another_scale_expects_the_norm_that_its_noise_gives() -> None:
     made = measured(*[3.0] * 10)
-    # σ² = 8 and μ² = 1: μ² + σ²/S is 9 at S = 1 and 3 at S = 4.
-    assert made.limit(4.0, lambda: (8.0, 1.0)) == pytest.approx(2 * math.sqrt(3.0), rel=1e-12)
-    assert made.limit(4.0, unknown) == pytest.approx(2 * math.sqrt(3.0), rel=1e-12)
-    assert measured(*[3.0] * 10).limit(4.0, unknown) == pytest.approx(6.0, rel=1e-12)
+    # σ² = 16 and μ² = 1: μ² + σ²/S is 9 at S = 2 and 3 at S = 8.
+    assert made.limit(8.0, lambda: (16.0, 1.0)) == pytest.approx(2 * math.sqrt(3.0), rel=1e-12)
+    assert made.limit(8.0, unknown) == pytest.approx(2 * math.sqrt(3.0), rel=1e-12)
+    assert measured(*[3.0] * 10).limit(8.0, unknown) == pytest.approx(6.0, rel=1e-12)
 
 
 def data() -> list[tuple[Tensor, Tensor]]:
@@ -74,6 +94,7 @@ def data() -> list[tuple[Tensor, Tensor]]:
     x = torch.randn(48, 4, generator=generator)
     y = x.sum(1, keepdim=True) + 3 * torch.randn(48, 1, generator=generator)
     y[::17] += 60.0  # outliers
+    y[34] += 300.0
     return list(zip(x, y, strict=True))
 
 
@@ -82,13 +103,20 @@ def net() -> nn.Module:
     return nn.Linear(4, 1)
 
 
-def train(clip: Any, folder: Path | None = None, *, passes: int = 1, stop: int | None = None) -> Run:
+def train(
+    clip: Any,
+    folder: Path | None = None,
+    *,
+    passes: int = 2,
+    stop: int | None = None,
+    of: Recipe | None = None,
+    **more: Any,
+) -> Run:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
-    config = AdaScaleConfig(
-        base_batch_size=4, total_steps=T, grad_clip=clip, shuffle=False, per_worker_batch_size=4, accumulation=passes
-    )
-    run = Run(model, optimizer, None, data(), config, backend=LocalBackend(folder, device="cpu"))
+    base = {} if of else {"base_batch_size": 4, "total_steps": T}
+    config = AdaScaleConfig(**base, grad_clip=clip, shuffle=False, per_worker_batch_size=4, accumulation=passes, **more)
+    run = Run(model, optimizer, None, data(), config, recipe=of, backend=LocalBackend(folder, device="cpu"))
     for x, y in run:
         run.backward((run.model(x) - y).square().mean())
         if run.step() and run.state.iterations == stop:
@@ -98,32 +126,62 @@ def train(clip: Any, folder: Path | None = None, *, passes: int = 1, stop: int |
 
 
 def weights(run: Run) -> list[float]:
-    whole = [p.full_tensor() if is_dtensor(p) else p for p in run.module.parameters()]
+    return weights_of(run.module)
+
+
+def weights_of(module: nn.Module) -> list[float]:
+    whole = [p.full_tensor() if is_dtensor(p) else p for p in module.parameters()]
     return torch.cat([p.detach().flatten() for p in whole]).tolist()
 
 
-def test_at_the_base_batch_it_is_a_plain_loop_that_clips_so(tmp_path: Path) -> None:
+def test_it_is_a_plain_loop_that_clips_so(tmp_path: Path) -> None:
+    run = train("1.5x", tmp_path)
+    rows = read_trace(tmp_path / "trace.jsonl")
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
     examples, total, weight, clipped = data(), 0.0, 0.0, []
-    past = math.exp(-1 / (0.05 * T))
-    for step in range(T):
-        batch = [examples[(4 * step + i) % 48] for i in range(4)]
+    for number, row in enumerate(rows):
+        batch = [examples[(8 * number + i) % 48] for i in range(8)]
         x, y = (torch.stack(parts) for parts in zip(*batch, strict=True))
         optimizer.zero_grad()
         (model(x) - y).square().mean().backward()
-        limit = math.inf if step < 10 else 1.5 * math.sqrt(total / weight)
+        limit = math.inf if number < 10 else 1.5 * math.sqrt(total / weight)
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), limit))
+        past = math.exp(-row["gain"] / (0.05 * T))
         total, weight = past * total + (1 - past) * min(norm, limit) ** 2, past * weight + (1 - past)
-        clipped += [step + 1] if norm > limit else []
+        clipped += [row["step"]] if norm > limit else []
+        optimizer.param_groups[0]["lr"] = 0.02 * row["gain"]
         optimizer.step()
-    run = train("1.5x", tmp_path)
-    assert weights(run) == torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    assert weights(run) == pytest.approx(weights_of(model), rel=1e-4)
     assert len(clipped) > 3
-    assert [row["step"] for row in read_trace(tmp_path / "trace.jsonl") if row.get("clipped")] == clipped
+    assert [row["step"] for row in rows if row.get("clipped")] == clipped
+    assert weights(run) != pytest.approx(weights(train(None)), rel=1e-2)
 
 
-@pytest.mark.parametrize("passes", [1, 4])
+def test_at_the_base_batch_a_run_is_the_plain_loop() -> None:
+    assert weights(train("1.5x", passes=1)) == weights(train(None, passes=1))
+
+
+def test_a_run_with_a_recipe_clips_at_three_times_the_expected_norm_unless_one_of_them_has_a_setting() -> None:
+    plain, clipped = weights(train(None)), weights(train("3x"))
+    assert plain != clipped
+
+    def by_recipe(clip: Any, theirs: Any, **more: Any) -> list[float]:
+        found = recipe([], base_batch_size=4, total_steps=T, lr_curve=[[0.02]], settings={"grad_clip": theirs})
+        return weights(train(clip, of=found, **more))
+
+    assert by_recipe(None, None) == clipped
+    assert by_recipe(math.inf, None) == plain
+    assert by_recipe("1.5x", None) == weights(train("1.5x"))
+    with pytest.warns(UserWarning, match=r"found with grad_clip=5\.0"):
+        assert by_recipe(None, 5.0) == plain
+    with (
+        pytest.raises(ValueError, match="AdamScale measures gradients divided as Adam does"),
+    ):
+        Clipping(AdaScaleConfig(base_batch_size=4, rule="adamscale", grad_clip="3x"), None, total_steps=T)
+
+
+@pytest.mark.parametrize("passes", [2, 4])
 def test_a_resumed_run_is_that_of_one_piece(tmp_path: Path, passes: int) -> None:
     whole = train("0.9x", passes=passes)
     train("0.9x", tmp_path, passes=passes, stop=12)
@@ -133,7 +191,7 @@ def test_a_resumed_run_is_that_of_one_piece(tmp_path: Path, passes: int) -> None
 
 def test_a_run_that_begins_to_clip_in_its_second_start_measures_from_there(tmp_path: Path) -> None:
     train(None, tmp_path, stop=12)
-    assert train("1.5x", tmp_path).effective_steps == T
+    assert train("1.5x", tmp_path).effective_steps >= T
 
 
 def on_two_workers(sharding: str) -> list[float]:
@@ -156,7 +214,9 @@ def test_workers_clip_as_passes_do(pool: Any, sharding: str) -> None:
     assert first == pytest.approx(weights(train("1.5x", passes=2)), rel=1e-4)
 
 
-@pytest.mark.parametrize(("given", "kept"), [("2x", "2x"), ("1.5x", "1.5x"), ("3", 3.0), (2, 2.0), (None, None)])
+@pytest.mark.parametrize(
+    ("given", "kept"), [("2x", "2x"), ("1.5x", "1.5x"), ("3", 3.0), (2, 2.0), ("inf", math.inf), (None, None)]
+)
 def test_the_setting_is_a_number_or_a_multiple(given: Any, kept: Any) -> None:
     assert AdaScaleConfig(grad_clip=given).grad_clip == kept
     assert recipe([], settings={"grad_clip": given}).settings == {"grad_clip": kept}

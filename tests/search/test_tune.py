@@ -156,13 +156,11 @@ def test_recipe_says_what_was_found_and_how(searched: Recipe, tmp_path: Path) ->
 
 @pytest.mark.ray
 def test_failed_trials_are_named_and_the_others_go_on(searched: Recipe) -> None:
-    failed = sorted(searched.search["failed"], key=lambda entry: entry["error"])
-    assert searched.search["best_trial"] not in [entry["trial"] for entry in failed]
-    by_metric, by_config = failed
-    assert re.match("ValueError: Invalid learning rate", by_config["error"])
-    assert "lr" not in by_config
-    assert re.match(r"Diverged: error is nan at effective step 20 of 200\.$", by_metric["error"])
-    assert (by_metric["lr"], by_metric["effective_steps"]) == (0.5, 20.0)
+    failed = {entry["trial"]: entry["error"] for entry in searched.search["failed"]}
+    assert searched.search["best_trial"] not in failed
+    by_config, by_metric = sorted(failed.values(), key=lambda error: error.startswith("FloatingPointError"))
+    assert re.match("ValueError: Invalid learning rate", by_config)
+    assert re.match(r"FloatingPointError: error is nan at effective step 20 of 200\.$", by_metric)
 
 
 @pytest.mark.ray
