@@ -45,7 +45,7 @@ class Workers:
         max_failures: Restarts after lost workers. Default: 0; with MIN..MAX 20.
         keep_checkpoints: How many checkpoints stay, the newest ones; with 1 there is none to fall back to from a damaged one.
             Default: all.
-        keep_best: Have those stay whose metric, as of the last evaluation before them, is largest or smallest; and the newest.
+        keep_best: Have those stay whose metric is largest or smallest; and the newest. Each evaluation then saves a checkpoint.
     """
 
     num_workers: str = option("1", metavar="N|MIN..MAX", pattern=r"-?\d+(\.\.-?\d+)?")

@@ -470,6 +470,7 @@ class Run:
             schedule=self.base_schedule,
             stopped=self.stopped,
             evaluated=self.parts.evaluation.evaluated_at == self.effective_steps,
+            recorded=tuple(self.state.recorded),
         )
 
     def report(self, *, save: bool) -> None:

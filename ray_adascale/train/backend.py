@@ -44,7 +44,7 @@ class RayTrainBackend(Backend):
     report_policy = ReportPolicy(evaluations=False)
     preemption_poll_s = _PREEMPTION_POLL_S
     kept_by: str | None = None
-    """The metric that decides which checkpoints Ray keeps, or None."""
+    """The metric that decides which checkpoints Ray keeps, or None. Then each evaluation is reported with a checkpoint."""
 
     unlisted: Sequence[UnlistedCheckpoint] = ()
     """Checkpoints of this run that Ray's record lacks."""
@@ -127,10 +127,12 @@ class RayTrainBackend(Backend):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _compared(self, report: StepReport) -> dict[str, Any]:
-        """The metrics of a checkpoint, with the one by which it is compared with others."""
-        # Before the first evaluation there is none. Ray takes a checkpoint without one for the best where small is good, and
-        # one with NaN for the worst, always.
-        return {**({} if self.kept_by is None else {self.kept_by: math.nan}), **report.metrics}
+        """The metrics of a checkpoint, with the one by which it is compared: NaN if its weights were not evaluated."""
+        metrics, metric = dict(report.metrics), self.kept_by
+        # Ray takes a checkpoint without the metric for the best where small is good, and one with NaN for the worst, always.
+        if metric is not None and (metric not in metrics or (metric in report.recorded and not report.evaluated)):
+            metrics[metric] = math.nan
+        return metrics
 
     def report_in_background(self, report: StepReport, folder: Path) -> None:
         failed: list[Exception] = []

@@ -116,7 +116,8 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
     config: AdaScaleConfig = job["config"]
     backend = RayTrainBackend()
     backend.kept_by = job["kept_by"]
-    backend.report_policy = ReportPolicy(evaluations=job["reports_evaluations"])
+    compared = job["kept_by"] is not None
+    backend.report_policy = ReportPolicy(evaluations=job["reports_evaluations"] or compared, save_evaluations=compared)
     backend.channel = job["channel"]
     backend.unlisted = job["unlisted"]
     with contextlib.ExitStack() as stack:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -98,6 +98,7 @@ class StepReport:
         schedule: The schedule of the base run, with T.
         stopped: The reason for the end of the run; None before the end.
         evaluated: Whether the model was evaluated at this τ.
+        recorded: Names of the user's metrics, which are those of the last evaluation.
     """
 
     metrics: Mapping[str, Any]
@@ -105,6 +106,7 @@ class StepReport:
     schedule: BaseSchedule
     stopped: str | None = None
     evaluated: bool = False
+    recorded: Collection[str] = ()
 
 
 class BoundaryFlags:
