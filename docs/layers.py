@@ -91,7 +91,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "averages rules betas step_counts deferred wrapper grad_scaler adam_metric example_noise step_sums",
         ),
         Package("", "the batch of a step", "batch"),
-        Package("data", "which examples a worker sees next", "order source iterables"),
+        Package("data", "which examples a worker sees next", "order source iterables sampling"),
         Package(
             "sharding",
             "where a tensor lives and how it travels",

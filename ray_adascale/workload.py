@@ -16,9 +16,13 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import default_collate
 
 from ._errors import SettingError, kind_of, noted
+from ._warn import warn_at_user
 from .config import AdaScaleConfig
+from .data.iterables import own_sampler
+from .data.sampling import Sampling
 from .optim.scheduler_checks import check_scheduler
 from .optim.wrapper import check_parameters, check_wrappable
 from .recipe import Recipe
@@ -109,6 +113,7 @@ class Pieces:
     optimizer: Optimizer
     scheduler: LRScheduler | None = None
     train_dataset: Any
+    sampler: Sampling | None = None
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     extra_state: Mapping[str, Any] | None = None
@@ -121,6 +126,16 @@ class Pieces:
         check_parameters(self.model, self.optimizer, alone=True)
         if self.scheduler is not None:
             check_scheduler(self.optimizer, self.scheduler)
+        if self.sampler is None and (theirs := own_sampler(self.train_dataset)) is not None:
+            loader, self.sampler = self.train_dataset, theirs
+            self.train_dataset = loader.dataset
+            if self.collate_fn is None and loader.collate_fn is not default_collate:
+                self.collate_fn = loader.collate_fn
+            warn_at_user(
+                f"The data are a DataLoader with a {type(theirs).__name__}. Its dataset, sampler and collate_fn are used, and "
+                "the run makes the batches: per_worker_batch_size, num_loader_workers and drop_last of AdaScaleConfig count, not "
+                "the loader's. Without this warning: give loader.dataset, and sampler=loader.sampler."
+            )
         if _length(self.train_dataset) == 0:
             raise ValueError("Invalid train_dataset: it is empty. Must hold at least one example.")
         for name in ("evaluate", "collate_fn", "after_step"):
@@ -140,6 +155,9 @@ class Workload(Pieces):
         scheduler_unit: What one ``scheduler.step()`` meant in the base run: an optimizer ``"step"`` or an ``"epoch"``.
             Required with a scheduler.
         train_dataset: Examples, map-style (``__len__`` and ``__getitem__``) for exact resumes.
+        sampler: Draws the examples of each epoch: a torch ``Sampler``, such as ``WeightedRandomSampler``, or a function from the
+            epoch, from 0, to indices. One for all workers, with the same number of indices each epoch, which T counts. It is
+            seeded by (seed, epoch), so runs resume exactly. Default: a permutation, or the dataset's order (``shuffle``).
         loss_fn: ``loss_fn(model, batch)`` is the mean loss over the batch's examples, a scalar tensor.
         evaluate: ``evaluate(model)`` returns metrics by name; called without gradients, in eval mode.
         metric: The metric that a search optimises: ``"loss"`` (the training loss) or a key of the dict from ``evaluate``.

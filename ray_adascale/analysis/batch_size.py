@@ -114,6 +114,7 @@ class _Search:
         self._device, self._workers = device, workers
         self._largest = len(built.train_dataset)
         built.train_dataset, built.scheduler, built.config_reads = _FewExamples(built.train_dataset), None, None
+        built.sampler = None
         for group in built.optimizer.param_groups:  # the weights must stay finite
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
         settings = AdaScaleConfig(

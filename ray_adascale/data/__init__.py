@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from .._warn import warn_at_user
 from .iterables import IterableSource, RayDataBatches, even_size, fixed_batches, unshared
 from .order import BatchSplit, ExampleOrder
+from .sampling import Sampling
 from .source import BatchSource, MapSource, loader_generator, stacked
 
 
@@ -31,6 +32,7 @@ def make_source(
     pin_memory: bool = False,
     length: int | None = None,
     splits_change: bool = False,
+    sampler: Sampling | None = None,
 ) -> BatchSource:
     """Return the source for a dataset.
 
@@ -50,6 +52,7 @@ def make_source(
         pin_memory: Copy batches to page-locked memory, for datasets that are batched here.
         length: Examples per epoch over all workers, for data other than map-style datasets.
         splits_change: Whether the split will change as the run goes on. Only a map-style dataset supports that.
+        sampler: Draws the indices of each epoch of a map-style dataset.
 
     Raises:
         ValueError: An argument is out of range, or this kind of dataset does not support it.
@@ -59,7 +62,20 @@ def make_source(
     if is_map_style(dataset):
         if length is not None and length != len(dataset):
             raise ValueError(f"Invalid {length=}: the dataset has {len(dataset)} examples. Leave length out.")
-        return MapSource(dataset, split, order, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory)
+        return MapSource(
+            dataset,
+            split,
+            order,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            sampler=sampler,
+        )
+    if sampler is not None:
+        raise ValueError(
+            f"Invalid sampler: a {type(dataset).__name__} has an order of its own. A sampler needs a dataset with __getitem__ "
+            "and __len__; with a DataLoader, give its dataset (loader.dataset)."
+        )
 
     if splits_change:
         raise ValueError(fixed_batches(dataset))
@@ -88,9 +104,9 @@ def make_source(
             f"Invalid collate_fn: a {type(dataset).__name__} yields batches that are collated already. Give the"
             " collate_fn to the data loader, or give the dataset itself."
         )
-    elif isinstance(dataset, DataLoader) and split.world_size > 1 and (sampler := unshared(dataset)) is not None:
+    elif isinstance(dataset, DataLoader) and split.world_size > 1 and (their := unshared(dataset)) is not None:
         warn_at_user(
-            f"{split.world_size} workers were given a DataLoader with a {sampler}, which does not depend on the rank: unless "
+            f"{split.world_size} workers were given a DataLoader with a {their}, which does not depend on the rank: unless "
             "each worker's dataset or seed is its own, all go through the same examples. Give the dataset itself "
             "(loader.dataset), which also resumes exactly, or a sampler such as DistributedSampler."
         )

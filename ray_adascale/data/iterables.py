@@ -6,11 +6,19 @@ import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from .._errors import check_count
 from .._warn import warn_at_user
 from .order import BatchSplit
+from .sampling import Sampling
 from .source import BatchSource, MicroBatch
 
 
@@ -210,6 +218,13 @@ def unshared(loader: DataLoader[Any]) -> str | None:
     sampler: Any = loader.batch_sampler if own else loader.sampler
     names = [name.lower() for name in (*getattr(sampler, "__dict__", ()), type(sampler).__name__)]
     return None if any(part in name for name in names for part in _OF_RANKS) else type(sampler).__name__
+
+
+def own_sampler(loader: Any) -> Sampling | None:
+    """Return the sampler of all examples that the user gave a ``DataLoader`` over a map-style dataset; None without one."""
+    if not isinstance(loader, DataLoader) or unshared(loader) is None or type(loader.batch_sampler) is not BatchSampler:
+        return None
+    return None if type(loader.sampler) in (SequentialSampler, RandomSampler) else loader.sampler
 
 
 def known_length(dataset: Any, world_size: int) -> int | None:

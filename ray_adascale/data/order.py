@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
@@ -206,18 +206,27 @@ class StepSampler(Sampler[list[int]]):
         order: The order of the stream.
         position: Examples of the stream consumed so far, over all workers. It may be set between iterations, without effect
             on a running iterator.
+        epoch_indices: Returns an epoch's indices, ``length`` of them, in place of a permutation of the dataset.
 
     Raises:
         ValueError: An argument is out of range; the message says what to change.
     """
 
-    def __init__(self, length: int, split: BatchSplit, order: ExampleOrder, position: int = 0) -> None:
+    def __init__(
+        self,
+        length: int,
+        split: BatchSplit,
+        order: ExampleOrder,
+        position: int = 0,
+        epoch_indices: Callable[[int], Tensor] | None = None,
+    ) -> None:
         self.length = check_count("length", length, 0)
         if length == 0:
             raise ValueError("Invalid length=0: empty dataset. Give at least one example.")
         self.order = order
         self.split = split
         self.position = check_count("position", position, 0)
+        self._epoch_indices = epoch_indices
         self._keyed = length >= KEYED_FROM
         self._permutation: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64))
         """An epoch and the order of its examples, unless the order is keyed."""
@@ -275,6 +284,8 @@ class StepSampler(Sampler[list[int]]):
 
     def _in_epoch(self, epoch: int, start: int, end: int) -> list[int]:
         """Return the examples of an epoch's order from place ``start`` up to ``end``."""
+        if self._epoch_indices is not None:
+            return self._epoch_indices(epoch)[start:end].tolist()
         if not self.order.shuffle:
             return list(range(start, end))
         if self._keyed:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, defaul
 
 from .._errors import check_count, noted
 from .order import BatchSplit, ExampleOrder, Part, StepSampler, stable_seed
+from .sampling import SampledOrder, Sampling
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ class MapSource(BatchSource):
         collate_fn: Makes a batch of a list of examples; torch's default if None.
         num_workers: Loader processes. They live as long as the iterator, over all epochs.
         pin_memory: Copy batches to page-locked memory, for a faster transfer to a GPU.
+        sampler: Draws the indices of each epoch, in place of ``order``'s permutations.
     """
 
     kind = "map"
@@ -165,9 +167,14 @@ class MapSource(BatchSource):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        sampler: Sampling | None = None,
     ) -> None:
         check_count("num_workers", num_workers, 0)
-        self.sampler = StepSampler(len(dataset), split, order)
+        self._sampled = None if sampler is None else SampledOrder(sampler, len(dataset), order.seed)
+        if self._sampled is None:
+            self.sampler = StepSampler(len(dataset), split, order)
+        else:
+            self.sampler = StepSampler(self._sampled.length, split, order, epoch_indices=self._sampled.indices)
         self.length, self._drop_last = self.sampler.length, order.drop_last
         if collate_fn is None and _has_plain_rows(dataset):
             dataset, collate_fn = _Rows(dataset.tensors), _identity
@@ -196,7 +203,8 @@ class MapSource(BatchSource):
         self._requests.restart()
 
     def _order_fields(self) -> dict[str, Any]:
-        return {**asdict(self.sampler.order), "length": self.length}
+        sampler = None if self._sampled is None else self._sampled.name
+        return {**asdict(self.sampler.order), "length": self.length, "sampler": sampler}
 
     def _resume(self, position: int) -> None:
         self.sampler.position = position

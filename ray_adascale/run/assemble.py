@@ -221,6 +221,7 @@ def _data_of(pieces: Pieces, config: AdaScaleConfig, backend: Backend) -> tuple[
         num_workers=config.num_loader_workers,
         pin_memory=config.pin_memory,
         length=_length(config, dataset, workers),
+        sampler=pieces.sampler,
         splits_change=config.batch.changes,
     )
     per_epoch = source.base_steps_per_epoch(plan.base_batch_size)

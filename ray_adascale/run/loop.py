@@ -20,6 +20,7 @@ from ..checkpoint.rng import separate_streams
 from ..config import AdaScaleConfig
 from ..data import to_device
 from ..data.iterables import IterableSource
+from ..data.sampling import Sampling
 from ..gain import advanced
 from ..recipe import Recipe
 from ..workload import Pieces, Workload, with_unit
@@ -60,6 +61,7 @@ class Run:
         scheduler: A ``torch.optim.lr_scheduler`` on it, or None. Never step it.
         dataset: Map-style, an iterable of batches, or a Ray Data shard; see :func:`ray_adascale.data.make_source`.
         config: Settings. With a recipe, base batch size and total steps are the recipe's.
+        sampler: Draws the examples of each epoch; see :class:`ray_adascale.Workload`.
         collate_fn: As in ``DataLoader``.
         evaluate: ``evaluate(model) -> dict`` of metrics, called every ``config.evaluate_every`` effective steps and at the
             end, on all workers, with the bare model in eval mode and without gradients. The metrics of rank 0 count.
@@ -83,6 +85,7 @@ class Run:
         dataset: Any,
         config: AdaScaleConfig,
         *,
+        sampler: Sampling | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
         recipe: Recipe | None = None,
@@ -95,6 +98,7 @@ class Run:
             optimizer=optimizer,
             scheduler=scheduler,
             train_dataset=dataset,
+            sampler=sampler,
             collate_fn=collate_fn,
             evaluate=evaluate,
             extra_state=extra_state,

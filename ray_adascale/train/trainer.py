@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .._errors import SettingError, check_type
 from .._files import join, room_in_words
 from ..config import AdaScaleConfig, read_settings
+from ..data.sampling import Sampling
 from ..recipe import Recipe
 from ..run.boundary.backend import ReportPolicy
 from ..run.boundary.train_state import INTERRUPTED
@@ -72,6 +73,7 @@ def prepare(
     dataset: Any,
     config: AdaScaleConfig,
     *,
+    sampler: Sampling | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
     recipe: Recipe | None = None,
@@ -102,6 +104,7 @@ def prepare(
         scheduler,
         dataset,
         config,
+        sampler=sampler,
         collate_fn=collate_fn,
         evaluate=evaluate,
         recipe=recipe,

@@ -1,0 +1,111 @@
+"""Orders of examples by a sampler of the user, as a function of (seed, epoch) alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from .._errors import kind_of
+from .order import stable_seed
+
+Sampling = Iterable[int] | Callable[[int], Iterable[int]]
+"""A torch ``Sampler``, or a function from an epoch, counted from 0, to the indices of its examples."""
+
+
+class SampledOrder:
+    """The indices of each epoch by a sampler or a function, the same on each worker and after each resume.
+
+    A sampler is iterated once an epoch, after ``set_epoch(epoch)`` if there is one, with torch's, Python's and NumPy's generators
+    and its own ``generator`` seeded by (seed, epoch). So an index may come several times an epoch, or never.
+
+    Args:
+        sampling: The sampler or the function.
+        size: Examples in the dataset.
+        seed: Seed of the run.
+
+    Attributes:
+        name: Name of the class or the function.
+        length: Indices in an epoch.
+
+    Raises:
+        ValueError: The sampler has no length, draws for one worker alone, or yields lists; or an epoch's indices are not in the
+            dataset, or their number changes.
+    """
+
+    def __init__(self, sampling: Sampling, size: int, seed: int) -> None:
+        if getattr(sampling, "num_replicas", 1) != 1 or isinstance(sampling, DistributedSampler):
+            raise ValueError(
+                f"Invalid sampler: {kind_of(sampling)} draws one worker's share. Give a sampler of all examples, which is shared "
+                "out here, or none for a shuffled order."
+            )
+        self._sampling, self._size, self._seed = sampling, size, seed
+        self.name = getattr(sampling, "__qualname__", type(sampling).__qualname__)
+        self._epoch: tuple[int, Tensor] = (0, torch.empty(0, dtype=torch.int64))
+        self.length = 0
+        self._epoch = 0, self._draw(0)
+        self.length = len(self._epoch[1])
+        if self.length == 0:
+            raise ValueError(f"Invalid sampler: {self.name} yields no index in epoch 0.")
+
+    def indices(self, epoch: int) -> Tensor:
+        """Return the indices of an epoch, int64 of shape (length,)."""
+        if self._epoch[0] != epoch:  # one epoch is enough: a worker reads the stream in its order
+            self._epoch = epoch, self._draw(epoch)
+        return self._epoch[1]
+
+    def _draw(self, epoch: int) -> Tensor:
+        sampler: Any = self._sampling
+        seed = stable_seed("sampler", self._seed, epoch)
+        with _seeded(seed):
+            if callable(sampler) and not hasattr(sampler, "__iter__"):
+                drawn = sampler(epoch)
+            elif not hasattr(sampler, "__len__"):
+                raise ValueError(
+                    f"Invalid sampler: {kind_of(sampler)} has no length, so its epochs can't be counted. Give it a __len__, or "
+                    "give a function from an epoch to a list of indices."
+                )
+            else:
+                if callable(getattr(sampler, "set_epoch", None)):
+                    sampler.set_epoch(epoch)
+                if isinstance(getattr(sampler, "generator", None), torch.Generator):
+                    sampler.generator.manual_seed(seed)
+                drawn = iter(sampler)
+            found = drawn.tolist() if isinstance(drawn, Tensor | np.ndarray) else list(drawn)
+        if any(isinstance(index, list | tuple) for index in found[:1]):
+            raise ValueError(
+                f"Invalid sampler: {self.name} yields lists of indices. Give a sampler of single examples."
+            )
+        indices = torch.tensor(found, dtype=torch.int64)
+        if self.length and len(indices) != self.length:
+            raise ValueError(
+                f"Invalid sampler: {self.name} yields {len(indices)} indices in epoch {epoch} and {self.length} in epoch 0. T "
+                "counts epochs of one length."
+            )
+        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self._size:
+            raise ValueError(
+                f"Invalid sampler: {self.name} yields indices from {int(indices.min())} to {int(indices.max())} in epoch "
+                f"{epoch}, and the dataset has {self._size} examples."
+            )
+        return indices
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Return a context in which the global generators are seeded; they are restored after it."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (samplers may use the global generator)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
