@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .measure.noise_meter import NoiseMeter as NoiseMeter
     from .optim.adascale import AdaScale as AdaScale
     from .optim.betas import BetaRule as BetaRule
+    from .optim.effective_average import EffectiveAverage as EffectiveAverage
     from .optim.grad_scaler import ShardedGradScaler as ShardedGradScaler
     from .optim.rules import AdamScaleRule as AdamScaleRule
     from .optim.rules import AdaScaleBetasRule as AdaScaleBetasRule
@@ -73,6 +74,7 @@ _NAMES = {
     "measure.ddp": "measure_buckets",
     "measure.noise_meter": "NoiseMeter",
     "optim.adascale": "AdaScale",
+    "optim.effective_average": "EffectiveAverage",
     "optim.grad_scaler": "ShardedGradScaler",
     "optim.betas": "BetaRule",
     "optim.rules": "AdaScaleBetasRule AdaScaleRule AdamScaleRule LEGWRule LinearRule RuleInput SquareRootRule UnscaledRule",

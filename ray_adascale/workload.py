@@ -117,7 +117,7 @@ class Pieces:
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     extra_state: Mapping[str, Any] | None = None
-    after_step: Callable[[nn.Module], object] | None = None
+    after_step: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -165,7 +165,8 @@ class Workload(Pieces):
         collate_fn: Makes a batch of a list of examples, as in ``torch.utils.data.DataLoader``; torch's by default.
         extra_state: Further objects for the checkpoints, by name, such as an average of the weights; see
             :class:`ray_adascale.Run`.
-        after_step: ``after_step(model)``, called after each optimizer step; see :class:`ray_adascale.Run`.
+        after_step: ``after_step(model)`` or ``after_step(model, gain)``, called after each optimizer step; see
+            :class:`ray_adascale.Run`.
         config_reads: The keys of the config that the function has read. ``build`` sets it, so that a run can warn about
             hyperparameters that are never read.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import time
@@ -70,7 +71,9 @@ class Run:
             average of the weights. Their states are nested dicts and lists of tensors and JSON values, equal on all
             workers (rank 0's JSON counts); nothing is pickled.
         after_step: ``after_step(model)`` with the bare model, called on every worker after each optimizer step (a skipped step
-            too) and before a checkpoint of that step: the place to update an average of the weights.
+            too) and before a checkpoint of that step: the place to update an average of the weights. A function with a parameter
+            ``gain`` also gets the advance of τ, 0 in a skipped step, for which the host waits for the device. See
+            :class:`ray_adascale.EffectiveAverage`.
         backend: The surroundings of the run. Default: this process or torchrun's workers, no checkpoints.
 
     Raises:
@@ -90,7 +93,7 @@ class Run:
         evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
         recipe: Recipe | None = None,
         extra_state: Mapping[str, Any] | None = None,
-        after_step: Callable[[nn.Module], object] | None = None,
+        after_step: Callable[..., object] | None = None,
         backend: Backend | None = None,
     ) -> None:
         pieces = Pieces(
@@ -117,7 +120,7 @@ class Run:
         """Step counts and metrics so far, as they go into a checkpoint."""
         self.parts = parts
         """The objects that make up this run."""
-        self._after_step = pieces.after_step
+        self._after_step, self._gives_gain = pieces.after_step, _takes_gain(pieces.after_step)
         self._skipped = SkippedSteps(
             parts.state,
             parts.passes.scaler,
@@ -373,7 +376,10 @@ class Run:
         self.source.commit()
         self.state.iterations += 1
         if self._after_step is not None:
-            self._after_step(self.module)
+            if self._gives_gain:
+                self._after_step(self.module, gain=self.optimizer.last_step.effective_steps - tau)
+            else:
+                self._after_step(self.module)
         self.parts.reporting.count(self.plan.global_batch_size)
         number, position, recorded = self.state.iterations, self.source.position, dict(self.state.recorded)
         return TakenStep(number, self.plan, lr, tau, position, flags, own, recorded)
@@ -505,3 +511,12 @@ class Run:
         with warns_if_alone(self.backend.rank, self.plan.world_size):
             folder = self.parts.reporting.report(self, save=True)
         return folder if folder is not None and folder.is_dir() else None
+
+
+def _takes_gain(function: Callable[..., object] | None) -> bool:
+    if function is None:
+        return False
+    try:
+        return "gain" in inspect.signature(function).parameters
+    except ValueError:  # a built-in function without a signature
+        return False

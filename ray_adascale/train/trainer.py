@@ -78,7 +78,7 @@ def prepare(
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
     recipe: Recipe | None = None,
     extra_state: Mapping[str, Any] | None = None,
-    after_step: Callable[[nn.Module], object] | None = None,
+    after_step: Callable[..., object] | None = None,
 ) -> Run:
     """Return the run for your own training loop inside a ``TorchTrainer`` worker function.
 
