@@ -539,6 +539,18 @@ class AdaScale(OptimizerWrapper):
         norm = torch.nn.utils.clip_grad_norm_(self._statistics.params, max_norm, norm_type)
         return cast(Any, norm).full_tensor() if is_dtensor(norm) else norm
 
+    def clip_grad_value(self, clip_value: float) -> None:
+        """Clip each element of the gradient of the next step to ±``clip_value``, however it is sharded. The gain stays.
+
+        Raises:
+            RuntimeError: Called after fewer or more backward passes than ``num_gradients_to_accumulate``.
+        """
+        self._statistics.complete("clip_grad_value")
+        if isinstance(self._optimizer, OSS):
+            self._optimizer.clip_grad_value(clip_value)
+        else:
+            torch.nn.utils.clip_grad_value_(self._statistics.params, clip_value)
+
     def _require_boundary(self, what: str) -> None:
         if not self.at_boundary and not (self.saves_within_step and what in ("state_dict", "statistics_state")):
             raise RuntimeError(

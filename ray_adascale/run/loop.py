@@ -332,6 +332,16 @@ class Run:
         passes.check_backward("run.clip_grad_norm_() comes between run.backward() and run.step().")
         return passes.clip(max_norm) if passes.is_last else None
 
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clip each element of the step's gradient to ±``clip_value``, between :meth:`backward` and :meth:`step`.
+
+        It does nothing before the step's last pass. The gain is that of the unclipped gradient.
+        """
+        passes = self.parts.passes
+        passes.check_backward("run.clip_grad_value_() comes between run.backward() and run.step().")
+        if passes.is_last:
+            passes.clip_value(clip_value)
+
     def step(self, **metrics: Any) -> bool:
         """End a pass. Call it after each :meth:`backward`.
 

@@ -233,6 +233,10 @@ class Passes:
         """
         return self._optimizer.clip_grad_norm(max_norm)
 
+    def clip_value(self, clip_value: float) -> None:
+        """Clip each element of the unscaled gradient of the step."""
+        self._optimizer.clip_grad_value(clip_value)
+
     def step(self) -> None:
         """Take the optimizer step."""
         if isinstance(self._model, ShardedDataParallel):

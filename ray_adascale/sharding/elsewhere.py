@@ -25,7 +25,7 @@ class GradientElsewhere(Tensor):
     ) -> Any:
         raise RuntimeError(
             "This gradient is sharded: after the last backward pass of a step each worker has its own part of it. To clip, use "
-            "run.clip_grad_norm_() in place of torch.nn.utils.clip_grad_norm_(), or AdaScaleConfig(grad_clip=...). To read or "
+            "run.clip_grad_norm_() or run.clip_grad_value_() in place of torch's, or AdaScaleConfig(grad_clip=...). To read or "
             "change gradients in the loop, use AdaScaleConfig(sharding='oss') or 'none', which leave them whole on each worker."
         )
 

@@ -423,6 +423,19 @@ class OSS(Optimizer):
         torch.nn.utils.clip_grads_with_norm_([f.tensor for f in self.fragments] if shared else params, max_norm, total)
         return total
 
+    def clip_grad_value(self, clip_value: float) -> None:
+        """Clip each element of the whole gradient, as ``torch.nn.utils.clip_grad_value_`` would unsharded.
+
+        Raises:
+            RuntimeError: Under ShardedDataParallel, no backward pass came since ``step()``, which has consumed the gradients.
+        """
+        shared = self.reducer is not None and self.world_size > 1
+        if self.reducer is not None:
+            if self.reducer.consumed:
+                raise RuntimeError("clip_grad_value() after step(). Call it between backward() and step().")
+            self.reducer.finish_reduction()
+        torch.nn.utils.clip_grad_value_([f.tensor for f in self.fragments] if shared else self._params(), clip_value)
+
     def _own_gradients(self, of: set[Tensor]) -> list[Tensor]:
         """Return this worker's shares of the gradients of some parameters."""
         mine = [f for f in self.fragments if f.param in of]

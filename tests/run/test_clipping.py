@@ -214,6 +214,54 @@ def test_workers_clip_as_passes_do(pool: Any, sharding: str) -> None:
     assert first == pytest.approx(weights(train("1.5x", passes=2)), rel=1e-4)
 
 
+def by_value(sharding: str, precision: str, passes: int) -> list[float]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
+    settings: dict[str, Any] = {
+        "accumulation": passes,
+        "sharding": sharding,
+        "precision": precision,
+        "rule": "unscaled",
+    }
+    config = AdaScaleConfig(base_batch_size=4, total_steps=T, shuffle=False, per_worker_batch_size=4, **settings)
+    run = Run(model, optimizer, None, data(), config, backend=LocalBackend(device="cpu"))
+    for x, y in run:
+        size = 1.0 if precision == "fp32" else 1e-3  # so that no step overflows
+        run.backward(size * (run.model(x) - y).square().mean())
+        run.clip_grad_value_(size * 2.0)
+        run.step()
+    return weights(run)
+
+
+@pytest.mark.parametrize("sharding", ["none", "oss", "zero2", "fsdp2"])
+def test_clipping_by_value_is_torchs_however_the_gradient_is_sharded(pool: Any, sharding: str) -> None:
+    model, clipped = net(), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
+    for number in range(T // 2):  # the clock of the rule advances by S = 2
+        batch = [data()[(8 * number + i) % 48] for i in range(8)]
+        x, y = (torch.stack(parts) for parts in zip(*batch, strict=True))
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        clipped += any(float(p.grad.abs().max()) > 2 for p in model.parameters() if p.grad is not None)
+        nn.utils.clip_grad_value_(model.parameters(), 2.0)
+        optimizer.step()
+    expected = pytest.approx(weights_of(model), rel=1e-4)
+    first, second = pool(2).run(by_value, sharding, "fp32", 1)
+    assert clipped > 5
+    assert first == second == expected
+    if sharding == "none":
+        assert by_value("none", "fp32", 2) == expected
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero2"])
+def test_clipping_by_value_is_of_the_unscaled_gradient(pool: Any, sharding: str) -> None:
+    alone = by_value("none", "fp16", 2)
+    first, second = pool(2).run(by_value, sharding, "fp16", 1)
+    assert first == second == pytest.approx(alone, rel=2e-2)
+    moved = [abs(a - b) for a, b in zip(alone, weights_of(net()), strict=True)]
+    assert max(moved) > 5 * 0.02 * 2e-3  # five steps of a clipped element; a clipped scaled gradient moves nothing
+
+
 @pytest.mark.parametrize(
     ("given", "kept"), [("2x", "2x"), ("1.5x", "1.5x"), ("3", 3.0), (2, 2.0), ("inf", math.inf), (None, None)]
 )
