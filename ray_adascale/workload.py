@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
-from ._errors import SettingError, kind_of, noted
+from ._errors import SettingError, check_count, kind_of, noted
 from ._warn import warn_at_user
 from .config import AdaScaleConfig
 from .data.iterables import own_sampler
 from .data.sampling import Sampling
-from .optim.scheduler_checks import check_scheduler
+from .optim.scheduler_checks import check_initial_rates, check_scheduler
 from .optim.wrapper import check_parameters, check_wrappable
 from .recipe import Recipe
 
@@ -118,14 +118,18 @@ class Pieces:
     collate_fn: Callable[[list[Any]], Any] | None = None
     extra_state: Mapping[str, Any] | None = None
     after_step: Callable[..., object] | None = None
+    starting_step: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
             raise ValueError(f"Invalid model: {kind_of(self.model)}. Must be a torch.nn.Module.")
         check_wrappable(self.optimizer)
         check_parameters(self.model, self.optimizer, alone=True)
+        check_count("starting_step", self.starting_step, 0)
         if self.scheduler is not None:
             check_scheduler(self.optimizer, self.scheduler)
+            if self.starting_step:
+                check_initial_rates(self.optimizer, self.scheduler)
         if self.sampler is None and (theirs := own_sampler(self.train_dataset)) is not None:
             loader, self.sampler = self.train_dataset, theirs
             self.train_dataset = loader.dataset
@@ -166,6 +170,8 @@ class Workload(Pieces):
         extra_state: Further objects for the checkpoints, by name, such as an average of the weights; see
             :class:`ray_adascale.Run`.
         after_step: ``after_step(model)`` or ``after_step(model, gain)``, called after each optimizer step; see
+            :class:`ray_adascale.Run`.
+        starting_step: τ at which the run begins, if another program has trained the weights up to there; see
             :class:`ray_adascale.Run`.
         config_reads: The keys of the config that the function has read. ``build`` sets it, so that a run can warn about
             hyperparameters that are never read.

@@ -50,6 +50,24 @@ def check_scheduler(optimizer: Optimizer, scheduler: LRScheduler) -> None:
         )
 
 
+def check_initial_rates(optimizer: Optimizer, scheduler: LRScheduler) -> None:
+    """Check that the learning rates are those that a fresh scheduler has set.
+
+    Raises:
+        ValueError: They are not.
+    """
+    rates, theirs = (
+        [float(rate) for rate in each]
+        for each in ([group["lr"] for group in optimizer.param_groups], scheduler.get_last_lr())
+    )
+    if rates != theirs:
+        raise ValueError(
+            f"The learning rates are {rates}, and the fresh {type(scheduler).__name__} began at {theirs}: "
+            "optimizer.load_state_dict() has loaded those of another step. Set them back after it: for group, lr in "
+            "zip(optimizer.param_groups, scheduler.get_last_lr()): group['lr'] = lr. The run sets the schedule to starting_step."
+        )
+
+
 def torchs_own_hint(scheduler: object) -> str:
     """Return advice about a scheduler that is not one of torch's, as a further sentence; empty for unknown ones."""
     if "metrics" in inspect.signature(getattr(type(scheduler), "step", object.__init__)).parameters:

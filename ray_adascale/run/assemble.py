@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,7 +150,12 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         device=device,
         extra=pieces.extra_state or {},
     )
-    plan, trace, listeners = _resume(backend, config, recipe, train_state, (batch, evaluation), plan)
+    if pieces.starting_step >= total_steps:
+        raise ValueError(f"Invalid starting_step={pieces.starting_step}: the run has {total_steps} effective steps.")
+    start = (
+        functools.partial(_start_at, pieces.starting_step, train_state, evaluation) if pieces.starting_step else None
+    )
+    plan, trace, listeners = _resume(backend, config, recipe, train_state, (batch, evaluation), plan, start)
     # Built last, because their intervals begin now.
     checkpointing = Checkpointing(
         backend,
@@ -189,13 +196,16 @@ def _resume(
     train_state: TrainState,
     stages: tuple[StepBatch, Evaluation],
     plan: BatchPlan,
+    start: Callable[[], None] | None,
 ) -> tuple[BatchPlan, TraceFile | None, list[Listener]]:
-    """Load the newest checkpoint. Return the batch of the next step, and rank 0's trace and listeners. Collective."""
+    """Load the newest checkpoint, or call ``start``. Return the next batch, and rank 0's trace and listeners. Collective."""
     batch, evaluation = stages
     with backend.latest_checkpoint() as folder:
         workers_before = None
         if folder is not None:
             workers_before = train_state.load(folder, accept_changes=config.accept_changes)
+        elif start is not None:
+            start()
         if batch.plan() != plan:
             plan = batch.plan()
             set_batch(plan, train_state.optimizer, train_state.source, backend.rank)
@@ -207,6 +217,16 @@ def _resume(
         rows = read_trace(folder / TRACE) if folder is not None and (folder / TRACE).is_file() else []
         trace = _open_trace(backend, rows, keep=config.trace_rows, ended=train_state.loop.stopped is not None)
         return plan, trace, _listeners(backend, config, recipe, train_state, plan, trace, rows)
+
+
+def _start_at(step: int, train_state: TrainState, evaluation: Evaluation) -> None:
+    """Begin at τ = ``step``, after as many steps of base batches."""
+    train_state.optimizer.effective_steps = step
+    train_state.schedule.advance_to(step)
+    evaluation.evaluated_at = step
+    source = train_state.source
+    if isinstance(source, MapSource):
+        source.load_state_dict({**source.state_dict(), "position": step * train_state.base_schedule.base_batch_size})
 
 
 def _data_of(pieces: Pieces, config: AdaScaleConfig, backend: Backend) -> tuple[BatchSource, BatchFollower, int]:

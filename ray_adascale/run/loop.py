@@ -74,6 +74,8 @@ class Run:
             too) and before a checkpoint of that step: the place to update an average of the weights. A function with a parameter
             ``gain`` also gets the advance of τ, 0 in a skipped step, for which the host waits for the device. See
             :class:`ray_adascale.EffectiveAverage`.
+        starting_step: τ at which the run begins, if another program has trained the weights (and the optimizer's state) up to
+            there with a batch of B0: k of its T steps. Give a fresh scheduler. A checkpoint of this run has precedence.
         backend: The surroundings of the run. Default: this process or torchrun's workers, no checkpoints.
 
     Raises:
@@ -94,6 +96,7 @@ class Run:
         recipe: Recipe | None = None,
         extra_state: Mapping[str, Any] | None = None,
         after_step: Callable[..., object] | None = None,
+        starting_step: int = 0,
         backend: Backend | None = None,
     ) -> None:
         pieces = Pieces(
@@ -106,6 +109,7 @@ class Run:
             evaluate=evaluate,
             extra_state=extra_state,
             after_step=after_step,
+            starting_step=starting_step,
         )
         self._assemble(pieces, config, recipe, backend)
 

@@ -79,6 +79,7 @@ def prepare(
     recipe: Recipe | None = None,
     extra_state: Mapping[str, Any] | None = None,
     after_step: Callable[..., object] | None = None,
+    starting_step: int = 0,
 ) -> Run:
     """Return the run for your own training loop inside a ``TorchTrainer`` worker function.
 
@@ -110,6 +111,7 @@ def prepare(
         recipe=recipe,
         extra_state=extra_state,
         after_step=after_step,
+        starting_step=starting_step,
         backend=backend,
     )
 
