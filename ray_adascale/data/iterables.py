@@ -1,11 +1,14 @@
-"""Data with an order of its own: iterables of batches, and Ray Data shards. They resume at the start of an epoch."""
+"""Data with an order of its own: iterables of batches, and Ray Data shards. Some store their place; others resume by epochs."""
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -62,7 +65,9 @@ class IterableSource(BatchSource):
     dataset with ``set_epoch`` (``DistributedSampler``) gets the number of the pass before each pass. A shorter last batch of a
     pass is skipped with one warning, since B must stay constant. Other batches of another size are refused.
 
-    A resumed run starts at the beginning of an epoch, with a warning: the epoch's first examples are repeated.
+    Data with ``state_dict()`` and ``load_state_dict()`` (torchdata's ``StatefulDataLoader``, Hugging Face's iterable datasets)
+    store each worker's place themselves, and a run resumes there on the same number of workers. Otherwise a resumed run starts
+    at the beginning of an epoch, with a warning: the epoch's first examples are repeated.
 
     Args:
         batches: Each ``iter()`` makes a pass over this worker's share.
@@ -96,10 +101,14 @@ class IterableSource(BatchSource):
         self._batches = batches
         self._examples_of = examples_of or _leading_dimension
         self._warned = False
+        self._stateful = _stateful(batches)
+        self._pass = 0
+        self._loaded_pass: int | None = None
+        """The pass in whose middle the next iterator begins, after a place was loaded."""
 
     def _stream(self) -> Generator[MicroBatch, None, None]:
         # This method is no generator, so that the position is read now and not at the first next().
-        return self._endless(self.epoch)
+        return self._endless(self.epoch if self._loaded_pass is None else self._loaded_pass)
 
     def commit(self) -> None:
         self.position += self.split.global_batch_size
@@ -110,7 +119,22 @@ class IterableSource(BatchSource):
     def _order_fields(self) -> dict[str, Any]:
         return {"length": self.length}
 
+    def own_state(self) -> Tensor | None:
+        if self._stateful is None:
+            return None
+        written = io.BytesIO()
+        torch.save((self._pass, self._stateful.state_dict()), written)
+        return torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
+
+    def load_own_state(self, state: Tensor) -> None:
+        if self._stateful is not None:
+            self._loaded_pass, place = torch.load(io.BytesIO(state.numpy().tobytes()), weights_only=True)
+            self._stateful.load_state_dict(place)
+
     def _resume(self, position: int) -> None:
+        if self._loaded_pass is not None:
+            self.position = position
+            return
         if position > 0:
             warn_at_user(
                 f"The run resumes after {position} examples, but an iterable cannot be resumed in mid-epoch: it"
@@ -127,6 +151,7 @@ class IterableSource(BatchSource):
             _set_epoch(self._batches, number)
             iterator = iter(self._batches)
             seen = usable = 0
+            self._pass, continued, self._loaded_pass = number, number == self._loaded_pass, None
             for batch in iterator:
                 seen += 1
                 if self._fits(batch, others=seen - usable - 1):
@@ -139,7 +164,7 @@ class IterableSource(BatchSource):
                     f" ({type(iterator).__name__}). Give an iterable that starts anew at each iter(), such as a"
                     " DataLoader, a list, or an object whose __iter__ is the generator function."
                 )
-            if usable == 0:
+            if usable == 0 and not continued:  # a place may be the end of a pass
                 raise ValueError(
                     f"A whole pass over the data gave no batch of {self.batch_size} examples ({seen} batches of other"
                     f" sizes). Give this worker more data, or batches of that size. {_COUNTED}"
@@ -238,6 +263,20 @@ def known_length(dataset: Any, world_size: int) -> int | None:
         return len(dataset.sampler.dataset)  # type: ignore[arg-type]
     counted = dataset.dataset if isinstance(dataset.dataset, IterableDataset) else dataset.sampler
     return len(counted) if world_size == 1 and isinstance(counted, Sized) else None
+
+
+def _stateful(batches: Any) -> Any:
+    """Return the object that stores this worker's place in the data; None without one.
+
+    In loader processes a ``DataLoader`` has copies of the dataset, whose places are not known here. A ``StatefulDataLoader``
+    knows them. Its place in a shuffled map-style dataset did not suffice to go on with the same examples.
+    """
+    if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
+        return None
+    if type(batches) is DataLoader:
+        batches = batches.dataset if batches.num_workers == 0 else None
+    both = all(callable(getattr(batches, name, None)) for name in ("state_dict", "load_state_dict"))
+    return batches if both else None
 
 
 def _set_epoch(batches: Any, epoch: int) -> None:

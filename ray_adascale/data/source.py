@@ -112,6 +112,16 @@ class BatchSource(abc.ABC):
         """Return the position and the fields that determine the order, as JSON values, the same on every worker."""
         return {"kind": self.kind, "position": self.position, **self._order_fields()}
 
+    def own_state(self) -> Tensor | None:
+        """Return this worker's place in data that store it themselves, as bytes, uint8 of shape (size,); None for other data."""
+        return None
+
+    def load_own_state(self, state: Tensor) -> None:
+        """Load an :meth:`own_state` of this worker, before :meth:`load_state_dict`."""
+        raise ValueError(
+            f"The checkpoint has this worker's place in the data, and a {type(self).__name__} has none to load."
+        )
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the position of the next ``iter()``. The state may come from another B or another number of workers.
 

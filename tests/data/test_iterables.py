@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from ray_adascale import AdaScaleConfig, LocalBackend, Run
+from ray_adascale.data import make_source
 from ray_adascale.data.iterables import IterableSource
-from ray_adascale.data.order import BatchSplit
+from ray_adascale.data.order import BatchSplit, ExampleOrder
 
 from .stream import batches_of, take
 
@@ -138,3 +141,96 @@ def test_an_iterable_resumes_at_its_epochs_start_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="resumes after 6"):
         (unknown := IterableSource([], BatchSplit(2))).load_state_dict({**state, "length": None})
     assert unknown.position == 6
+
+
+class Places(IterableDataset[torch.Tensor]):
+    """Ten examples a pass, other ones in each. It stores pass and place, as Hugging Face's iterable datasets do."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.start, self.epoch, self.place = start, 0, 0
+        self.loaded: dict[str, int] = {}
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for i in range(self.loaded["place"] if self.loaded.get("epoch") == self.epoch else 0, 10):
+            self.place = i + 1
+            yield torch.tensor([self.start + 100 * self.epoch + i])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state
+
+
+class Stored(DataLoader[Any]):
+    """A loader that stores its place, as torchdata's ``StatefulDataLoader`` does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.dataset.state_dict()  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.dataset.load_state_dict(state)  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda data: data, lambda data: DataLoader(data, batch_size=2), lambda data: Stored(data, batch_size=2)],
+    ids=["bare", "loader", "stored"],
+)
+@pytest.mark.parametrize("taken", [1, 4, 5, 6, 10, 13])
+def test_data_that_store_their_place_go_on_there(wrap: Any, taken: int) -> None:
+    def source() -> Any:
+        return make_source(wrap(Places()), BatchSplit(2), ExampleOrder())
+
+    def numbers(of: Any, count: int) -> list[list[int]]:
+        return [m.batch.flatten().tolist() for m in take(of, count)]
+
+    whole = numbers(source(), 20)
+    first = source()
+    before = numbers(first, taken)
+    place, state = first.own_state(), json.loads(json.dumps(first.state_dict()))
+    again = source()
+    again.load_own_state(place)
+    again.load_state_dict(state)
+    assert again.position == 2 * taken
+    assert before + numbers(again, 20 - taken) == whole
+
+
+def test_places_in_loader_processes_are_not_known() -> None:
+    source = IterableSource(DataLoader(Places(), batch_size=2, num_workers=1), BatchSplit(2))
+    assert source.own_state() is None
+    assert IterableSource(Stored(range(8), batch_size=2), BatchSplit(2)).own_state() is None  # type: ignore[arg-type]
+    assert IterableSource([[1, 2]], BatchSplit(2)).own_state() is None
+
+
+def streamed(folder: str | None, stop: int | None) -> tuple[list[list[int]], float]:
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-8, momentum=0.9)
+    config = AdaScaleConfig(base_batch_size=4, total_steps=14, per_worker_batch_size=2, accumulation=2)
+    run = Run(model, optimizer, None, Places(1000 * rank), config, backend=LocalBackend(folder, device="cpu"))
+    seen = []
+    for x in run:
+        seen.append(x.flatten().tolist())
+        run.backward(run.model(x.float()).square().mean())
+        if run.step() and run.state.iterations == stop:
+            run.save_checkpoint()
+            break
+    return seen, float(next(model.parameters()).detach().sum())
+
+
+@pytest.mark.filterwarnings("ignore:All gradient samples")
+def test_each_worker_stores_its_own_place(pool: Any, tmp_path: Path) -> None:
+    whole = pool(2).run(streamed, None, None)
+    before = pool(2).run(streamed, str(tmp_path), 3)
+    after = pool(2).run(streamed, str(tmp_path), None)
+    for rank in range(2):
+        assert before[rank][0] + after[rank][0] == whole[rank][0]
+        assert after[rank][1] == whole[rank][1]
+    with pytest.warns(UserWarning, match="resumes after .* examples, but an iterable cannot be resumed in mid-epoch"):
+        streamed(str(tmp_path), None)  # one worker alone: the places of two are of no use

@@ -82,6 +82,8 @@ class TrainState:
         out.update(optimizer_tensors(self.optimizer, self.parameter_names))
         out.update({f"adascale/{key}": value for key, value in self.optimizer.statistics_state().items()})
         out.update({f"rng/{self.rank}/{key}": value for key, value in capture_rng(self.device).items()})
+        if (place := self.source.own_state()) is not None:
+            out[f"data/{self.rank}/place"] = place
         for name, stateful in self.extra.items():
             taken_apart(stateful.state_dict(), f"{_EXTRA}{name}", out)
         out["schedule/lr_curve"] = torch.tensor(self.base_schedule.lr_curve, dtype=torch.float64)
@@ -143,6 +145,9 @@ class TrainState:
             self.schedule.load_state_dict(saved["schedule"])
             load_hyperparameters(self.optimizer, saved["param_groups"])
         self.optimizer.load_statistics_state(statistics)
+        workers: int = saved["plan"]["world_size"]
+        if workers == self.world_size and (place := whole.tensors(f"data/{self.rank}/")):
+            self.source.load_own_state(place["place"])
         self.source.load_state_dict(saved["data"])
         if self.scaler is not None and saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
@@ -154,7 +159,6 @@ class TrainState:
         self.loop.attempt += 1
         if self.optimizer.effective_steps < self.base_schedule.total_steps:
             self.loop.stopped = None  # the run had ended, and T is larger now
-        workers: int = saved["plan"]["world_size"]
         if workers == self.world_size:
             load_rng(whole, self.rank, self.device)
         return workers
