@@ -118,6 +118,7 @@ class Pieces:
     collate_fn: Callable[[list[Any]], Any] | None = None
     extra_state: Mapping[str, Any] | None = None
     after_step: Callable[..., object] | None = None
+    weight_of: Callable[[Any], Any] | None = None
     starting_step: int = 0
 
     def __post_init__(self) -> None:
@@ -142,7 +143,7 @@ class Pieces:
             )
         if _length(self.train_dataset) == 0:
             raise ValueError("Invalid train_dataset: it is empty. Must hold at least one example.")
-        for name in ("evaluate", "collate_fn", "after_step"):
+        for name in ("evaluate", "collate_fn", "after_step", "weight_of"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise ValueError(f"Invalid {name}: {kind_of(value)}. Must be a function.")
@@ -170,6 +171,8 @@ class Workload(Pieces):
         extra_state: Further objects for the checkpoints, by name, such as an average of the weights; see
             :class:`ray_adascale.Run`.
         after_step: ``after_step(model)`` or ``after_step(model, gain)``, called after each optimizer step; see
+            :class:`ray_adascale.Run`.
+        weight_of: ``weight_of(batch)`` is the number of units, such as tokens, over which the loss is a mean; see
             :class:`ray_adascale.Run`.
         starting_step: τ at which the run begins, if another program has trained the weights up to there; see
             :class:`ray_adascale.Run`.

@@ -28,6 +28,7 @@ class MicroBatch:
         batch: The result of the dataset and of ``collate_fn``.
         examples: ``m_i``, the number of examples.
         weight: ``w_i = m_i / B``; the weights sum to 1 over the workers and passes of a step.
+        by_units: Whether the weight counts units of the user's instead of examples.
         pass_index: Accumulation pass within the step, from 0.
         is_last: Whether this is the step's last pass, after which the optimizer steps.
     """
@@ -37,6 +38,7 @@ class MicroBatch:
     weight: float
     pass_index: int
     is_last: bool
+    by_units: bool = False
 
 
 class BatchSource(abc.ABC):

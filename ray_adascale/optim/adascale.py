@@ -52,22 +52,19 @@ class AdaScale(OptimizerWrapper):
         process_group: Workers that reduce gradients together. Default: OSS's, or the default group, if there is one.
         grad_scaler: The ``torch.amp.GradScaler`` that scales the loss, so that statistics are of unscaled gradients.
         variance_floor: Lower bound on each σ². 1e-6 gives FairScale's numbers; 0 makes the gain independent of gradients' size.
-        clip: Where σ², μ² ≥ 0 is enforced: on each sample before averaging ("samples", as FairScale), or on reading
-            the averages ("averages", which keeps them unbiased).
+        clip: Where σ², μ² ≥ 0 is enforced: on each sample ("samples", as FairScale), or on reading the unbiased "averages".
         averaging_window: Average over effective time, with this share of ``total_steps`` as the width, instead of over steps.
         total_steps: T, effective steps in the run.
-        single_gain: One gain for all parameter groups, from their summed statistics, so that every group follows the
-            same schedule (the paper's form). Default: one gain per group for its LR, as both predecessors do.
+        single_gain: One gain for all parameter groups, from their summed statistics (the paper's form). Default: one a group.
         base_batch_size: B0 in examples; with ``batch_size`` it gives the scale.
         batch_size: B in examples, over all workers and passes.
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment). Default: AdaScale's (r, r).
-        precondition: Maps (parameter, gradient) to the tensor that norms are taken of, for statistics in another metric than
-            the Euclidean one. Costs a copy of one gradient at a time.
+        precondition: Maps (parameter, gradient) to the tensor that norms are taken of, for another metric than the Euclidean.
         model: The model. Needed for ``fully_shard``, for per-example norms, and for a ``DistributedDataParallel`` whose buckets
             are to be measured (:func:`ray_adascale.measure.ddp.measure_buckets`).
-        noise: The gradient samples. "samples": the gradients of workers and passes.
-            "per_example": the examples of the batch, by their gradient norms in each layer of ``model``. They lie along the first
-            dimension of each layer's input. "auto": examples, where a step above S = 1 has one sample and they are covered.
+        noise: The gradient samples. "samples": the gradients of workers and passes. "per_example": the examples of the batch,
+            along the first dimension of each layer's input, by their gradient norms in each layer of ``model``. "auto": examples
+            where a step above S = 1 has one sample and they are covered.
         noise_budget: Share of the time that per-example norms may cost: every few steps are measured.
 
     Raises:
@@ -82,8 +79,7 @@ class AdaScale(OptimizerWrapper):
     """Error message of OSS for an optimizer of this class, which OSS does not import."""
 
     saves_within_step: bool = False
-    """Whether :meth:`state_dict` also works between the passes of a step. The state is that of the last step boundary, and a
-    resume drops the passes after it. For a loop that chooses the moment itself, and steps after the passes that are left."""
+    """Whether :meth:`state_dict` also works between the passes of a step: the state is that of the last step boundary."""
 
     def __init__(
         self,
@@ -540,11 +536,7 @@ class AdaScale(OptimizerWrapper):
         return cast(Any, norm).full_tensor() if is_dtensor(norm) else norm
 
     def clip_grad_value(self, clip_value: float) -> None:
-        """Clip each element of the gradient of the next step to ±``clip_value``, however it is sharded. The gain stays.
-
-        Raises:
-            RuntimeError: Called after fewer or more backward passes than ``num_gradients_to_accumulate``.
-        """
+        """Clip each element of the gradient of the next step, as :meth:`clip_grad_norm` clips its norm. The gain stays."""
         self._statistics.complete("clip_grad_value")
         if isinstance(self._optimizer, OSS):
             self._optimizer.clip_grad_value(clip_value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -48,6 +48,7 @@ from .observe.metrics import METRICS
 from .observe.step import Listener
 from .observe.trace import TraceFile, read_trace
 from .passes import Passes
+from .unit_weights import UnitWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ class Parts:
         stages: The stages of a step boundary, in order.
         evaluation: The stage that evaluates.
         clipping: Clips gradients.
+        unit_weights: Weights the micro-batches of a step by the user's units; None: their examples count.
         checkpointing: The stage that saves checkpoints.
         reporting: The stage that reports.
         listeners: The listeners, in order. Workers other than rank 0 have none.
@@ -90,6 +92,7 @@ class Parts:
     stages: tuple[Stage, ...]
     evaluation: Evaluation
     clipping: Clipping
+    unit_weights: UnitWeights | None
     checkpointing: Checkpointing
     reporting: Reporting
     listeners: list[Listener]
@@ -104,6 +107,8 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     config = read_settings(config).with_recipe(recipe)
     rank, device = backend.rank, backend.device
     model, optimizer = pieces.model, pieces.optimizer
+    if pieces.weight_of is not None:
+        config = _without_examples(config)
     check_built(model, optimizer, config, recipe)
     if rank == 0:
         warn_of_state_dict_hooks(optimizer)
@@ -183,10 +188,21 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         stages=stages,
         evaluation=evaluation,
         clipping=clipping,
+        unit_weights=None if pieces.weight_of is None else UnitWeights(pieces.weight_of, plan.world_size, on_cpu),
         checkpointing=checkpointing,
         reporting=reporting,
         listeners=listeners,
     )
+
+
+def _without_examples(config: AdaScaleConfig) -> AdaScaleConfig:
+    """Return the settings of a run with ``weight_of``: single examples have unequal shares of a mean over units."""
+    if config.noise == "per_example":
+        raise SettingError(
+            "Invalid {} with weight_of: examples with unequal numbers of units are no equal gradient samples. Use 'samples'.",
+            noise=config.noise,
+        )
+    return replace(config, noise="samples")
 
 
 def _resume(

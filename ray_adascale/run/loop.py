@@ -22,6 +22,7 @@ from ..config import AdaScaleConfig
 from ..data import to_device
 from ..data.iterables import IterableSource
 from ..data.sampling import Sampling
+from ..data.source import MicroBatch
 from ..gain import advanced
 from ..recipe import Recipe
 from ..workload import Pieces, Workload, with_unit
@@ -74,6 +75,9 @@ class Run:
             too) and before a checkpoint of that step: the place to update an average of the weights. A function with a parameter
             ``gain`` also gets the advance of τ, 0 in a skipped step, for which the host waits for the device. See
             :class:`ray_adascale.EffectiveAverage`.
+        weight_of: ``weight_of(batch)`` is the number of units in a micro-batch over which the loss is a mean, such as its tokens
+            without padding; on the host. The gradient is then the mean over the units of all micro-batches of the step, as of
+            one pass over the whole batch. Default: the examples count.
         starting_step: τ at which the run begins, if another program has trained the weights (and the optimizer's state) up to
             there with a batch of B0: k of its T steps. Give a fresh scheduler. A checkpoint of this run has precedence.
         backend: The surroundings of the run. Default: this process or torchrun's workers, no checkpoints.
@@ -96,6 +100,7 @@ class Run:
         recipe: Recipe | None = None,
         extra_state: Mapping[str, Any] | None = None,
         after_step: Callable[..., object] | None = None,
+        weight_of: Callable[[Any], Any] | None = None,
         starting_step: int = 0,
         backend: Backend | None = None,
     ) -> None:
@@ -109,6 +114,7 @@ class Run:
             evaluate=evaluate,
             extra_state=extra_state,
             after_step=after_step,
+            weight_of=weight_of,
             starting_step=starting_step,
         )
         self._assemble(pieces, config, recipe, backend)
@@ -276,7 +282,9 @@ class Run:
         """Yield micro-batches on the device until τ reaches T. Then evaluate, report and save for the last time."""
         entered = time.monotonic()
         self._separate_streams()
-        batches = iter(self.source)
+        batches: Iterator[MicroBatch] = iter(self.source)
+        if self.parts.unit_weights is not None:
+            batches = self.parts.unit_weights.weighted(batches)
         passes, first = self.parts.passes, True
         try:
             with passes.guard(), self.backend.watch(self._pulse):

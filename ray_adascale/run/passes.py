@@ -183,11 +183,13 @@ class Passes:
         self.loss.add_(loss.detach(), alpha=batch.weight)
 
     def backward(self, loss: Tensor, plan: BatchPlan) -> None:
-        """Run the backward pass. The loss is weighted by the examples of the micro-batch, and scaled for fp16."""
+        """Run the backward pass. The loss is weighted by the examples or units of the micro-batch, and scaled for fp16."""
         batch = self._batch
         assert batch is not None
         # DDP averages over workers and passes add up, so ḡ = Σ w_i g_i needs each loss times n·w_i/passes.
         factor = plan.num_samples * batch.examples / (plan.global_batch_size * plan.accumulation)
+        if batch.by_units:
+            factor = plan.num_samples * batch.weight / plan.accumulation
         if factor != 1:
             loss = loss * factor
         if self.scaler is not None:

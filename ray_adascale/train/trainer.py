@@ -79,6 +79,7 @@ def prepare(
     recipe: Recipe | None = None,
     extra_state: Mapping[str, Any] | None = None,
     after_step: Callable[..., object] | None = None,
+    weight_of: Callable[[Any], Any] | None = None,
     starting_step: int = 0,
 ) -> Run:
     """Return the run for your own training loop inside a ``TorchTrainer`` worker function.
@@ -111,6 +112,7 @@ def prepare(
         recipe=recipe,
         extra_state=extra_state,
         after_step=after_step,
+        weight_of=weight_of,
         starting_step=starting_step,
         backend=backend,
     )

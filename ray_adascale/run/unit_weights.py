@@ -1,0 +1,63 @@
+"""Weights of a step's micro-batches by units such as tokens, for losses that are means over units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._errors import kind_of
+from ..data.source import MicroBatch
+
+
+class UnitWeights:
+    """Weights each micro-batch of a step by its units: w_i = u_i / Σu over the passes and workers of the step.
+
+    ḡ = Σ w_i g_i is then the gradient of the mean over all units of the step, as one pass over the whole batch gives it. The
+    units are counted before the step's first pass, so they are known before its gradients are reduced, however the gradients are
+    sharded. A worker keeps the micro-batches of one step on the host.
+
+    Args:
+        units_of: Returns the number of units of a batch, a number or a tensor of one element.
+        workers: Number of workers.
+        group: The workers, for a tensor on the CPU. Default: the default group.
+    """
+
+    def __init__(self, units_of: Callable[[Any], Any], workers: int, group: dist.ProcessGroup | None = None) -> None:
+        self._units_of, self._workers, self._group = units_of, workers, group
+
+    def weighted(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches with their weights. Collective, once a step.
+
+        Raises:
+            ValueError: A micro-batch has no unit, or the function returns no number.
+        """
+        while True:
+            step = [next(batches)]
+            while not step[-1].is_last:
+                step.append(next(batches))
+            units = [self._count(micro_batch) for micro_batch in step]
+            total = torch.tensor(math.fsum(units), dtype=torch.float64)
+            if self._workers > 1:
+                dist.all_reduce(total, group=self._group)
+            for micro_batch, count in zip(step, units, strict=True):
+                yield replace(micro_batch, weight=count / float(total), by_units=True)
+
+    def _count(self, micro_batch: MicroBatch) -> float:
+        found = self._units_of(micro_batch.batch)
+        try:
+            count = float(found)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(
+                f"Invalid weight_of: it returned {kind_of(found)}. Must be the number of units of the batch."
+            ) from None
+        if not 0 < count < math.inf:
+            raise ValueError(
+                f"Invalid weight_of: it returned {count:g} for a micro-batch of {micro_batch.examples} examples. Must be "
+                "positive: the mean over no unit is no number. Leave out examples without units."
+            )
+        return count
