@@ -45,7 +45,7 @@ class AdaScale(OptimizerWrapper):
         world_size: Workers that share the batch. Default: the size of ``process_group``, else 1.
         scale: S, global batch size / base batch size. Default: ``world_size · num_gradients_to_accumulate``.
         smoothing: θ, the weight of the past in the averages; or a function of the step's :class:`StepShape`. Default:
-            ``max(1 − n/1000, 0)`` with n = world_size · num_gradients_to_accumulate. Not together with ``averaging_window``.
+            ``max(1 − n/1000, 0)`` with n = world_size · num_gradients_to_accumulate. Excludes ``averaging_window``.
         num_gradients_to_accumulate: Backward passes per optimizer step.
         is_scaled_loss: The loss is divided by ``num_gradients_to_accumulate`` before each backward pass.
         debias_ewma: Debiased moving average (FairScale's default), or, if False, the paper's: a plain mean at first.
@@ -60,8 +60,7 @@ class AdaScale(OptimizerWrapper):
         batch_size: B in examples, over all workers and passes.
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment). Default: AdaScale's (r, r).
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of, for another metric than the Euclidean.
-        model: The model. Needed for ``fully_shard``, for per-example norms, and for a ``DistributedDataParallel`` whose buckets
-            are to be measured (:func:`ray_adascale.measure.ddp.measure_buckets`).
+        model: The model. Needed for ``fully_shard``, per-example norms, and :func:`ray_adascale.measure.ddp.measure_buckets`.
         noise: The gradient samples. "samples": the gradients of workers and passes. "per_example": the examples of the batch,
             along the first dimension of each layer's input, by their gradient norms in each layer of ``model``. "auto": examples
             where a step above S = 1 has one sample and they are covered.
