@@ -109,6 +109,8 @@ def _describe_run(path: Path) -> str:
         lines.append(f"  left         {left}")
     if run.skipped_steps > 0:
         lines.append(f"  skipped      {run.skipped_steps} steps, whose gradients were not finite")
+    if run.clipped:
+        lines.append(f"  clipped      {run.clipped}")
     loss, speed = last.get("loss", math.nan), last.get("examples_per_s", math.nan)
     lines.append(f"  loss         {loss:.4g}, {speed:,.0f} examples/s")
     if math.isfinite(run.noise_scale):

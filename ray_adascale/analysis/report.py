@@ -100,7 +100,7 @@ def _render(
         keys=keys,
         metrics=metrics,
         failures=failures,
-        notes=[*_skipped_steps(runs), *_equal_runs(runs)],
+        notes=[*_unusual_steps(runs), *_equal_runs(runs)],
         outcomes=[(key, _outcome(run, metrics)) for key, run in zip(keys, runs, strict=True)],
         events=[(key, [f"{tau:,.0f}", what]) for key, run in zip(keys, runs, strict=True) for tau, what in run.events],
         comparisons=[(keys[i], cells) for i, cells in _comparisons(runs, recipe, forecast)],
@@ -110,10 +110,12 @@ def _render(
     )
 
 
-def _skipped_steps(runs: list[RunTrace]) -> Iterator[str]:
+def _unusual_steps(runs: list[RunTrace]) -> Iterator[str]:
     for run in runs:
         if run.skipped_steps > 0:
             yield f"{run.label} skipped {run.skipped_steps} steps, whose gradients were not finite."
+        if run.clipped:
+            yield f"{run.label} clipped {run.clipped}."
 
 
 def _equal_runs(runs: list[RunTrace]) -> Iterator[str]:

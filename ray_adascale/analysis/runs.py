@@ -57,6 +57,12 @@ class RunTrace:
         return int(self.last.get("step", taken) - taken)
 
     @property
+    def clipped(self) -> str:
+        """The share of the steps that were clipped at a multiple of the expected norm, of the rows kept; empty if none was."""
+        share = sum(bool(row.get("clipped")) for row in self.rows) / len(self.rows)
+        return f"{100 * share:.2g} % of the steps, at a multiple of the expected norm" if share else ""
+
+    @property
     def noise_scale(self) -> float:
         """B_noise in examples over the whole run: B0·Σσ²/Σμ² over effective steps, as a recipe has it. NaN if it is unknown."""
         sigma2, mu2, of_row = (self.column(key) for key in ("sigma2", "mu2", "noise_scale"))

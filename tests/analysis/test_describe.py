@@ -92,6 +92,11 @@ def test_a_run_by_its_folder_or_its_trace(tmp_path: Path) -> None:
     assert text.splitlines()[-1] == "  checkpoints  0, newest whole one none"
 
 
+def test_a_run_with_clipped_steps(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "trace.jsonl", [row(1), row(2, clipped=True), row(3), row(4)])
+    assert "  clipped      25 % of the steps, at a multiple of the expected norm" in describe(path)[0].splitlines()
+
+
 def test_a_run_with_skipped_steps(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "trace.jsonl", [row(1), row(2, optimizer_steps=1, skipped=True)])
     assert describe(path)[0].splitlines()[2] == "  skipped      1 steps, whose gradients were not finite"

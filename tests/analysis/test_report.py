@@ -272,7 +272,7 @@ def test_the_noise_scale_is_that_of_the_whole_run(make: Callable[..., Page], tmp
 
 
 def test_skipped_steps_are_told(make: Callable[..., Page], tmp_path: Path) -> None:
-    rows = [row(1), row(2, optimizer_steps=1, skipped=True), row(3, optimizer_steps=2)]
+    rows = [row(1), row(2, optimizer_steps=1, skipped=True), row(3, optimizer_steps=2, clipped=True)]
     make(
         write_rows(tmp_path / "bad" / "trace.jsonl", rows),
         write_rows(tmp_path / "good" / "trace.jsonl", [row(1), row(2)]),
@@ -280,6 +280,7 @@ def test_skipped_steps_are_told(make: Callable[..., Page], tmp_path: Path) -> No
     text = (tmp_path / "out" / "report.html").read_text()
     assert text.count("whose gradients were not finite") == 1
     assert "bad skipped 1 steps, whose gradients were not finite." in text
+    assert "bad clipped 33 % of the steps, at a multiple of the expected norm." in text
 
 
 def test_equal_runs_are_told_and_both_seen(make: Callable[..., Page], tmp_path: Path) -> None:
