@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .._errors import SettingError, clip_multiple
+from ..batch import BatchPlan
 from ..config import AdaScaleConfig
 from ..gain import plain_effective_decay
 from ..optim.rules import make_rule, metric_of
@@ -27,7 +28,7 @@ class ExpectedNorm(Stage):
     """Keeps the average of ‖ḡ‖² over effective time at S > 1. Its root is the expected norm, since E‖ḡ‖² = μ² + σ²/S.
 
     A clipped step counts with the norm that it was clipped to. With its own norm, steps that diverge would raise the threshold.
-    A change of S multiplies the average by the ratio of μ̄² + σ̄²/S.
+    A change of B multiplies the average by the ratio of μ̄² + σ̄²/S.
 
     Args:
         multiple: κ. A norm above κ times the expected one is clipped.
@@ -39,23 +40,27 @@ class ExpectedNorm(Stage):
         self._multiple, self._window, self._total_steps = multiple, window, total_steps
         self._total = self._weight = 0.0
         self._count = 0
-        self._scale: float | None = None
-        self._limit = math.inf
+        self._batch: int | None = None
+        """B of the average, in examples: S is of another unit after a change of the base batch."""
+        self._scale, self._limit = 1.0, math.inf
+        """S and the largest norm of the step that :meth:`limit` was called for."""
 
-    def limit(self, scale: float, moments: Callable[[], tuple[float, float]]) -> float:
+    def limit(self, scale: float, batch: int, moments: Callable[[], tuple[float, float]]) -> float:
         """Return the largest norm of the next step; ∞ at S = 1, which is the base run, and for the first steps.
 
         Args:
             scale: S of the step.
-            moments: Returns σ̄² and μ̄², to convert the average of another scale; NaN where they are unknown.
+            batch: B of the step, in examples.
+            moments: Returns σ̄² and μ̄², to convert the average of another batch; NaN where they are unknown.
         """
-        self._limit = math.inf
+        self._scale, self._limit = scale, math.inf
         if scale <= 1:
             return self._limit
-        if self._scale is not None and scale != self._scale:
+        if self._batch is not None and batch != self._batch:
             sigma2, mu2 = moments()
-            self._total *= (mu2 + sigma2 / scale) / (mu2 + sigma2 / self._scale) if mu2 + sigma2 > 0 else 1.0
-        self._scale = scale
+            noise = sigma2 / scale  # of the mean over B examples
+            self._total *= (mu2 + noise) / (mu2 + noise * batch / self._batch) if mu2 + sigma2 > 0 else 1.0
+        self._batch = batch
         if self._count >= _FIRST and self._total > 0:
             self._limit = self._multiple * math.sqrt(self._total / self._weight)
         return self._limit
@@ -65,7 +70,7 @@ class ExpectedNorm(Stage):
 
         A step without gradient samples is left out, and so is one that was skipped.
         """
-        if self._scale is None or step.skipped:
+        if self._scale <= 1 or step.skipped:
             return False
         square = step.mu2 + step.sigma2 / self._scale  # ‖ḡ‖², as the samples' estimators are defined
         if not math.isfinite(square):
@@ -77,12 +82,12 @@ class ExpectedNorm(Stage):
         return square > self._limit**2
 
     def state_dict(self) -> dict[str, Any]:
-        return {"expected_norm": [self._total, self._weight, self._count, self._scale]}
+        return {"expected_norm": [self._total, self._weight, self._count, self._batch]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved = state.get("expected_norm")
         if saved is not None:  # else the run did not clip so when it was saved
-            self._total, self._weight, self._count, self._scale = saved
+            self._total, self._weight, self._count, self._batch = saved
 
 
 class Clipping:
@@ -116,9 +121,17 @@ class Clipping:
         if multiple is not None:
             self.expected = ExpectedNorm(multiple, window=config.averaging_window, total_steps=total_steps)
 
-    def clip(self, passes: Passes, scale: float, moments: Callable[[], tuple[float, float]]) -> None:
-        """Clip the gradient of a step. Collective. The arguments are those of :meth:`ExpectedNorm.limit`, and the passes."""
-        limit = self._number if self.expected is None else self.expected.limit(scale, moments)
+    def clip(self, passes: Passes, plan: BatchPlan, moments: Callable[[], tuple[float, float]]) -> None:
+        """Clip the gradient of a step. Collective.
+
+        Args:
+            passes: The passes of the step.
+            plan: The batch of the step.
+            moments: As in :meth:`ExpectedNorm.limit`.
+        """
+        limit = self._number
+        if self.expected is not None:
+            limit = self.expected.limit(plan.scale, plan.global_batch_size, moments)
         if limit is not None and limit < math.inf:
             passes.clip(limit)
 

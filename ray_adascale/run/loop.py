@@ -378,7 +378,7 @@ class Run:
             return False
         self.schedule.check()
         self._synchronize()  # read step k − 1, whose τ gives the LR of this step k
-        self.parts.clipping.clip(passes, self.scale, self.optimizer.average_moments)
+        self.parts.clipping.clip(passes, self.plan, self.optimizer.average_moments)
         self._taken = self._take_step(own)
         if self._must_synchronize():  # else step k is read as step k + 1 begins to step
             self._synchronize()

@@ -71,7 +71,7 @@ class Case:
         probe_every: Base run: steps from one measurement to the next.
         precision: "fp32", "bf16" or "fp16"; the weights' dtype is ``dtype`` anyway.
         dtype: "float64" or "float32".
-        clip: Largest gradient norm, None for no clipping.
+        clip: Largest gradient norm, None for no clipping; "2x": at S > 1, twice the expected norm.
         poison: (step, worker) pairs: that worker's loss is not finite in the first pass of that step.
         frozen: First and last step + 1 in which the first layer is frozen; None: never.
         window: Averaging window, a share of T.
@@ -112,7 +112,7 @@ class Case:
     probe_every: int = 3
     precision: str = "fp32"
     dtype: str = "float64"
-    clip: float | None = None
+    clip: float | str | None = None
     poison: tuple[tuple[int, int], ...] = ()
     frozen: tuple[int, int] | None = None
     window: float = 0.3

@@ -38,6 +38,7 @@ def refusal(case: Case) -> str | None:
             (run and adam and leg.sharding != "none", "with the rule AdamScale"),
             (not run and adam and sharding != "none", "precondition= needs"),
             (adam and case.optimizer not in _ADAMS, "need torch.optim.Adam"),
+            (run and adam and isinstance(case.clip, str), "divided as Adam does"),
             (adam and case.noise == "per_example", "excludes precondition"),
             (run and sharding == "fsdp2" and case.precision == "fp16", "Use precision='bf16'"),
             (sharding == "fsdp2" and case.fused and case.optimizer == "sgd", "can't step the shards of fully_shard"),
@@ -266,7 +267,7 @@ def _any_case(rng: random.Random) -> Case:
         every=maybe(0.5, True, False) or base_run,
         precision="fp32" if base_run else rng.choices(("fp32", "bf16", "fp16"), (8, 1, 1))[0],
         dtype=maybe(0.85, "float64", "float32"),
-        clip=maybe(0.3, rng.choice((0.5, 2.0, 1e9)), None),
+        clip=maybe(0.3, rng.choice((0.5, 2.0, 1e9, "1.2x" if run else 0.1, "0.9x" if run else 4.0)), None),
         poison=()
         if base_run
         else tuple((rng.randint(0, 6), rng.randint(0, 1)) for _ in range(rng.choice((0, 0, 0, 1, 2)))),
@@ -338,7 +339,7 @@ def values(case: Case) -> dict[str, str]:
         "noise": case.noise + ("" if case.every or case.noise != "per_example" else ", rarely"),
         "precision": case.dtype if case.precision == "fp32" else case.precision,
         "net": case.net,
-        "clip": str(case.clip is not None),
+        "clip": "multiple" if isinstance(case.clip, str) else str(case.clip is not None),
         "skipped": str(bool(case.poison)),
         "frozen": str(case.frozen is not None),
         "drop_last": str(case.drop_last),

@@ -200,6 +200,23 @@ class ReferenceAdaScale:
         return gains + [1.0] * (groups - len(gains)), clock  # an added group may have no sample yet
 
 
+class ExpectedNorm:
+    """The average of ‖ḡ‖² over effective time, at a batch of B examples."""
+
+    total, weight, steps, batch = 0.0, 0.0, 0, 0
+
+    def limit(self, kappa: float, scale: float, batch: int, averages: ReferenceAdaScale) -> float:
+        if self.batch not in (0, batch) and averages.mu2.value is not None:
+            noise, mu2 = np.maximum(averages.sigma2.value, 0).sum() / scale, np.maximum(averages.mu2.value, 0).sum()
+            self.total *= (mu2 + noise) / (mu2 + noise * batch / self.batch) if mu2 + noise > 0 else 1.0
+        self.batch = batch
+        return kappa * math.sqrt(self.total / self.weight) if self.steps >= 10 and self.total > 0 else math.inf
+
+    def add(self, square: float, theta: float) -> None:
+        self.steps, self.weight = self.steps + 1, theta * self.weight + 1 - theta
+        self.total = theta * self.total + (1 - theta) * square
+
+
 # ---- a whole run ---------------------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +296,7 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
     tau, r, position, loss_scale = 0.0, 1.0, 0, 65536.0 if case.precision == "fp16" else 1.0
     base, evaluated_at, frozen = case.legs[0].base, 0.0, frozen_names(case, 0)
     held, count = None, 0  # σ² of the single examples, steps by examples so far
+    expected = ExpectedNorm()
     for leg in case.legs:
         curve, averages.total_steps, hooked_for = base_hyperparameters(case, leg), leg.total, None
         if base != leg.base:
@@ -342,14 +360,21 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
                 statistics = np.array([[s, float(m @ m) - s / scale] for s, m in zip(held, mean, strict=True)])
             elif n > 1 and not left_out:
                 statistics = np.array([moments(gs, weights, scale) for gs in flats])
+            # ---- the largest norm: κ times the root of the average of ‖ḡ‖² over effective time, which knows E‖ḡ‖² = μ² + σ²/S
+            multiple = isinstance(case.clip, str) and scale > 1
+            limit = case.clip if isinstance(case.clip, float) else math.inf
+            limit = expected.limit(float(case.clip[:-1]), scale, shape.batch, averages) if multiple else limit
             # ---- r, the step with factor · lr(⌊τ⌋), τ
             result = averages.advance(statistics, mean)
+            if multiple and statistics is not None:
+                square = min(sum(float(m @ m) for m in mean), limit**2)
+                expected.add(square, math.exp(-result.gain / (case.window * leg.total)))
             r, (_, increment) = result.gain, apply_rule(case, leg, result.gain, scale, tau)
             noise = result.sigma2, result.mu2
             if base_run:
                 noise = probe(case, module, seen[0][0]) if tau % case.probe_every == 0 else (math.nan, math.nan)
-            if case.clip is not None:
-                torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], case.clip)
+            if limit < math.inf:
+                torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], limit)
             for group, r_group, at_base in zip(groups, result.gains, curve[calls_at(case, leg, tau)], strict=True):
                 factor, exponent = apply_rule(case, leg, r_group, scale, tau)
                 group.update({**at_base, "params": group["params"], "lr": factor * at_base["lr"]})

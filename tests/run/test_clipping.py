@@ -32,38 +32,38 @@ def step(norm: float, scale: float = 2.0, **changes: Any) -> StepResult:
 def measured(*norms: float, multiple: float = 2.0) -> ExpectedNorm:
     made = ExpectedNorm(multiple, window=0.1, total_steps=100)
     for norm in norms:
-        made.limit(2.0, unknown)
+        made.limit(2.0, 8, unknown)
         made.add(step(norm))
     return made
 
 
 def test_by_hand() -> None:
     made = measured(*[3.0] * 9)
-    assert made.limit(2.0, unknown) == math.inf  # until ten steps are measured
+    assert made.limit(2.0, 8, unknown) == math.inf  # until ten steps are measured
     assert not made.add(step(3.0))
-    assert made.limit(2.0, unknown) == pytest.approx(6.0, rel=1e-12)
+    assert made.limit(2.0, 8, unknown) == pytest.approx(6.0, rel=1e-12)
     assert made.add(step(6.1))
     past = math.exp(-0.1)  # θ = exp(−r / (window · T))
     weight = 1 - past**11
     total = 9 * (1 - past**10) * past + (1 - past) * 36
-    assert made.limit(2.0, unknown) == pytest.approx(2 * math.sqrt(total / weight), rel=1e-12)
+    assert made.limit(2.0, 8, unknown) == pytest.approx(2 * math.sqrt(total / weight), rel=1e-12)
     assert not made.add(step(5.9))
 
 
 def test_at_the_base_batch_nothing_is_clipped() -> None:
     made = measured(*[3.0] * 10)
     before = made.state_dict()
-    assert made.limit(1.0, unknown) == math.inf
+    assert made.limit(1.0, 4, unknown) == math.inf
     assert not made.add(step(100.0, sigma2=math.nan, mu2=math.nan))
     assert made.state_dict() == before
 
 
 def test_a_clipped_step_counts_with_the_norm_that_it_was_clipped_to() -> None:
     clipped, at_limit = (measured(*[3.0] * 10) for _ in range(2))
-    limits = [made.limit(2.0, unknown) for made in (clipped, at_limit)]
+    limits = [made.limit(2.0, 8, unknown) for made in (clipped, at_limit)]
     assert clipped.add(step(1e9))
     at_limit.add(step(limits[1]))
-    assert clipped.limit(2.0, unknown) == pytest.approx(at_limit.limit(2.0, unknown), rel=1e-12)
+    assert clipped.limit(2.0, 8, unknown) == pytest.approx(at_limit.limit(2.0, 8, unknown), rel=1e-12)
 
 
 @pytest.mark.parametrize("left_out", [step(math.inf), step(math.nan), step(1.0, skipped=True)])
@@ -78,15 +78,17 @@ def test_steps_of_a_larger_gain_weigh_more() -> None:
     slow, fast = measured(*[3.0] * 10), measured(*[3.0] * 10)
     slow.add(step(1.0))
     fast.add(step(1.0, gain=4.0))
-    assert fast.limit(2.0, unknown) < slow.limit(2.0, unknown) < 6.0
+    assert fast.limit(2.0, 8, unknown) < slow.limit(2.0, 8, unknown) < 6.0
 
 
-def test_another_scale_expects_the_norm_that_its_noise_gives() -> None:
+def test_another_batch_expects_the_norm_that_its_noise_gives() -> None:
     made = measured(*[3.0] * 10)
     # σ² = 16 and μ² = 1: μ² + σ²/S is 9 at S = 2 and 3 at S = 8.
-    assert made.limit(8.0, lambda: (16.0, 1.0)) == pytest.approx(2 * math.sqrt(3.0), rel=1e-12)
-    assert made.limit(8.0, unknown) == pytest.approx(2 * math.sqrt(3.0), rel=1e-12)
-    assert measured(*[3.0] * 10).limit(8.0, unknown) == pytest.approx(6.0, rel=1e-12)
+    assert made.limit(8.0, 32, lambda: (16.0, 1.0)) == pytest.approx(2 * math.sqrt(3.0), rel=1e-12)
+    assert made.limit(8.0, 32, unknown) == pytest.approx(2 * math.sqrt(3.0), rel=1e-12)
+    assert measured(*[3.0] * 10).limit(8.0, 32, unknown) == pytest.approx(6.0, rel=1e-12)
+    # The same batch of 8 over half the base batch: S = 4, and σ² = 32 is of half as many examples.
+    assert measured(*[3.0] * 10).limit(4.0, 8, lambda: (32.0, 1.0)) == pytest.approx(6.0, rel=1e-12)
 
 
 def data() -> list[tuple[Tensor, Tensor]]:
