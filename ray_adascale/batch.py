@@ -162,7 +162,6 @@ class BatchSettings:
     per_worker_batch_size: int | None = None
     accumulation: int = 1
     global_batch_size: int | None = None
-    min_examples_per_worker: int = 1
     target_efficiency: float | None = None
     batch_schedule: Any = None
     max_global_batch_size: int | None = None
@@ -176,11 +175,6 @@ class BatchSettings:
         for name, value in given.items():
             if name not in others:
                 check_count(name, value)
-        if self.per_worker_batch_size is not None and self.per_worker_batch_size < self.min_examples_per_worker:
-            raise SettingError(
-                f"Invalid {{}}: more than per_worker_batch_size={self.per_worker_batch_size}.",
-                min_examples_per_worker=self.min_examples_per_worker,
-            )
         if self.max_accumulation is not None and self.max_accumulation < self.accumulation:
             raise SettingError(
                 f"Invalid {{}}: fewer than accumulation={self.accumulation}, the fewest passes.",
@@ -281,11 +275,9 @@ class BatchSettings:
         return self.max_global_batch_size or math.inf, self.max_accumulation or math.inf
 
     def _made(self, batch: int, workers: int, fewest: int = 1) -> BatchPlan:
-        """Return the plan of this batch in as few passes as possible; of a larger batch where a pass would be too small."""
+        """Return the plan of this batch in as few passes as possible; of a larger batch where a pass would have no example."""
         passes = max(self.accumulation, fewest, math.ceil(batch / (self._per_pass * workers)))
-        return BatchPlan(
-            self.base_batch_size, max(batch, self.min_examples_per_worker * workers * passes), workers, passes
-        )
+        return BatchPlan(self.base_batch_size, max(batch, workers * passes), workers, passes)
 
     def _fixed(self, workers: int) -> BatchPlan:
         base, per_pass, passes = self.base_batch_size, self._per_pass, self.accumulation
@@ -318,8 +310,7 @@ class BatchSettings:
             raise SettingError(
                 f"The bounds of {{}} leave no batch on {workers} workers: the smallest is {plan.global_batch_size} "
                 f"examples in {plan.accumulation} passes a worker (base_batch_size={self.base_batch_size}, "
-                f"per_worker_batch_size={self._per_pass}, min_examples_per_worker={self.min_examples_per_worker}, "
-                f"accumulation={self.accumulation}), the largest {bound:g} in {most:g} "
+                f"per_worker_batch_size={self._per_pass}, accumulation={self.accumulation}), the largest {bound:g} in {most:g} "
                 "(max_global_batch_size, max_accumulation). Raise these, or per_worker_batch_size.",
                 **setting,
             )
@@ -331,7 +322,7 @@ class BatchSettings:
         plan = self._made(int(min(batch, bound, full * most)), workers, fewest)
         if plan.global_batch_size <= bound:
             return plan
-        # The last pass would be too small for the workers, and the batch has grown: full passes without the last one.
+        # Passes of one example: some workers had none in the last pass, and the batch has grown. Leave out the last pass.
         return self._made(full * (plan.accumulation - 1), workers, fewest)
 
     def _grid(self, smallest: BatchPlan, largest: float) -> list[BatchPlan]:
@@ -343,9 +334,8 @@ class BatchSettings:
         base, size, workers, (bound, most) = self.base_batch_size, self._per_pass, smallest.world_size, self._bounds
         largest = min(largest, bound, base * 1e6)  # no run reaches a millionfold batch
         sizes = [size]
-        while sizes[-1] > self.min_examples_per_worker:
-            next_size = min(round(size / _RATIO ** len(sizes)), sizes[-1] - 1)
-            sizes.append(max(next_size, self.min_examples_per_worker))
+        while sizes[-1] > 1:
+            sizes.append(min(round(size / _RATIO ** len(sizes)), sizes[-1] - 1))
         plans, passes = [smallest], smallest.accumulation
         while passes <= most and plans[-1].global_batch_size * _NEAR < largest:
             for batch in (each * workers * passes for each in reversed(sizes)):

@@ -72,9 +72,8 @@ class AdaScaleConfig:
             divide it by them.
         global_batch_size: B, the same on any number of workers. The number of passes depends on the workers then:
             ``accumulation`` is the fewest passes, and ``per_worker_batch_size`` the most examples of one. B need not divide
-            evenly. Default: each worker's batch stays the same, and B grows with the workers.
-        min_examples_per_worker: Fewest examples per backward pass on one worker. A worker with fewer would be idle most of
-            the time. Where ``global_batch_size`` would give fewer, B grows instead.
+            evenly. It grows where a pass would have no example. Default: each worker's batch stays the same, and B grows with
+            the workers.
         target_efficiency: Let the run choose its scale: the largest scale with an expected efficiency r/S of at least this
             number, above 0 and at most 1 (1 keeps S = 1). Default: the scale follows from the settings alone. With this setting,
             ``per_worker_batch_size`` is the most examples of one pass and ``accumulation`` the fewest passes. The next two
@@ -144,7 +143,6 @@ class AdaScaleConfig:
     per_worker_batch_size: int | None = None
     accumulation: int = 1
     global_batch_size: int | None = None
-    min_examples_per_worker: int = 1
     target_efficiency: float | None = None
     batch_schedule: str | Sequence[tuple[float | str, int]] | None = None
     max_global_batch_size: int | None = None

@@ -108,9 +108,10 @@ def test_each_batch_is_made_in_as_few_passes_as_possible() -> None:
     assert phases(given, 1, per_worker_batch_size=64) == [(8, 2), (33, 2), (16, 2), (64, 2)]
     # Nothing is to be measured where the base batch stays.
     assert phases("0:8,10:8", 1) == [(8, 1), (8, 1)]
-    # Three examples of each of 4 workers: 12. In two passes, as 33 need: 24.
-    assert phases(given, 4, min_examples_per_worker=3) == [(12, 1), (33, 2), (16, 1), (64, 2)]
-    assert phases("0:8,10:9", 1, min_examples_per_worker=7) == [(14, 2), (14, 2)]
+    # Each pass has an example.
+    assert phases("0:8,10:33", 9) == [(9, 1), (33, 1)]
+    assert phases("0:8,10:33", 5, accumulation=2) == [(10, 2), (33, 2)]
+    assert phases("0:8,10:9", 2, per_worker_batch_size=1) == [(8, 4), (10, 5)]
 
 
 def test_bounds_cut_the_batches_above_them() -> None:
@@ -118,9 +119,8 @@ def test_bounds_cut_the_batches_above_them() -> None:
     assert phases(given, 2, max_global_batch_size=40) == [(8, 1), (33, 3), (40, 3)]
     assert phases(given, 2, max_accumulation=2) == [(8, 1), (32, 2), (32, 2)]
     assert phases(given, 4, max_accumulation=2) == [(8, 1), (33, 2), (64, 2)]
-    # 35 in passes of 16 on two workers are two passes of 17, fewer than the 22 that two full-enough passes need: one of 32.
-    few = {"per_worker_batch_size": 16, "min_examples_per_worker": 11, "max_global_batch_size": 40}
-    assert phases("0:22,10:64", 2, **few) == [(22, 1), (32, 1)]
+    # Passes of one example on two workers: 11 examples need 6 of them, which are 12.
+    assert phases("0:8,10:12,20:64", 2, per_worker_batch_size=1, max_global_batch_size=11) == [(8, 4), (10, 5), (10, 5)]
 
 
 def following(schedule: str) -> BatchFollower:

@@ -148,13 +148,11 @@ def test_numbers_that_were_not_asked_for_may_have_no_batch() -> None:
     made = forecast_recipe(noisy, workers=[4, 8], config=config)
     assert [(row.accumulation, row.pays) for row in made.rows] == [(2, True), (2, True)]
     assert made.rows[0].marginal == pytest.approx(made.rows[0].speedup, rel=0.1)  # three workers can't run at all
-    # Passes of 4, and 16 examples at most: 5 and more workers would make more.
-    config = AdaScaleConfig(
-        batch_schedule="0:8,50%:16", per_worker_batch_size=4, min_examples_per_worker=4, max_global_batch_size=16
-    )
-    assert forecast_recipe(noisy, workers=[4], config=config).max_useful_workers == 4
-    with pytest.raises(ValueError, match="leave no batch on 5 workers"):
-        forecast_recipe(noisy, workers=[4, 5], config=config)
+    # Passes of one example, and 16 examples at most: 17 and more workers would make more.
+    config = AdaScaleConfig(batch_schedule="0:8,50%:16", per_worker_batch_size=1, max_global_batch_size=16)
+    assert forecast_recipe(noisy, workers=[8], config=config).max_useful_workers == 16
+    with pytest.raises(ValueError, match="leave no batch on 17 workers"):
+        forecast_recipe(noisy, workers=[8, 17], config=config)
 
 
 def test_rows_have_the_interval_in_whole_steps() -> None:

@@ -285,7 +285,7 @@ def test_workers_killed_twenty_times_end_bit_for_bit_as_if_nothing_happened(
     kill_and_compare(tmp_path, world, 20, seed=world, points=(*POINTS, "time"), total_steps=600, sharding=sharding)
 
 
-FOLLOWING: dict[str, Any] = {"target_efficiency": 0.6, "max_global_batch_size": 48, "min_examples_per_worker": 2}
+FOLLOWING: dict[str, Any] = {"target_efficiency": 0.6, "max_global_batch_size": 48}
 
 
 def test_a_run_that_follows_the_noise_is_killed_a_few_times(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_a_run_that_follows_the_noise_is_killed_a_few_times(tmp_path: Path) -> N
 
 
 def test_a_run_with_a_schedule_of_batches_is_killed(tmp_path: Path) -> None:
-    schedule = {"batch_schedule": "0:8,30%:16,60%:40", "min_examples_per_worker": 2}
+    schedule = {"batch_schedule": "0:8,30%:16,60%:40"}
     kill_and_compare(tmp_path, 2, 1, seed=4, points=("backward", "optimizer"), total_steps=200, **schedule)
     assert [scale for scale, _ in itertools.groupby(row["scale"] for row in rows_of(tmp_path / "quiet"))] == [2, 4, 10]
 
