@@ -76,16 +76,15 @@ class AdaScaleConfig:
             the workers.
         target_efficiency: Let the run choose its scale: the largest scale with an expected efficiency r/S of at least this
             number, above 0 and at most 1 (1 keeps S = 1). Default: the scale follows from the settings alone. With this setting,
-            ``per_worker_batch_size`` is the most examples of one pass and ``accumulation`` the fewest passes. The next two
-            fields bound the batch. Without them the batch is bounded by the dataset, and no step advances the clock by more
-            than ``averaging_window``. Needs a map-style dataset, and a rule that follows the gain.
+            ``per_worker_batch_size`` is the most examples of one pass and ``accumulation`` the fewest passes.
+            ``max_global_batch_size`` bounds the batch. Without it the batch is bounded by the dataset, and no step advances the
+            clock by more than ``averaging_window``. Needs a map-style dataset, and a rule that follows the gain.
         batch_schedule: The batch from each start on: pairs of start and examples of all workers, ``[(0, 32), (0.2, 128)]``, or as
             text ``"0:32,20%:128"`` (a share of T) or ``"0:32,300:128"`` (effective steps). The first start is 0, and no batch is
             below B0. The other starts have one unit: a float below 1 or "20%" is a share of T, and an integer is effective steps.
-            ``per_worker_batch_size``, ``accumulation`` and the next two fields mean the same as with ``target_efficiency``; a
-            batch above a bound is cut to it. Needs a map-style dataset.
+            ``per_worker_batch_size``, ``accumulation`` and ``max_global_batch_size`` mean the same as with
+            ``target_efficiency``; a batch above the bound is cut to it. Needs a map-style dataset.
         max_global_batch_size: Examples of the largest batch with ``target_efficiency`` or ``batch_schedule``.
-        max_accumulation: Most backward passes per optimizer step with ``target_efficiency`` or ``batch_schedule``.
         elastic: The number of workers may change. Where few workers would make less than a base batch, the run accumulates
             more passes until S ≥ 1. Without this setting it refuses. ``AdaScaleTrainer`` sets it for
             ``num_workers=(min, max)``.
@@ -146,7 +145,6 @@ class AdaScaleConfig:
     target_efficiency: float | None = None
     batch_schedule: str | Sequence[tuple[float | str, int]] | None = None
     max_global_batch_size: int | None = None
-    max_accumulation: int | None = None
     elastic: bool = False
     rule: str | ScalingRule = "adascale"
     sharding: Literal["auto", "none", "oss", "zero2", "fsdp2"] = "auto"

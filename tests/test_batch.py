@@ -96,7 +96,7 @@ def sizes(config: AdaScaleConfig, workers: int, largest: float = math.inf) -> li
 
 def test_plans_take_larger_passes_first_and_then_more_of_them() -> None:
     # Passes of 8, and of 8/2^(1/4), 8/2^(1/2), ...: 7, 6, 5, 4. Two gradient samples at least, and B ≥ 8.
-    one = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, max_accumulation=4)
+    one = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, max_global_batch_size=32)
     assert sizes(one, 1) == [(8, 2), (10, 2), (12, 2), (14, 2), (16, 2), (18, 3), (21, 3), (24, 3), (28, 4), (32, 4)]
     two = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, max_global_batch_size=50)
     assert sizes(two, 2) == [
@@ -118,10 +118,10 @@ def test_plans_take_larger_passes_first_and_then_more_of_them() -> None:
     ]
     assert sizes(one, 1, largest=20) == [(8, 2), (10, 2), (12, 2), (14, 2), (16, 2), (18, 3)]
     # Fewest passes.
-    few = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, accumulation=2, max_accumulation=2)
+    few = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, accumulation=2, max_global_batch_size=32)
     assert sizes(few, 2) == [(8, 2), (12, 2), (16, 2), (20, 2), (24, 2), (28, 2), (32, 2)]
     # A base batch that doesn't fit a pass.
-    small = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, per_worker_batch_size=2, max_accumulation=6)
+    small = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, per_worker_batch_size=2, max_global_batch_size=12)
     assert sizes(small, 1) == [(8, 4), (10, 5), (12, 6)]
 
 
@@ -151,8 +151,6 @@ def test_a_plan_begins_at_one_over_the_efficiency() -> None:
         ({"target_efficiency": 0.5, "rule": "linear"}, "rule='adascale'"),
         ({"target_efficiency": 1, "rule": "unscaled"}, "rule='adascale'"),
         ({"max_global_batch_size": 64}, "Give target_efficiency as well"),
-        ({"max_accumulation": 4}, "Give target_efficiency as well"),
-        ({"target_efficiency": 0.5, "max_accumulation": 2, "accumulation": 3}, "the fewest passes"),
     ],
 )
 def test_settings_of_an_efficiency_that_cannot_be_are_named(settings: dict[str, Any], message: str) -> None:
@@ -165,13 +163,17 @@ def test_settings_of_an_efficiency_that_cannot_be_are_named(settings: dict[str, 
     [
         ({"max_global_batch_size": 7}, 2),
         ({"max_global_batch_size": 8}, 9),  # a worker has nothing to do
-        ({"max_accumulation": 1}, 1),  # one gradient sample tells nothing
-        ({"max_accumulation": 3, "per_worker_batch_size": 2}, 1),
+        ({"max_global_batch_size": 8, "accumulation": 5}, 2),
+        (
+            {"max_global_batch_size": 8, "per_worker_batch_size": 1},
+            3,
+        ),  # three passes, as 8 examples don't divide evenly
+        ({"base_batch_size": 1, "max_global_batch_size": 1}, 1),  # one gradient sample tells nothing
     ],
 )
-def test_bounds_that_leave_no_batch_are_named(settings: dict[str, int], workers: int) -> None:
-    with pytest.raises(ValueError, match=r"bounds of AdaScaleConfig\(target_efficiency=0.5\) leave no batch"):
-        AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, **settings).batch.plan(workers)
+def test_a_bound_that_leaves_no_batch_is_named(settings: dict[str, int], workers: int) -> None:
+    with pytest.raises(ValueError, match=rf"max_global_batch_size=\d\): it leaves no batch on {workers} workers"):
+        AdaScaleConfig(**({"base_batch_size": 8, "target_efficiency": 0.5} | settings)).batch.plan(workers)
 
 
 def test_all_plans_are_runnable_and_near_each_other() -> None:
