@@ -117,8 +117,6 @@ class AdaScaleConfig:
         find_unused_parameters: DDP's flag, for models that don't use every parameter in every pass.
         evaluate_every: Effective steps between evaluations. Default: a tenth of the run.
         checkpoint_every_s: Seconds between checkpoints. A lost worker costs at most this time and the time to write one.
-        async_checkpoint: Training waits only until a checkpoint's tensors are copied to the CPU. A thread writes them, and
-            an error of the thread is raised at the next step boundary. The run always waits for its last checkpoint.
         accept_changes: Resume from a checkpoint of another base batch size, T or LR curve with a warning, instead of
             refusing.
         report_every_s: Seconds between reports to Ray. Each report is a barrier, and Ray Train passes one in about 2 s, so a
@@ -163,7 +161,6 @@ class AdaScaleConfig:
     find_unused_parameters: bool = False
     evaluate_every: float | None = None
     checkpoint_every_s: float = 300.0
-    async_checkpoint: bool = True
     accept_changes: bool = False
     report_every_s: float = 10.0
     step_timeout_s: float | None = None

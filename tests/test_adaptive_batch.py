@@ -216,9 +216,8 @@ def test_a_checkpoint_by_hand_before_the_first_decision_knows_of_none(tmp_path: 
 
 
 def test_another_efficiency_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
-    every = {"checkpoint_every_s": 1e-9, "async_checkpoint": False}
     settings: dict[str, Any] = {"target_efficiency": None, "max_global_batch_size": None, "per_worker_batch_size": 4}
-    drive(make_run(network(), str(tmp_path), accumulation=2, **settings, **every), 40)
+    drive(make_run(network(), str(tmp_path), accumulation=2, checkpoint_every_s=1e-9, **settings), 40)
     shutil.copytree(tmp_path, tmp_path.parent / "copy")
     follows = make_run(network(), str(tmp_path), target_efficiency=0.3)
     assert follows.scale > 2  # it had S = 2, and its averages

@@ -178,7 +178,7 @@ def test_stops_at_a_change_and_within_a_batch_leave_the_run_as_it_was_bit_for_bi
 
 
 def test_a_run_may_resume_with_a_schedule_and_without_one(tmp_path: Path) -> None:
-    every = {"checkpoint_every_s": 1e-9, "async_checkpoint": False}
+    every = {"checkpoint_every_s": 1e-9}
     drive(make_run(network(), str(tmp_path), target_efficiency=0.5, max_global_batch_size=32, **every), 20)
     given = make_run(network(), str(tmp_path), batch_schedule="0:12,50%:16", **every)
     assert given.scale == 3

@@ -266,7 +266,6 @@ class SearchSpec:
             accumulation=given.accumulation,
             sharding=given.sharding,
             checkpoint_every_s=given.checkpoint_every_s,
-            async_checkpoint=False,  # the trial's own data is saved with it, and must be of the same step
         )
         plan = spread.batch.plan(num_workers)
         if plan.scale != 1:

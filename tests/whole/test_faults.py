@@ -33,6 +33,7 @@ from ray_adascale.run.boundary.stage import StepReport
 from ray_adascale.run.observe.trace import read_trace
 
 from ..pool import fork_server, free_port
+from ..samples_of import WaitingBackend
 
 pytestmark = [
     pytest.mark.pool,
@@ -370,8 +371,8 @@ def test_the_other_worker_ends_with_the_reason_when_one_misbehaves(tmp_path: Pat
 # Disks
 
 
-def alone(folder: Path, **settings: Any) -> Run:
-    return make_run(LocalBackend(folder, device="cpu"), accumulation=2, **settings)
+def alone(folder: Path, backend: type[LocalBackend] = LocalBackend, **settings: Any) -> Run:
+    return make_run(backend(folder, device="cpu"), accumulation=2, **settings)
 
 
 @pytest.mark.parametrize("in_background", [True, False])
@@ -387,7 +388,7 @@ def test_a_full_disk_ends_the_run_with_the_cause_and_the_last_good_checkpoint_is
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(self, data)
 
-    run = alone(tmp_path / "full", async_checkpoint=in_background)
+    run = alone(tmp_path / "full", LocalBackend if in_background else WaitingBackend)
     with monkeypatch.context() as patched:
         patched.setattr(dcp._HashingStream, "write", write)
         with pytest.raises(CheckpointError, match=r"No checkpoint was saved to .*No space left on device"):
@@ -466,7 +467,7 @@ def test_a_copy_is_made_of_what_is_written_alone(tmp_path: Path, monkeypatch: py
 
 
 def test_a_resume_says_where_it_begins_and_what_may_be_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = alone(tmp_path, async_checkpoint=False)
+    run = alone(tmp_path, WaitingBackend)
     for steps, (x, y) in enumerate(run):  # two passes a step
         run.backward(F.cross_entropy(run.model(x), y))
         run.step()
@@ -552,7 +553,7 @@ def standing(run: Run) -> tuple[Any, ...]:
 
 def test_a_damaged_checkpoint_is_never_resumed_from(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    run = alone(source, async_checkpoint=False)
+    run = alone(source, WaitingBackend)
     for passes, (x, y) in enumerate(run):
         run.backward(F.cross_entropy(run.model(x), y))
         run.step()
