@@ -6,8 +6,8 @@
 SGD with momentum, so a checkpoint holds two numbers a parameter; optimizer state is sharded over the workers. Three kinds,
 interleaved: a round is one checkpoint of each, in shuffled order, to the same disk.
 
-    background   ray_adascale, async_checkpoint=True: the time to copy and to agree, plus the time to seal it later
-    waiting      ray_adascale, async_checkpoint=False: until it is complete and on disk (fsync), with its digests
+    background   ray_adascale, at an interval: the time to copy and to agree, plus the time to seal it later
+    waiting      ray_adascale, run.save_checkpoint(): until it is complete and on disk (fsync), with its digests
     torch.save   the whole state dict by rank 0, gathered first, the others waiting; no digest, but fsync
 
 A background write also slows the steps beside it (memory bandwidth, a core). The first line does not contain that.

@@ -162,11 +162,9 @@ class BatchSettings:
     per_worker_batch_size: int | None = None
     accumulation: int = 1
     global_batch_size: int | None = None
-    min_examples_per_worker: int = 1
     target_efficiency: float | None = None
     batch_schedule: Any = None
     max_global_batch_size: int | None = None
-    max_accumulation: int | None = None
     elastic: bool = False
     schedule: BatchSchedule | None = field(init=False, default=None)
 
@@ -176,16 +174,6 @@ class BatchSettings:
         for name, value in given.items():
             if name not in others:
                 check_count(name, value)
-        if self.per_worker_batch_size is not None and self.per_worker_batch_size < self.min_examples_per_worker:
-            raise SettingError(
-                f"Invalid {{}}: more than per_worker_batch_size={self.per_worker_batch_size}.",
-                min_examples_per_worker=self.min_examples_per_worker,
-            )
-        if self.max_accumulation is not None and self.max_accumulation < self.accumulation:
-            raise SettingError(
-                f"Invalid {{}}: fewer than accumulation={self.accumulation}, the fewest passes.",
-                max_accumulation=self.max_accumulation,
-            )
         decide = {
             name: given[name] for name in ("target_efficiency", "batch_schedule", "global_batch_size") if name in given
         }
@@ -195,13 +183,12 @@ class BatchSettings:
                 "batch of target_efficiency and of batch_schedule.",
                 **decide,
             )
-        for name in ("max_global_batch_size", "max_accumulation"):
-            if name in given and not decide.keys() & {"target_efficiency", "batch_schedule"}:
-                raise SettingError(
-                    "Invalid {}: it bounds the batch that target_efficiency chooses. Give target_efficiency as well, or "
-                    "batch_schedule, or per_worker_batch_size, accumulation or global_batch_size instead.",
-                    **{name: given[name]},
-                )
+        if self.max_global_batch_size is not None and not decide.keys() & {"target_efficiency", "batch_schedule"}:
+            raise SettingError(
+                "Invalid {}: it bounds the batch that target_efficiency chooses. Give target_efficiency as well, or "
+                "batch_schedule, or per_worker_batch_size, accumulation or global_batch_size instead.",
+                max_global_batch_size=self.max_global_batch_size,
+            )
         target: object = self.target_efficiency
         if target is not None and (
             isinstance(target, bool) or not isinstance(target, int | float) or not 0 < target <= 1
@@ -258,14 +245,14 @@ class BatchSettings:
                     batch_schedule=str(self.schedule),
                 )
             fewest = 2 if workers == 1 and max(sizes) > self.base_batch_size else 1
-            self._smallest(workers, fewest, batch_schedule=str(self.schedule))
+            self._smallest(workers, fewest)
             return [self._bounded(size, workers, fewest) for size in sizes]
         if self.target_efficiency is None:
             return [self._fixed(workers)]
         if self.target_efficiency == 1:
-            return [self._smallest(workers, 1, target_efficiency=1)]
-        smallest = self._smallest(workers, 2 if workers == 1 else 1, target_efficiency=self.target_efficiency)
-        if self.max_global_batch_size is None and self.max_accumulation is None:
+            return [self._smallest(workers, 1)]
+        smallest = self._smallest(workers, 2 if workers == 1 else 1)
+        if self.max_global_batch_size is None:
             # No step advances the clock by more than the averages reach back, because r ≤ S.
             largest = min(largest, max(window, _ROOM) * self.base_batch_size)
         return self._grid(smallest, largest)
@@ -276,16 +263,14 @@ class BatchSettings:
         return self.base_batch_size if self.per_worker_batch_size is None else self.per_worker_batch_size
 
     @property
-    def _bounds(self) -> tuple[float, float]:
-        """Examples of the largest batch, and most passes."""
-        return self.max_global_batch_size or math.inf, self.max_accumulation or math.inf
+    def _bound(self) -> float:
+        """Examples of the largest batch."""
+        return math.inf if self.max_global_batch_size is None else self.max_global_batch_size
 
     def _made(self, batch: int, workers: int, fewest: int = 1) -> BatchPlan:
-        """Return the plan of this batch in as few passes as possible; of a larger batch where a pass would be too small."""
+        """Return the plan of this batch in as few passes as possible; of a larger batch where a pass would have no example."""
         passes = max(self.accumulation, fewest, math.ceil(batch / (self._per_pass * workers)))
-        return BatchPlan(
-            self.base_batch_size, max(batch, self.min_examples_per_worker * workers * passes), workers, passes
-        )
+        return BatchPlan(self.base_batch_size, max(batch, workers * passes), workers, passes)
 
     def _fixed(self, workers: int) -> BatchPlan:
         base, per_pass, passes = self.base_batch_size, self._per_pass, self.accumulation
@@ -307,32 +292,30 @@ class BatchSettings:
             )
         return BatchPlan(base, batch, workers, passes)
 
-    def _smallest(self, workers: int, fewest: int, **setting: Any) -> BatchPlan:
+    def _smallest(self, workers: int, fewest: int) -> BatchPlan:
         """Return the plan of the base batch, or of the next larger batch that the workers can make.
 
         Raises:
-            SettingError: The bounds leave no batch.
+            SettingError: The bound leaves no batch.
         """
-        plan, (bound, most) = self._made(self.base_batch_size, workers, fewest), self._bounds
-        if plan.global_batch_size > bound or plan.accumulation > most:
+        plan = self._made(self.base_batch_size, workers, fewest)
+        if plan.global_batch_size > self._bound:
             raise SettingError(
-                f"The bounds of {{}} leave no batch on {workers} workers: the smallest is {plan.global_batch_size} "
-                f"examples in {plan.accumulation} passes a worker (base_batch_size={self.base_batch_size}, "
-                f"per_worker_batch_size={self._per_pass}, min_examples_per_worker={self.min_examples_per_worker}, "
-                f"accumulation={self.accumulation}), the largest {bound:g} in {most:g} "
-                "(max_global_batch_size, max_accumulation). Raise these, or per_worker_batch_size.",
-                **setting,
+                f"Invalid {{}}: it leaves no batch on {workers} workers. Their smallest is {plan.global_batch_size} examples "
+                f"in {plan.accumulation} passes a worker (base_batch_size={self.base_batch_size}, "
+                f"per_worker_batch_size={self._per_pass}, accumulation={self.accumulation}). Raise the bound to it, or use "
+                "fewer workers or passes.",
+                max_global_batch_size=self.max_global_batch_size,
             )
         return plan
 
     def _bounded(self, batch: int, workers: int, fewest: int) -> BatchPlan:
-        """Return the plan of this batch, or of the largest one within the bounds. The smallest plan is within them."""
-        full, (bound, most) = self._per_pass * workers, self._bounds
-        plan = self._made(int(min(batch, bound, full * most)), workers, fewest)
-        if plan.global_batch_size <= bound:
+        """Return the plan of this batch, or of the largest one within the bound. The smallest plan is within it."""
+        plan = self._made(int(min(batch, self._bound)), workers, fewest)
+        if plan.global_batch_size <= self._bound:
             return plan
-        # The last pass would be too small for the workers, and the batch has grown: full passes without the last one.
-        return self._made(full * (plan.accumulation - 1), workers, fewest)
+        # Passes of one example: some workers had none in the last pass, and the batch has grown. Leave out the last pass.
+        return self._made(workers * (plan.accumulation - 1), workers, fewest)
 
     def _grid(self, smallest: BatchPlan, largest: float) -> list[BatchPlan]:
         """Return plans from the smallest one on. A larger batch takes larger passes first, and then more of them.
@@ -340,14 +323,13 @@ class BatchSettings:
         Each batch is made in as few passes as ``per_worker_batch_size`` allows. The sizes of a pass lie on a grid of their own,
         so that few of them occur.
         """
-        base, size, workers, (bound, most) = self.base_batch_size, self._per_pass, smallest.world_size, self._bounds
-        largest = min(largest, bound, base * 1e6)  # no run reaches a millionfold batch
+        base, size, workers = self.base_batch_size, self._per_pass, smallest.world_size
+        largest = min(largest, self._bound, base * 1e6)  # no run reaches a millionfold batch
         sizes = [size]
-        while sizes[-1] > self.min_examples_per_worker:
-            next_size = min(round(size / _RATIO ** len(sizes)), sizes[-1] - 1)
-            sizes.append(max(next_size, self.min_examples_per_worker))
+        while sizes[-1] > 1:
+            sizes.append(min(round(size / _RATIO ** len(sizes)), sizes[-1] - 1))
         plans, passes = [smallest], smallest.accumulation
-        while passes <= most and plans[-1].global_batch_size * _NEAR < largest:
+        while plans[-1].global_batch_size * _NEAR < largest:
             for batch in (each * workers * passes for each in reversed(sizes)):
                 if plans[-1].global_batch_size * _NEAR < batch <= largest:
                     plans.append(BatchPlan(base, batch, workers, passes))

@@ -72,21 +72,19 @@ class AdaScaleConfig:
             divide it by them.
         global_batch_size: B, the same on any number of workers. The number of passes depends on the workers then:
             ``accumulation`` is the fewest passes, and ``per_worker_batch_size`` the most examples of one. B need not divide
-            evenly. Default: each worker's batch stays the same, and B grows with the workers.
-        min_examples_per_worker: Fewest examples per backward pass on one worker. A worker with fewer would be idle most of
-            the time. Where ``global_batch_size`` would give fewer, B grows instead.
+            evenly. It grows where a pass would have no example. Default: each worker's batch stays the same, and B grows with
+            the workers.
         target_efficiency: Let the run choose its scale: the largest scale with an expected efficiency r/S of at least this
             number, above 0 and at most 1 (1 keeps S = 1). Default: the scale follows from the settings alone. With this setting,
-            ``per_worker_batch_size`` is the most examples of one pass and ``accumulation`` the fewest passes. The next two
-            fields bound the batch. Without them the batch is bounded by the dataset, and no step advances the clock by more
-            than ``averaging_window``. Needs a map-style dataset, and a rule that follows the gain.
+            ``per_worker_batch_size`` is the most examples of one pass and ``accumulation`` the fewest passes.
+            ``max_global_batch_size`` bounds the batch. Without it the batch is bounded by the dataset, and no step advances the
+            clock by more than ``averaging_window``. Needs a map-style dataset, and a rule that follows the gain.
         batch_schedule: The batch from each start on: pairs of start and examples of all workers, ``[(0, 32), (0.2, 128)]``, or as
             text ``"0:32,20%:128"`` (a share of T) or ``"0:32,300:128"`` (effective steps). The first start is 0, and no batch is
             below B0. The other starts have one unit: a float below 1 or "20%" is a share of T, and an integer is effective steps.
-            ``per_worker_batch_size``, ``accumulation`` and the next two fields mean the same as with ``target_efficiency``; a
-            batch above a bound is cut to it. Needs a map-style dataset.
+            ``per_worker_batch_size``, ``accumulation`` and ``max_global_batch_size`` mean the same as with
+            ``target_efficiency``; a batch above the bound is cut to it. Needs a map-style dataset.
         max_global_batch_size: Examples of the largest batch with ``target_efficiency`` or ``batch_schedule``.
-        max_accumulation: Most backward passes per optimizer step with ``target_efficiency`` or ``batch_schedule``.
         elastic: The number of workers may change. Where few workers would make less than a base batch, the run accumulates
             more passes until S ≥ 1. Without this setting it refuses. ``AdaScaleTrainer`` sets it for
             ``num_workers=(min, max)``.
@@ -119,8 +117,6 @@ class AdaScaleConfig:
         find_unused_parameters: DDP's flag, for models that don't use every parameter in every pass.
         evaluate_every: Effective steps between evaluations. Default: a tenth of the run.
         checkpoint_every_s: Seconds between checkpoints. A lost worker costs at most this time and the time to write one.
-        async_checkpoint: Training waits only until a checkpoint's tensors are copied to the CPU. A thread writes them, and
-            an error of the thread is raised at the next step boundary. The run always waits for its last checkpoint.
         accept_changes: Resume from a checkpoint of another base batch size, T or LR curve with a warning, instead of
             refusing.
         report_every_s: Seconds between reports to Ray. Each report is a barrier, and Ray Train passes one in about 2 s, so a
@@ -144,11 +140,9 @@ class AdaScaleConfig:
     per_worker_batch_size: int | None = None
     accumulation: int = 1
     global_batch_size: int | None = None
-    min_examples_per_worker: int = 1
     target_efficiency: float | None = None
     batch_schedule: str | Sequence[tuple[float | str, int]] | None = None
     max_global_batch_size: int | None = None
-    max_accumulation: int | None = None
     elastic: bool = False
     rule: str | ScalingRule = "adascale"
     sharding: Literal["auto", "none", "oss", "zero2", "fsdp2"] = "auto"
@@ -167,7 +161,6 @@ class AdaScaleConfig:
     find_unused_parameters: bool = False
     evaluate_every: float | None = None
     checkpoint_every_s: float = 300.0
-    async_checkpoint: bool = True
     accept_changes: bool = False
     report_every_s: float = 10.0
     step_timeout_s: float | None = None

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ray_adascale import AdaScaleConfig, LocalBackend, Run
+from ray_adascale import AdaScaleConfig, Run
 from ray_adascale.data.order import epoch_order
+
+from .samples_of import WaitingBackend
 
 
 class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
@@ -40,7 +42,7 @@ def make_run(net: nn.Module, folder: str | None = None, *, fused: bool | None = 
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=fused)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 17, 0.9)
     data = settings.pop("data", None) or Numbered()
-    backend = settings.pop("backend", None) or LocalBackend(folder, device="cpu")
+    backend = settings.pop("backend", None) or WaitingBackend(folder, device="cpu")
     defaults: dict[str, Any] = {
         "base_batch_size": 4,
         "total_steps": 200,
@@ -96,7 +98,7 @@ def assert_exactly_once(workers: list[list[Step]], *, base: int = 4, begin: int 
 def stopped_at(folder: str | None, stops: tuple[int, ...], **settings: Any) -> tuple[list[float], list[Step], float]:
     """A run that is left at each of these optimizer steps and taken up from its checkpoint there."""
     done: list[Step] = []
-    every = {"checkpoint_every_s": 1e-9, "async_checkpoint": False} if stops else {}
+    every = {"checkpoint_every_s": 1e-9} if stops else {}
     for stop in (*stops, None):
         net = network()
         seeded = not done

@@ -13,13 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import Recipe, Workload
+from ray_adascale import LocalBackend, Recipe, Workload
 from ray_adascale.batch import BatchPlan
 from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.recipe import NoiseProbe
+from ray_adascale.run.boundary.backend import ReportPolicy
 from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.run.observe.step import Step
 from ray_adascale.run.observe.trace import Trace
+
+
+class WaitingBackend(LocalBackend):
+    """The run waits for each checkpoint. With ``checkpoint_every_s=1e-9`` a loop may end by ``break`` after any step."""
+
+    report_policy = ReportPolicy(in_background=False)
 
 
 def regression(config: dict[str, Any]) -> Workload:

@@ -102,9 +102,9 @@ def test_other_workers_take_the_batch_nearest_to_the_wanted_one_not_to_the_one_t
 ) -> None:
     # S = 12.125/0.5 - 11.125 = 13.125: 210 examples are wanted. Two workers come nearest with 224 (by 1.07, with 192 by 1.09).
     # Three can make 192 and 240 (1.09 and 1.14), four 192 and 256, five 195 and 240: nearest to 224 would be the larger ones.
-    two = follower(max_accumulation=16)
+    two = follower()
     assert [decided(two, tau, 11.125, 1.0) for tau in (13, 26, 39)] == [64, 128, 224]
-    it = follower(workers=workers, max_accumulation=16)
+    it = follower(workers=workers)
     it.resume(two.state(), 39.0, lambda: (11.125, 1.0))
     assert it.plan.global_batch_size == batch
 
@@ -216,9 +216,8 @@ def test_a_checkpoint_by_hand_before_the_first_decision_knows_of_none(tmp_path: 
 
 
 def test_another_efficiency_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
-    every = {"checkpoint_every_s": 1e-9, "async_checkpoint": False}
     settings: dict[str, Any] = {"target_efficiency": None, "max_global_batch_size": None, "per_worker_batch_size": 4}
-    drive(make_run(network(), str(tmp_path), accumulation=2, **settings, **every), 40)
+    drive(make_run(network(), str(tmp_path), accumulation=2, checkpoint_every_s=1e-9, **settings), 40)
     shutil.copytree(tmp_path, tmp_path.parent / "copy")
     follows = make_run(network(), str(tmp_path), target_efficiency=0.3)
     assert follows.scale > 2  # it had S = 2, and its averages

@@ -65,18 +65,17 @@ def test_a_global_batch_stays_whatever_the_workers(workers: int, passes: int, ba
     assert plan.accumulation == passes or batch > 20 * workers * (plan.accumulation - 1)
 
 
-def test_a_floor_on_a_workers_examples_lets_the_batch_grow_instead() -> None:
-    config = AdaScaleConfig(base_batch_size=16, global_batch_size=64, min_examples_per_worker=12)
-    assert [config.batch.plan(workers).global_batch_size for workers in (1, 4, 5, 6, 8)] == [64, 64, 64, 72, 96]
+def test_a_batch_of_fewer_examples_than_passes_grows() -> None:
+    config = AdaScaleConfig(base_batch_size=4, global_batch_size=6, accumulation=2)
+    assert [config.batch.plan(workers).global_batch_size for workers in (1, 3, 4, 5)] == [6, 6, 8, 10]
     for workers in range(1, 9):
-        assert min(config.batch.plan(workers).split(0).sample_sizes) >= 12
+        assert min(config.batch.plan(workers).split(0).sample_sizes) >= 1
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"global_batch_size": 8}, r"global_batch_size=8.*base_batch_size=16"),
-        ({"min_examples_per_worker": None}, "min_examples_per_worker=None"),
         ({"accumulation": None}, "accumulation=None"),
     ],
 )
@@ -97,7 +96,7 @@ def sizes(config: AdaScaleConfig, workers: int, largest: float = math.inf) -> li
 
 def test_plans_take_larger_passes_first_and_then_more_of_them() -> None:
     # Passes of 8, and of 8/2^(1/4), 8/2^(1/2), ...: 7, 6, 5, 4. Two gradient samples at least, and B ≥ 8.
-    one = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, max_accumulation=4)
+    one = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, max_global_batch_size=32)
     assert sizes(one, 1) == [(8, 2), (10, 2), (12, 2), (14, 2), (16, 2), (18, 3), (21, 3), (24, 3), (28, 4), (32, 4)]
     two = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, max_global_batch_size=50)
     assert sizes(two, 2) == [
@@ -118,13 +117,11 @@ def test_plans_take_larger_passes_first_and_then_more_of_them() -> None:
         (48, 2),
     ]
     assert sizes(one, 1, largest=20) == [(8, 2), (10, 2), (12, 2), (14, 2), (16, 2), (18, 3)]
-    # Fewest passes, and fewest examples in one.
-    few = AdaScaleConfig(
-        base_batch_size=8, target_efficiency=0.5, accumulation=2, max_accumulation=2, min_examples_per_worker=6
-    )
-    assert sizes(few, 2) == [(24, 2), (28, 2), (32, 2)]
+    # Fewest passes.
+    few = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, accumulation=2, max_global_batch_size=32)
+    assert sizes(few, 2) == [(8, 2), (12, 2), (16, 2), (20, 2), (24, 2), (28, 2), (32, 2)]
     # A base batch that doesn't fit a pass.
-    small = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, per_worker_batch_size=2, max_accumulation=6)
+    small = AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, per_worker_batch_size=2, max_global_batch_size=12)
     assert sizes(small, 1) == [(8, 4), (10, 5), (12, 6)]
 
 
@@ -154,8 +151,6 @@ def test_a_plan_begins_at_one_over_the_efficiency() -> None:
         ({"target_efficiency": 0.5, "rule": "linear"}, "rule='adascale'"),
         ({"target_efficiency": 1, "rule": "unscaled"}, "rule='adascale'"),
         ({"max_global_batch_size": 64}, "Give target_efficiency as well"),
-        ({"max_accumulation": 4}, "Give target_efficiency as well"),
-        ({"target_efficiency": 0.5, "max_accumulation": 2, "accumulation": 3}, "the fewest passes"),
     ],
 )
 def test_settings_of_an_efficiency_that_cannot_be_are_named(settings: dict[str, Any], message: str) -> None:
@@ -168,14 +163,17 @@ def test_settings_of_an_efficiency_that_cannot_be_are_named(settings: dict[str, 
     [
         ({"max_global_batch_size": 7}, 2),
         ({"max_global_batch_size": 8}, 9),  # a worker has nothing to do
-        ({"max_accumulation": 1}, 1),  # one gradient sample tells nothing
-        ({"max_accumulation": 3, "per_worker_batch_size": 2}, 1),
-        ({"max_global_batch_size": 20, "per_worker_batch_size": 16, "min_examples_per_worker": 11}, 2),
+        ({"max_global_batch_size": 8, "accumulation": 5}, 2),
+        (
+            {"max_global_batch_size": 8, "per_worker_batch_size": 1},
+            3,
+        ),  # three passes, as 8 examples don't divide evenly
+        ({"base_batch_size": 1, "max_global_batch_size": 1}, 1),  # one gradient sample tells nothing
     ],
 )
-def test_bounds_that_leave_no_batch_are_named(settings: dict[str, int], workers: int) -> None:
-    with pytest.raises(ValueError, match=r"bounds of AdaScaleConfig\(target_efficiency=0.5\) leave no batch"):
-        AdaScaleConfig(base_batch_size=8, target_efficiency=0.5, **settings).batch.plan(workers)
+def test_a_bound_that_leaves_no_batch_is_named(settings: dict[str, int], workers: int) -> None:
+    with pytest.raises(ValueError, match=rf"max_global_batch_size=\d\): it leaves no batch on {workers} workers"):
+        AdaScaleConfig(**({"base_batch_size": 8, "target_efficiency": 0.5} | settings)).batch.plan(workers)
 
 
 def test_all_plans_are_runnable_and_near_each_other() -> None:

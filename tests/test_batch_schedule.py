@@ -81,8 +81,7 @@ def test_other_schedules_are_refused_with_the_forms_there_are(given: Any, why: s
         ({"target_efficiency": 0.5}, "target_efficiency=0.5, batch_schedule='0:8'.*not both"),
         ({"global_batch_size": 8}, "batch_schedule='0:8', global_batch_size=8.*not both"),
         ({"base_batch_size": 9}, "batch of 8 is smaller than base_batch_size=9"),
-        ({"max_global_batch_size": 7}, r"bounds of AdaScaleConfig\(batch_schedule='0:8'\) leave no batch on 1 workers"),
-        ({"per_worker_batch_size": 2, "max_accumulation": 3}, "leave no batch on 1 workers"),
+        ({"max_global_batch_size": 7}, r"AdaScaleConfig\(max_global_batch_size=7\): it leaves no batch on 1 workers"),
     ],
 )
 def test_settings_that_contradict_a_schedule_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -108,19 +107,17 @@ def test_each_batch_is_made_in_as_few_passes_as_possible() -> None:
     assert phases(given, 1, per_worker_batch_size=64) == [(8, 2), (33, 2), (16, 2), (64, 2)]
     # Nothing is to be measured where the base batch stays.
     assert phases("0:8,10:8", 1) == [(8, 1), (8, 1)]
-    # Three examples of each of 4 workers: 12. In two passes, as 33 need: 24.
-    assert phases(given, 4, min_examples_per_worker=3) == [(12, 1), (33, 2), (16, 1), (64, 2)]
-    assert phases("0:8,10:9", 1, min_examples_per_worker=7) == [(14, 2), (14, 2)]
+    # Each pass has an example.
+    assert phases("0:8,10:33", 9) == [(9, 1), (33, 1)]
+    assert phases("0:8,10:33", 5, accumulation=2) == [(10, 2), (33, 2)]
+    assert phases("0:8,10:9", 2, per_worker_batch_size=1) == [(8, 4), (10, 5)]
 
 
-def test_bounds_cut_the_batches_above_them() -> None:
+def test_a_bound_cuts_the_batches_above_it() -> None:
     given = "0:8,10:33,20:64"
     assert phases(given, 2, max_global_batch_size=40) == [(8, 1), (33, 3), (40, 3)]
-    assert phases(given, 2, max_accumulation=2) == [(8, 1), (32, 2), (32, 2)]
-    assert phases(given, 4, max_accumulation=2) == [(8, 1), (33, 2), (64, 2)]
-    # 35 in passes of 16 on two workers are two passes of 17, fewer than the 22 that two full-enough passes need: one of 32.
-    few = {"per_worker_batch_size": 16, "min_examples_per_worker": 11, "max_global_batch_size": 40}
-    assert phases("0:22,10:64", 2, **few) == [(22, 1), (32, 1)]
+    # Passes of one example on two workers: 11 examples need 6 of them, which are 12.
+    assert phases("0:8,10:12,20:64", 2, per_worker_batch_size=1, max_global_batch_size=11) == [(8, 4), (10, 5), (10, 5)]
 
 
 def following(schedule: str) -> BatchFollower:
@@ -181,7 +178,7 @@ def test_stops_at_a_change_and_within_a_batch_leave_the_run_as_it_was_bit_for_bi
 
 
 def test_a_run_may_resume_with_a_schedule_and_without_one(tmp_path: Path) -> None:
-    every = {"checkpoint_every_s": 1e-9, "async_checkpoint": False}
+    every = {"checkpoint_every_s": 1e-9}
     drive(make_run(network(), str(tmp_path), target_efficiency=0.5, max_global_batch_size=32, **every), 20)
     given = make_run(network(), str(tmp_path), batch_schedule="0:12,50%:16", **every)
     assert given.scale == 3

@@ -16,7 +16,7 @@ from ray_adascale.run.base.base_run import record_recipe
 from .samples_of import recipe, regression
 
 COUNTS = (
-    "base_batch_size total_steps per_worker_batch_size accumulation global_batch_size min_examples_per_worker "
+    "base_batch_size total_steps per_worker_batch_size accumulation global_batch_size "
     "max_nonfinite_steps dataset_length trace_rows"
 )
 NUMBERS = "averaging_window evaluate_every checkpoint_every_s report_every_s"
@@ -41,16 +41,12 @@ def test_fields_out_of_range_are_named(names: str, refused: list[Any], taken: li
             with pytest.raises(ValueError, match=f"{name}={value!r}.*{message}"):
                 AdaScaleConfig(**{name: value})
         for value in taken:
-            alone = {"per_worker_batch_size": value} if name == "min_examples_per_worker" else {}
-            assert getattr(AdaScaleConfig(**{name: value, **alone}), name) == value
+            assert getattr(AdaScaleConfig(**{name: value}), name) == value
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match="total_steps or total_epochs, not both"):
         AdaScaleConfig(total_steps=10, total_epochs=1.0)
-    with pytest.raises(ValueError, match=r"min_examples_per_worker=9\): more than per_worker_batch_size=8"):
-        AdaScaleConfig(min_examples_per_worker=9, per_worker_batch_size=8)
-    assert AdaScaleConfig(min_examples_per_worker=8, per_worker_batch_size=8)
     with pytest.raises(ValueError, match="cubic"):
         AdaScaleConfig(rule="cubic")
     with pytest.raises(TypeError, match="positional"):

@@ -333,22 +333,17 @@ def max_useful_workers(speedup: Callable[[int], float], most: int) -> int | None
 
     The increase is averaged over up to twice as many workers: with a fixed batch, three workers may need as many passes as two.
     The number is exact up to 64 workers and to a sixteenth above them. It is None where even ``most`` workers are useful.
-    The share is ``½ · speedup(k) / k``, with k the fewest workers that can make a batch, usually 1.
+    The share is ``½ · speedup(1)``.
 
     Args:
-        speedup: Speed by the number of workers, in any unit; 0 for workers that can't make a batch.
+        speedup: Speed by the number of workers, in any unit; 0 for workers that can't make a batch. One worker can make any batch
+            that several can.
         most: Largest number of workers to try.
-
-    Raises:
-        ValueError: No number of workers can make a batch.
     """
     tried = list(range(1, min(64, most) + 1))
     while tried[-1] < most:
         tried.append(tried[-1] + tried[-1] // 16)
-    here = next((k for k in tried if speedup(k) > 0), 0)
-    if here == 0:
-        raise ValueError(f"No number of workers up to {most} can make a batch. Change the bounds of the batch.")
-    share = _PAYS * speedup(here) / here
+    here, share = 1, _PAYS * speedup(1)
     while here <= most:
         more = (k for k in tried if here < k <= 2 * here and speedup(k) - speedup(here) >= share * (k - here))
         found = next(more, None)

@@ -167,7 +167,6 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         train_state,
         trace,
         every_s=config.checkpoint_every_s,
-        in_background=config.async_checkpoint,
         process_group=on_cpu,
     )
     reporting = Reporting(backend, config.report_every_s, evaluation, checkpointing)

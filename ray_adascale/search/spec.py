@@ -266,13 +266,12 @@ class SearchSpec:
             accumulation=given.accumulation,
             sharding=given.sharding,
             checkpoint_every_s=given.checkpoint_every_s,
-            async_checkpoint=False,  # the trial's own data is saved with it, and must be of the same step
         )
         plan = spread.batch.plan(num_workers)
         if plan.scale != 1:
             raise SettingError(
-                f"Invalid {{}} for a base batch of {base.base_batch_size}: in {plan.accumulation} passes each worker needs at "
-                f"least {spread.min_examples_per_worker} examples. Use fewer workers or passes.",
+                f"Invalid {{}} for a base batch of {base.base_batch_size}: each of {plan.accumulation} passes of a worker needs "
+                "at least one example. Use fewer workers or passes.",
                 "ScalingConfig",
                 num_workers=num_workers,
             )

@@ -109,7 +109,8 @@ class StepNoise(Listener):
 class _TrialBackend(RayTrainBackend):
     """A worker of a trial. Rank 0 collects the reports for Tune. Ray Train receives checkpoints only."""
 
-    report_policy = ReportPolicy(save_end=False)  # a trial that has ended is not resumed
+    # A trial that has ended is not resumed. The collected data is saved with a checkpoint, and must be of the same step.
+    report_policy = ReportPolicy(save_end=False, in_background=False)
 
     def __init__(self, noise_every: int, reports: Queue) -> None:
         super().__init__()

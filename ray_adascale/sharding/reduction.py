@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -23,21 +22,24 @@ _IN_FLIGHT, _IN_FLIGHT_ON_GPU = 1, 3
 
 
 class GradientReduction:
-    """Sends the gradients of several optimizers' parameters to their owners.
+    """Sends the gradients of an optimizer's parameters to their owners: a :class:`GradientReducer`.
 
     Args:
-        optimizers: Sharded over the same process group of several workers.
+        optimizer: The sharded optimizer.
         wire_dtype: Dtype in which gradients are sent; None for their own.
 
     Attributes:
-        reducers: One for each optimizer.
         syncing: Whether the passes to come send gradients; False under ``no_sync()``.
+        reduced: Whether the gradients are with their owners.
+        overtaken: Whether a pass under ``no_sync()`` came after they were reduced.
+        used: Whether a step has used the gradients, and no hook has noticed a backward pass on this worker since.
     """
 
-    def __init__(self, optimizers: Sequence[OSS], wire_dtype: torch.dtype | None) -> None:
-        self._group = optimizers[0].group
-        self._wire_dtype = wire_dtype
+    def __init__(self, optimizer: OSS, wire_dtype: torch.dtype | None) -> None:
+        self.optimizer = optimizer
         self.syncing = True
+        self.reduced = self.overtaken = self.used = False
+        self._wire_dtype = wire_dtype
         self._sending = True  # the running pass
         self._pass_running = False
         self._buckets: dict[Bucket, GradientBucket] = {}
@@ -47,7 +49,7 @@ class GradientReduction:
         self._in_flight: deque[GradientBucket] = deque()
         self._order: list[GradientBucket] = []
         self._next = 0
-        self.reducers = [ShardReducer(self, optimizer) for optimizer in optimizers]
+        self._observer: weakref.ref[ShardHookObserver | BucketObserver] | None = None
 
     # ---- parameters ----------------------------------------------------------------------------------------------
 
@@ -56,28 +58,28 @@ class GradientReduction:
 
     @property
     def has_all_buckets(self) -> bool:
-        """Whether the optimizers have no more buckets than at the last :meth:`refresh`."""
-        return sum(len(reducer.optimizer.buckets) for reducer in self.reducers) == len(self._buckets)
+        """Whether the optimizer has no more buckets than at the last :meth:`refresh`."""
+        return len(self.optimizer.buckets) == len(self._buckets)
 
     @property
     def device(self) -> torch.device | None:
         return next((bucket.flat.device for bucket in self._buckets), None)
 
     def refresh(self) -> None:
-        """Add the optimizers' new buckets, and hook the parameters that were unfrozen."""
-        for reducer in self.reducers:
-            for bucket in reducer.optimizer.buckets:
-                if bucket not in self._buckets:
-                    self._buckets[bucket] = GradientBucket(bucket, self._group, self._wire_dtype, self._memory)
-                    for index, param in enumerate(bucket.params):
-                        self._place[param] = self._buckets[bucket], index
+        """Add the optimizer's new buckets, and hook the parameters that were unfrozen."""
+        for bucket in self.optimizer.buckets:
+            if bucket not in self._buckets:
+                self._buckets[bucket] = GradientBucket(bucket, self.optimizer.group, self._wire_dtype, self._memory)
+                for index, param in enumerate(bucket.params):
+                    self._place[param] = self._buckets[bucket], index
         for param in self._place:
             if param.requires_grad and param not in self._handles:
                 self._handles[param] = param.register_post_accumulate_grad_hook(_hook(self, *self._place[param]))
 
-    def buckets_of(self, optimizer: OSS) -> list[GradientBucket]:
-        """Return the gradient buckets of one optimizer's parameters."""
-        return [self._buckets[bucket] for bucket in optimizer.buckets if bucket in self._buckets]
+    @property
+    def buckets(self) -> list[GradientBucket]:
+        """The gradient buckets, in the order of the optimizer's."""
+        return list(self._buckets.values())
 
     # ---- a backward pass -----------------------------------------------------------------------------------------
 
@@ -106,32 +108,25 @@ class GradientReduction:
 
     def _start_pass(self) -> bool:
         """Begin a pass; return whether its gradients go through the buckets."""
-        for reducer in self.reducers:
-            reducer.used = False
+        self.used = False
         # Under AdaScale the gradients of a step's last pass alone are sent, whether the others are under no_sync() or not. So
         # each step has one reduction, which a worker that lacks a pass still joins in finish().
-        sending = self.syncing and all(reducer.ends_step() for reducer in self.reducers)
-        observed = self._observed()
-        if not sending and not observed:
-            for reducer in self.reducers:
-                reducer.overtaken = reducer.reduced
+        sending = self.syncing and self._ends_step()
+        observer = self._bucket_observer
+        if not sending and observer is None:
+            self.overtaken = self.reduced
             return False
         refuse_compiled()
         self._pass_running, self._sending = True, sending
-        for observer, listener in observed:
+        if observer is not None and (listener := observer.listener) is not None:
             listener.on_begin(observer)
         self._open_buckets()
         queue_end_of_backward(self._end_pass)
         return True
 
-    def _observed(self) -> list[tuple[BucketObserver, PassListener]]:
-        """Return the observers that measure whole buckets, with their listeners."""
-        observers = [reducer.bucket_observer for reducer in self.reducers]
-        return [(o, listener) for o in observers if o is not None and (listener := o.listener) is not None]
-
     def _open_buckets(self) -> None:
         self._next = 0
-        self._order = list(self._buckets.values())
+        self._order = self.buckets
         for bucket in self._order:
             bucket.begin_pass()
 
@@ -152,11 +147,9 @@ class GradientReduction:
             self._in_flight.popleft().finish()  # first, so that its buffers can be used again
         keep = not self._sending and bucket.accumulated is None
         flat = bucket.collect(keep=keep)
-        for reducer in self.reducers:
-            if bucket.bucket in reducer.optimizer.buckets:
-                bucket.observed = reducer.observer is not None
-                if (observer := reducer.bucket_observer) is not None:
-                    observer.add_bucket(bucket, flat)
+        bucket.observed = self._attached_observer is not None
+        if (observer := self._bucket_observer) is not None:
+            observer.add_bucket(bucket, flat)
         if bucket.accumulated is not None:
             flat = bucket.accumulated.add_(flat)
             bucket.release()
@@ -169,24 +162,19 @@ class GradientReduction:
     def _end_pass(self) -> None:
         self._advance(to_the_end=True)
         self._pass_running = False
-        observed = self._observed()
-        for observer, listener in observed:
+        observer = self._bucket_observer
+        listener = None if observer is None else observer.listener
+        if observer is not None and listener is not None:
             listener.on_local(observer)
         if self._sending:
             self._wait()
-        for observer, listener in observed:
+        if observer is not None and listener is not None:
             listener.on_reduced(observer)
 
     def _wait(self) -> None:
         while self._in_flight:
             self._in_flight.popleft().finish()
-        for reducer in self.reducers:
-            reducer.reduced, reducer.overtaken = True, False
-
-    def abort_pass(self) -> None:
-        """Forget a pass that an exception ended; autograd drops the callback that was queued for its end."""
-        self._pass_running = False
-        self._in_flight.clear()
+        self.reduced, self.overtaken = True, False
 
     # ---- without a backward pass ---------------------------------------------------------------------------------
 
@@ -195,44 +183,12 @@ class GradientReduction:
         self._sending = True
         self._open_buckets()
         self._advance(to_the_end=True)
-        for reducer in self.reducers:
-            reducer.discard_norms()  # that was no gradient sample
+        self._discard_norms()  # that was no gradient sample
         self._wait()
 
     def unsent(self) -> bool:
         """Whether gradients are on this worker that were not sent."""
         return any(bucket.unsent for bucket in self._buckets.values())
-
-
-class ShardReducer:
-    """The gradients of one optimizer in a :class:`GradientReduction`: a :class:`GradientReducer`.
-
-    Args:
-        reduction: Owns this object; held weakly.
-        optimizer: The optimizer.
-
-    Attributes:
-        reduced: Whether the gradients are with their owners.
-        overtaken: Whether a pass under ``no_sync()`` came after they were reduced.
-        used: Whether a step has used the gradients, and no hook has noticed a backward pass on this worker since.
-    """
-
-    def __init__(self, reduction: GradientReduction, optimizer: OSS) -> None:
-        self._reduction = weakref.proxy(reduction)
-        self.optimizer = optimizer
-        self.reduced = self.overtaken = self.used = False
-        self._observer: weakref.ref[ShardHookObserver | BucketObserver] | None = None
-
-    @property
-    def consumed(self) -> bool:
-        # One worker alone has no hooks, and so can't notice a pass.
-        return self.used and not (self.optimizer.world_size == 1 and self._has_gradients())
-
-    def _has_gradients(self) -> bool:
-        return any(fragment.tensor.grad is not None for fragment in self.optimizer.fragments)
-
-    def _buckets(self) -> list[GradientBucket]:
-        return cast(list[GradientBucket], self._reduction.buckets_of(self.optimizer))
 
     # ---- measured by an observer ---------------------------------------------------------------------------------
 
@@ -252,39 +208,59 @@ class ShardReducer:
         return observer
 
     @property
-    def observer(self) -> ShardHookObserver | BucketObserver | None:
+    def _attached_observer(self) -> ShardHookObserver | BucketObserver | None:
         """The observer, while it is alive and attached."""
         observer = None if self._observer is None else self._observer()
         return None if observer is None or observer.listener is None else observer
 
     @property
-    def bucket_observer(self) -> BucketObserver | None:
+    def _bucket_observer(self) -> BucketObserver | None:
         """The observer, if it measures whole buckets."""
-        observer = self.observer
+        observer = self._attached_observer
         return observer if isinstance(observer, BucketObserver) else None
 
-    def ends_step(self) -> bool:
+    def _ends_step(self) -> bool:
         """Return whether the pass that begins is the last of an optimizer step, as far as an observer knows."""
-        observer = self.observer
+        observer = self._attached_observer
         if not isinstance(observer, ShardHookObserver):
             return True
         observer.start_pass()  # this hook may come before any of the observer's own
         return observer.last_pass
 
+    def complete(self, caller: str) -> None:
+        """Take part in what the other workers reduce, if an observer waits for it: no further pass comes in this step.
+
+        Args:
+            caller: Method that an error names.
+
+        Raises:
+            RuntimeError: Passes are missing, or there were too many.
+        """
+        if (observer := self._attached_observer) is not None and (listener := observer.listener) is not None:
+            listener.complete(caller)
+
     def own_norms(self) -> list[tuple[int, Tensor]]:
         self.finish_reduction()
-        return [norm for bucket in self._buckets() if bucket.held for norm in bucket.own_norms()]
+        return [norm for bucket in self.buckets if bucket.held for norm in bucket.own_norms()]
 
     def own_gradients(self) -> Iterator[Tensor]:
-        held = [bucket for bucket in self._buckets() if bucket.held]
+        held = [bucket for bucket in self.buckets if bucket.held]
         return (f.tensor.grad for bucket in held for f in bucket.bucket.fragments if f.tensor.grad is not None)
 
-    def discard_norms(self) -> None:
+    def _discard_norms(self) -> None:
         """Drop the norms of buckets that belong to no gradient sample."""
-        if (observer := self.bucket_observer) is not None:
+        if (observer := self._bucket_observer) is not None:
             observer.local_sq_norms()
 
     # ---- stepped with by the optimizer ---------------------------------------------------------------------------
+
+    @property
+    def consumed(self) -> bool:
+        # One worker alone has no hooks, and so can't notice a pass.
+        return self.used and not (self.optimizer.world_size == 1 and self._has_gradients())
+
+    def _has_gradients(self) -> bool:
+        return any(fragment.tensor.grad is not None for fragment in self.optimizer.fragments)
 
     def finish_reduction(self) -> None:
         """Join the reduction of the other workers, if no backward pass reached a parameter here.
@@ -295,8 +271,8 @@ class ShardReducer:
         if self.optimizer.world_size == 1:
             return
         if not self.reduced:
-            self._reduction.finish()
-        elif self.overtaken and any(bucket.unsent for bucket in self._buckets()):
+            self.finish()
+        elif self.overtaken and self.unsent():
             raise RuntimeError(
                 "There are gradients of a backward pass under no_sync() after those that were reduced, and the step would "
                 "leave them out. Call reduce() of the ShardedDataParallel before clipping and step(), or make the step's "
@@ -306,15 +282,17 @@ class ShardReducer:
     def reopen(self) -> None:
         """Prepare for further backward passes before the optimizer's step has ended."""
         self.reduced = False
-        for bucket in self._buckets():
+        for bucket in self.buckets:
             bucket.reopen()
 
     def discard(self) -> None:
         """Forget the gradients, reduced or not."""
-        self._reduction.abort_pass()
+        # After an exception in a pass autograd drops the callback that was queued for the pass's end.
+        self._pass_running = False
+        self._in_flight.clear()
         self.reduced = self.overtaken = self.used = False
-        self.discard_norms()  # of a pass that did not come to its end
-        for bucket in self._buckets():
+        self._discard_norms()  # of a pass that did not come to its end
+        for bucket in self.buckets:
             bucket.discard()
         if self.optimizer.world_size == 1:
             for fragment in self.optimizer.fragments:

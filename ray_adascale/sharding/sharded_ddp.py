@@ -36,9 +36,9 @@ class ShardedDataParallel(nn.Module):
 
     Args:
         module: The model, on its device.
-        sharded_optimizer: The :class:`ray_adascale.OSS` of its parameters, bare or in AdaScale, or a list of several. Every
-            trainable parameter must be in one.
-        process_group: Must be the optimizers'. Default: theirs.
+        sharded_optimizer: The :class:`ray_adascale.OSS` of its parameters, bare or in AdaScale. Every trainable parameter must
+            be in it.
+        process_group: Must be the optimizer's. Default: the optimizer's.
         broadcast_buffers: Rank 0's buffers go to all before the first forward pass of a step, in training mode. Parameters that
             are frozen from the beginning are not sent, see :class:`ray_adascale.OSS`.
         sync_models_at_startup: Rank 0's parameters and buffers go to all now.
@@ -50,7 +50,8 @@ class ShardedDataParallel(nn.Module):
 
     Raises:
         TypeError: There is no sharded optimizer.
-        ValueError: A trainable parameter has no optimizer, or the optimizer another model or process group.
+        ValueError: A trainable parameter has no optimizer, the optimizer has another model or process group, or several
+            optimizers are given.
     """
 
     def __init__(
@@ -66,34 +67,28 @@ class ShardedDataParallel(nn.Module):
         warn_on_trainable_params_changed: bool = True,
     ) -> None:
         super().__init__()
-        given = list(sharded_optimizer) if isinstance(sharded_optimizer, list | tuple) else [sharded_optimizer]
-        optimizers = [_sharded(optimizer) for optimizer in given]
-        if not optimizers:
-            raise TypeError("ShardedDataParallel needs the sharded optimizer: ShardedDataParallel(module, OSS(...)).")
-        groups = [optimizer.group for optimizer in optimizers] + ([] if process_group is None else [process_group])
-        default = dist.group.WORLD if dist.is_available() else None
-        if len({id(default if group is None else group) for group in groups}) > 1:
+        optimizer = _sharded(sharded_optimizer)
+        sharded_over = dist.group.WORLD if optimizer.group is None and dist.is_available() else optimizer.group
+        if process_group is not None and process_group is not sharded_over:
             raise ValueError(
                 "The process group must be the one that the optimizer is sharded over: OSS(..., group=group)."
             )
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self.auto_refresh_trainable = auto_refresh_trainable
-        self._group = optimizers[0].group
-        self._world_size = optimizers[0].world_size
-        self._reduction = GradientReduction(optimizers, torch.float16 if reduce_fp16 else None)
+        self._group = optimizer.group
+        self._world_size = optimizer.world_size
+        self._reduction = GradientReduction(optimizer, torch.float16 if reduce_fp16 else None)
         self._buffers_due = True
         self.refresh_trainable()
         if sync_models_at_startup and self._world_size > 1:
-            for optimizer in optimizers:
-                for bucket in optimizer.buckets:
-                    if not bucket.bound():
-                        bucket.bind()
-                    dist.broadcast(as_bytes(bucket.flat), global_rank(self._group, 0), group=self._group)
-            known = {p for optimizer in optimizers for bucket in optimizer.buckets for p in bucket.params}
+            for bucket in optimizer.buckets:
+                if not bucket.bound():
+                    bucket.bind()
+                dist.broadcast(as_bytes(bucket.flat), global_rank(self._group, 0), group=self._group)
+            known = {p for bucket in optimizer.buckets for p in bucket.params}
             self._broadcast([*(p for p in module.parameters() if p not in known), *module.buffers()])
-        for reducer in self._reduction.reducers:
-            reducer.optimizer.attach_reducer(reducer)
+        optimizer.attach_reducer(self._reduction)
 
     # ---- what a data-parallel module has -------------------------------------------------------------------------
 
@@ -146,11 +141,8 @@ class ShardedDataParallel(nn.Module):
         """
         if self._world_size == 1:
             return
-        reducers = self._reduction.reducers
-        for reducer in reducers:
-            if (observer := reducer.observer) is not None and (listener := observer.listener) is not None:
-                listener.complete("reduce")
-        if not all(reducer.reduced for reducer in reducers):
+        self._reduction.complete("reduce")
+        if not self._reduction.reduced:
             self._reduction.finish()
         # A pass in no_sync() may have come after one that was reduced, or on some workers only.
         left = torch.tensor([float(self._reduction.unsent())], device=self._reduction.device)
@@ -182,14 +174,13 @@ class ShardedDataParallel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none=set_to_none)
-        for reducer in self._reduction.reducers:
-            reducer.discard()
+        self._reduction.discard()
 
     def refresh_trainable(self) -> None:
-        """Find parameters that were unfrozen, or added to an optimizer, since the last call.
+        """Find parameters that were unfrozen, or added to the optimizer, since the last call.
 
         Raises:
-            ValueError: A trainable parameter of the module belongs to no optimizer.
+            ValueError: A trainable parameter of the module is not in the optimizer.
         """
         if self._world_size == 1:
             return
@@ -204,7 +195,7 @@ class ShardedDataParallel(nn.Module):
                 )
 
     def _changed(self) -> bool:
-        """Whether a parameter was frozen, unfrozen, or added to an optimizer."""
+        """Whether a parameter was frozen, unfrozen, or added to the optimizer."""
         trainable = [p.requires_grad for p in self._params]
         return not self._reduction.has_all_buckets or trainable != self._trainable
 
@@ -230,7 +221,14 @@ def _sharded(optimizer: Any) -> OSS:
 
     Raises:
         TypeError: There is none.
+        ValueError: Several optimizers are given.
     """
+    if isinstance(optimizer, list | tuple):
+        raise ValueError(
+            f"Invalid sharded_optimizer: a {type(optimizer).__name__}. ShardedDataParallel needs one optimizer. Give OSS several "
+            "parameter groups, OSS([{'params': ..., 'lr': ...}, ...], optim=...), or make optimizers of several classes one: "
+            "OSS.wrap(OptimizerChain([...]))."
+        )
     inner = getattr(optimizer, "wrapped", optimizer)  # AdaScale's, which this module does not import
     if not isinstance(inner, OSS):
         what = "none was given" if optimizer is None else f"got {type(optimizer).__name__}"

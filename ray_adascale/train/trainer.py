@@ -225,7 +225,7 @@ class AdaScaleTrainer(TorchTrainer):
         fewest = scaling_config.num_workers
         if isinstance(fewest, tuple):
             config = replace(config, elastic=True)
-            config.batch.plan(fewest[1])  # refuses bounds that leave no batch for this number
+            config.batch.plan(fewest[1])  # refuses a bound that leaves no batch for this number
             fewest = fewest[0]
         if fewest < 1:
             raise SettingError(

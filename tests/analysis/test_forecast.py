@@ -12,7 +12,7 @@ import pytest
 import rich.console
 
 from ray_adascale import AdamScaleRule, AdaScaleConfig
-from ray_adascale.analysis.forecast import Forecast, forecast_recipe, max_useful_workers
+from ray_adascale.analysis.forecast import Forecast, forecast_recipe
 from ray_adascale.analysis.forecast import _step_time as seconds
 from ray_adascale.analysis.throughput import Throughput
 from ray_adascale.batch import BatchPlan
@@ -142,19 +142,16 @@ def test_a_step_waits_for_the_largest_pass() -> None:
 
 
 def test_numbers_that_were_not_asked_for_may_have_no_batch() -> None:
-    # Passes of 1 example, 2 at most: fewer than 4 workers can't make the base batch of 8.
+    # Passes of one example, and 8 examples at most: seven workers would make 14.
     noisy = recipe([(0, 100, 1)])
-    config = AdaScaleConfig(target_efficiency=0.6, per_worker_batch_size=1, max_accumulation=2)
-    made = forecast_recipe(noisy, workers=[4, 8], config=config)
-    assert [(row.accumulation, row.pays) for row in made.rows] == [(2, True), (2, True)]
-    assert made.rows[0].marginal == pytest.approx(made.rows[0].speedup, rel=0.1)  # three workers can't run at all
-    # Passes of 4, and 16 examples at most: 5 and more workers would make more.
-    config = AdaScaleConfig(
-        batch_schedule="0:8,50%:16", per_worker_batch_size=4, min_examples_per_worker=4, max_global_batch_size=16
-    )
-    assert forecast_recipe(noisy, workers=[4], config=config).max_useful_workers == 4
-    with pytest.raises(ValueError, match="leave no batch on 5 workers"):
-        forecast_recipe(noisy, workers=[4, 5], config=config)
+    config = AdaScaleConfig(target_efficiency=0.6, per_worker_batch_size=1, max_global_batch_size=8)
+    (row,) = forecast_recipe(noisy, workers=[8], config=config).rows
+    assert (row.accumulation, row.pays, row.marginal) == (1, True, row.speedup)
+    # 16 examples at most: 17 and more workers would make more.
+    config = AdaScaleConfig(batch_schedule="0:8,50%:16", per_worker_batch_size=1, max_global_batch_size=16)
+    assert forecast_recipe(noisy, workers=[8], config=config).max_useful_workers == 16
+    with pytest.raises(ValueError, match="leaves no batch on 17 workers"):
+        forecast_recipe(noisy, workers=[8, 17], config=config)
 
 
 def test_rows_have_the_interval_in_whole_steps() -> None:
@@ -217,7 +214,7 @@ def test_what_makes_an_interval_wide_is_said() -> None:
         ({"config": AdaScaleConfig(base_batch_size=4)}, "base_batch_size=4.: the recipe says 8"),
         ({"cost_per_worker_hour": -1, "throughput": MODEL}, "cost_per_worker_hour=-1"),
         ({"config": AdaScaleConfig(global_batch_size=4)}, "global_batch_size=4.: smaller than base_batch_size=8"),
-        ({"config": AdaScaleConfig(target_efficiency=0.6, max_global_batch_size=4)}, "leave no batch on"),
+        ({"config": AdaScaleConfig(target_efficiency=0.6, max_global_batch_size=4)}, "leaves no batch on"),
     ],
 )
 def test_what_cannot_be_forecast(changes: dict[str, Any], message: str) -> None:
@@ -286,14 +283,6 @@ def test_a_run_that_follows_the_noise_has_its_mean_and_last_scale() -> None:
     fixed = forecast_recipe(recipe([(0, 1, 0)]), workers=[2])
     assert (fixed.rows[0].scale, fixed.rows[0].last_scale, fixed.rows[0].examples) == (2, 2, 50 * 16)
     assert "exam-" not in text(fixed)
-
-
-def test_where_one_worker_cannot_make_a_batch_the_fewest_that_can_set_the_share() -> None:
-    # Four workers with a speed of 4 are 1 each, so the fifth pays with 0.6 and the sixth does not with 0.1.
-    speeds = {4: 4.0, 5: 4.6}
-    assert max_useful_workers(lambda k: 0.0 if k < 4 else speeds.get(k, 4.7), 64) == 5
-    with pytest.raises(ValueError, match="No number of workers up to 64 can make a batch"):
-        max_useful_workers(lambda k: 0.0, 64)
 
 
 def test_a_step_takes_as_long_as_the_worker_with_the_most_examples() -> None:

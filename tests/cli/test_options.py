@@ -201,9 +201,7 @@ def test_every_option_is_explained(command: str) -> None:
 
 def test_the_help_of_an_option_is_its_docstrings_first_sentence_and_its_default(cli: Any) -> None:
     text = " ".join(cli("train", "--help").out.split())
-    assert (
-        "Examples of the largest batch with --target-efficiency or --batch-schedule --max-accumulation N Most" in text
-    )
+    assert "Examples of the largest batch with --target-efficiency or --batch-schedule --elastic" in text
     assert "Seconds between checkpoints (default: 300)" in text
     assert "Effective steps between evaluations (default: a tenth of the run)" in text
     assert "instead of the dataset's order (default: yes)" in text

@@ -205,7 +205,6 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row
         evaluate_every=case.evaluate,
         find_unused_parameters=case.net == "branch" or case.frozen is not None,
         accept_changes=leg.accept,
-        async_checkpoint=False,
         checkpoint_every_s=math.inf,
         report_every_s=math.inf,
     )

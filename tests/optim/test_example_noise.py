@@ -21,11 +21,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from ray_adascale import OSS, AdaScale, AdaScaleConfig, LocalBackend, OptimizerChain, Run, ShardedDataParallel
+from ray_adascale import OSS, AdaScale, AdaScaleConfig, OptimizerChain, Run, ShardedDataParallel
 from ray_adascale.optim.example_noise import NoiseChoice
 from ray_adascale.optim.step_shape import StepShape
 
 from ..pool import ProcessPool
+from ..samples_of import WaitingBackend
 
 B0, B, STEPS = 4, 32, 12
 SCALE = B / B0
@@ -746,7 +747,6 @@ def test_a_run_of_unequal_passes_resumes_to_the_bit(tmp_path: Path) -> None:
             accumulation=4,
             noise="per_example",
             checkpoint_every_s=1e-9,
-            async_checkpoint=False,
         )
         loop = Run(
             model,
@@ -754,7 +754,7 @@ def test_a_run_of_unequal_passes_resumes_to_the_bit(tmp_path: Path) -> None:
             None,
             TensorDataset(x, y),
             config,
-            backend=LocalBackend(folder),
+            backend=WaitingBackend(folder),
         )
         gains = []
         for rows, labels in loop:

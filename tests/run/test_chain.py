@@ -41,9 +41,7 @@ def workload(config: dict[str, Any]) -> Workload:
 
 
 def settings(**kwargs: Any) -> AdaScaleConfig:
-    return AdaScaleConfig(
-        **{"base_batch_size": B0, "total_steps": T, "report_every_s": math.inf, "async_checkpoint": False, **kwargs}
-    )
+    return AdaScaleConfig(**{"base_batch_size": B0, "total_steps": T, "report_every_s": math.inf, **kwargs})
 
 
 def _thin_matrix() -> None:

@@ -44,6 +44,7 @@ from ray_adascale.run.observe.trace import read_trace
 
 from ..host_reads import host_reads
 from ..placement import here
+from ..samples_of import WaitingBackend
 
 # Advice on how far to scale, which toy data of 60 examples rightly gets; one test looks for it.
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
@@ -524,9 +525,9 @@ def test_background_checkpoints_of_a_fused_run(tmp_path: Path) -> None:
 def _interrupted(folder: str | None, stop: int | None, **settings: Any) -> tuple[Tensor, list[dict[str, Any]], float]:
     torch.manual_seed(7)
     net = model(dropout=0.2)
-    backend = LocalBackend(folder)
+    backend = WaitingBackend(folder)
     if stop is not None:
-        settings |= {"checkpoint_every_s": 1e-9, "async_checkpoint": False}  # after every step
+        settings |= {"checkpoint_every_s": 1e-9}  # after every step
     run = make_run(net, backend=backend, total_steps=60, **settings)
     torch.manual_seed(100 + torch.distributed.get_rank() if torch.distributed.is_initialized() else 100)
     if run.state.attempt > 0:
@@ -667,8 +668,7 @@ def test_a_changed_run_does_not_resume(tmp_path: Path, change: dict[str, Any], m
 
 
 def _three_steps(folder: Path, **settings: Any) -> None:
-    settings |= {"checkpoint_every_s": 1e-9, "async_checkpoint": False}
-    drive(make_run(model(), backend=LocalBackend(folder), **settings), stop_after=3)
+    drive(make_run(model(), backend=WaitingBackend(folder), checkpoint_every_s=1e-9, **settings), stop_after=3)
 
 
 def test_hooks_that_checkpoints_do_not_call_are_warned_of() -> None:
@@ -692,8 +692,7 @@ def test_a_run_resumes_and_is_read_with_and_without_compile(tmp_path: Path, part
     def run(compile_it: bool, folder: Path) -> tuple[nn.Module, Run]:
         net: nn.Module = model()
         net = compiled(net) if compile_it else net  # type: ignore[arg-type]
-        backend = LocalBackend(folder)
-        return net, make_run(net, backend=backend, checkpoint_every_s=1e-9, async_checkpoint=False)
+        return net, make_run(net, backend=WaitingBackend(folder), checkpoint_every_s=1e-9)
 
     whole, unbroken = run(False, tmp_path / "whole")
     drive(unbroken, stop_after=6)

@@ -21,6 +21,7 @@ from ray_adascale.run.observe.eta import EtaTracker
 from ray_adascale.run.observe.step import Listener, Step
 from ray_adascale.workload import with_unit
 
+from ..samples_of import WaitingBackend
 from .test_loop import dataset, drive, flat, make_run, model
 
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
@@ -178,7 +179,7 @@ def with_average(folder: Path | None, seed: int, **more: Any) -> tuple[Run, Aver
     net = model(seed=seed)
     average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    config = AdaScaleConfig(base_batch_size=4, total_steps=20, checkpoint_every_s=1e-9, async_checkpoint=False)
+    config = AdaScaleConfig(base_batch_size=4, total_steps=20, checkpoint_every_s=1e-9)
     run = Run(
         net,
         optimizer,
@@ -187,7 +188,7 @@ def with_average(folder: Path | None, seed: int, **more: Any) -> tuple[Run, Aver
         config,
         extra_state={"ema": average, **more},
         after_step=average.update_parameters,
-        backend=LocalBackend(folder, device="cpu"),
+        backend=WaitingBackend(folder, device="cpu"),
     )
     return run, average
 

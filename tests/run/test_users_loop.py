@@ -26,6 +26,8 @@ from ray_adascale.optim.tau_schedule import TauSchedule
 from ray_adascale.run.boundary import checkpointing
 from ray_adascale.run.observe.trace import read_trace
 
+from ..samples_of import WaitingBackend
+
 STEPS, BATCH = 12, 8
 
 
@@ -335,8 +337,8 @@ def _dropout_of(folder: str | None, stop: int | None, seeds: tuple[int, int]) ->
     np.random.seed(7)  # noqa: NPY002
     random.seed(7)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 2))
-    every = {} if folder is None else {"backend": LocalBackend(folder), "checkpoint_every_s": 1e-9}
-    run = make_run(model, per_worker_batch_size=BATCH, total_steps=8, async_checkpoint=False, **every)
+    every = {} if folder is None else {"backend": WaitingBackend(folder), "checkpoint_every_s": 1e-9}
+    run = make_run(model, per_worker_batch_size=BATCH, total_steps=8, **every)
     drawn = []
     model[1].register_forward_hook(lambda _, __, out: drawn.append(float(((out != 0) * torch.arange(16)).sum())))
     for x, y in run:

@@ -103,7 +103,6 @@ class Trial:
                 evaluate_every=EVERY,
                 report_every_s=math.inf,
                 checkpoint_every_s=checkpoint_every_s,
-                async_checkpoint=False,
             ),
             evaluate=collected.evaluator(workload),
             backend=backend,

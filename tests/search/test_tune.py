@@ -680,9 +680,7 @@ def test_settings_that_a_search_uses_as_they_are_given_are_taken(monkeypatch: py
     given = AdaScaleConfig(base_batch_size=B0, per_worker_batch_size=B0, seed=7, grad_clip=1.0, rule="unscaled")
     with pytest.raises(Started):
         tune_recipe(linear, {}, base_batch_size=B0, total_steps=T, seed=7, config=given)
-    on_workers = AdaScaleConfig(
-        sharding="oss", checkpoint_every_s=1.0, accumulation=2, per_worker_batch_size=4, async_checkpoint=False
-    )
+    on_workers = AdaScaleConfig(sharding="oss", checkpoint_every_s=1.0, accumulation=2, per_worker_batch_size=4)
     workers = ScalingConfig(num_workers=2)
     with pytest.raises(Started):
         tune_recipe(linear, {}, base_batch_size=B0, total_steps=T, config=on_workers, scaling_config=workers)

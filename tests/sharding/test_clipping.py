@@ -158,28 +158,17 @@ def _clip_when(adascale: bool) -> tuple[str, list[float]]:
     return after, [*norms, float(optimizer.clip_grad_norm(1.0))]
 
 
-def _clip_two() -> list[float]:
-    """Norms of two optimizers, clipped and stepped together; the first one's parameter is frozen."""
-    model = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])
-    model[0].requires_grad_(False)
-    optimizers = [OSS(part.parameters(), lr=0.1) for part in model]
-    ddp = ShardedDataParallel(model, optimizers)
-    norms = []
-    for _ in range(2):
-        ddp.module[1](ddp.module[0](torch.tensor([[3.0, 4.0]])).expand(1, 2)).sum().backward()
-        for optimizer in optimizers:
-            norms.append(float(optimizer.clip_grad_norm(math.inf)))
-        for optimizer in optimizers:
-            optimizer.step()
-    return norms
+def _clip_frozen() -> float:
+    model = nn.Linear(2, 1, bias=False).requires_grad_(False)
+    optimizer = OSS(model.parameters(), lr=0.1)
+    ddp = ShardedDataParallel(model, optimizer)
+    ddp(torch.tensor([[3.0, 4.0]], requires_grad=True)).sum().backward()
+    return float(optimizer.clip_grad_norm(math.inf))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_optimizer_whose_parameters_are_all_frozen_has_a_norm_of_zero(pool: Pool, world_size: int) -> None:
-    for norms in pool(2).run(_clip_two) if world_size == 2 else [_clip_two()]:
-        assert norms[0] == norms[2] == 0.0
-        assert norms[1] > 0
-        assert norms[3] > 0
+    assert set(pool(2).run(_clip_frozen) if world_size == 2 else [_clip_frozen()]) == {0.0}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

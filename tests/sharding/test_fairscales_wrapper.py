@@ -180,23 +180,23 @@ def test_reduce_between_the_passes_of_an_adascale_step_is_refused(pool: Pool) ->
 
 
 def _left_of_one_of_two(left: int) -> list[list[float]]:
-    """A pass that was reduced for both optimizers, one under no_sync() that reaches one of them alone, and reduce()."""
+    """A pass that was reduced for both buckets, one under no_sync() that reaches one of them alone, and reduce()."""
     model = nn.ModuleList([nn.Linear(3, 1, bias=False).double() for _ in range(2)])
-    optimizers = [OSS.wrap(SGD(part.parameters(), lr=1.0)) for part in model]
-    ddp = ShardedDataParallel(model, optimizers)
+    optimizer = OSS.wrap(SGD(model.parameters(), lr=1.0), bucket_numel=3)
+    assert len(optimizer.buckets) == 2
+    ddp = ShardedDataParallel(model, optimizer)
     start = [weights(part).clone() for part in model]
     mine = torch.full((1, 3), 1.0 + dist.get_rank(), dtype=torch.float64)
     sum(part(mine).sum() for part in model).backward()  # type: ignore[union-attr]
     with ddp.no_sync():
         (10 * model[left](mine)).sum().backward()
     ddp.reduce()
-    for optimizer in optimizers:
-        optimizer.step()
+    optimizer.step()
     return [(was - weights(part)).tolist() for was, part in zip(start, model, strict=True)]
 
 
 @pytest.mark.parametrize("left", [0, 1])
-def test_reduce_sends_what_is_left_of_any_of_several_optimizers(pool: Pool, left: int) -> None:
+def test_reduce_sends_what_is_left_of_any_bucket(pool: Pool, left: int) -> None:
     # The mean over ranks of 1 and 2 is 1.5; with the pass that was left, 11 times as much.
     expected = [[1.5] * 3, [1.5] * 3]
     expected[left] = [16.5] * 3

@@ -29,7 +29,7 @@ def _held(name: str) -> dict[str, int]:
     for _ in range(2):
         ddp(torch.randn(2, 40)).square().mean().backward()
         assert all(p.grad is None for p in model.parameters())
-        buckets = ddp._reduction.buckets_of(optimizer)
+        buckets = ddp._reduction.buckets
         shards = [bucket.shard for bucket in buckets if bucket.held]
         gradients = {f.tensor.grad.untyped_storage().data_ptr() for f in optimizer.fragments}
         assert gradients <= {shard.untyped_storage().data_ptr() for shard in shards}

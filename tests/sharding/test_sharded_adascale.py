@@ -187,36 +187,6 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(pool: Pool, worl
     assert_agree(pool(world_size).run(_overflow, unhooked), ROUNDING)
 
 
-@compared
-def _two_adascales(sharded: bool) -> Tensor:
-    model = build(torch.float64)
-    first: Any = SGD(model.first.parameters(), lr=0.02, momentum=0.9)
-    second: Any = SGD([model.middle.weight, *model.last.parameters(), model.gain, model.none], lr=0.01)
-    if sharded:
-        first, second = OSS.wrap(first, bucket_numel=SMALL), OSS.wrap(second, bucket_numel=SMALL)
-    both = [AdaScale(o, scale=3.0, smoothing=0.5) for o in (first, second)]
-    ddp = ShardedDataParallel(model, both) if sharded else DistributedDataParallel(model)
-    for step, batch in enumerate(batches(12, dist.get_rank(), torch.float64)):
-        _loss(ddp, batch).backward()
-        if step % 2:  # the other one first; it has gradients yet
-            for optimizer in reversed(both):
-                optimizer.step()
-                optimizer.zero_grad()
-            continue
-        for optimizer in both:
-            optimizer.step()
-        for optimizer in both:
-            optimizer.zero_grad()
-    gains = [value for o in both for value in (o.gain(), o.effective_steps)]
-    return torch.cat([weights(model), torch.tensor(gains)])
-
-
-@pytest.mark.also_simulated("2")
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_two_adascales_each_watch_their_own_parameters(pool: Pool, world_size: int) -> None:
-    assert_agree(pool(world_size).run(_two_adascales), ROUNDING)
-
-
 def _one_pass_too_many(accumulate: int, by: str) -> str:
     """A step of more passes than were declared, without ``no_sync``; then one that is as declared."""
     torch.manual_seed(0)

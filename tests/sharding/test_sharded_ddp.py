@@ -170,10 +170,8 @@ def test_the_alias_is_fairscales() -> None:
         (lambda p: None, "none was given"),
         (lambda p: SGD(p, lr=0.1), "got SGD"),
         (lambda p: AdaScale(SGD(p, lr=0.1)), "got AdaScale"),
-        (lambda p: [SGD(p, lr=0.1)], "got SGD"),
-        (lambda p: [], "OSS"),
     ],
-    ids=["none", "plain", "adascale", "list", "empty"],
+    ids=["none", "plain", "adascale"],
 )
 def test_needs_a_sharded_optimizer_and_says_so(make: Callable[[Iterable[Tensor]], Any], what: str) -> None:
     model = build()
@@ -183,6 +181,14 @@ def test_needs_a_sharded_optimizer_and_says_so(make: Callable[[Iterable[Tensor]]
     if what == "none was given":
         with pytest.raises(TypeError, match="OSS"):
             ShardedDDP(model)
+
+
+@pytest.mark.parametrize("make", [list, tuple])
+def test_a_list_of_optimizers_is_refused_with_the_ways_to_make_them_one(make: Callable[[list[OSS]], Any]) -> None:
+    model = build()
+    optimizers = make([OSS(part.parameters(), lr=0.1) for part in (model.first, model.last)])
+    with pytest.raises(ValueError, match=rf"sharded_optimizer: a {make.__name__}.*parameter groups.*OptimizerChain"):
+        ShardedDataParallel(model, optimizers)
 
 
 def _mistakes() -> None:
@@ -210,9 +216,8 @@ def _mistakes() -> None:
     ours = OSS(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="process group"):
         ShardedDataParallel(model, ours, process_group=other)
-    twin = build()
     with pytest.raises(ValueError, match="process group"):
-        ShardedDataParallel(nn.ModuleList([model, twin]), [ours, OSS(twin.parameters(), lr=0.1, group=other)])
+        ShardedDataParallel(model, OSS(build().parameters(), lr=0.1, group=other), process_group=dist.group.WORLD)
     ddp = ShardedDataParallel(model, ours, process_group=dist.group.WORLD)  # the default one, by its name
 
     with pytest.raises(ValueError, match="broadcast_fp16"):

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from ray_adascale import AdaScaleConfig, LocalBackend, Run
 from ray_adascale.data.order import epoch_order
 
+from ..samples_of import WaitingBackend
+
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
 
 
@@ -54,10 +56,9 @@ def segment(folder: str, steps: int, settings: dict[str, Any]) -> dict[str, Any]
         seed=3,
         elastic=True,
         checkpoint_every_s=1e-9,
-        async_checkpoint=False,
         **settings,
     )
-    run = Run(model, optimizer, scheduler, Seen(), config, backend=LocalBackend(folder, device="cpu"))
+    run = Run(model, optimizer, scheduler, Seen(), config, backend=WaitingBackend(folder, device="cpu"))
     out: dict[str, Any] = {
         "start": run.effective_steps,
         "moments": run.optimizer.average_moments(),

@@ -33,6 +33,7 @@ from ray_adascale.run.boundary.stage import StepReport
 from ray_adascale.run.observe.trace import read_trace
 
 from ..pool import fork_server, free_port
+from ..samples_of import WaitingBackend
 
 pytestmark = [
     pytest.mark.pool,
@@ -285,7 +286,7 @@ def test_workers_killed_twenty_times_end_bit_for_bit_as_if_nothing_happened(
     kill_and_compare(tmp_path, world, 20, seed=world, points=(*POINTS, "time"), total_steps=600, sharding=sharding)
 
 
-FOLLOWING: dict[str, Any] = {"target_efficiency": 0.6, "max_global_batch_size": 48, "min_examples_per_worker": 2}
+FOLLOWING: dict[str, Any] = {"target_efficiency": 0.6, "max_global_batch_size": 48}
 
 
 def test_a_run_that_follows_the_noise_is_killed_a_few_times(tmp_path: Path) -> None:
@@ -294,7 +295,7 @@ def test_a_run_that_follows_the_noise_is_killed_a_few_times(tmp_path: Path) -> N
 
 
 def test_a_run_with_a_schedule_of_batches_is_killed(tmp_path: Path) -> None:
-    schedule = {"batch_schedule": "0:8,30%:16,60%:40", "min_examples_per_worker": 2}
+    schedule = {"batch_schedule": "0:8,30%:16,60%:40"}
     kill_and_compare(tmp_path, 2, 1, seed=4, points=("backward", "optimizer"), total_steps=200, **schedule)
     assert [scale for scale, _ in itertools.groupby(row["scale"] for row in rows_of(tmp_path / "quiet"))] == [2, 4, 10]
 
@@ -370,8 +371,8 @@ def test_the_other_worker_ends_with_the_reason_when_one_misbehaves(tmp_path: Pat
 # Disks
 
 
-def alone(folder: Path, **settings: Any) -> Run:
-    return make_run(LocalBackend(folder, device="cpu"), accumulation=2, **settings)
+def alone(folder: Path, backend: type[LocalBackend] = LocalBackend, **settings: Any) -> Run:
+    return make_run(backend(folder, device="cpu"), accumulation=2, **settings)
 
 
 @pytest.mark.parametrize("in_background", [True, False])
@@ -387,7 +388,7 @@ def test_a_full_disk_ends_the_run_with_the_cause_and_the_last_good_checkpoint_is
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(self, data)
 
-    run = alone(tmp_path / "full", async_checkpoint=in_background)
+    run = alone(tmp_path / "full", LocalBackend if in_background else WaitingBackend)
     with monkeypatch.context() as patched:
         patched.setattr(dcp._HashingStream, "write", write)
         with pytest.raises(CheckpointError, match=r"No checkpoint was saved to .*No space left on device"):
@@ -466,7 +467,7 @@ def test_a_copy_is_made_of_what_is_written_alone(tmp_path: Path, monkeypatch: py
 
 
 def test_a_resume_says_where_it_begins_and_what_may_be_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = alone(tmp_path, async_checkpoint=False)
+    run = alone(tmp_path, WaitingBackend)
     for steps, (x, y) in enumerate(run):  # two passes a step
         run.backward(F.cross_entropy(run.model(x), y))
         run.step()
@@ -552,7 +553,7 @@ def standing(run: Run) -> tuple[Any, ...]:
 
 def test_a_damaged_checkpoint_is_never_resumed_from(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    run = alone(source, async_checkpoint=False)
+    run = alone(source, WaitingBackend)
     for passes, (x, y) in enumerate(run):
         run.backward(F.cross_entropy(run.model(x), y))
         run.step()

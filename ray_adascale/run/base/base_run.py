@@ -257,7 +257,6 @@ def base_config(
         target_efficiency=None,
         batch_schedule=None,
         max_global_batch_size=None,
-        max_accumulation=None,
         elastic=False,
         sharding="none",
         rule="unscaled",  # at S = 1 all rules are the same, and this one does not warn of optimizers other than SGD

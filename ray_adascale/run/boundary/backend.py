@@ -32,17 +32,20 @@ CHECKPOINT = "Checkpoint of optimizer step %d, effective step %.2f."
 
 @dataclass(frozen=True, kw_only=True)
 class ReportPolicy:
-    """Events after which a backend receives reports and checkpoints, beside the intervals of the settings.
+    """When a backend receives reports and checkpoints, beside the intervals of the settings.
 
     Attributes:
         evaluations: Report after each evaluation. False if a report makes the workers wait.
         save_evaluations: Save a checkpoint with the report of an evaluation.
         save_end: Save a checkpoint with the last report. False if an ended run is never resumed.
+        in_background: Write a checkpoint that is due by its interval while training goes on. False if the backend saves data of
+            its own with it, which must be of the same step.
     """
 
     evaluations: bool = True
     save_evaluations: bool = False
     save_end: bool = True
+    in_background: bool = True
 
 
 class Backend(ABC):
@@ -52,7 +55,7 @@ class Backend(ABC):
         rank: This worker's number.
         world_size: Number of workers.
         device: The device of this worker.
-        report_policy: Events to report.
+        report_policy: When to report, and when to save a checkpoint.
         preemption_poll_s: Seconds between calls of :meth:`preemption_notice`; inf for never.
     """
 

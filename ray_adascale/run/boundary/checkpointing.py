@@ -228,14 +228,15 @@ def _discarded_on_error(folder: Path | None) -> Iterator[None]:
 
 
 class Checkpointing(Stage):
-    """Saves checkpoints at an interval: in the background, at most one at a time, or with a report that the run waits for.
+    """Saves checkpoints at an interval, at most one at a time: in the background, or with a report that the run waits for.
+
+    The backend's report policy decides between the two.
 
     Args:
         backend: Stores the checkpoints.
         train_state: The state to save.
         trace: The trace, saved with the state; None without one.
         every_s: Seconds between checkpoints.
-        in_background: Whether checkpoints are written in the background.
         process_group: The workers, for tensors on the CPU too. Default: the default group.
     """
 
@@ -246,13 +247,12 @@ class Checkpointing(Stage):
         trace: TraceFile | None,
         *,
         every_s: float,
-        in_background: bool,
         process_group: dist.ProcessGroup | None,
     ) -> None:
         self.saver = Saver(backend, process_group)
+        self._backend = backend
         self._train_state = train_state
         self._trace = trace
-        self._in_background = in_background
         self._timer = IntervalTimer(every_s)
 
     def flags(self) -> int:
@@ -265,7 +265,7 @@ class Checkpointing(Stage):
             return None
         if self.saver.in_flight:
             self.saver.finish()
-        elif self._in_background and flags & BoundaryFlags.CHECKPOINT and not run.reported:
+        elif self._backend.report_policy.in_background and flags & BoundaryFlags.CHECKPOINT and not run.reported:
             self.begin(run)
         return None
 
@@ -277,7 +277,7 @@ class Checkpointing(Stage):
     def saves_with_report(self, flags: int) -> bool:
         """Return whether a checkpoint that the run waits for is due."""
         due = flags & (BoundaryFlags.CHECKPOINT | BoundaryFlags.BUSY) == BoundaryFlags.CHECKPOINT
-        return due and not self._in_background
+        return due and not self._backend.report_policy.in_background
 
     def save(self, run: RunAtBoundary) -> Path | None:
         """Write this worker's share of a checkpoint and seal the checkpoint. Collective.

@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, LocalBackend, Recipe, Run, Workload, record_recipe, seed_everything
+from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, record_recipe, seed_everything
 from ray_adascale.run.base.base_noise import NoiseEvery, NoiseRecorder
 from ray_adascale.run.base.base_run import base_config, train_base
 from ray_adascale.workload import build
+
+from ...samples_of import WaitingBackend
 
 B0, T = 8, 60
 
@@ -175,10 +177,10 @@ def test_a_resumed_run_records_what_one_run_would(model: str, tmp_path: Path) ->
         pass
 
     def train(folder: Path | None, noise: list[Any], until: int) -> None:
-        config = replace(base_config(AdaScaleConfig(), B0, T, None, 0), checkpoint_every_s=1e-9, async_checkpoint=False)
+        config = replace(base_config(AdaScaleConfig(), B0, T, None, 0), checkpoint_every_s=1e-9)
         seed_everything(0)
         built = build(workload, {"model": model}, config)
-        run = Run.of(built, config, backend=LocalBackend(folder))
+        run = Run.of(built, config, backend=WaitingBackend(folder))
 
         def stop(_: Tensor) -> None:
             if run.state.iterations == until:

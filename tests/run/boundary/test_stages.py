@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,9 +76,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def checkpointing(backend: LocalBackend, *, in_background: bool = True) -> Checkpointing:
+def checkpointing(backend: LocalBackend) -> Checkpointing:
     state: Any = None
-    return Checkpointing(backend, state, None, every_s=300.0, in_background=in_background, process_group=None)
+    return Checkpointing(backend, state, None, every_s=300.0, process_group=None)
 
 
 def evaluating(metric: dict[str, float] | None = None, **settings: Any) -> Evaluation:
@@ -209,10 +210,10 @@ def test_when_a_boundary_is_reported(flags: int, evaluated: bool, policy: Report
     made: list[bool] = []
     state: Any = None
     backend = Backend()
-    backend.report_policy = policy
+    backend.report_policy = replace(policy, in_background=False)
     run, evaluation = FakeRun(backend), evaluating()
     evaluation.evaluated_step = 7 if evaluated else 6
-    saving = Saving(backend, state, None, every_s=300.0, in_background=False, process_group=None)
+    saving = Saving(backend, state, None, every_s=300.0, process_group=None)
     stage = Reporting(backend, 10.0, evaluation, saving)
     stage.act(run, flags)  # type: ignore[arg-type]
     assert made == reports
