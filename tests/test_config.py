@@ -17,7 +17,7 @@ from .samples_of import recipe, regression
 
 COUNTS = (
     "base_batch_size total_steps per_worker_batch_size accumulation global_batch_size min_examples_per_worker "
-    "max_nonfinite_steps dataset_length trace_rows"
+    "dataset_length"
 )
 NUMBERS = "averaging_window evaluate_every checkpoint_every_s report_every_s"
 
