@@ -67,21 +67,20 @@ class RecipeError(ValueError):
     """A recipe can't be used or can't be written. The message names the field."""
 
 
-def check_count(name: str, value: Any, minimum: int | None = 1, remedy: str = "") -> int:
+def check_count(name: str, value: Any, minimum: int | None = 1) -> int:
     """Return an argument as an int. NumPy's integers are accepted; True and False are not.
 
     Args:
         name: The argument's name.
         value: The argument.
         minimum: The smallest value allowed; None for any.
-        remedy: The message's last sentence: what to do.
 
     Raises:
         SettingError: The value is no integer, or too small.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or (minimum is not None and value < minimum):
         least = "" if minimum is None else f" of at least {minimum}"
-        raise SettingError(f"Invalid {{}}. Must be an integer{least}.{remedy and f' {remedy}'}", "", **{name: value})
+        raise SettingError(f"Invalid {{}}. Must be an integer{least}.", "", **{name: value})
     return int(value)
 
 

@@ -107,13 +107,11 @@ class AdaScaleConfig:
             "auto": by examples where there is one gradient sample a step and the model is covered, else by samples.
         noise_budget: Share of the time of the steps that per-example norms may cost. So only every few steps are measured. A base
             run measures every fifth instead.
-        max_nonfinite_steps: Optimizer steps in a row with a non-finite gradient before the run ends with an error.
         seed: Seed of the order of examples, and of the weights that a workload makes.
         shuffle: Draw the order of an epoch's examples from the seed, instead of the dataset's order.
         dataset_length: Examples an epoch over all workers, for datasets without a length (iterables, Ray Data).
         drop_last: Drop the last examples of an epoch where they do not fill a step, instead of running on into the next one.
         num_loader_workers: ``DataLoader`` worker processes a training worker.
-        pin_memory: ``DataLoader`` pinning.
         find_unused_parameters: DDP's flag, for models that don't use every parameter in every pass.
         evaluate_every: Effective steps between evaluations. Default: a tenth of the run.
         checkpoint_every_s: Seconds between checkpoints. A lost worker costs at most this time and the time to write one.
@@ -126,8 +124,6 @@ class AdaScaleConfig:
             last 20 steps, and at least 120; inf for never. Evaluations, checkpoints and a start's first step have no limit.
         early_stop: End before T, once the evaluations have not improved for a number of effective steps: an :class:`EarlyStop`.
             Default: run to T.
-        trace_rows: Most rows of the trace between the first and the last. A longer run keeps every 2nd, 4th, 8th, ... step, and
-            your own metrics of the others in the next row that is kept. None keeps all.
 
     Raises:
         ValueError: A field is out of its range.
@@ -151,13 +147,11 @@ class AdaScaleConfig:
     averaging_window: float = 0.05
     noise: Literal["auto", "per_example", "samples"] = "auto"
     noise_budget: float = 0.05
-    max_nonfinite_steps: int = 50
     seed: int = 0
     shuffle: bool = True
     dataset_length: int | None = None
     drop_last: bool = False
     num_loader_workers: int = 0
-    pin_memory: bool = False
     find_unused_parameters: bool = False
     evaluate_every: float | None = None
     checkpoint_every_s: float = 300.0
@@ -165,12 +159,11 @@ class AdaScaleConfig:
     report_every_s: float = 10.0
     step_timeout_s: float | None = None
     early_stop: EarlyStop | None = None
-    trace_rows: int | None = 40_000
 
     def __post_init__(self) -> None:
         from .optim.rules import follows_gain, make_rule
 
-        for name in ("total_steps", "max_nonfinite_steps", "dataset_length", "trace_rows"):
+        for name in ("total_steps", "dataset_length"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         for name in (

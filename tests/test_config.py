@@ -15,10 +15,7 @@ from ray_adascale.run.base.base_run import record_recipe
 
 from .samples_of import recipe, regression
 
-COUNTS = (
-    "base_batch_size total_steps per_worker_batch_size accumulation global_batch_size "
-    "max_nonfinite_steps dataset_length trace_rows"
-)
+COUNTS = "base_batch_size total_steps per_worker_batch_size accumulation global_batch_size dataset_length"
 NUMBERS = "averaging_window evaluate_every checkpoint_every_s report_every_s"
 
 

@@ -46,7 +46,7 @@ _USABLE = 0.95
 _STEPS = 2
 """Steps of a trial: the first one makes buffers that the second one has to live with."""
 _RETRIES = 24
-"""Further steps while steps are skipped, as fp16 does until it has found a scale of the loss."""
+"""Most steps of a trial while steps are skipped, as fp16 does until it has found a scale of the loss."""
 _EXAMPLES = 64
 """Most examples of the dataset that the batches are made of, so that a trial does not wait for the disk."""
 _OUT_OF_MEMORY = re.compile(
@@ -126,7 +126,6 @@ class _Search:
             grad_clip=config.grad_clip,
             noise=config.noise,
             noise_budget=math.inf,
-            max_nonfinite_steps=1_000_000_000,
             evaluate_every=math.inf,
             shuffle=False,
         )
@@ -171,6 +170,7 @@ class _Search:
 
     def _steps(self, size: int) -> None:
         run, taken = self._run, 0
+        run.state.nonfinite = 0  # skipped steps of several trials must not end the run
         run.set_plan(BatchPlan(1, 2 * size, 1, 2))
         for batch in run:
             run.backward(self._built.loss(run.model, batch))

@@ -29,7 +29,6 @@ def make_source(
     *,
     collate_fn: Callable[..., Any] | None = None,
     num_workers: int = 0,
-    pin_memory: bool = False,
     length: int | None = None,
     splits_change: bool = False,
     sampler: Sampling | None = None,
@@ -49,7 +48,6 @@ def make_source(
         order: The order of a map-style dataset's examples. Other data have an order of their own.
         collate_fn: Makes a batch of a list of examples; for a Ray Data shard as in ``iter_torch_batches``.
         num_workers: Loader processes, for datasets that are batched here.
-        pin_memory: Copy batches to page-locked memory, for datasets that are batched here.
         length: Examples per epoch over all workers, for data other than map-style datasets.
         splits_change: Whether the split will change as the run goes on. Only a map-style dataset supports that.
         sampler: Draws the indices of each epoch of a map-style dataset.
@@ -68,7 +66,6 @@ def make_source(
             order,
             collate_fn=collate_fn,
             num_workers=num_workers,
-            pin_memory=pin_memory,
             sampler=sampler,
         )
     if sampler is not None:
@@ -95,7 +92,6 @@ def make_source(
             drop_last=True,
             collate_fn=stacked if collate_fn is None else collate_fn,
             num_workers=num_workers,
-            pin_memory=pin_memory,
             # Without the rank, examples drawn at random in loader processes would be equal on all workers: no noise at all.
             generator=loader_generator(order.seed, split.rank),
         )
@@ -127,6 +123,15 @@ def to_device(batch: Any, device: torch.device) -> Any:
     An object with a method ``to``, such as a ``PackedSequence``, is what its ``to(device)`` returns.
     """
     if isinstance(batch, Tensor):
+        if (
+            device.type == "cuda"
+            and type(batch) is Tensor
+            and batch.device.type == "cpu"
+            and batch.layout == torch.strided
+        ):
+            # From pinned memory the copy runs while the device computes; else the host would wait for it. Tensor.pin_memory()
+            # would refuse an expanded tensor.
+            batch = batch if batch.is_pinned() else torch.empty_like(batch, pin_memory=True).copy_(batch)
         return batch.to(device, non_blocking=True)
     if callable(getattr(batch, "to", None)):
         moved = batch.to(device)

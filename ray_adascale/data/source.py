@@ -164,7 +164,6 @@ class MapSource(BatchSource):
         order: The order of the examples.
         collate_fn: Makes a batch of a list of examples; torch's default if None.
         num_workers: Loader processes. They live as long as the iterator, over all epochs.
-        pin_memory: Copy batches to page-locked memory, for a faster transfer to a GPU.
         sampler: Draws the indices of each epoch, in place of ``order``'s permutations.
     """
 
@@ -178,7 +177,6 @@ class MapSource(BatchSource):
         *,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
-        pin_memory: bool = False,
         sampler: Sampling | None = None,
     ) -> None:
         check_count("num_workers", num_workers, 0)
@@ -196,7 +194,6 @@ class MapSource(BatchSource):
             batch_sampler=self._requests,
             collate_fn=stacked if collate_fn is None else collate_fn,
             num_workers=num_workers,
-            pin_memory=pin_memory,
             generator=loader_generator(order.seed),
         )
 

@@ -236,7 +236,7 @@ class StepLog:
         """Open the trace with the rows before this step, the first of this start. Later rows are dropped."""
         rows = read_trace(path) if path.exists() else []
         path.unlink(missing_ok=True)
-        trace = TraceFile(path, keep=40_000)
+        trace = TraceFile(path)
         kept = [row for row in rows if row["step"] < number]
         trace.resume(kept)
         if rows:

@@ -230,7 +230,7 @@ def _resume(
             return plan, None, []
         log_start(train_state, plan, folder, workers_before, config.checkpoint_every_s)
         rows = read_trace(folder / TRACE) if folder is not None and (folder / TRACE).is_file() else []
-        trace = _open_trace(backend, rows, keep=config.trace_rows, ended=train_state.loop.stopped is not None)
+        trace = _open_trace(backend, rows, ended=train_state.loop.stopped is not None)
         return plan, trace, _listeners(backend, config, recipe, train_state, plan, trace, rows)
 
 
@@ -254,7 +254,6 @@ def _data_of(pieces: Pieces, config: AdaScaleConfig, backend: Backend) -> tuple[
         ExampleOrder(seed=config.seed, shuffle=config.shuffle, drop_last=config.drop_last),
         collate_fn=pieces.collate_fn,
         num_workers=config.num_loader_workers,
-        pin_memory=config.pin_memory,
         length=_length(config, dataset, workers),
         sampler=pieces.sampler,
         splits_change=config.batch.changes,
@@ -337,15 +336,15 @@ def _check_early_stop(config: AdaScaleConfig, evaluate: object) -> None:
         )
 
 
-def _open_trace(backend: Backend, rows: list[dict[str, Any]], *, keep: int | None, ended: bool) -> TraceFile | None:
+def _open_trace(backend: Backend, rows: list[dict[str, Any]], *, ended: bool) -> TraceFile | None:
     """Return the trace, with the rows of earlier starts; None if the backend keeps none. That of an ended run stays as it is."""
     folder = backend.trace_folder()
     if folder is not None:
         if ended and (folder / TRACE).is_file():
-            return TraceFile(folder / TRACE, keep=keep)
-        return TraceFile.in_folder(folder, rows, keep=keep)
+            return TraceFile(folder / TRACE)
+        return TraceFile.in_folder(folder, rows)
     store = backend.trace_store()
-    trace = None if store is None else TraceFile.scratch(keep=keep, store=store)
+    trace = None if store is None else TraceFile.scratch(store=store)
     if trace is not None:
         trace.resume(rows)
     return trace

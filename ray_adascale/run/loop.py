@@ -134,7 +134,6 @@ class Run:
         self._skipped = SkippedSteps(
             parts.state,
             parts.passes.scaler,
-            most=parts.config.max_nonfinite_steps,
             total_steps=self.total_steps,
             by_recipe=recipe is not None,
         )
@@ -368,7 +367,7 @@ class Run:
             Whether this pass was the last one of an optimizer step.
 
         Raises:
-            FloatingPointError: The gradient was not finite for ``max_nonfinite_steps`` steps in a row.
+            FloatingPointError: The gradient was not finite for 50 steps in a row.
         """
         passes = self.parts.passes
         passes.check_backward("run.step() comes once after each run.backward().")

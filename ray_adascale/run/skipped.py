@@ -11,6 +11,8 @@ from .boundary.stage import LoopState
 
 _MOST_OVERFLOWS = 40
 """Skipped steps in a row that a loss scale may need to adapt: it begins at 2¹⁶ and halves."""
+_MOST_SKIPPED = 50
+"""Skipped steps in a row that end the run."""
 
 
 class SkippedSteps:
@@ -19,7 +21,6 @@ class SkippedSteps:
     Args:
         state: Has the count.
         scaler: The loss scaler; None without one.
-        most: Skipped steps in a row that end the run.
         total_steps: T.
         by_recipe: Whether the learning rate is a recipe's.
     """
@@ -29,11 +30,10 @@ class SkippedSteps:
         state: LoopState,
         scaler: torch.amp.GradScaler | None,
         *,
-        most: int,
         total_steps: int,
         by_recipe: bool,
     ) -> None:
-        self._state, self._scaler, self._most, self._total_steps = state, scaler, most, total_steps
+        self._state, self._scaler, self._total_steps = state, scaler, total_steps
         slower = "Search for a recipe with a lower learning rate" if by_recipe else "Lower the learning rate"
         self._remedy = f"{slower}, clip gradients, or check the data of this step."
         self._warned = False
@@ -59,7 +59,7 @@ class SkippedSteps:
                 "as they were. Further ones are not warned of: summary() and the report count skipped steps. "
                 f"{self._remedy}"
             )
-        if in_a_row >= self._most:
+        if in_a_row >= _MOST_SKIPPED:
             loss_scale = 1.0 if self._scaler is None else self._scaler.get_scale()
             raise FloatingPointError(
                 f"The gradient was not finite in {in_a_row} optimizer steps in a row, up to step {step} at effective step "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import sys
@@ -159,6 +160,15 @@ def test_another_error_is_the_users_own() -> None:
 
     with pytest.raises(ValueError, match="Must be a scalar"):
         find_batch_size(workload, CONFIG, device="cpu")
+
+
+def test_losses_that_are_not_finite_end_no_search() -> None:
+    def workload(config: dict[str, Any]) -> Workload:
+        built = limited(20)(config)
+        built.loss_fn = lambda model, batch: model(batch[0]).sum() * math.nan
+        return built
+
+    assert find_batch_size(workload, CONFIG, device="cpu") == 19
 
 
 def test_what_the_search_can_not_work_with() -> None:

@@ -324,7 +324,7 @@ def test_resume_is_the_same_command_again(
         "--early-stop=5",
         "--verbose",
     ]
-    words += ["--use-gpu", "--num-workers=2", "--cpus-per-worker=2", "--placement=spread", "--trace-rows=none"]
+    words += ["--use-gpu", "--num-workers=2", "--cpus-per-worker=2", "--placement=spread", "--evaluate-every=none"]
     cli("train", WORKLOAD, *words, "--name=x", "--storage-path=my runs")
     assert called["hyperparameters"] == {
         "path": "my data", "text": "a\nb", "quote": "'\"", "list": [1, 2], "none": "", "name": "#x", "mail": "@home",

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -200,6 +201,48 @@ def test_batches_of_any_class_are_moved_by_what_they_are() -> None:
     own = InPlace()
     assert to_device(own, meta) is own
     assert own.x.device == meta
+
+
+class Sources(TorchFunctionMode):
+    """Collects whether tensors are pinned as they are moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: list[bool] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.to:
+            self.pinned.append(args[0].is_pinned())
+        return func(*args, **(kwargs or {}))
+
+
+def _moved_to_a_device() -> tuple[list[bool], list[tuple[str, tuple[int, ...], float]]]:
+    device, plain = torch.device("cuda:0"), torch.ones(2, 3, 4, 4, device="cpu")
+    batch = [
+        plain,
+        plain[:1].expand(2, 3, 4, 4),
+        plain.contiguous(memory_format=torch.channels_last),
+        torch.empty_like(plain, pin_memory=True).copy_(plain),
+        torch.ones(2, device="cuda"),
+        plain.as_subclass(Named),
+    ]
+    with Sources() as sources:
+        moved = to_device(batch, device)
+    assert type(moved[-1]) is Named
+    return sources.pinned, [(part.device.type, part.stride(), float(part.mean())) for part in moved]
+
+
+class Named(Tensor):
+    """A tensor of a class of the user's."""
+
+
+def test_batches_are_copied_to_a_gpu_from_pinned_memory_with_their_strides(
+    simulated_pool: Callable[[int], Any],
+) -> None:
+    ((pinned, moved),) = simulated_pool(1).run(_moved_to_a_device)
+    assert pinned == [True, True, True, True, False, False]
+    dense, last = (48, 16, 4, 1), (48, 1, 12, 3)
+    assert moved == [("cuda", strides, 1.0) for strides in (dense, dense, last, dense, (1,), dense)]
 
 
 # ---- the length of a DataLoader ----------------------------------------------------------------------------------------

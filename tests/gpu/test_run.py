@@ -20,7 +20,7 @@ CASES = {
     "adamw": Case(optimizer="AdamW"),
     "adamw-fused": Case(optimizer="AdamW", fused=True),
     "clipped": Case(settings={"grad_clip": 0.5}),
-    "clipped-fused": Case(fused=True, settings={"grad_clip": 0.5, "pin_memory": True}),
+    "clipped-fused": Case(fused=True, settings={"grad_clip": 0.5}),
     "bf16": Case(settings={"precision": "bf16"}),
     "bf16-fused": Case(fused=True, settings={"precision": "bf16"}),
     "fp16": Case(settings={"precision": "fp16"}),

@@ -37,6 +37,7 @@ from ray_adascale.data.order import epoch_order
 from ray_adascale.optim.rules import RULES
 from ray_adascale.run.boundary.stage import BoundaryFlags, StepReport
 from ray_adascale.run.boundary.train_state import load_rng
+from ray_adascale.run.observe import trace as observe_trace
 from ray_adascale.run.observe.eta import EtaTracker
 from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.run.observe.step import Listener, Step
@@ -325,8 +326,7 @@ def test_one_bad_batch_is_skipped_and_many_end_the_run(accumulation: int, fused:
     net = model()
     before: Tensor | None = None
     steps = 0
-    settings: dict[str, Any] = {"per_worker_batch_size": 4, "accumulation": accumulation, "max_nonfinite_steps": 5}
-    run = make_run(net, fused=fused, **settings)
+    run = make_run(net, fused=fused, per_worker_batch_size=4, accumulation=accumulation)
 
     def loop() -> None:
         nonlocal before, steps
@@ -336,10 +336,10 @@ def test_one_bad_batch_is_skipped_and_many_end_the_run(accumulation: int, fused:
             steps += run.step()
             assert run.optimizer.steps == {0: 0, 1: 1, 2: 2, 3: 2}.get(steps, 3)
 
-    many = pytest.raises(FloatingPointError, match=r"5 optimizer steps in a row, up to step 9 .* loss scale 1")
+    many = pytest.raises(FloatingPointError, match=r"50 optimizer steps in a row, up to step 54 .* loss scale 1")
     with pytest.warns(UserWarning, match=r"Step 3 was skipped, .* not finite \(loss nan\)") as caught, many:
         loop()
-    assert run.summary()["skipped_steps"] == 6
+    assert run.summary()["skipped_steps"] == 51
     assert len([warning for warning in caught if "was skipped" in str(warning.message)]) == 1
     assert before is not None
     assert torch.equal(flat(net), before)
@@ -572,9 +572,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, sett
     assert [row["attempt"] for row in trace][::4][:3] == [0, 0, 1]
 
 
-def test_a_trace_is_thinned_over_resumes(tmp_path: Path) -> None:
+def test_a_trace_is_thinned_over_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe_trace, "_MOST_ROWS", 20)
     for stop in (25, 20, None):
-        _interrupted(str(tmp_path), stop, trace_rows=20)
+        _interrupted(str(tmp_path), stop)
         newest = sorted(tmp_path.glob("checkpoint_*"))[-1]
         assert len(read_trace(newest / "trace.jsonl")) <= 22
     assert [row["step"] for row in read_trace(tmp_path / "trace.jsonl")] == [1, *range(4, 61, 4)]

@@ -3,7 +3,7 @@
 Rows are appended while the run trains, so a crash loses the rows of the last second and damages at most the last line. After a
 crash the run resumes from a checkpoint, and its trace from the checkpoint's copy: steps after the checkpoint are taken again.
 
-Each checkpoint has a copy, so a trace must not grow without bound. Beyond ``keep`` steps every k-th step stays, with the first
+Each checkpoint has a copy, so a trace must not grow without bound. Beyond 40,000 steps every k-th step stays, with the first
 and the last row. The stride k is a power of two that depends on the newest step alone, so a trace does not depend on when it was
 thinned.
 """
@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..._errors import check_count
 from ..._files import TRACE, write_atomically
 from ..._warn import warn_at_user
 from .metrics import OWN_KEYS
@@ -32,6 +31,8 @@ from .step import Listener, Step
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _MOST_PENDING, _WITHIN_S = 100, 1.0
 """Rows, and seconds, after which collected rows are written."""
+_MOST_ROWS = 40_000
+"""Largest number of rows that :meth:`Trace.shorten` leaves between the first and the last."""
 _SCALARS = frozenset({bool, int, float, str, type(None)})
 
 
@@ -42,19 +43,16 @@ class Trace:
 
     Args:
         path: The file. It and its folder are made if missing.
-        keep: Largest number of rows that :meth:`shorten` leaves between the first and the last; None for all.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, keep: int | None = None) -> None:
-        self.keep = None if keep is None else check_count("keep", keep, remedy="None keeps all rows.")
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._pending: list[bytes] = []
-        self._steps = array("q")  # the step of each row, if there is a limit to them
+        self._steps = array("q")  # the step of each row
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _mend(self.path)
-            if keep is not None:
-                self._steps.extend(row["step"] for _, row in _rows(self.path))
+            self._steps.extend(row["step"] for _, row in _rows(self.path))
         self.flush()
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -76,8 +74,7 @@ class Trace:
             if type(value) not in _SCALARS or type(key) is not str:
                 _check(key, value)
         self._pending.append(_line(row))
-        if self.keep is not None:
-            self._steps.append(step)
+        self._steps.append(step)
         if len(self._pending) >= _MOST_PENDING or time.monotonic() - self._written >= _WITHIN_S:
             self.flush()
 
@@ -94,10 +91,10 @@ class Trace:
         The user's metrics of a row that is left out, such as those of an evaluation, go to the next row that stays.
         """
         self.flush()
-        if self.keep is None or not self._steps:
+        if not self._steps:
             return
         stride = 1
-        while self._steps[-1] > self.keep * stride:
+        while self._steps[-1] > _MOST_ROWS * stride:
             stride *= 2
         last = len(self._steps) - 1
         stays = [step % stride == 0 or i in (0, last) for i, step in enumerate(self._steps)]
@@ -196,26 +193,24 @@ class TraceFile(Listener):
 
     Args:
         path: The file. New rows are appended.
-        keep: Rows to keep, see :class:`Trace`.
         store: Function that stores the file of an ended run. Default: the file stays where it is.
     """
 
-    def __init__(self, path: Path, *, keep: int | None, store: Callable[[Path], object] | None = None) -> None:
+    def __init__(self, path: Path, *, store: Callable[[Path], object] | None = None) -> None:
         self._path = path
         self._store = store
         self._row: dict[str, Any] | None = None  # the last step's, while metrics may be recorded for it
         self._trace: Trace | None = None  # None once the trace can't be written
         with self._warning_on_error():
-            self._trace = Trace(path, keep=keep)
+            self._trace = Trace(path)
 
     @classmethod
-    def in_folder(cls, folder: Path, rows: Sequence[Mapping[str, Any]], *, keep: int | None) -> TraceFile:
+    def in_folder(cls, folder: Path, rows: Sequence[Mapping[str, Any]]) -> TraceFile:
         """Return a trace that grows in the run's own folder.
 
         Args:
             folder: The run's.
             rows: The rows of earlier starts. They replace the trace of a start that failed later.
-            keep: Rows to keep, see :class:`Trace`.
         """
         path = folder / TRACE
         try:
@@ -223,17 +218,17 @@ class TraceFile(Listener):
             write_atomically(path, (_line(row) for row in rows), sync=False)
         except OSError as e:
             _warn_of_loss(e)
-        return cls(path, keep=keep)
+        return cls(path)
 
     @classmethod
-    def scratch(cls, *, keep: int | None, store: Callable[[Path], object]) -> TraceFile | None:
+    def scratch(cls, *, store: Callable[[Path], object]) -> TraceFile | None:
         """Return a trace in a temporary folder, which is removed with the object; None if there can't be a folder."""
         try:
             folder = tempfile.mkdtemp(prefix="ray_adascale-")
         except OSError as e:
             _warn_of_loss(e)
             return None
-        trace = cls(Path(folder) / TRACE, keep=keep, store=store)
+        trace = cls(Path(folder) / TRACE, store=store)
         weakref.finalize(trace, shutil.rmtree, folder, ignore_errors=True)
         return trace
 

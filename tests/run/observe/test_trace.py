@@ -32,8 +32,8 @@ def rows(*steps: int) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def writing(path: Path, keep: int | None = None) -> Iterator[Trace]:
-    trace = Trace(path, keep=keep)
+def writing(path: Path) -> Iterator[Trace]:
+    trace = Trace(path)
     yield trace
     trace.flush()
 
@@ -110,7 +110,8 @@ def test_keys_are_strings(tmp_path: Path) -> None:
 
 def test_thinning_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t"
-    with writing(path, keep=4) as trace:
+    monkeypatch.setattr(observe_trace, "_MOST_ROWS", 4)
+    with writing(path) as trace:
         for row in rows(*range(1, 20)):
             trace.append(row)
         with monkeypatch.context() as patched, pytest.raises(OSError, match="full"):
@@ -175,9 +176,12 @@ def long_rows(first: int, last: int, *, evaluated: int = 37) -> list[dict[str, A
 
 
 @pytest.mark.parametrize(("steps", "stride"), [(400, 1), (401, 2), (1300, 4), (5000, 16)])
-def test_a_long_trace_keeps_every_kth_row_the_first_and_the_last(tmp_path: Path, steps: int, stride: int) -> None:
+def test_a_long_trace_keeps_every_kth_row_the_first_and_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, stride: int
+) -> None:
+    monkeypatch.setattr(observe_trace, "_MOST_ROWS", 400)
     everything = [{"step": s, "gain": s / 3} for s in range(1, steps + 1)]
-    with writing(tmp_path / "t", keep=400) as trace:
+    with writing(tmp_path / "t") as trace:
         for row in everything:
             trace.append(row)
         trace.shorten()
@@ -189,8 +193,11 @@ def test_a_long_trace_keeps_every_kth_row_the_first_and_the_last(tmp_path: Path,
     assert list(tmp_path.iterdir()) == [tmp_path / "t"]
 
 
-def test_the_users_metrics_of_a_row_that_is_left_out_are_in_the_next_row(tmp_path: Path) -> None:
-    with writing(tmp_path / "t", keep=4) as trace:
+def test_the_users_metrics_of_a_row_that_is_left_out_are_in_the_next_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observe_trace, "_MOST_ROWS", 4)
+    with writing(tmp_path / "t") as trace:
         for step in range(1, 16):  # every fourth one stays
             own = {5: {"accuracy": 0.5, "note": "x"}, 6: {"accuracy": 0.6}, 8: {"note": "y"}, 12: {"accuracy": 0.9}}
             trace.append({"step": step, "loss": 1.0 / step, "short_step": step == 6, **own.get(step, {})})
@@ -203,15 +210,16 @@ def test_the_users_metrics_of_a_row_that_is_left_out_are_in_the_next_row(tmp_pat
 @pytest.mark.parametrize("evaluated", [300, 7, 1])
 @pytest.mark.parametrize("stops", [(), (2990,), (401, 650, 1024, 1025, 2900)])
 def test_it_makes_no_difference_when_a_trace_was_shortened(
-    tmp_path: Path, stops: tuple[int, ...], evaluated: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: tuple[int, ...], evaluated: int
 ) -> None:
-    whole = Trace(tmp_path / "whole", keep=400)
+    monkeypatch.setattr(observe_trace, "_MOST_ROWS", 400)
+    whole = Trace(tmp_path / "whole")
     for row in long_rows(1, 3001, evaluated=evaluated):
         whole.append(row)
     whole.shorten()
     first, number = 1, 0
     for stop in (*stops, 3000):  # each start takes the trace up from a checkpoint, in a file of its own
-        trace = Trace(tmp_path / str(number), keep=400)
+        trace = Trace(tmp_path / str(number))
         if number:
             copy_rows(tmp_path / str(number - 1), trace)
         for row in long_rows(first, stop + 1, evaluated=evaluated):
@@ -221,28 +229,15 @@ def test_it_makes_no_difference_when_a_trace_was_shortened(
     assert (tmp_path / str(number - 1)).read_bytes() == (tmp_path / "whole").read_bytes()
 
 
-def test_a_million_steps_take_what_the_docs_say(tmp_path: Path) -> None:
+def test_a_million_steps_take_what_the_docs_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/guides/checkpoints.md: at most 16 MB a checkpoint. Rows as long as a run's; one in fifty is enough to tell."""
     row = dict.fromkeys(METRICS, 123456.123456789) | {"attempt": 3, "position": 10**9}
-    with writing(tmp_path / "t", keep=40_000 // 50) as trace:
+    monkeypatch.setattr(observe_trace, "_MOST_ROWS", observe_trace._MOST_ROWS // 50)
+    with writing(tmp_path / "t") as trace:
         for step in range(1, 1_000_000 // 50 + 1):
             trace.append({"step": step, **row})
         trace.shorten()
     assert (tmp_path / "t").stat().st_size * 50 < 16e6
-    assert AdaScaleConfig().trace_rows == 40_000
-
-
-def test_all_rows_stay_where_that_is_wanted(tmp_path: Path) -> None:
-    with writing(tmp_path / "t") as trace:
-        for row in long_rows(1, 500):
-            trace.append(row)
-        trace.shorten()
-    assert read_trace(tmp_path / "t") == long_rows(1, 500)
-
-
-def test_too_few_rows_to_keep(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep=0"):
-        Trace(tmp_path / "t", keep=0)
 
 
 def test_a_trace_of_the_first_version_is_read_for_ever() -> None:
@@ -260,7 +255,7 @@ def test_a_trace_of_the_first_version_is_read_for_ever() -> None:
 
 
 def scratch() -> TraceFile:
-    log = TraceFile.scratch(keep=None, store=lambda path: None)
+    log = TraceFile.scratch(store=lambda path: None)
     assert log is not None
     return log
 
@@ -326,14 +321,14 @@ def test_no_room_for_a_trace_from_the_start(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(tempfile, "mkdtemp", no_room)
     with pytest.warns(RuntimeWarning, match="No space left"):
-        assert TraceFile.scratch(keep=None, store=lambda path: None) is None
+        assert TraceFile.scratch(store=lambda path: None) is None
 
 
 def test_a_trace_that_was_never_written_is_not_stored(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     stored: list[Path] = []
     with pytest.warns(RuntimeWarning, match="trace can't be written any more") as told:
-        trace = TraceFile(tmp_path / "file" / TRACE, keep=None, store=stored.append)
+        trace = TraceFile(tmp_path / "file" / TRACE, store=stored.append)
     assert len(told) == 1
     take_steps(trace, 2)
     assert trace.files() == {}
@@ -423,7 +418,7 @@ def test_the_trace_of_a_loop_that_is_left_has_its_last_step(tmp_path: Path, way:
 
 def test_where_the_storage_is_no_disk_the_trace_of_a_failed_run_is_stored() -> None:
     stored: list[int] = []
-    log = TraceFile.scratch(keep=None, store=lambda path: stored.append(len(read_trace(path))))
+    log = TraceFile.scratch(store=lambda path: stored.append(len(read_trace(path))))
     assert log is not None
     take_steps(log, 3)
     broken = Mock(failed=Mock(side_effect=OSError("no disk")))
