@@ -176,6 +176,7 @@ def test_tests_are_in_folders_with_the_packages_names() -> None:
     assert there == {
         *(name for name in PACKAGES if "." not in name),
         "gpu",
+        "loops",
         "model",
         "project",
         "simulated_gpu",
