@@ -638,7 +638,7 @@ def test_search_without_a_winner_says_why() -> None:
         ({"scaling_config": TWO, "search_alg": BasicVariantGenerator()}, "must be limited from outside"),
         (
             {"scaling_config": TWO, "base_batch_size": 1},
-            "for a base batch of 1: in 1 passes each worker needs at least one example",
+            "for a base batch of 1: each of 1 passes of a worker needs at least one example",
         ),
         ({"scaling_config": TWO, "config": AdaScaleConfig(rule="linear")}, "its trials have rule='unscaled'"),
         (
