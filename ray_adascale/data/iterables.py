@@ -104,7 +104,7 @@ class IterableSource(BatchSource):
         self._stateful = _stateful(batches)
         self._pass = 0
         self._loaded_pass: int | None = None
-        """The pass in whose middle the next iterator begins, after a place was loaded."""
+        """Number of the pass that the next iterator continues, after :meth:`load_own_state`; else None."""
 
     def _stream(self) -> Generator[MicroBatch, None, None]:
         # This method is no generator, so that the position is read now and not at the first next().
@@ -268,8 +268,8 @@ def known_length(dataset: Any, world_size: int) -> int | None:
 def _stateful(batches: Any) -> Any:
     """Return the object that stores this worker's place in the data; None without one.
 
-    In loader processes a ``DataLoader`` has copies of the dataset, whose places are not known here. A ``StatefulDataLoader``
-    knows them. Its place in a shuffled map-style dataset did not suffice to go on with the same examples.
+    A ``DataLoader`` with loader processes has a copy of the dataset in each process, and this process can't read the state of the
+    copies. A ``StatefulDataLoader`` can. With a shuffled map-style dataset its state did not restore the order of the examples.
     """
     if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
         return None

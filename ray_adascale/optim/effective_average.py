@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from .._errors import SettingError
+from .._torch import is_dtensor
 
 
 class EffectiveAverage(AveragedModel):
@@ -48,8 +49,13 @@ class EffectiveAverage(AveragedModel):
             gain: r, the advance of τ since the last call; 0 after a skipped step.
 
         Raises:
-            ValueError: ``gain`` is negative or not finite.
+            ValueError: ``gain`` is negative or not finite, or the model is sharded and the average is not.
         """
+        if any(map(is_dtensor, model.parameters())) and not any(map(is_dtensor, self.parameters())):
+            raise ValueError(
+                "EffectiveAverage was made of whole weights, and the model is sharded by now (sharding='fsdp2'). Use "
+                "sharding='zero2', 'oss' or 'none' with an average of the weights."
+            )
         if not (gain >= 0 and math.isfinite(gain)):
             raise SettingError("Invalid {}. Must be the advance of the effective steps.", "", gain=gain)
         self.multi_avg_fn = get_ema_multi_avg_fn(self.decay**gain)

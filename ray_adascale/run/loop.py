@@ -79,7 +79,8 @@ class Run:
             without padding; on the host. The gradient is then the mean over the units of all micro-batches of the step, as of
             one pass over the whole batch. Default: the examples count.
         starting_step: τ at which the run begins, if another program has trained the weights (and the optimizer's state) up to
-            there with a batch of B0: k of its T steps. Give a fresh scheduler. A checkpoint of this run has precedence.
+            there with a batch of B0: k of its T steps. Give a fresh scheduler. A checkpoint of this run has precedence. A
+            map-style dataset continues after k·B0 examples; other data begin anew.
         backend: The surroundings of the run. Default: this process or torchrun's workers, no checkpoints.
 
     Raises:

@@ -127,7 +127,7 @@ class RayTrainBackend(Backend):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _compared(self, report: StepReport) -> dict[str, Any]:
-        """The metrics of a checkpoint, with the one by which it is compared: NaN if its weights were not evaluated."""
+        """Return the metrics of a checkpoint. The metric :attr:`kept_by` is NaN if its weights were not evaluated."""
         metrics, metric = dict(report.metrics), self.kept_by
         # Ray takes a checkpoint without the metric for the best where small is good, and one with NaN for the worst, always.
         if metric is not None and (metric not in metrics or (metric in report.recorded and not report.evaluated)):

@@ -127,3 +127,22 @@ def test_an_advance_that_is_none_is_refused(gain: float) -> None:
     model = net()
     with pytest.raises(ValueError, match="Invalid gain="):
         EffectiveAverage(model, 0.9).update_parameters(model, gain)
+
+
+def _sharded() -> str:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    average = EffectiveAverage(model, 0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = AdaScaleConfig(base_batch_size=4, total_steps=4, sharding="fsdp2")
+    run = Run(
+        model, optimizer, None, data(), config, after_step=average.update_parameters, backend=LocalBackend(device="cpu")
+    )
+    with pytest.raises(ValueError) as refused:
+        for x, y in run:
+            run.backward(F.cross_entropy(run.model(x), y))
+            run.step()
+    return str(refused.value)
+
+
+def test_the_weights_of_fully_shard_are_refused(pool: Any) -> None:
+    assert all("sharding='zero2'" in text for text in pool(2).run(_sharded))
