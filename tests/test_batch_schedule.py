@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from ray_adascale import AdaScaleConfig
 from ray_adascale.batch import BatchFollower, BatchSchedule, read_schedule
 from ray_adascale.forecast.replay import Forecaster, Law, noise_curves, replay
-from ray_adascale.run.observe.eta import forecast_remaining_steps
+from ray_adascale.run.observe.eta import forecast_run
 
 from .changing_batch import Numbered, Step, drive, make_run, network, stopped_at
 from .samples_of import recipe
@@ -209,11 +209,8 @@ def test_a_schedule_is_forecast_as_it_runs() -> None:
         follower=BatchFollower(config.batch, 2, total_steps=100, window=5.0),
     )
     assert by_hand == found
-    left = forecast_remaining_steps(
-        noise, [], scale=1, rule="adascale", averaging_window=0.05, following=(config.batch, 2)
-    )
-    assert left is not None
-    assert [left.at(tau) for tau in (0, 10, 30, 100)] == pytest.approx([28.75, 18.75, 8.75, 0])
+    assert forecast_run(noise, config, 1, 2) == found
+    assert [found.steps_left(tau) for tau in (0, 10, 30, 100)] == pytest.approx([28.75, 18.75, 8.75, 0])
 
 
 class OnlyBatches(torch.utils.data.IterableDataset[Any]):

@@ -27,10 +27,10 @@ from forecast_workloads import Case, cases
 from study import announce, kept
 
 from ray_adascale import AdaScaleConfig, Recipe, Run, forecast_recipe, record_recipe, seed_everything
+from ray_adascale.forecast.replay import Forecaster
 from ray_adascale.measure.per_example import not_covered
 from ray_adascale.recipe import Repeat
 from ray_adascale.run.base.base_noise import NoiseEvery
-from ray_adascale.run.observe.eta import forecast_remaining_steps
 from ray_adascale.workload import build
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -224,22 +224,17 @@ def estimates_of(recipe: Recipe, scale: int, gains: Sequence[float]) -> dict[flo
     """Estimate the steps left at each share of T, in a run with these gains.
 
     Returns:
-        By share, three estimates: "run", the forecast corrected by the run; "bare", the forecast alone; "rough", (T − τ)/r̄.
+        By share, two estimates: "forecast", and "rough", (T − τ)/r̄.
     """
     total = recipe.total_steps
-    corrected, bare = (
-        forecast_remaining_steps(recipe, [], scale=scale, rule="adascale", averaging_window=0.05) for _ in range(2)
-    )
-    assert corrected is not None
-    assert bare is not None
+    forecast = Forecaster(recipe).at(scale).expected
     found: dict[float, dict[str, Estimate]] = {}
     tau = 0.0
     for step, gain in enumerate(gains, start=1):
-        before, tau = tau, tau + gain
-        corrected.observe(before, tau, gain)
+        tau += gain
         for share in SHARES:
             if share not in found and tau >= share * total and step < len(gains):
-                ways = {"run": corrected.at(tau), "bare": bare.at(tau), "rough": (total - tau) * step / tau}
+                ways = {"forecast": forecast.steps_left(tau), "rough": (total - tau) * step / tau}
                 found[share] = {way: Estimate(steps, len(gains) - step, step) for way, steps in ways.items()}
     return found
 
@@ -277,7 +272,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 def left_table(rows: Sequence[Row]) -> str:
     """Return a table of the shares of runs with the time left within 10 %: of the run's length, and of the rest alone."""
     estimates = [one for row in rows for one in row.left]
-    names = {"run": "forecast, corrected by the run", "bare": "forecast alone", "rough": "(T − τ)/r̄"}
+    names = {"forecast": "forecast", "rough": "(T − τ)/r̄"}
     lines = []
     for way, name in names.items():
         cells = []

@@ -156,7 +156,7 @@ def _left_in_words(run: RunTrace) -> str | None:
     batch = float(examples[0] / taken[0]) if len(taken) else math.nan
     seconds = steps * batch / run.last.get("examples_per_s", math.nan)
     time = f", {clock_time(seconds)} at this speed" if math.isfinite(seconds) else ""
-    return f"{steps:,.0f} steps by the forecast, as the run corrected it{time}"
+    return f"{steps:,.0f} steps by the forecast{time}"
 
 
 def _in_bytes(count: int) -> str:

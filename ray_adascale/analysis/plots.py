@@ -78,7 +78,7 @@ def make_panels(runs: list[RunTrace]) -> list[Panel]:
         *([Panel("Workers", "workers", ("world_size",))] if resized else []),
         Panel("σ² of one base batch (solid) and μ² (dotted), averaged", "noise", ("sigma2", "mu2"), log=True),
         Panel("Efficiency r/S", "efficiency", ("efficiency",)),
-        Panel("Steps of the whole run: forecast, and how the run corrected it", "forecast", ("steps_expected",)),
+        Panel("Steps of the whole run: those taken, and the forecast's for the rest", "forecast", ("steps_expected",)),
         Panel("Examples per second", "throughput", ("examples_per_s",)),
     ]
     return [p for p in panels if any(np.isfinite(run.column(key)).any() for run in runs for key in p.keys)]

@@ -10,6 +10,7 @@ gradient samples differ by at most about 5 % in steps, because the averages reac
 
 from __future__ import annotations
 
+import bisect
 import copy
 import functools
 import math
@@ -238,6 +239,13 @@ class Replay:
         """Optimizer steps until τ = T, with the needed share of the last one; at least 1. It is continuous, unlike ``steps``."""
         last = self.effective_steps - self.tau[-1]
         return max((len(self.tau) - (self.effective_steps - self.total_steps) / last) * self.stride, 1.0)
+
+    def steps_left(self, tau: float) -> float:
+        """Return the optimizer steps from τ to T, with the needed shares of the first and the last one; 0 beyond T."""
+        i = bisect.bisect_right(self.tau, tau) - 1
+        end = self.tau[i + 1] if i + 1 < len(self.tau) else self.effective_steps
+        done = (i + (tau - self.tau[i]) / (end - self.tau[i])) * self.stride
+        return max(self.exact_steps - done, 0.0)
 
     @property
     def mean_gain(self) -> float:

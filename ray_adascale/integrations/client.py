@@ -25,7 +25,6 @@ from ..optim.step_shape import StepEnd, StepShape
 from ..optim.tau_schedule import TauSchedule
 from ..recipe import NoiseProbe, Recipe
 from ..run.base.base_run import BaseResult, Momentum, freeze, momentum_of
-from ..run.observe.eta import RemainingSteps, forecast_remaining_steps
 from ..run.observe.metrics import SHORT_STEP, step_metrics
 from ..run.observe.step import Step
 from ..run.observe.trace import TraceFile, read_trace
@@ -148,11 +147,6 @@ class StepLog:
         # Lightning runs the last pass inside step(), as its closure, so the step's shape is known only as the update begins.
         self._adascale.wrapped.register_step_pre_hook(lambda *_: self._update())
 
-    @property
-    def whole_step(self) -> bool:
-        """Whether the last step had as many passes as declared."""
-        return self._plan == self._schedule.plan
-
     def metrics(self) -> dict[str, float]:
         """Return the last step's gain, scale, τ, noise scale and efficiency. On a GPU this waits for the step."""
         metrics = self._metrics()
@@ -214,7 +208,7 @@ class StepLog:
         self._progress = advanced(self._progress, last.gain)
         metrics = self._metrics()
         place: dict[str, Any] = {"step": number, "attempt": self._attempt, "position": self._position + self._examples}
-        if not self.whole_step:
+        if self._plan != self._schedule.plan:  # fewer passes than declared
             place[SHORT_STEP] = True
         self._trace.after_step(
             Step(
@@ -248,48 +242,6 @@ class StepLog:
             self._progress = last.effective_steps - last.gain
             self._position = (number - 1) * self._plan.global_batch_size
         return trace
-
-
-class StepsToGo:
-    """The optimizer steps left of a client's run, for its progress bar.
-
-    Args:
-        schedule: From :func:`ray_adascale.attach`.
-        config: The client's settings.
-        recipe: The recipe, whose forecast is corrected by the gains of the run; None to assume that the mean gain stays.
-    """
-
-    def __init__(self, schedule: TauSchedule, config: AdaScaleConfig, recipe: Recipe | None) -> None:
-        self._schedule, self._config, self._recipe = schedule, config, recipe
-        self._forecast: RemainingSteps | None = None
-        self._scale = math.nan  # of the forecast
-        self._tau = schedule.effective_steps
-
-    def steps(self, *, whole: bool = True) -> float:
-        """Return the steps left after the last step; ∞ before the first one. Call it once after each step.
-
-        Args:
-            whole: Whether the last step had as many passes as declared.
-        """
-        optimizer, plan = parts_of(self._schedule)
-        if plan.scale != self._scale:
-            self._scale = plan.scale
-            self._forecast = forecast_remaining_steps(
-                self._recipe,
-                (),
-                scale=plan.scale,
-                rule=self._config.rule,
-                averaging_window=self._config.averaging_window,
-            )
-        before, self._tau = self._tau, optimizer.effective_steps
-        if self._forecast is not None:
-            if whole:  # the gain of a step with fewer passes is lower at the same noise
-                self._forecast.observe(before, self._tau, optimizer.last_step.gain)
-            return self._forecast.at(self._tau)
-        left = max(self._schedule.base_schedule.total_steps - self._tau, 0.0)
-        if plan.scale == 1:
-            return left
-        return left * optimizer.steps / self._tau if self._tau > 0 else math.inf
 
 
 class RecipeRecorder:

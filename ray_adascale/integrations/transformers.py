@@ -17,12 +17,14 @@ from transformers.trainer_utils import has_length
 
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
+from ..forecast.replay import Replay
 from ..optim.adascale import AdaScale
 from ..optim.tau_schedule import TauSchedule
 from ..recipe import Recipe
 from ..run.base.attach import attach
 from ..run.boundary.evaluation import in_eval_mode
-from .client import RecipeRecorder, StepLog, StepsToGo, follow_batch, parts_of, with_clients_batch
+from ..run.observe.eta import forecast_run, steps_left
+from .client import RecipeRecorder, StepLog, follow_batch, parts_of, with_clients_batch
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -90,7 +92,7 @@ class AdaScaleMixin(_Base):
         self.schedule: TauSchedule | None = None
         self._recipe, self._trace, self._recorder = recipe, trace, recorder
         self._steps: StepLog | None = None
-        self._remaining: StepsToGo | None = None
+        self._forecast: Replay | None = None
         self._normalises: bool | None = None
         self._losses: list[Tensor] = []  # of the present step
         self._warned_of_dropped = False
@@ -112,10 +114,10 @@ class AdaScaleMixin(_Base):
         )
         precision = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else config.precision
         clip = self.args.max_grad_norm or math.inf
-        self._config = replace(config, precision=precision, grad_clip=config.grad_clip or clip)
-        known = self._config.with_recipe(recipe)
-        length, base = known.dataset_length, known.base_batch_size
-        self._total_steps = known.resolve_total_steps(None if length is None or base is None else length / base)
+        config = replace(config, precision=precision, grad_clip=config.grad_clip or clip).with_recipe(recipe)
+        length, base = config.dataset_length, config.base_batch_size
+        self._total_steps = config.resolve_total_steps(None if length is None or base is None else length / base)
+        self._config = config
         if self.args.max_steps <= 0:
             self.args.max_steps = self._total_steps
         self.add_callback(_Stop(self))
@@ -140,7 +142,6 @@ class AdaScaleMixin(_Base):
         )
         self.optimizer, self.lr_scheduler, self.schedule = adascale, schedule, schedule
         self._steps = StepLog(schedule, self._trace)
-        self._remaining = StepsToGo(schedule, self._config, self._recipe)
         if self._recorder is not None:
             self._recorder.reset()
         return adascale
@@ -188,6 +189,7 @@ class AdaScaleMixin(_Base):
         assert self.schedule is not None
         batch = self._per_worker_batch_size()
         follow_batch(self.schedule, passes=self.args.gradient_accumulation_steps, per_worker_batch_size=batch)
+        self._forecast = forecast_run(self._recipe, self._config, parts_of(self.schedule)[1].scale)
         wanted = batch * (self.accelerator.num_processes if self.accelerator.split_batches else 1)
         # An iterable dataset may yield whole batches.
         sampled = not isinstance(getattr(loader, "dataset", None), IterableDataset)
@@ -198,7 +200,7 @@ class AdaScaleMixin(_Base):
                 f"arguments. Unless each pass uses {wanted} of the {made} examples, set per_device_train_batch_size={made}."
             )
         if self._recorder is not None:
-            self._recorder.begin(self.schedule, self._config.with_recipe(self._recipe))
+            self._recorder.begin(self.schedule, self._config)
         if self.schedule.finished and self.is_world_process_zero():
             warn_at_user(
                 f"The checkpoint is at effective step {self.schedule.effective_steps:.0f} of {self._total_steps}, the schedule's "
@@ -331,9 +333,11 @@ class AdaScaleMixin(_Base):
         """
         found: list[Any] = [getattr(each, name, None) for each in self.callback_handler.callbacks for name in _BARS]
         bars = [bar for bar in found if bar is not None]
-        if not bars or self._remaining is None or self._steps is None:
+        if not bars or self.schedule is None:
             return
-        left = self._remaining.steps(whole=self._steps.whole_step)
+        optimizer, plan = parts_of(self.schedule)
+        tau, taken = optimizer.effective_steps, optimizer.steps
+        left = steps_left(self._forecast, tau=tau, total_steps=self._total_steps, taken=taken, scale=plan.scale)
         if math.isfinite(left):
             for bar in bars:
                 bar.total = min(self.state.global_step + math.ceil(left), self.state.max_steps)

@@ -43,7 +43,7 @@ from .build import (
 )
 from .clipping import Clipping
 from .observe.advice import NoiseWarning
-from .observe.eta import EtaTracker, forecast_remaining_steps
+from .observe.eta import EtaTracker, forecast_run
 from .observe.metrics import METRICS
 from .observe.step import Listener
 from .observe.trace import TraceFile, read_trace
@@ -231,7 +231,7 @@ def _resume(
         log_start(train_state, plan, folder, workers_before, config.checkpoint_every_s)
         rows = read_trace(folder / TRACE) if folder is not None and (folder / TRACE).is_file() else []
         trace = _open_trace(backend, rows, ended=train_state.loop.stopped is not None)
-        return plan, trace, _listeners(backend, config, recipe, train_state, plan, trace, rows)
+        return plan, trace, _listeners(backend, config, recipe, train_state.base_schedule, plan, trace)
 
 
 def _start_at(step: int, train_state: TrainState, evaluation: Evaluation) -> None:
@@ -354,27 +354,16 @@ def _listeners(
     backend: Backend,
     config: AdaScaleConfig,
     recipe: Recipe | None,
-    train_state: TrainState,
+    schedule: BaseSchedule,
     plan: BatchPlan,
     trace: TraceFile | None,
-    rows: list[dict[str, Any]],
 ) -> list[Listener]:
-    """Return the listeners of rank 0. ``rows`` are those of earlier starts."""
-    total_steps = train_state.base_schedule.total_steps
-    window = config.averaging_window * total_steps
-    batch = config.batch
-    remaining = forecast_remaining_steps(
-        recipe,
-        rows,
-        scale=plan.scale,
-        rule=config.rule,
-        averaging_window=config.averaging_window,
-        following=(batch, plan.world_size) if batch.changes else None,
-    )
-    tracker = EtaTracker(remaining)
+    """Return the listeners of rank 0."""
+    forecast = forecast_run(recipe, config, plan.scale, plan.world_size)
+    tracker = EtaTracker(forecast)
     listeners: list[Listener] = []
-    if not batch.changes:
-        listeners.append(NoiseWarning(window, remaining, train_state.base_schedule.highest_at))
+    if not config.batch.changes:
+        listeners.append(NoiseWarning(config.averaging_window * schedule.total_steps, forecast, schedule.highest_at))
     listeners.append(tracker)
     if trace is not None:
         listeners.append(trace)

@@ -118,13 +118,11 @@ def test_a_run_amid_its_way_has_its_time_left(tmp_path: Path) -> None:
     # 32 examples a step at 1,000 a second: 50 steps take 1.6 s.
     rows = [row(step, steps_left=60.0 - 5 * step) for step in (1, 2)]
     text, _ = describe(write_rows(tmp_path / "mine" / "trace.jsonl", rows))
-    assert (
-        text.splitlines()[2] == "  left         50 steps by the forecast, as the run corrected it, 0:02 at this speed"
-    )
+    assert text.splitlines()[2] == "  left         50 steps by the forecast, 0:02 at this speed"
     long = write_rows(tmp_path / "long" / "trace.jsonl", [row(1), row(5), row(8, steps_left=50.0)])  # thinned
     assert describe(long)[0].splitlines()[2] == text.splitlines()[2]
     text, _ = describe(write_rows(tmp_path / "alone" / "trace.jsonl", rows[:1]))
-    assert text.splitlines()[2] == "  left         55 steps by the forecast, as the run corrected it"
+    assert text.splitlines()[2] == "  left         55 steps by the forecast"
     text, _ = describe(write_rows(tmp_path / "done" / "trace.jsonl", [row(1), row(2, steps_left=0.0)]))
     assert "left" not in text
 

@@ -34,6 +34,16 @@ def test_constant_noise_takes_total_steps_over_the_gain() -> None:
     assert again.exact_steps == pytest.approx(15 * 7 / 16)  # of the seventh step only what was left
 
 
+def test_steps_left_are_those_from_tau_to_the_end() -> None:
+    # r = 16/7 throughout, T = 15: 7/16 of a step for each effective one, and in the middle of a step its share.
+    again = replay(curve((0, 3, 1)), law=None, scale=4, total_steps=15)
+    left = [again.steps_left(tau) for tau in (0, 1, 16 / 7, 14.9, 15, 15.5, 17)]
+    assert left == pytest.approx([15 * 7 / 16, 14 * 7 / 16, 15 * 7 / 16 - 1, 0.1 * 7 / 16, 0, 0, 0])
+    # Strides of ten steps.
+    long = replay(curve((0, 3, 1)), law=None, scale=4, total_steps=1500, most_steps=150)
+    assert [long.steps_left(tau) for tau in (0, 500, 1500)] == pytest.approx([1500 * 7 / 16, 1000 * 7 / 16, 0])
+
+
 def test_limit_is_the_integral_of_one_over_the_gain() -> None:
     # Half of the run at 16/7, half at r = (3 + 4)/(3/4 + 4) = 28/19; the line in between is one step long.
     halves = curve((0, 3, 1), (499.5, 3, 1), (500.5, 3, 4), (1000, 3, 4))

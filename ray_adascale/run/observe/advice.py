@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..._warn import warn_at_user, warn_on_first_worker
 from ...checkpoint.rng import digest_of
+from ...forecast.replay import Replay
 from ...workload import ConfigAccessLog, unread_warning
-from .eta import RemainingSteps
 from .metrics import too_large_for_the_noise
 from .step import Listener, Step
 
@@ -52,14 +52,14 @@ class NoiseWarning(Listener):
 
     Args:
         window: Window of the averages, in effective steps.
-        remaining: The forecast of the remaining steps; None without a forecast.
+        forecast: The forecast of the whole run; None without one.
         warmed_up: τ at which the schedule's LR is highest. The noise scale grows while the LR rises, so there is no warning
             within one window of the averages after this τ.
     """
 
-    def __init__(self, window: float, remaining: RemainingSteps | None, warmed_up: float = 0.0) -> None:
+    def __init__(self, window: float, forecast: Replay | None, warmed_up: float = 0.0) -> None:
         self._window = window
-        self._remaining = remaining
+        self._forecast = forecast
         self._warmed_up = warmed_up
         self._gains = self._scales = 0.0  # Σ r and Σ S of this start's steps
         self._too_large_since: float | None = None  # τ; None while the batch is small enough
@@ -90,9 +90,9 @@ class NoiseWarning(Listener):
         """Return whether r/S is at least one half on average, over the steps so far or over the whole run by the forecast."""
         if 2 * self._gains >= self._scales:
             return True
-        if self._remaining is None:
+        if self._forecast is None:
             return False
-        steps = step.metrics["optimizer_steps"] + self._remaining.at(step.tau)
+        steps = step.metrics["optimizer_steps"] + self._forecast.steps_left(step.tau)
         return 2 * step.total_steps >= step.plan.scale * steps
 
 

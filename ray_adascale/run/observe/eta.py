@@ -1,30 +1,18 @@
-"""Steps and time left of a run: those of the forecast, corrected by the gains of the run."""
+"""Steps and time left of a run: by the forecast, or by the mean gain so far."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from ...batch import BatchSettings
+from ...config import AdaScaleConfig
 from ...forecast.replay import Forecaster, Replay
-from ...optim.rules import AdaScaleRule, ScalingRule, make_rule, metric_of
+from ...optim.rules import make_rule, metric_of
 from ...recipe import Recipe
 from .step import Listener, Step
-
-CORRECT_FROM = 0.2
-"""Share of the run from which its own gains correct the forecast. Earlier gains predict little of the rest."""
-TRUST = 0.5
-"""Share of the observed difference that is expected of the next steps."""
-FADE = 0.25
-"""Share of the run in which the expected difference falls to 1/e."""
-
-_BINS = 200  # of τ, in which gains are collected; the remainder is computed anew at the beginning of each
-_WIDEST = 1e3  # bound of μ²/σ² and of its inverse: as r nears 1 or S the ratio has no bound
 
 
 @dataclass(frozen=True)
@@ -71,106 +59,50 @@ def clock_time(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-class RemainingSteps:
-    """The optimizer steps left of a run at one scale, from a recipe's noise.
-
-    The forecast's gains r(τ) give its ratio μ²/σ² = q = (1 − r/S)/(r − 1). From a fifth of the run on, c is the mean log-ratio of
-    the run's own q to the forecast's, over the last half of τ. It corrects the forecast Δτ steps ahead: q·exp(½·c·e^(−Δτ/(¼·T))).
+def steps_left(forecast: Replay | None, *, tau: float, total_steps: float, taken: int, scale: float) -> float:
+    """Return the optimizer steps left at τ: the forecast's, or (T − τ)/r̄ without a forecast; ∞ if unknown.
 
     Args:
-        forecast: The replay at this scale.
-        scale: S > 1; unused if the run's gains don't correct the forecast.
-        corrects: Whether the run's gains correct the forecast. They must be those that advance τ.
+        forecast: The replay of the whole run, see :func:`forecast_run`.
+        tau: τ.
+        total_steps: T.
+        taken: Optimizer steps so far.
+        scale: S.
     """
-
-    def __init__(self, forecast: Replay, scale: float, *, corrects: bool = True) -> None:
-        self._scale = scale
-        self._corrects = corrects
-        self._total = forecast.total_steps
-        # τ at the beginning of each stride of the forecast, and at its end
-        self._tau = np.array([*forecast.tau, forecast.effective_steps])
-        self._ratio = np.array([_noise_ratio(r, scale) for r in forecast.gains]) if corrects else np.array([])
-        self._rate = forecast.stride / np.diff(self._tau)  # optimizer steps per effective step
-        self._log = np.zeros(_BINS)
-        self._weight = np.zeros(_BINS)
-        self._bin = -1
-        self._left = self._remainder(0.0, 0.0)
-        self.correction = 0.0
-        """½·c, the present correction. It is positive if gains are lower than forecast."""
-
-    def observe(self, tau_before: float, tau: float, gain: float) -> None:
-        """Add an optimizer step of the run: its gain, and τ before and after it."""
-        if not self._corrects or not tau > tau_before:
-            return
-        i = min(int(tau_before / self._total * _BINS), _BINS - 1)
-        expected = self._ratio[max(int(np.searchsorted(self._tau[:-1], tau_before, side="right")) - 1, 0)]
-        self._log[i] += math.log(_noise_ratio(gain, self._scale) / expected) * (tau - tau_before)
-        self._weight[i] += tau - tau_before
-        now = min(int(tau / self._total * _BINS), _BINS - 1)
-        if now != self._bin and tau >= CORRECT_FROM * self._total:
-            self._bin = now
-            half = slice(now // 2, now + 1)
-            weight = self._weight[half].sum()
-            self.correction = TRUST * float(self._log[half].sum() / weight) if weight > 0 else 0.0
-            self._left = self._remainder(tau, self.correction)
-
-    def at(self, tau: float) -> float:
-        """Return the optimizer steps left at τ."""
-        return float(np.interp(tau, self._tau, self._left)) if tau < self._total else 0.0
-
-    def _remainder(self, tau: float, correction: float) -> np.ndarray:
-        """Return the optimizer steps left at the beginning of each stride of the forecast, and at its end: ∫ dτ / r up to T."""
-        rate = self._rate
-        if correction:
-            ratio = self._ratio * np.exp(
-                correction * np.exp(-(self._tau[:-1] - tau).clip(min=0) / (FADE * self._total))
-            )
-            gain = (1 + ratio) / (1 / self._scale + ratio)
-            rate = 1 / gain
-        ends = np.minimum(self._tau[1:], self._total)
-        steps = rate * (ends - self._tau[:-1]).clip(min=0)
-        return np.append(np.cumsum(steps[::-1])[::-1], 0.0)
-
-
-def _noise_ratio(gain: float, scale: float) -> float:
-    """Return the ratio μ²/σ² at which the gain has this value, within its bounds."""
-    above, below = 1 - gain / scale, gain - 1
-    if below <= above / _WIDEST:
-        return _WIDEST
-    return max(above / below, 1 / _WIDEST)
+    if forecast is not None:
+        return forecast.steps_left(tau)
+    left = max(total_steps - tau, 0.0)
+    if scale > 1:
+        return left * taken / tau if tau > 0 else math.inf
+    return left
 
 
 class EtaTracker(Listener):
     """Estimates the steps and the time left after each step, from the forecast and the pace of this start.
 
     Args:
-        remaining: The forecast of the remaining steps; None without a forecast.
+        forecast: The forecast of the whole run; None without one.
 
     Attributes:
-        remaining: As given.
         eta: The estimate after the last step.
     """
 
     _FIRST = 3
     """Steps that don't count in the pace, because the first steps are slow."""
 
-    def __init__(self, remaining: RemainingSteps | None) -> None:
-        self.remaining = remaining
+    def __init__(self, forecast: Replay | None) -> None:
+        self._forecast = forecast
         self.eta = UNKNOWN
         self._timed = 0
         self._since = time.monotonic()
 
     def after_step(self, step: Step) -> None:
         """Update :attr:`eta`, unknown after a skipped step. With a forecast, add the remaining steps to the trace's row."""
-        left = max(step.total_steps - step.tau, 0.0)
-        rough = False
-        if self.remaining is not None:
-            self.remaining.observe(step.tau_before, step.tau, step.gain)
-            left = self.remaining.at(step.tau)
+        scale, taken = step.plan.scale, step.metrics["optimizer_steps"]
+        left = steps_left(self._forecast, tau=step.tau, total_steps=step.total_steps, taken=taken, scale=scale)
+        if self._forecast is not None:
             step.row["steps_left"] = round(left, 1)
-        elif step.plan.scale > 1:
-            rough = True
-            left = left * step.metrics["optimizer_steps"] / step.tau if step.tau > 0 else math.inf
+        rough = self._forecast is None and scale > 1
         self._timed += 1
         if self._timed == self._FIRST:
             self._since = time.monotonic()
@@ -185,41 +117,19 @@ class EtaTracker(Listener):
         return elapsed / self._timed if 0 < self._timed < self._FIRST else math.inf
 
 
-def forecast_remaining_steps(
-    recipe: Recipe | None,
-    rows: Iterable[Mapping[str, Any]],
-    *,
-    scale: float,
-    rule: str | ScalingRule,
-    averaging_window: float,
-    following: tuple[BatchSettings, int] | None = None,
-) -> RemainingSteps | None:
-    """Return the forecast of the remaining steps; None without a recipe that has noise.
+def forecast_run(recipe: Recipe | None, config: AdaScaleConfig, scale: float, workers: int = 1) -> Replay | None:
+    """Return the forecast of a run; None at S = 1, without a recipe that has noise, and for a rule with Adam's metric.
 
     Args:
         recipe: The recipe. The noise of all its seeds counts.
-        rows: The rows of the trace so far. Those at this scale correct the forecast.
-        scale: S.
-        rule: The scaling rule, as in :class:`ray_adascale.AdaScaleConfig`.
-        averaging_window: The window of the averages, as in :class:`ray_adascale.AdaScaleConfig`.
-        following: Settings and workers of a run that changes its batch; else None. Gains of such a run don't correct the
-            forecast, because other gains than forecast lead to another scale.
+        config: The rule, and the window of the averages; the batch, if it changes.
+        scale: S, if it does not change.
+        workers: Workers of a run that changes its batch.
     """
-    made = make_rule(rule)
-    if recipe is None or not recipe.noise or metric_of(made) != "euclidean":
+    rule = make_rule(config.rule)
+    if recipe is None or not recipe.noise or metric_of(rule) != "euclidean":
         return None
-    if following is not None:
-        forecaster = Forecaster(recipe, rule=made, averaging_window=averaging_window)
-        return RemainingSteps(forecaster.following(*following).expected, 1.0, corrects=False)
-    if scale <= 1:
-        return None
-    forecast = Forecaster(recipe, rule=made, averaging_window=averaging_window).at(scale).expected
-    left = RemainingSteps(forecast, scale, corrects=isinstance(made, AdaScaleRule))
-    before = 0.0
-    for row in rows:
-        tau, gain = row.get("effective_steps"), row.get("gain")
-        if isinstance(tau, int | float) and isinstance(gain, int | float) and math.isfinite(tau + gain):
-            if row.get("scale") == scale:
-                left.observe(before, float(tau), float(gain))
-            before = float(tau)
-    return left
+    forecaster = Forecaster(recipe, rule=rule, averaging_window=config.averaging_window)
+    if config.batch.changes:
+        return forecaster.following(config.batch, workers).expected
+    return forecaster.at(scale).expected if scale > 1 else None

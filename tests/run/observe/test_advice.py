@@ -75,8 +75,8 @@ def test_the_base_batch_is_never_too_large() -> None:
 @pytest.mark.parametrize(("whole", "at"), [(50, []), (51, [20])])
 def test_a_forecast_that_is_efficient_as_a_whole_silences_the_warning(whole: int, at: list[int]) -> None:
     # T = 100 at S = 4: with 50 steps the run's mean efficiency is one half.
-    remaining: Any = SimpleNamespace(at=lambda tau: whole - tau)
-    assert warned_at(NoiseWarning(2.0, remaining), lambda _: SMALL, total_steps=100) == at
+    forecast: Any = SimpleNamespace(steps_left=lambda tau: whole - tau)
+    assert warned_at(NoiseWarning(2.0, forecast), lambda _: SMALL, total_steps=100) == at
 
 
 def test_a_key_that_is_read_before_the_end_of_the_first_step_counts_as_read() -> None:
