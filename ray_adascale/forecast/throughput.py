@@ -2,17 +2,17 @@
 
 ::
 
-    seconds = passes · (pass_s + m · example_s) + step_s + volume_s · (k − 1)/k + hop_s · (k − 1)
+    seconds = passes · m · example_s + step_s + volume_s · (k − 1)/k
 
 with m examples a pass on each of k workers. The passes compute. The optimizer steps. A ring all-reduce moves (k − 1)/k of
-twice the gradients and makes k − 1 hops each way.
+twice the gradients.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -50,39 +50,33 @@ class Throughput:
 
     Attributes:
         example_s: Seconds for each example of a pass, forward and backward.
-        pass_s: Seconds for each pass, whatever its size.
         step_s: Seconds of a step beside its passes, on one worker.
         volume_s: Seconds to send all gradients once there and back, as k grows without end.
-        hop_s: Seconds that each further worker adds.
         low: Lower quartile of the steps measured on one worker, as a multiple of their median.
         high: Upper quartile. Both are 1 where the spread is not known.
         notes: What the measurements could not tell, a sentence each.
     """
 
     example_s: float = 0.0
-    pass_s: float = 0.0
     step_s: float = 0.0
     volume_s: float = 0.0
-    hop_s: float = 0.0
     low: float = 1.0
     high: float = 1.0
     notes: tuple[str, ...] = ()
 
     def sync_s(self, workers: int) -> float:
         """Return the seconds of a step spent on synchronisation; 0 for one worker."""
-        return self.volume_s * (workers - 1) / workers + self.hop_s * (workers - 1)
+        return self.volume_s * (workers - 1) / workers
 
     def step_seconds(self, workers: int, accumulation: int, per_worker_batch_size: int) -> float:
         """Return the seconds of an optimizer step."""
-        compute = accumulation * (self.pass_s + per_worker_batch_size * self.example_s)
-        return compute + self.step_s + self.sync_s(workers)
+        return accumulation * per_worker_batch_size * self.example_s + self.step_s + self.sync_s(workers)
 
     @classmethod
     def fit(cls, measurements: Iterable[Measurement]) -> Throughput:
         """Fit the model to measured points: at least one at 1 worker, and further ones at k workers.
 
-        A pass counts in proportion to its examples. With one number of workers beside 1, synchronisation is taken to be all
-        volume, which saturates. With several, least squares splits it between volume and hops.
+        A pass counts in proportion to its examples. Synchronisation is taken to be all volume, which saturates.
 
         Raises:
             ValueError: No point at 1 worker.
@@ -98,16 +92,16 @@ class Throughput:
         example_s, step_s = _line([(p.accumulation * p.per_worker_batch_size, p.step_s) for p in alone])
         base = cls(example_s=example_s, step_s=step_s)
         # Synchronisation is the rest of a step of k workers, without its passes and the optimizer's step.
-        rest: dict[int, list[float]] = {}
-        for p in points:
-            if p.workers > 1:
-                compute = base.step_seconds(1, p.accumulation, p.per_worker_batch_size)
-                rest.setdefault(p.workers, []).append(p.step_s - compute)
-        volume_s, hop_s = _sync({k: statistics.mean(values) for k, values in rest.items()})
-        if not rest:
+        rest = [
+            ((p.workers - 1) / p.workers, p.step_s - base.step_seconds(1, p.accumulation, p.per_worker_batch_size))
+            for p in points
+            if p.workers > 1
+        ]
+        if rest:
+            most = max(p.workers for p in points)
+            notes.append(f"Synchronisation was measured at up to {most} workers; beyond it is a guess.")
+        else:
             notes.append("Synchronisation was not measured and counts as nothing: give a run at k workers as well.")
-        elif len(rest) == 1:
-            notes.append(f"Synchronisation was measured at {next(iter(rest))} workers only; beyond it is a guess.")
         low = min((p.low_s / p.step_s for p in alone if p.low_s is not None), default=1.0)
         high = max((p.high_s / p.step_s for p in alone if p.high_s is not None), default=1.0)
         if low < high:
@@ -117,8 +111,7 @@ class Throughput:
         return cls(
             example_s=example_s,
             step_s=step_s,
-            volume_s=volume_s,
-            hop_s=hop_s,
+            volume_s=max(_proportion(rest), 0.0) if rest else 0.0,
             low=low,
             high=high,
             notes=tuple(notes),
@@ -127,25 +120,13 @@ class Throughput:
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
     """Return slope and intercept; the intercept is 0 where all points have one x, and never negative."""
-    through_zero = sum(x * y for x, y in points) / sum(x * x for x, _ in points)
-    if len({x for x, _ in points}) == 1:
-        return through_zero, 0.0
-    slope, intercept = statistics.linear_regression(*zip(*points, strict=True))
-    return (slope, intercept) if slope > 0 and intercept >= 0 else (through_zero, 0.0)
+    if len({x for x, _ in points}) > 1:
+        slope, intercept = statistics.linear_regression(*zip(*points, strict=True))
+        if slope > 0 and intercept >= 0:
+            return slope, intercept
+    return _proportion(points), 0.0
 
 
-def _sync(rest: Mapping[int, float]) -> tuple[float, float]:
-    """Return volume and hop seconds, both ≥ 0, by least squares over the numbers of workers."""
-    rows = [((k - 1) / k, k - 1.0, seconds) for k, seconds in rest.items()]
-    if not rows:
-        return 0.0, 0.0
-    vv, vh, hh = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    vy, hy = (sum(r[i] * r[2] for r in rows) for i in (0, 1))
-    volume = max(vy / vv, 0.0)
-    if len(rows) == 1:
-        return volume, 0.0
-    determinant = vv * hh - vh * vh
-    both = (hh * vy - vh * hy) / determinant, (vv * hy - vh * vy) / determinant
-    if min(both) >= 0:
-        return both
-    return (0.0, max(hy / hh, 0.0)) if both[0] < 0 else (volume, 0.0)
+def _proportion(points: list[tuple[float, float]]) -> float:
+    """Return the slope of the line through zero, by least squares."""
+    return sum(x * y for x, y in points) / sum(x * x for x, _ in points)

@@ -29,6 +29,11 @@ def rows_of(made: Forecast) -> list[tuple[Any, ...]]:
     return [(row.workers, row.steps, row.seconds, row.speedup, row.cost, row.marginal, row.pays) for row in made.rows]
 
 
+def saturating(loss: float) -> AdaScaleConfig:
+    """A rule whose clock advances by S/(1 + loss·(S − 1))."""
+    return AdaScaleConfig(rule=lambda seen: (1.0, seen.scale / (1 + loss * (seen.scale - 1))))
+
+
 def test_time_cost_and_where_it_stops_paying() -> None:
     # Under the linear rule k workers take 100/k steps of 1 + 0.5·(k−1)/k seconds: 100; 50·1.25; 25·1.375; 12.5→13·1.4375.
     # Without the rounding k workers are k²/(1.5k − 0.5) times as fast, so the 4th adds 16/5.5 − 9/4 and the 8th 64/11.5 − 4.9.
@@ -71,10 +76,9 @@ def test_times_have_the_spread_of_the_measured_steps() -> None:
 
 @pytest.mark.parametrize("workers", [[1], [1, 2, 4, 8], [3, 100]])
 def test_where_it_stops_paying_does_not_depend_on_what_was_asked(workers: list[int]) -> None:
-    # Steps of 1 + 0.1·(k−1) seconds: k workers are k/(0.9 + 0.1k) times as fast, and the k-th adds 90/((9 + k)·(8 + k)):
+    # A rule whose clock advances by k/(0.9 + 0.1k) at S = k: the k-th worker adds 90/((9 + k)·(8 + k)):
     # 90/156 = 0.58 the 4th, 90/182 = 0.49 the 5th. The first one's half is 0.5.
-    hops = Throughput(example_s=1 / 8, hop_s=0.1)
-    made = forecast_recipe(recipe([(0, 3, 1)], 10_000), workers=workers, config=LINEAR, throughput=hops)
+    made = forecast_recipe(recipe([(0, 3, 1)], 10_000), workers=workers, config=saturating(0.1))
     assert made.max_useful_workers == 4
     assert [row.pays for row in made.rows] == [k <= 4 for k in workers]
     assert [row.marginal for row in made.rows] == pytest.approx([90 / ((9 + k) * (8 + k)) for k in workers])
@@ -83,14 +87,11 @@ def test_where_it_stops_paying_does_not_depend_on_what_was_asked(workers: list[i
 
 def test_paying_for_many_workers() -> None:
     # As above with a hundredth: 0.99/((0.99 + 0.01k)·(0.98 + 0.01k)) ≥ 0.5 up to k = 42.
-    hops = Throughput(example_s=1 / 8, hop_s=0.01)
     long = recipe([(0, 3, 1)], 10_000)
-    assert forecast_recipe(long, workers=[1], config=LINEAR, throughput=hops).max_useful_workers == 42
+    assert forecast_recipe(long, workers=[1], config=saturating(0.01)).max_useful_workers == 42
     # A thousandth: up to k = 414; above 64 to a sixteenth.
-    hops = Throughput(example_s=1 / 8, hop_s=0.001)
-    assert forecast_recipe(long, workers=[1], config=LINEAR, throughput=hops).max_useful_workers == pytest.approx(
-        414, rel=1 / 16
-    )
+    found = forecast_recipe(long, workers=[1], config=saturating(0.001)).max_useful_workers
+    assert found == pytest.approx(414, rel=1 / 16)
     without = forecast_recipe(long, workers=[5000], config=LINEAR)
     assert (without.max_useful_workers, without.rows[0].pays) == (None, True)
     assert "still pays at 4,096" in without.lines()[0]
@@ -291,6 +292,6 @@ def test_a_step_takes_as_long_as_the_worker_with_the_most_examples() -> None:
     assert seconds(time, BatchPlan(10, 10, 3, 1)) == 4
     assert seconds(time, BatchPlan(10, 20, 3, 2)) == 8
     assert seconds(time, BatchPlan(10, 12, 3, 1)) == 4
-    # 0.2 s a pass of 10; step 0.05 s; volume 0.3 s · 2/3 on three workers; hop 0.01 s · 2.
-    model = Throughput(example_s=0.02, step_s=0.05, volume_s=0.3, hop_s=0.01)
-    assert seconds(model, BatchPlan(10, 60, 3, 4)) == pytest.approx(4 * 5 * 0.02 + 0.27)
+    # 0.2 s a pass of 10; step 0.05 s; volume 0.3 s · 2/3 on three workers.
+    model = Throughput(example_s=0.02, step_s=0.05, volume_s=0.3)
+    assert seconds(model, BatchPlan(10, 60, 3, 4)) == pytest.approx(4 * 5 * 0.02 + 0.25)
