@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Workload, checkpoint
+from ray_adascale._files import TRACE
+from ray_adascale.run.observe.trace import read_trace
 
 
 def workload(config: dict[str, Any]) -> Workload:
@@ -91,7 +93,8 @@ def drain(cluster: Any, folder: Path) -> dict[str, Any]:
 
     def step() -> int:
         assert not failed, failed
-        return int((run / "progress").read_text() or 0) if (run / "progress").exists() else 0
+        rows = read_trace(run / TRACE) if (run / TRACE).exists() else []
+        return int(rows[-1]["step"]) if rows else 0
 
     wait_for("tenth step", lambda: step() >= 10)
     assert not list(run.glob("checkpoint_*/manifest.json"))

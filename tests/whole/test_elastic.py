@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,8 @@ def test_a_node_that_is_announced_to_go_gets_one_checkpoint_and_the_run_goes_on(
     done = subprocess.run(
         [sys.executable, "-m", "tests.whole.cluster_run", str(tmp_path)],
         cwd=Path(__file__).parents[2],
+        # The trainer's thread still runs after ray.shutdown(), and its calls would connect to Ray again.
+        env=os.environ | {"RAY_ENABLE_AUTO_CONNECT": "0"},
         capture_output=True,
         text=True,
         timeout=500,
