@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,14 +12,12 @@ from torch import nn
 
 from .._errors import SettingError
 from .._files import TRACE
-from .._warn import warn_at_user
 from ..batch import BatchFollower, BatchPlan
 from ..config import AdaScaleConfig, read_settings
 from ..data import make_source
 from ..data.iterables import known_length
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MapSource
-from ..optim.adascale import AdaScale
 from ..optim.schedule import BaseSchedule, EffectiveSchedule
 from ..recipe import Recipe
 from ..workload import Pieces
@@ -34,8 +31,6 @@ from .boundary.stage import LoopState, Stage
 from .boundary.train_state import TrainState, log_start
 from .build import (
     check_built,
-    check_recipe,
-    check_rule,
     check_schedule,
     set_batch,
     warn_of_state_dict_hooks,
@@ -59,15 +54,10 @@ class Parts:
         backend: The surroundings of the run.
         config: The settings, with the recipe's base batch size and T.
         plan: The batch of the first step of this start; ``Run.plan`` is up to date.
-        source: The data.
-        schedule: The schedule that drives the optimizer.
-        base_schedule: The base run's schedule.
+        train_state: The objects that a checkpoint is made from: model, optimizer, data, schedule, the loop's own state.
         advice: Doubts about the schedule and the base batch, a sentence each. Rank 0 has warned of them.
-        module: The bare model.
         model: The model to call.
-        optimizer: The optimizer to step.
         passes: Runs the passes of each step, and the step.
-        state: The loop's own state.
         stages: The stages of a step boundary, in order.
         evaluation: The stage that evaluates.
         clipping: Clips gradients.
@@ -80,15 +70,10 @@ class Parts:
     backend: Backend
     config: AdaScaleConfig
     plan: BatchPlan
-    source: BatchSource
-    schedule: EffectiveSchedule
-    base_schedule: BaseSchedule
+    train_state: TrainState
     advice: list[str]
-    module: nn.Module
     model: nn.Module
-    optimizer: AdaScale
     passes: Passes
-    state: LoopState
     stages: tuple[Stage, ...]
     evaluation: Evaluation
     clipping: Clipping
@@ -110,13 +95,12 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     if pieces.weight_of is not None:
         config = _without_examples(config)
     check_built(model, optimizer, config, recipe)
-    if rank == 0:
-        warn_of_state_dict_hooks(optimizer)
+    warn_of_state_dict_hooks(optimizer)
     _check_early_stop(config, pieces.evaluate)
     source, follower, total_steps = _data_of(pieces, config, backend)
     plan = follower.plan
     schedule, base_schedule = _schedules_of(pieces, config, source, total_steps)
-    advice = _check_schedule(pieces, config, recipe, base_schedule, plan, warns=rank == 0)
+    advice = check_schedule(pieces.scheduler, base_schedule, config, recipe, plan.global_batch_size)
 
     module = model.to(device)
     # By the configuration: init_process_group() without a backend leaves the name "undefined", and has NCCL alone on a GPU.
@@ -138,7 +122,6 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         pieces.evaluate, module, every=config.evaluate_every or total_steps / 10, early_stop=config.early_stop
     )
     clipping = Clipping(config, recipe, total_steps=total_steps)
-    state = LoopState()
     train_state = TrainState(
         module=module,
         optimizer=wrapped.optimizer,
@@ -146,7 +129,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         scaler=wrapped.scaler,
         schedule=schedule,
         source=source,
-        loop=state,
+        loop=LoopState(),
         stages=[batch, evaluation, *([] if clipping.expected is None else [clipping.expected])],
         base_schedule=base_schedule,
         world_size=plan.world_size,
@@ -155,35 +138,21 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         device=device,
         extra=pieces.extra_state or {},
     )
-    if pieces.starting_step >= total_steps:
-        raise ValueError(f"Invalid starting_step={pieces.starting_step}: the run has {total_steps} effective steps.")
-    start = (
-        functools.partial(_start_at, pieces.starting_step, train_state, evaluation) if pieces.starting_step else None
-    )
+    start = _start_of(pieces.starting_step, train_state, evaluation)
     plan, trace, listeners = _resume(backend, config, recipe, train_state, (batch, evaluation), plan, start)
     # Built last, because their intervals begin now.
-    checkpointing = Checkpointing(
-        backend,
-        train_state,
-        trace,
-        every_s=config.checkpoint_every_s,
-        process_group=on_cpu,
-    )
+    every_s = config.checkpoint_every_s
+    checkpointing = Checkpointing(backend, train_state, trace, every_s=every_s, process_group=on_cpu)
     reporting = Reporting(backend, config.report_every_s, evaluation, checkpointing)
     stages = (batch, Interrupt(backend), evaluation, Preemption(backend), checkpointing, reporting)
     return Parts(
         backend=backend,
         config=config,
         plan=plan,
-        source=source,
-        schedule=schedule,
-        base_schedule=base_schedule,
+        train_state=train_state,
         advice=advice,
-        module=module,
         model=wrapped.model,
-        optimizer=wrapped.optimizer,
         passes=passes,
-        state=state,
         stages=stages,
         evaluation=evaluation,
         clipping=clipping,
@@ -234,14 +203,20 @@ def _resume(
         return plan, trace, _listeners(backend, config, recipe, train_state.base_schedule, plan, trace)
 
 
-def _start_at(step: int, train_state: TrainState, evaluation: Evaluation) -> None:
-    """Begin at τ = ``step``, after as many steps of base batches."""
-    train_state.optimizer.effective_steps = step
-    train_state.schedule.advance_to(step)
-    evaluation.evaluated_at = step
-    source = train_state.source
-    if isinstance(source, MapSource):
-        source.load_state_dict({**source.state_dict(), "position": step * train_state.base_schedule.base_batch_size})
+def _start_of(step: int, train_state: TrainState, evaluation: Evaluation) -> Callable[[], None] | None:
+    """Return the function that begins a run at τ = ``step``, after as many steps of base batches; None for 0."""
+    schedule, source = train_state.base_schedule, train_state.source
+    if step >= schedule.total_steps:
+        raise ValueError(f"Invalid starting_step={step}: the run has {schedule.total_steps} effective steps.")
+
+    def start() -> None:
+        train_state.optimizer.effective_steps = step
+        train_state.schedule.advance_to(step)
+        evaluation.evaluated_at = step
+        if isinstance(source, MapSource):
+            source.load_state_dict({**source.state_dict(), "position": step * schedule.base_batch_size})
+
+    return start if step else None
 
 
 def _data_of(pieces: Pieces, config: AdaScaleConfig, backend: Backend) -> tuple[BatchSource, BatchFollower, int]:
@@ -294,25 +269,6 @@ def _schedules_of(
         lr_curve=schedule.curve(total_steps),
     )
     return schedule, base_schedule
-
-
-def _check_schedule(
-    pieces: Pieces,
-    config: AdaScaleConfig,
-    recipe: Recipe | None,
-    schedule: BaseSchedule,
-    plan: BatchPlan,
-    *,
-    warns: bool,
-) -> list[str]:
-    """Check the base run's schedule against rule and recipe. Return doubts about it, a sentence each, after a warning of each."""
-    advice = check_schedule(pieces.scheduler, schedule, plan.global_batch_size)
-    for sentence in advice if warns else ():
-        warn_at_user(sentence)
-    check_rule(config, schedule.lr_curve)
-    if recipe is not None:
-        check_recipe(recipe, schedule)
-    return advice
 
 
 def _length(config: AdaScaleConfig, dataset: Any, world_size: int) -> int | None:

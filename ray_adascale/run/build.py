@@ -124,14 +124,32 @@ def check_recipe(recipe: Recipe, schedule: BaseSchedule) -> None:
         )
 
 
-def check_schedule(scheduler: LRScheduler | None, schedule: BaseSchedule, batch: int) -> list[str]:
-    """Return doubts about a usable schedule and its batches, a sentence each; usually none.
+def check_schedule(
+    scheduler: LRScheduler | None, schedule: BaseSchedule, config: AdaScaleConfig, recipe: Recipe | None, batch: int
+) -> list[str]:
+    """Check a schedule against the recipe and the rule. Return doubts about it and its batches; rank 0 warns of each.
 
     Args:
         scheduler: The user's.
         schedule: The base run's.
+        config: The settings.
+        recipe: The recipe, if there is one.
         batch: B, examples.
+
+    Raises:
+        ValueError: The schedule is not the recipe's.
     """
+    if recipe is not None:
+        check_recipe(recipe, schedule)
+    check_rule(config, schedule.lr_curve)
+    doubts = _doubts_about(scheduler, schedule, batch)
+    for sentence in doubts:
+        warn_on_first_worker(sentence)
+    return doubts
+
+
+def _doubts_about(scheduler: LRScheduler | None, schedule: BaseSchedule, batch: int) -> list[str]:
+    """Return doubts about a usable schedule and its batches, a sentence each; usually none."""
     found = [other_length(scheduler, schedule)]
     base = schedule.base_batch_size
     length = math.inf if schedule.base_steps_per_epoch is None else schedule.base_steps_per_epoch * base

@@ -123,17 +123,18 @@ class Run:
     def _assemble(self, pieces: Pieces, config: AdaScaleConfig, recipe: Recipe | None, backend: Backend | None) -> None:
         parts = assemble(pieces, config, recipe=recipe, backend=LocalBackend() if backend is None else backend)
         self.backend, self.config, self.plan = parts.backend, parts.config, parts.plan
-        self.source, self.schedule, self.base_schedule = parts.source, parts.schedule, parts.base_schedule
-        self.module, self.model, self.optimizer = parts.module, parts.model, parts.optimizer
+        own = parts.train_state
+        self.source, self.schedule, self.base_schedule = own.source, own.schedule, own.base_schedule
+        self.module, self.model, self.optimizer = own.module, parts.model, own.optimizer
         self.advice = parts.advice
         """Doubts about the schedule and the base batch, a sentence each. Rank 0 has warned of them."""
-        self.state = parts.state
+        self.state = own.loop
         """Step counts and metrics so far, as they go into a checkpoint."""
         self.parts = parts
         """The objects that make up this run."""
         self._after_step, self._gives_gain = pieces.after_step, _takes_gain(pieces.after_step)
         self._skipped = SkippedSteps(
-            parts.state,
+            own.loop,
             parts.passes.scaler,
             total_steps=self.total_steps,
             by_recipe=recipe is not None,

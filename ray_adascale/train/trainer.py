@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import math
 import signal
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import ray
 import ray.exceptions
@@ -18,14 +19,10 @@ import ray.train
 import ray.train.torch
 from ray.train.torch import TorchTrainer
 from ray.util.annotations import PublicAPI
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError, check_type
 from .._files import join, room_in_words
 from ..config import AdaScaleConfig, read_settings
-from ..data.sampling import Sampling
 from ..recipe import Recipe
 from ..run.boundary.backend import ReportPolicy
 from ..run.boundary.train_state import INTERRUPTED
@@ -51,6 +48,9 @@ from .ray_record import has_checkpoint, unlisted_checkpoints
 from .retry import RepeatedMistake, RetryPolicy, failure_in_words
 from .run_lock import RunLock
 
+_Args = ParamSpec("_Args")
+_R = TypeVar("_R")
+
 _log = logging.getLogger(__name__)
 _PACKAGE = __name__.partition(".")[0]
 
@@ -65,29 +65,26 @@ _STOP_S = 60.0
 """Time limit for the workers' checkpoint after Ctrl-C."""
 
 
+def _with_the_arguments_of(function: Callable[_Args, _R]) -> Callable[[Callable[..., _R]], Callable[_Args, _R]]:
+    """Return a decorator for a function that passes its arguments on, so that type checkers and ``help`` show them."""
+
+    def decorate(wrapper: Callable[..., _R]) -> Callable[_Args, _R]:
+        returned = inspect.signature(wrapper).return_annotation
+        wrapper.__signature__ = inspect.signature(function).replace(return_annotation=returned)  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate
+
+
 @PublicAPI(stability="alpha")
-def prepare(
-    model: nn.Module,
-    optimizer: Optimizer,
-    scheduler: LRScheduler | None,
-    dataset: Any,
-    config: AdaScaleConfig,
-    *,
-    sampler: Sampling | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
-    recipe: Recipe | None = None,
-    extra_state: Mapping[str, Any] | None = None,
-    after_step: Callable[..., object] | None = None,
-    weight_of: Callable[[Any], Any] | None = None,
-    starting_step: int = 0,
-) -> Run:
+@_with_the_arguments_of(Run)
+def prepare(*args: Any, **kwargs: Any) -> Run:
     """Return the run for your own training loop inside a ``TorchTrainer`` worker function.
 
     Pass model, optimizer and scheduler exactly as at the base batch. The arguments and the loop are those of
-    :class:`ray_adascale.Run`. Reports and checkpoints go to Ray Train, and a restarted worker resumes from the newest
-    checkpoint. Outside Ray (one process, torchrun) use ``Run`` itself. A ``TorchTrainer`` has no lock on its run's folder, unlike
-    :class:`AdaScaleTrainer`: give each run a name of its own.
+    :class:`ray_adascale.Run`; the backend is Ray Train's. Reports and checkpoints go to Ray Train, and a restarted worker resumes
+    from the newest checkpoint. Outside Ray (one process, torchrun) use ``Run`` itself. A ``TorchTrainer`` has no lock on its
+    run's folder, unlike :class:`AdaScaleTrainer`: give each run a name of its own.
 
     Raises:
         RuntimeError: Called outside a Ray Train worker.
@@ -100,22 +97,7 @@ def prepare(
             "prepare() belongs inside a TorchTrainer's train_loop_per_worker. In one process or under torchrun, use "
             "ray_adascale.Run(...) with the same arguments."
         ) from e
-    return Run(
-        model,
-        optimizer,
-        scheduler,
-        dataset,
-        config,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        evaluate=evaluate,
-        recipe=recipe,
-        extra_state=extra_state,
-        after_step=after_step,
-        weight_of=weight_of,
-        starting_step=starting_step,
-        backend=backend,
-    )
+    return Run(*args, **{"backend": backend} | kwargs)
 
 
 def _train_workload(job: dict[str, Any]) -> dict[str, Any]:

@@ -13,13 +13,12 @@ from torch.optim import Optimizer
 
 from ..._errors import SettingError, clip_multiple
 from ..._torch import is_dtensor
-from ..._warn import warn_on_first_worker
 from ...config import AdaScaleConfig, read_settings
 from ...optim.adascale import AdaScale
 from ...optim.tau_schedule import TauSchedule
 from ...recipe import Recipe
 from ...sharding.sharded_ddp import ShardedDataParallel
-from ..build import adascale_of, check_built, check_recipe, check_rule, check_schedule
+from ..build import adascale_of, check_built, check_schedule
 
 
 def attach(
@@ -100,12 +99,7 @@ def attach(
         base_batch_size=plan.base_batch_size,
     )
     schedule.plan = plan
-    base = schedule.base_schedule
-    if recipe is not None:
-        check_recipe(recipe, base)
-    check_rule(config, base.lr_curve)
-    for advice in check_schedule(scheduler, base, plan.global_batch_size):
-        warn_on_first_worker(advice)
+    check_schedule(scheduler, schedule.base_schedule, config, recipe, plan.global_batch_size)
     return adascale, schedule
 
 
