@@ -155,8 +155,10 @@ def check_storage(path: str) -> None:
     system.delete_file(tried)
 
 
-def _storage(path: str) -> tuple[Any, str]:
-    """Return the file system of a path on any storage, and the path in it."""
+def _storage(path: str, system: Any = None) -> tuple[Any, str]:
+    """Return the file system of a path on any storage, and the path in it. With ``system``, the path is one in that system."""
+    if system is not None:
+        return system, path
     import pyarrow.fs  # comes with Ray; the callers need Ray as well
 
     system, inside = pyarrow.fs.FileSystem.from_uri(path)
@@ -199,23 +201,27 @@ def read_json(path: str) -> Any:
     return None if text is None else json.loads(text)
 
 
-def read_text(path: str) -> str | None:
-    """Return the content of a text file on any storage; None if there is no such file."""
-    system, inside = _storage(path)
+def read_text(path: str, system: Any = None) -> str | None:
+    """Return the content of a text file on any storage; None if there is none. ``system`` is as for :func:`list_names`."""
+    system, inside = _storage(path, system)
     if not system.get_file_info(inside).is_file:
         return None
-    with system.open_input_stream(inside) as file:
-        return str(file.read(), "utf-8")
+    try:
+        with system.open_input_stream(inside) as file:
+            return str(file.read(), "utf-8")
+    except FileNotFoundError:  # removed meanwhile
+        return None
 
 
-def list_names(path: str) -> list[str]:
+def list_names(path: str, system: Any = None) -> list[str]:
     """Return the names in a folder on any storage; none if there is no such folder.
 
     Args:
         path: Absolute, or a URI.
+        system: The file system, if the path is one within it.
     """
     import pyarrow.fs
 
-    system, inside = _storage(path)
+    system, inside = _storage(path, system)
     found = system.get_file_info(pyarrow.fs.FileSelector(inside, allow_not_found=True))
     return sorted(info.base_name for info in found)

@@ -10,7 +10,6 @@ import dataclasses
 import ipaddress
 import logging
 import os
-import re
 import socket
 import struct
 import sys
@@ -24,7 +23,6 @@ _log = logging.getLogger(__name__)
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>; the socket module has no name for it
-_UNREACHABLE = re.compile(r"[Gg]loo connectFullMesh failed.*remote=\[(127\.[\d.]+|::1)\]", re.DOTALL)
 
 
 def gloo_address() -> str:
@@ -124,19 +122,3 @@ def with_interface(torch_config: TorchConfig | None, timeout_s: int) -> TorchCon
     if type(torch_config) is not TorchConfig:
         return torch_config
     return AddressTorchConfig(**dataclasses.asdict(torch_config))
-
-
-def network_advice(text: str) -> str | None:
-    """Return what to do about an error of gloo, if it tried to connect to another node's loopback address.
-
-    Args:
-        text: The error's message.
-    """
-    found = _UNREACHABLE.search(text)
-    if found is None:
-        return None
-    return (
-        f"A worker listens at {found[1]}, which no other node can connect to: on its node the host name resolves to that address "
-        f"(/etc/hosts). Map the name to the node's own address there, or set {_GLOO} (such as eth0) in the command that "
-        "starts Ray."
-    )

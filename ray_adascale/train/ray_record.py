@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pyarrow.fs
 
-from .._files import absolute
+from .._files import absolute, list_names, read_text
 from ..checkpoint.files import MANIFEST, STATE
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ def unlisted_checkpoints(
     """
     filesystem, folder, names = _listed(folder, filesystem)
     if RECORD in names:
-        if _is_json(_read(filesystem, f"{folder}/{RECORD}")):
+        with contextlib.suppress(ValueError):
+            json.loads(read_text(f"{folder}/{RECORD}", filesystem) or "")
             return []
         filesystem.move(f"{folder}/{RECORD}", f"{folder}/{SET_ASIDE}")
     found = sorted(_complete(filesystem, folder, names), key=lambda c: c.step)
@@ -76,15 +77,14 @@ def has_checkpoint(folder: str, filesystem: pyarrow.fs.FileSystem | None = None)
     return bool(_complete(*_listed(folder, filesystem)))
 
 
-def _listed(folder: str, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyarrow.fs.FileSystem, str, set[str]]:
+def _listed(folder: str, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyarrow.fs.FileSystem, str, list[str]]:
     """Return the storage, the path within it, and the names in the folder."""
     if filesystem is None:
         filesystem, folder = pyarrow.fs.FileSystem.from_uri(absolute(folder))
-    selector = pyarrow.fs.FileSelector(folder, allow_not_found=True)
-    return filesystem, folder, {info.base_name for info in filesystem.get_file_info(selector)}
+    return filesystem, folder, list_names(folder, filesystem)
 
 
-def _complete(filesystem: pyarrow.fs.FileSystem, folder: str, names: set[str]) -> list[UnlistedCheckpoint]:
+def _complete(filesystem: pyarrow.fs.FileSystem, folder: str, names: list[str]) -> list[UnlistedCheckpoint]:
     found = []
     for name in names:
         if not name.startswith("checkpoint_"):
@@ -92,20 +92,7 @@ def _complete(filesystem: pyarrow.fs.FileSystem, folder: str, names: set[str]) -
         path = f"{folder}/{name}"
         # One that was never finished, or is damaged, raises; so does Ray's record.
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            _read(filesystem, f"{path}/{MANIFEST}")
-            step = int(json.loads(_read(filesystem, f"{path}/{STATE}"))["iterations"])
-            found.append(UnlistedCheckpoint(path, step))
+            if MANIFEST in list_names(path, filesystem):
+                state = json.loads(read_text(f"{path}/{STATE}", filesystem) or "")
+                found.append(UnlistedCheckpoint(path, int(state["iterations"])))
     return found
-
-
-def _read(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes:
-    with filesystem.open_input_stream(path) as file:
-        return file.read()
-
-
-def _is_json(content: bytes) -> bool:
-    try:
-        json.loads(content)
-    except ValueError:
-        return False
-    return True

@@ -21,7 +21,6 @@ from ..checkpoint import CheckpointError
 from ..run.boundary.backend import CHECKPOINT
 from ..run.observe.failure import lines_of, place_of, traceback_of, was_beginning
 from .driver_channel import DriverClient
-from .network import network_advice
 
 _BETWEEN_WORKERS = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|ProcessGroup|TCPStore")
 _RAYS_ADVICE = re.compile(r" (Worker exit type: \w+ Worker exit detail:|Some common causes include:).*")
@@ -64,8 +63,7 @@ def failure_in_words(error: BaseException, *, lines: bool = True) -> str:
     """
     found = worker_failure(error)
     if found is None:
-        notes = [*getattr(error, "__notes__", ()), network_advice(str(error))]
-        return "\n".join(dict.fromkeys(filter(None, [str(error), *notes])))
+        return "\n".join(filter(None, [str(error), *getattr(error, "__notes__", ())]))
     rank, failure = found
     text = _RAYS_ADVICE.sub("", str(failure).strip())
     if is_rays(failure) and text:

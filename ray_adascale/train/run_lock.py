@@ -22,7 +22,7 @@ import pyarrow
 import pyarrow.fs
 
 from .._errors import SettingError
-from .._files import absolute, split
+from .._files import absolute, read_text, split
 
 _log = logging.getLogger(__name__)
 
@@ -132,13 +132,7 @@ class RunLock:
         )
 
     def _read(self) -> str | None:
-        if self._filesystem.get_file_info(self._path).type != pyarrow.fs.FileType.File:
-            return None
-        try:
-            with self._filesystem.open_input_stream(self._path) as file:
-                return str(file.read(), "utf-8")
-        except FileNotFoundError:  # the owner has ended meanwhile
-            return None
+        return read_text(self._path, self._filesystem)
 
     def _write(self) -> None:
         self._beats += 1

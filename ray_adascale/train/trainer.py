@@ -43,7 +43,7 @@ from .cluster import (
 )
 from .driver_channel import DriverClient, News, forward_warnings, make_channel
 from .hangs import HangWatch
-from .network import network_advice, with_interface
+from .network import with_interface
 from .ray_record import has_checkpoint, unlisted_checkpoints
 from .retry import RepeatedMistake, RetryPolicy, failure_in_words
 from .run_lock import RunLock
@@ -318,8 +318,6 @@ class AdaScaleTrainer(TorchTrainer):
                     elsewhere = "://" in self._folder or self.run_config.storage_filesystem
                     room = "" if elsewhere else room_in_words(mistake, self._folder)
                     e.add_note(f"Ray's controller could not write to the run's folder {self._folder}{room}.")
-                if advice := network_advice(str(e)):
-                    e.add_note(advice)
                 raise
             failed = ray.train.WorkerGroupError("", mistake.failures)
             text = f"{failure_in_words(failed)}\n{mistake.why} Each restart would repeat it."

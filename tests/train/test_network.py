@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import ray.util
-from ray.train import ControllerError, ScalingConfig
+from ray.train import ScalingConfig
 from ray.train.torch import TorchConfig
 
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer
@@ -21,10 +21,8 @@ from ray_adascale.train.network import (
     choose_interface,
     gloo_address,
     interface_of,
-    network_advice,
     with_interface,
 )
-from ray_adascale.train.retry import failure_in_words
 from ray_adascale.train.trainer import WORKER_TIMEOUT_S
 
 from ..samples_of import regression
@@ -175,24 +173,3 @@ def test_a_trainer_chooses_the_interface_unless_the_class_is_the_users() -> None
         torch_config=TorchConfig(timeout_s=9),
     )
     assert type(trainer.backend_config) is AddressTorchConfig
-
-
-UNREACHABLE = """ray::RayTrainWorker.execute() (pid=312, ip=10.77.0.12, actor_id=5f)
-RuntimeError: Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:144] no error: no error
- remote=[127.0.1.1]:41234"""
-
-
-def test_the_error_of_a_loopback_address_is_explained() -> None:
-    advice = network_advice(UNREACHABLE)
-    assert advice is not None
-    assert "127.0.1.1" in advice
-    assert "/etc/hosts" in advice
-    assert "GLOO_SOCKET_IFNAME" in advice
-    # As a run ends with it: the process group is made before any worker's function.
-    assert failure_in_words(ControllerError(RuntimeError(UNREACHABLE))).endswith(advice)
-    for other in (
-        UNREACHABLE.replace("127.0.1.1", "10.77.0.11"),
-        "Connection closed by peer remote=[127.0.1.1]:4",
-        "Gloo connectFullMesh failed with timeout",
-    ):
-        assert network_advice(other) is None
