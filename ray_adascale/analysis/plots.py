@@ -20,11 +20,8 @@ _STRETCHES = 60  # equal parts of a run for the means of its loss
 _COLORS = ("#3b7dd8", "#e0702a", "#2f9e5b", "#c2417f", "#8a63d2", "#9a7b1f", "#1a9ba8", "#b5493d", "#6f7f8f")
 
 
-def pyplot(what: str) -> Any:
+def _pyplot() -> Any:
     """Return ``matplotlib.pyplot``, for plots to files.
-
-    Args:
-        what: The plot that needs it, for the error.
 
     Raises:
         ValueError: matplotlib is missing.
@@ -32,7 +29,7 @@ def pyplot(what: str) -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ValueError(f"matplotlib is needed for {what}: pip install matplotlib.") from error
+        raise ValueError("matplotlib is needed for a report: pip install matplotlib.") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -89,13 +86,6 @@ def color_of(i: int) -> str:
     return _COLORS[i % len(_COLORS)]
 
 
-def same_curve(one: RunTrace, other: RunTrace, key: str) -> bool:
-    """Return whether two runs have the same values of a column at the same τ, so that one hides the other."""
-    return len(one.rows) == len(other.rows) and all(
-        np.array_equal(one.column(name), other.column(name), equal_nan=True) for name in ("effective_steps", key)
-    )
-
-
 def _all_positive(runs: list[RunTrace], key: str) -> bool:
     values = np.concatenate([run.column(key) for run in runs])
     return bool((values[np.isfinite(values)] > 0).all())
@@ -147,7 +137,7 @@ def draw_png(panel: Panel, runs: list[RunTrace], path: Path) -> None:
 @contextmanager
 def _drawn(panel: Panel, runs: list[RunTrace], *, ink: str) -> Iterator[tuple[Any, Any]]:
     """Yield figure and axes with the curves of the runs."""
-    plt = pyplot("a report")
+    plt = _pyplot()
     style = {
         "text.color": ink,
         "axes.edgecolor": ink,
@@ -163,8 +153,7 @@ def _drawn(panel: Panel, runs: list[RunTrace], *, ink: str) -> Iterator[tuple[An
         if panel.log:
             axes.set_yscale("log")
         for i, run in enumerate(runs):
-            later = sum(same_curve(run, other, panel.keys[0]) for other in runs[i + 1 :])
-            _draw_run(axes, panel, run, color_of(i), wider=1.8 * later)
+            _draw_run(axes, panel, run, color_of(i))
         if panel.noisy:
             axes.margins(y=0.2)
             # By the means: the range of single steps would make them flat.
@@ -184,14 +173,14 @@ def _points(panel: Panel, run: RunTrace, key: str) -> tuple[np.ndarray, np.ndarr
     return (tau[values > 0], values[values > 0]) if panel.log else (tau, values)
 
 
-def _draw_run(axes: Any, panel: Panel, run: RunTrace, color: str, *, wider: float) -> None:
+def _draw_run(axes: Any, panel: Panel, run: RunTrace, color: str) -> None:
     marker = "o" if panel.dots else None
     for dash, key in zip(("-", ":"), panel.keys, strict=False):
         tau, values = _points(panel, run, key)
         label = _literal(run.label) if key == panel.keys[0] else None
         if panel.noisy and len(tau) > 2 * _STRETCHES:
             tau, values = _stretches(tau, values)
-        axes.plot(tau, values, dash, marker=marker, ms=3 + wider, lw=1.3 + wider, color=color, label=label)
+        axes.plot(tau, values, dash, marker=marker, ms=3, lw=1.3, color=color, label=label)
     if panel.ceiling is not None:
         axes.plot(*_line(run, panel.ceiling, dots=False), "--", lw=0.9, alpha=0.7, color=color)
     for at, what in run.events:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -20,11 +20,8 @@ from .._files import write_atomically
 from .._version import __version__
 from ..forecast.replay import Forecaster
 from ..recipe import Recipe
-from .plots import color_of, draw_png, draw_svg, make_panels, same_curve
+from .plots import color_of, draw_png, draw_svg, make_panels
 from .runs import RunTrace, failure_of, load_run, with_distinct_labels
-
-if TYPE_CHECKING:
-    from .forecast import Forecast
 
 
 def write_report(
@@ -32,7 +29,6 @@ def write_report(
     output: str | os.PathLike[str] = "report.html",
     *,
     recipe: Recipe | None = None,
-    forecast: Forecast | None = None,
 ) -> Path:
     """Write the page, and each of its plots as a PNG beside it (``report-loss.png`` ...).
 
@@ -40,7 +36,6 @@ def write_report(
         runs: One trace or several, or folders with a trace; the base run first, if there is one. A mapping gives them labels.
         output: The HTML file; its folder is made if missing.
         recipe: Shown in the page. The runs are compared with a forecast from its noise.
-        forecast: A forecast from before. Its rows are compared with the runs of the same scale and workers.
 
     Returns:
         The HTML file's path.
@@ -72,7 +67,7 @@ def write_report(
     for panel in make_panels(loaded) if loaded else []:
         draw_png(panel, loaded, output.with_name(f"{output.stem}-{panel.slug}.png"))
         figures.append((panel.title, draw_svg(panel, loaded)))
-    page = _render(loaded, failures, figures, recipe, forecast)
+    page = _render(loaded, failures, figures, recipe)
     write_atomically(output, [page.encode()], sync=False)
     return output
 
@@ -82,7 +77,6 @@ def _render(
     failures: list[tuple[str, str]],
     figures: list[tuple[str, str]],
     recipe: Recipe | None,
-    forecast: Forecast | None,
 ) -> str:
     """Return the HTML, from report.html.j2."""
     metrics = list(dict.fromkeys(key for run in runs for key in run.metrics))
@@ -100,10 +94,10 @@ def _render(
         keys=keys,
         metrics=metrics,
         failures=failures,
-        notes=[*_unusual_steps(runs), *_equal_runs(runs)],
+        notes=list(_unusual_steps(runs)),
         outcomes=[(key, _outcome(run, metrics)) for key, run in zip(keys, runs, strict=True)],
         events=[(key, [f"{tau:,.0f}", what]) for key, run in zip(keys, runs, strict=True) for tau, what in run.events],
-        comparisons=[(keys[i], cells) for i, cells in _comparisons(runs, recipe, forecast)],
+        comparisons=[(keys[i], cells) for i, cells in _comparisons(runs, recipe)],
         figures=figures,
         recipe=recipe,
         hyperparameters=None if recipe is None else json.dumps(recipe.hyperparameters, indent=2),
@@ -116,13 +110,6 @@ def _unusual_steps(runs: list[RunTrace]) -> Iterator[str]:
             yield f"{run.label} skipped {run.skipped_steps} steps, whose gradients were not finite."
         if run.clipped:
             yield f"{run.label} clipped {run.clipped}."
-
-
-def _equal_runs(runs: list[RunTrace]) -> Iterator[str]:
-    for i, run in enumerate(runs):
-        equal = [other.label for other in runs[:i] if same_curve(other, run, "loss")]
-        if equal:
-            yield f"{run.label} has the same training loss in every step as {equal[0]}, which is drawn wider under it."
 
 
 class _Key(NamedTuple):
@@ -182,53 +169,41 @@ def _newest(values: np.ndarray) -> str:
     return _four_digits(values[-1]) if len(values) else ""
 
 
-def _comparisons(
-    runs: list[RunTrace], recipe: Recipe | None, forecast: Forecast | None
-) -> Iterator[tuple[int, list[str]]]:
+def _comparisons(runs: list[RunTrace], recipe: Recipe | None) -> Iterator[tuple[int, list[str]]]:
     """Yield (index of a run, [S, forecast steps, their interval, steps taken, difference]) for each run above the base batch.
 
-    The steps are those of the forecast's rows, or of a replay of the recipe's noise. Without both there is no comparison.
+    The steps are those of a replay of the recipe's noise. Without a recipe that has noise there is no comparison.
     """
-    known = forecast or recipe
-    if known is None or (forecast is None and not (recipe and recipe.noise)):
+    if recipe is None or not recipe.noise:
         return
-    forecaster = Forecaster(recipe) if forecast is None and recipe is not None else None
+    forecaster = Forecaster(recipe)
     for i, run in enumerate(runs):
         if (run.whole_steps.column("scale") == 1).all():
             continue
-        found, taken = _expected_steps(run, recipe, forecast, forecaster), run.last["optimizer_steps"]
+        found, taken = _expected_steps(run, recipe, forecaster), run.last["optimizer_steps"]
         if isinstance(found, str):
             steps, interval, off = "", "", found
         else:
             expected, low, high = found
             steps, interval = f"{expected:,}", f"{low:,}–{high:,}"
-            done = run.last["effective_steps"] / known.total_steps
+            done = run.last["effective_steps"] / recipe.total_steps
             off = f"{expected / taken - 1:+.1%}" if done >= 1 else f"not finished: at {done:.0%}"
             if done >= 1 and not low <= taken <= high:
                 off += ", outside the interval"
         yield i, [_scales_in_words(run), steps, interval, f"{taken:,}", off]
 
 
-def _expected_steps(
-    run: RunTrace, recipe: Recipe | None, forecast: Forecast | None, forecaster: Forecaster | None
-) -> tuple[int, int, int] | str:
+def _expected_steps(run: RunTrace, recipe: Recipe, forecaster: Forecaster) -> tuple[int, int, int] | str:
     """Return the steps of a run and their interval, or why there are none."""
-    last, changed = run.whole_steps.last, run.changed_its_batch
-    if changed and forecast is None:
+    last = run.whole_steps.last
+    if run.changed_its_batch:
         return "changed its batch"
-    if not changed and len(set(run.whole_steps.column("scale"))) > 1:
+    if len(set(run.whole_steps.column("scale"))) > 1:
         return "resized"
-    if not changed and recipe is not None and not _follows(run, recipe):
+    if not _follows(run, recipe):
         return "not this recipe's schedule"
-    for row in () if forecast is None else forecast.rows:
-        fits = row.scale != row.last_scale if changed else row.scale == last["scale"]
-        if fits and row.workers == last["world_size"]:
-            return row.steps, row.low, row.high
-    if forecaster is None:
-        return "not forecast"
-    if not math.isclose(
-        last["progress"], last["effective_steps"], rel_tol=1e-6
-    ):  # AdaScale's clock advances by the gain
+    # AdaScale's clock advances by the gain.
+    if not math.isclose(last["progress"], last["effective_steps"], rel_tol=1e-6):
         return "another rule than AdaScale's"
     found = forecaster.at(last["scale"])
     return found.expected.steps, math.floor(found.low), math.ceil(found.high)

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from ray_adascale import AdaScaleConfig
-from ray_adascale.analysis.forecast import forecast_recipe
 from ray_adascale.analysis.report import write_report
 from ray_adascale.recipe import Repeat
 
@@ -176,17 +174,12 @@ def test_restarts_and_resizes_are_marked(make: Callable[..., Page], tmp_path: Pa
 def test_forecast_against_actual(make: Callable[..., Page], tmp_path: Path) -> None:
     done = write_rows(tmp_path / "done" / "trace.jsonl", [row(s) for s in range(1, 11)])
     half = write_rows(tmp_path / "half" / "trace.jsonl", [row(s) for s in range(1, 6)])
-    other = write_rows(tmp_path / "other" / "trace.jsonl", [row(s, world_size=16) for s in range(1, 11)])
-    made = forecast_recipe(
-        recipe([(0, 3, 0)], total_steps=20), workers=[2], config=AdaScaleConfig(per_worker_batch_size=16)
-    )  # r = S: 5 steps, and up to 5·e^0.2 = 6.1
-    page = make(done, half, other, forecast=made)
+    page = make(done, half, recipe=recipe([(0, 3, 0)], 20))  # r = S: 5 steps, and up to 5·e^0.2 = 6.1
     assert page.tables[1][1:] == [
         ["done", "4", "5", "5–7", "10", "-50.0%, outside the interval"],
         ["half", "4", "5", "5–7", "5", "not finished: at 50%"],
-        ["other", "4", "", "", "10", "not forecast"],
     ]
-    # From a recipe: of two seeds, r = S and r = 1, so 5 and 20 steps; and nothing of what it can't be asked about.
+    # Of two seeds, r = S and r = 1, so 5 and 20 steps; and nothing of what it can't be asked about.
     rule = write_rows(tmp_path / "rule" / "trace.jsonl", [row(s, progress=1.5 * s) for s in range(1, 11)])
     lr = write_rows(tmp_path / "lr" / "trace.jsonl", [row(s, lr=0.2) for s in range(1, 11)])
     second = [Repeat(seed=1, score=0.5, noise=probes([(0, 0, 2)]))]
@@ -217,11 +210,6 @@ def test_a_run_that_changed_its_batch(make: Callable[..., Page], tmp_path: Path)
     assert page.tables[1][1][1:] == ["2 … 5.5, mean 5.2", "", "", "20", "changed its batch"]
     assert (tmp_path / "out" / "report-scale.png").is_file()
     assert "Scale S, as the run chose it" in (tmp_path / "out" / "report.html").read_text()
-    # Against a forecast of such a run: r = S = 2, 4, and 8 from there on.
-    config = AdaScaleConfig(target_efficiency=0.5, max_global_batch_size=64)
-    forecast = forecast_recipe(made, workers=[2], config=config)
-    against = make(done, recipe=made, forecast=forecast).tables[1][1]
-    assert (against[2], against[4]) == ("14", "20")
 
 
 def test_means_are_over_steps_where_old_rows_were_left_out(make: Callable[..., Page], tmp_path: Path) -> None:
@@ -281,17 +269,6 @@ def test_skipped_steps_are_told(make: Callable[..., Page], tmp_path: Path) -> No
     assert text.count("whose gradients were not finite") == 1
     assert "bad skipped 1 steps, whose gradients were not finite." in text
     assert "bad clipped 33 % of the steps, at a multiple of the expected norm." in text
-
-
-def test_equal_runs_are_told_and_both_seen(make: Callable[..., Page], tmp_path: Path) -> None:
-    paths = [write_rows(tmp_path / name / "trace.jsonl", [row(s) for s in range(1, 9)]) for name in ("one", "two")]
-    other = write_rows(tmp_path / "other" / "trace.jsonl", [row(s, loss=2.0) for s in range(1, 9)])
-    make(*paths, other)
-    text = (tmp_path / "out" / "report.html").read_text()
-    assert text.count("the same training loss in every step") == 1
-    assert "two has the same training loss in every step as one, which is drawn wider under it." in text
-    widths = dict(re.findall(r"stroke: (#\w{6}); stroke-width: ([\d.]+); stroke-linecap: square", text))
-    assert float(widths["#3b7dd8"]) > float(widths["#e0702a"])
 
 
 @pytest.mark.parametrize("steps", [0, 3])
