@@ -9,7 +9,6 @@ Norms are taken in parameter order and summed in float64, whatever buckets gradi
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import sys
 import threading
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
+from .._torch import without_gradients
 from .norms import GroupSums, SampleNorms, take_norm, take_norms, worth_sharing
 
 
@@ -68,9 +68,10 @@ def refuse_nested() -> None:
         RuntimeError: The pass that begins is a nested one.
     """
     # If torch.compile traces this hook, it supports no frames; it traces no nested backward passes either.
-    frame = None if torch.compiler.is_compiling() else inspect.currentframe()
+    frame = None if torch.compiler.is_compiling() else sys._getframe()
+    nested = CheckpointFunction.backward.__code__
     while frame is not None:
-        if frame.f_code is CheckpointFunction.backward.__code__:
+        if frame.f_code is nested:
             raise RuntimeError(_REENTRANT)
         frame = frame.f_back
 
@@ -237,7 +238,7 @@ class HookObserver(GradientObserver):
         self.samples = SampleNorms(self.groups, self.device)
         self._sums = GroupSums(len(self.groups), self.device)
         self._group_of = {p: g for g, params in enumerate(self.groups) for p in params}
-        self._shares: dict[tuple[int, int], list[Tensor]] = {}
+        self._shares: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
         self.detach()
         self.hook_all()
 
@@ -327,7 +328,7 @@ class HookObserver(GradientObserver):
     def local_sq_norms(self) -> Tensor:
         return self.samples.sums_of_squares()
 
-    @torch.no_grad()
+    @without_gradients
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
         if (rank, world_size) not in self._shares:
             self._shares[rank, world_size] = self._share(rank, world_size)
@@ -338,21 +339,24 @@ class HookObserver(GradientObserver):
         )
         if not self.complete:
             self.hook_all()
-        params = [p for p in share if p.grad is not None]
-        grads = [cast(Tensor, p.grad) for p in params]
+        with_grads = [(g, p, p.grad) for g, p in share if p.grad is not None]
         if precondition is None:
-            norms = take_norms(grads)
+            norms = take_norms([grad for _, _, grad in with_grads])
         else:
-            norms = [take_norm(precondition(p, grad)) for p, grad in zip(params, grads, strict=True)]
-        return self._sums([(self._group_of[p], norm) for p, norm in zip(params, norms, strict=True)])
+            norms = [take_norm(precondition(p, grad)) for _, p, grad in with_grads]
+        return self._sums([(g, norm) for (g, _, _), norm in zip(with_grads, norms, strict=True)])
 
-    def _share(self, rank: int, world_size: int) -> list[Tensor]:
-        """Return the parameters for which this worker takes the reduced norm: a run of about 1/N of all elements."""
+    def _share(self, rank: int, world_size: int) -> list[tuple[int, Tensor]]:
+        """Return the (parameter group, parameter) of which this worker takes the reduced norm: about 1/N of all elements."""
         params = [p for group in self.groups for p in group]
         total = max(sum(p.numel() for p in params), 1)
         ends = itertools.accumulate(p.numel() for p in params)
         middles = [end - p.numel() / 2 for p, end in zip(params, ends, strict=True)]
-        return [p for p, middle in zip(params, middles, strict=True) if int(middle * world_size / total) == rank]
+        return [
+            (self._group_of[p], p)
+            for p, middle in zip(params, middles, strict=True)
+            if int(middle * world_size / total) == rank
+        ]
 
     def detach(self) -> None:
         for handle in self.hooked.values():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 _LAST_STEPS = 20
 """Number of steps whose slowest sets the limit."""
@@ -26,14 +26,12 @@ class Phase(Enum):
     BETWEEN = "runs code of the loop between two steps"
     ENDED = "has ended"
 
-    @property
-    def timed(self) -> bool:
+    def __init__(self, text: str) -> None:
+        self.timed = text.startswith(("waits", "computes"))
         """Whether this phase is part of a step's time."""
-        return self in (Phase.DATA, Phase.PASS, Phase.REDUCTION)
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """Where a worker is.
 
     Attributes:
@@ -67,10 +65,11 @@ class Pulse:
 
     def enter(self, phase: Phase) -> None:
         """Begin a phase."""
-        now, before = time.monotonic(), self.position
-        if before.phase.timed:
-            self._spent += now - before.since
-        self.position = Position(before.steps, phase, now)
+        now = time.monotonic()
+        steps, before, since = self.position
+        if before.timed:
+            self._spent += now - since
+        self.position = Position(steps, phase, now)
 
     def end_step(self, steps: int) -> None:
         """End an optimizer step.
