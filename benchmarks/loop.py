@@ -12,6 +12,7 @@ those of a loop over ready batches: what the loop library adds, with data loadin
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import random
 import statistics
@@ -22,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -156,7 +157,7 @@ def _plain(model: nn.Module, pieces: Pieces, batches: Iterator[Any], passes: int
         meter()
 
 
-def run(task: Task, passes: int, meter: Meter) -> None:
+def run(task: Task, passes: int, meter: Meter, sharding: Literal["auto", "none"] = "auto") -> None:
     """Loop over a ``Run``: S is passes × workers."""
     from ray_adascale import AdaScaleConfig, Run
 
@@ -167,6 +168,7 @@ def run(task: Task, passes: int, meter: Meter) -> None:
         accumulation=passes,
         total_steps=10_000,
         scheduler_unit="step",
+        sharding=sharding,
     )
     made = Run(pieces.model, pieces.optimizer, pieces.scheduler, pieces.dataset, config)
     for x, y in made:
@@ -301,12 +303,13 @@ LOOPS: Mapping[str, Loop] = {
     "bare": bare,
     "plain": plain,
     "run": run,
+    "run_unsharded": functools.partial(run, sharding="none"),
     "attach": attached,
     "accelerate": accelerate,
     "lightning": lightning,
     "trainer": trainer,
 }
-ON_SEVERAL = ("bare", "plain", "run")
+ON_SEVERAL = ("bare", "plain", "run", "run_unsharded")
 """Kinds that run on several workers here."""
 
 
@@ -408,7 +411,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="few steps and kinds, one round: only check that it runs")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args(argv)
-    kinds = arguments.kinds or [k for k in LOOPS if k != "bare" and (arguments.workers == 1 or k in ON_SEVERAL)]
+    kinds = arguments.kinds or [
+        k for k in LOOPS if k != "bare" and (k in ON_SEVERAL if arguments.workers > 1 else k != "run_unsharded")
+    ]
     if arguments.workers > 1 and not set(kinds) <= set(ON_SEVERAL):
         parser.error(f"on several workers there are the kinds {', '.join(ON_SEVERAL)}")
     tasks = [t for t in TASKS if arguments.tasks is None or t.name in arguments.tasks]

@@ -312,16 +312,17 @@ class SampleNorms:
                 holder.add(index, grad)
 
             return hold
-        slot = next((slots.of[param] for slots in self._slots if param in slots.of), None)
-        dtype = None if slot is None else slot.dtype
 
         def take(grad: Tensor) -> None:
-            if grad.dtype is dtype and grad.layout is torch.strided and grad.is_cpu:
-                _vector_norm(grad, out=slot)
-            else:
-                norms[index] = take_norm(grad)
+            norms[index] = take_norm(grad)
 
         return take
+
+    def slot(self, param: Tensor) -> Tensor | None:
+        """Return the tensor, 0-dim, for the norm of a small parameter's dense gradient on the CPU; None for another parameter."""
+        if _is_held(param):
+            return None
+        return next((slots.of[param] for slots in self._slots if param in slots.of), None)
 
     def put(self, param: Tensor, norm: Tensor) -> None:
         """Set the norm of a parameter's gradient."""

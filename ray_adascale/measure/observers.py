@@ -249,6 +249,10 @@ class HookObserver(GradientObserver):
                 if param.requires_grad and param not in self.hooked:
                     self.hook(param, param)
 
+    def slot(self, param: Tensor) -> Tensor | None:
+        """Return the tensor for the norm of this parameter's gradients, if a hook may write it there without :meth:`taker`."""
+        return self.samples.slot(param) if self._local and self._precondition is None else None
+
     def taker(self, param: Tensor) -> Callable[[Tensor], object]:
         """Return a function that computes the norm of a gradient of this parameter and stores it in :attr:`samples`."""
         precondition, samples, param_ref = self._precondition, self.samples, weakref.ref(param)
@@ -266,6 +270,8 @@ class HookObserver(GradientObserver):
     def hook(self, param: Tensor, leaf: Tensor) -> None:
         """Watch the gradients of ``leaf`` as those of ``param``."""
         ref, take, current, seen = weakref.ref(self), self.taker(param), self._pass, 0
+        slot = self.slot(param)
+        dtype = None if slot is None else slot.dtype
 
         def hook(grad: Tensor) -> None:
             nonlocal seen
@@ -278,7 +284,12 @@ class HookObserver(GradientObserver):
             if seen == current.number:
                 raise RuntimeError(_REENTRANT)  # of a parameter in two checkpointed parts
             seen = current.number
-            take(grad.detach() if grad.requires_grad else grad)
+            if grad.requires_grad:
+                grad = grad.detach()
+            if grad.dtype is dtype and grad.layout is torch.strided and grad.is_cpu:
+                torch.linalg.vector_norm(grad, out=slot)
+            else:
+                take(grad)
 
         self.hooked[param] = leaf.register_hook(hook)
 
@@ -294,7 +305,7 @@ class HookObserver(GradientObserver):
 
     def _begin_pass(self) -> None:
         self._pass.number += 1
-        if (listener := self.listener) is not None:
+        if (listener := self._listener()) is not None:
             self.last_pass = listener.on_begin(self)
         self.samples.clear()
         ref = weakref.ref(self)
@@ -304,14 +315,14 @@ class HookObserver(GradientObserver):
             if observer is not None:
                 observer.samples.flush()  # DDP may write the reduced gradient into the same memory
                 queue_end_of_backward(after_reduction)
-                if observer._early and (listener := observer.listener) is not None:
+                if observer._early and (listener := observer._listener()) is not None:
                     listener.on_local(observer)
 
         def after_reduction() -> None:
             observer = ref()
             if observer is not None:
                 observer._pass.end = None
-                if (listener := observer.listener) is not None:
+                if (listener := observer._listener()) is not None:
                     if not observer._early:
                         listener.on_local(observer)
                     listener.on_reduced(observer)

@@ -222,7 +222,9 @@ class AdaScaleAlgorithm:
     def _advance(self, step: StepResult, lr_factor: float, increment: float) -> None:
         self._check_samples(step)
         tau = advanced(self.last.effective_steps, increment)
-        self.last = replace(step, effective_steps=tau, steps=self.last.steps + 1, lr_factor=lr_factor)
+        self.last = StepResult(
+            step.gain, tau, self.last.steps + 1, step.sigma2, step.mu2, lr_factor, payload=step.payload
+        )
 
     def _check_samples(self, step: StepResult) -> None:
         """Warn once if the gradient samples of several steps in a row were equal: A = C, and so σ² = 0."""

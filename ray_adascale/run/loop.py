@@ -125,6 +125,8 @@ class Run:
         parts = assemble(pieces, config, recipe=recipe, backend=LocalBackend() if backend is None else backend)
         self.backend, self.config, self.plan = parts.backend, parts.config, parts.plan
         self.source, self.schedule, self.base_schedule = parts.source, parts.schedule, parts.base_schedule
+        self.total_steps = self.base_schedule.total_steps
+        """T."""
         self.module, self.model, self.optimizer = parts.module, parts.model, parts.optimizer
         self.advice = parts.advice
         """Doubts about the schedule and the base batch, a sentence each. Rank 0 has warned of them."""
@@ -169,11 +171,6 @@ class Run:
         return run
 
     # ---- state of the run ----------------------------------------------------------------------------------------
-
-    @property
-    def total_steps(self) -> int:
-        """T."""
-        return self.base_schedule.total_steps
 
     @property
     def effective_steps(self) -> float:

@@ -74,6 +74,7 @@ class Passes:
         self._fully_sharded = fully_sharded
         self._reduces = isinstance(model, DistributedDataParallel | ShardedDataParallel)
         self._reduces_to_owners = isinstance(model, ShardedDataParallel)
+        self._params = list(module.parameters())
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self._batch: MicroBatch | None = None
         self._weights: list[float] = []
@@ -212,7 +213,7 @@ class Passes:
         if batch.is_last and self.scaler is not None:
             self.scaler.unscale_(self._optimizer)  # here, so that the loop sees and clips the true gradient
         if batch.is_last and self._reduces_to_owners:
-            mark_gradients_elsewhere(self._module.parameters())
+            mark_gradients_elsewhere(self._params)
         if not batch.is_last:
             self._no_sync.close()
 
@@ -251,7 +252,7 @@ class Passes:
     def step(self) -> None:
         """Take the optimizer step."""
         if self._reduces_to_owners:
-            unmark_gradients(self._module.parameters())
+            unmark_gradients(self._params)
         self._stepping = True
         try:
             if self.scaler is not None:
