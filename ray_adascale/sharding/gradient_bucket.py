@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._torch import without_gradients
 from ..measure.norms import take_group_norms
 from .buckets import Bucket, Span, memory_view
 from .collectives import Buffers, Reduction
@@ -89,7 +90,7 @@ class GradientBucket:
     def begin_pass(self) -> None:
         """Wait for the gradients of a backward pass."""
         self.arrived = [False] * len(self.bucket.params)
-        self.missing = sum(p.requires_grad for p in self.bucket.params)
+        self.missing = sum([p.requires_grad for p in self.bucket.params])
         self.launched = self.observed = False
 
     @property
@@ -127,7 +128,6 @@ class GradientBucket:
             pieces.append((-1, 0, self._bounds[-1] - position))
         return pieces
 
-    @torch.no_grad()
     def _collect(self) -> Tensor:
         """Return this worker's gradients in one buffer, with flags of zero; the parameters' ``.grad`` are None afterwards."""
         flat = self.bucket.flat
@@ -150,7 +150,7 @@ class GradientBucket:
         self._taken = self._buffers.take(self._bounds[-1], flat.dtype, flat.device)
         return torch.cat(parts, out=self._taken[: self._bounds[-1]])
 
-    @torch.no_grad()
+    @without_gradients
     def launch(self) -> None:
         """Send the shards of this worker's gradients to their owners."""
         summand = self._collect()
@@ -171,7 +171,7 @@ class GradientBucket:
             self._flags[seen] = flags
         return flags
 
-    @torch.no_grad()
+    @without_gradients
     def finish(self) -> None:
         """Wait for the reduction; from here on this worker's fragments have their gradients."""
         assert self._work is not None
@@ -204,7 +204,7 @@ class GradientBucket:
         if self.observed:
             self.own_norms()  # while the shard is in the cache
 
-    @torch.no_grad()
+    @without_gradients
     def reopen(self) -> None:
         """Prepare for further gradients, which add to those that the optimizer has left. A gradient that it cleared is zero."""
         if self.shard is None or not self.held:

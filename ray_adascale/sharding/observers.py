@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from .._torch import without_gradients
 from ..measure.observers import GradientObserver, HookObserver, PassListener
 
 
@@ -61,7 +61,7 @@ class ShardObserver(HookObserver):
         reducer = self._reducer()
         return iter(()) if reducer is None else reducer.own_gradients()
 
-    @torch.no_grad()
+    @without_gradients
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
         reducer = self._reducer()
         if reducer is None:
