@@ -66,7 +66,9 @@ class ShardObserver(HookObserver):
         reducer = self._reducer()
         if reducer is None:
             raise RuntimeError("The ShardedDataParallel of this optimizer is gone; keep the wrapped model.")
-        self.complete = all(p in self.hooked for params in self.groups for p in params if p.requires_grad)
+        self.complete = len(self.hooked) == len(self._group_of) or all(
+            p in self.hooked for params in self.groups for p in params if p.requires_grad
+        )
         if not self.complete:
             self.hook_all()
         return self._sums(reducer.own_norms())
