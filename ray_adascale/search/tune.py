@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import pyarrow.fs
@@ -141,24 +141,8 @@ def tune_recipe(
         RuntimeError: No trial reached T.
         KeyboardInterrupt: The search was interrupted. (Tune itself would return the trials so far.)
     """
-    spec = SearchSpec(
-        workload=workload,
-        param_space=param_space,
-        base_batch_size=base_batch_size,
-        total_steps=total_steps,
-        total_epochs=total_epochs,
-        num_samples=num_samples,
-        repeats=repeats,
-        repeat_best=repeat_best,
-        search_alg=search_alg,
-        scheduler=scheduler,
-        seed=seed,
-        config=config,
-        resources_per_trial=resources_per_trial,
-        scaling_config=scaling_config,
-        max_concurrent_trials=max_concurrent_trials,
-        probe_every=probe_every,
-    )
+    given = locals()
+    spec = SearchSpec(**{each.name: given[each.name] for each in fields(SearchSpec) if each.init})
     for callback in callbacks:
         check_type("callback", callback, tune.Callback, _TUNES_CALLBACKS)
     quiet_init()
