@@ -22,12 +22,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .. import scaling_rules
 from .._torch import uncompiled
-from ..chain import SEVERAL_OPTIMIZERS
 from ..gain import plain_gain
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
 from ..optim.rules import RuleInput
 from ..optim.step_shape import StepShape
+from ..optim.wrapper import check_wrappable
 from ..scaling_rules import VARIANCE_FLOOR, ScalingRuleBase
 
 _ANY_PASSES = 1 << 30
@@ -221,13 +221,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 "AdaptiveDataParallel needs a process group, also for one process. Call torch.distributed.init_process_group() "
                 "first; alone: init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)."
             )
-        if isinstance(optimizer, list | tuple):
-            raise ValueError(f"Invalid optimizer: a {type(optimizer).__name__}. Must be one. {SEVERAL_OPTIMIZERS}")
-        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AdaScale):
-            raise ValueError(
-                f"Invalid optimizer of type {type(optimizer).__name__}. Must be a plain torch.optim.Optimizer: the scaling rule "
-                "takes AdaScale's place."
-            )
+        check_wrappable(optimizer)
         default = scaling_rules.AdamScale if isinstance(optimizer, Adam | AdamW) else scaling_rules.AdaScale
         rule = default() if scaling_rule is None else scaling_rule
         if not isinstance(rule, ScalingRuleBase):

@@ -459,7 +459,7 @@ def _refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             AdaptiveDataParallel(make_model(), sgd, **kwargs)
-    with pytest.raises(ValueError, match="AdaScale's place"):
+    with pytest.raises(ValueError, match="wrapped in AdaScale already"):
         AdaptiveDataParallel(make_model(), AdaScale(sgd, num_gradients_to_accumulate=2))
     bare = make_model()
     model = AdaptiveDataParallel(
