@@ -253,45 +253,33 @@ def decimals(axis: Any) -> None:
 
 
 def picture(plan: Plan, page: Path, name: str, title: str, draw: Draw) -> Path:
-    """Draw a panel for every workload, and save the picture beside the page.
-
-    A picture of one workload has the legend below and letters that are legible at a width of 390 pixels.
-    """
+    """Draw a panel for every workload, and save the picture beside the page."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    alone = len(plan.workloads) == 1
     figure, axes = plt.subplots(
         1, len(plan.workloads), figsize=(4.6 * len(plan.workloads), 4), layout="constrained", squeeze=False
     )
     for panel, workload in zip(axes[0], plan.workloads, strict=True):
         draw(panel, workload)
         case = plan.case(workload)
-        panel.set(title="" if alone else workload, yscale="log" if panel.has_data() else "linear")
+        panel.set(title=workload, yscale="log" if panel.has_data() else "linear")
         panel.set_ylabel(f"1 − {case.metric}" if case.perfect else case.metric)
         decimals(panel.yaxis)
-        panel.tick_params(axis="both", which="both", labelsize=9 if alone else 7)
+        panel.tick_params(axis="both", which="both", labelsize=7)
         panel.spines[["top", "right"]].set_visible(False)
-    if alone:
-        figure.legend(frameon=False, fontsize=9, ncols=3, loc="outside lower center")
-    elif axes[0][0].get_legend_handles_labels()[1]:
+    if axes[0][0].get_legend_handles_labels()[1]:
         axes[0][0].legend(frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=11)
     path = page.with_name(f"{page.stem}-{name}.png")
-    figure.savefig(path, dpi=200 if alone else 110)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
 
 
-def picture_by_scale(
-    plan: Plan,
-    results: Results,
-    page: Path,
-    name: str = "scale",
-    title: str = "Test metric against scale, less is better: mean ± sd over seeds",
-) -> Path:
+def picture_by_scale(plan: Plan, results: Results, page: Path) -> Path:
     """Draw the metric against scale. A dashed line marks the mean at S = 1."""
 
     def draw(panel: Any, workload: str) -> None:
@@ -316,7 +304,8 @@ def picture_by_scale(
             panel.axhline(statistics.mean(losses), color="0.6", lw=0.8, ls="--", zorder=0)
         panel.set(xlabel="S   (×: runs that failed)", xticks=range(len(plan.scales)), xticklabels=plan.scales)
 
-    return picture(plan, page, name, title, draw)
+    title = "Test metric against scale, less is better: mean ± sd over seeds"
+    return picture(plan, page, "scale", title, draw)
 
 
 def picture_by_tau(plan: Plan, results: Results, page: Path) -> Path:
