@@ -193,7 +193,8 @@ def picture_of_one(plan: Plan, results: Results, page: Path, workload: str) -> P
     edge = panel.get_xaxis_transform()
     panel.axhline(base, color="0.45", lw=1, ls="--", label="base run, S = 1", zorder=0)
     for number, method in enumerate(SGD.pictured):
-        points, offset, color = [], 0.07 * (number - 2), f"C{number}"
+        points: list[tuple[float, float, float]] = []
+        offset, color = 0.07 * (number - 2), f"C{number}"
         for place, scale in enumerate(plan.scales):
             good = losses(scale, method)
             if scale == 1:
@@ -253,7 +254,7 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
     kept = by_hand(page)
     page.parent.mkdir(parents=True, exist_ok=True)
     scale, curves, grid = (draw(plan, results, page) for draw in (picture_by_scale, picture_by_tau, picture_of_grid))
-    if seeds_of(plan, results, PICTURED, 1, SGD.own):
+    if PICTURED in plan.workloads and seeds_of(plan, results, PICTURED, 1, SGD.own):
         picture_of_one(plan, results, page, PICTURED)
     parts = [
         "# Does the schedule transfer?",
