@@ -33,6 +33,7 @@ from comparison_page import (
     difference,
     picture_by_scale,
     picture_by_tau,
+    picture_of_one,
     provenance,
     verdicts,
     workload_table,
@@ -48,6 +49,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 from bench import PAGES, by_hand, count, markdown
 
 PAGE = PAGES / "at-size.md"
+LABELS = {"linear": "LR × S", "√": "LR × √S", "unscaled": "LR unscaled"}
+"""Names of methods in the picture of one workload."""
 KEPT = "benchmarks/studies/kept/at_size.jsonl"
 LONGER = Comparison(
     optimizer="sgd",
@@ -189,6 +192,7 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
     page.parent.mkdir(parents=True, exist_ok=True)
     narrow = replace(plan, comparison=replace(LONGER, methods={name: LONGER.methods[name] for name in EQUAL_STEPS}))
     scale, curves = (draw(narrow, results, page) for draw in (picture_by_scale, picture_by_tau))
+    picture_of_one(narrow, results, page, "smiles", LABELS, shown=0.45)
     sections = []
     for workload in plan.workloads:
         best = best_schedule(plan, results, workload)

@@ -30,12 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import comparison
-from comparison import Comparison, Job, Method, Plan, Result, Results, conduct, grid_score, seeds_of
+from comparison import Comparison, Job, Method, Plan, Result, Results, conduct, grid_score
 from comparison_page import (
     decimals,
     picture,
     picture_by_scale,
     picture_by_tau,
+    picture_of_one,
     print_tables,
     provenance,
     verdicts,
@@ -53,6 +54,8 @@ PAGE = PAGES / "transfer.md"
 KEPT = "benchmarks/studies/kept/transfer.jsonl"
 PICTURED = "text"
 """The workload of README's picture."""
+LABELS = {"LSW": "LR × S, T/S steps", "LSW+": "LR × S", "√": "LR × √S", "unscaled": "LR unscaled"}
+"""Names of methods in README's picture, where the page's own are too short."""
 SGD = Comparison(
     optimizer="sgd",
     cases=CASES,
@@ -165,66 +168,6 @@ def picture_of_grid(plan: Plan, results: Results, page: Path) -> Path:
     return picture(plan, page, "grid", title, draw)
 
 
-LABELS = {"LSW": "LR × S, T/S steps", "LSW+": "LR × S", "√": "LR × √S", "unscaled": "LR unscaled"}
-"""Names of methods in README's picture, where the page's own are too short."""
-SHOWN = 0.15
-"""Upper edge of README's picture: this share of the way from the base run's loss to that of the best answer without an input."""
-
-
-def picture_of_one(plan: Plan, results: Results, page: Path, workload: str) -> Path:
-    """Draw the metric of one workload against scale, legible at a width of 390 pixels.
-
-    A mean above the axis is a triangle at its upper edge, with its value; a method whose runs all failed is a cross there.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    case = plan.case(workload)
-
-    def losses(scale: int, method: str) -> list[float]:
-        found = seeds_of(plan, results, workload, scale, method).values()
-        return [case.loss(r.score) for r in found if not r.failed and r.score is not None]
-
-    base = statistics.mean(losses(1, SGD.own))
-    limit = base + SHOWN * (case.loss(case.chance()) - base)
-    figure, panel = plt.subplots(figsize=(4.6, 3.9), layout="constrained")
-    edge = panel.get_xaxis_transform()
-    panel.axhline(base, color="0.45", lw=1, ls="--", label="base run, S = 1", zorder=0)
-    for number, method in enumerate(SGD.pictured):
-        points: list[tuple[float, float, float]] = []
-        offset, color = 0.07 * (number - 2), f"C{number}"
-        for place, scale in enumerate(plan.scales):
-            good = losses(scale, method)
-            if scale == 1:
-                points.append((place, base, 0.0))
-            elif not good:
-                panel.plot(place + offset, 0.97, "x", color=color, transform=edge, ms=7, mew=2, clip_on=False)
-            elif (mean := statistics.mean(good)) > limit:
-                panel.plot(place + offset, 0.97, "^", color=color, transform=edge, ms=7, clip_on=False)
-                panel.text(place + offset + 0.1, 0.97, f"{mean:.2f}", color=color, transform=edge, va="center")
-            else:
-                points.append((place + offset, mean, statistics.stdev(good) if len(good) > 1 else 0.0))
-        xs, ys, errors = zip(*points, strict=True)
-        own = method == SGD.own
-        style = {"fmt": "o-", "ms": 6 if own else 4, "lw": 2.6 if own else 1.4, "capsize": 2, "zorder": 3 if own else 2}
-        panel.errorbar(xs, ys, errors, color=color, label=LABELS.get(method, method), **style)
-    panel.set(ylim=(None, limit), xticks=range(len(plan.scales)), xticklabels=plan.scales)
-    panel.set_xlabel("S, batch / batch of the base run", fontsize=10)
-    panel.set_ylabel(f"test {case.metric}", fontsize=10)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.set_title(
-        f"One schedule, larger batches: less is better\n(▲ off the axis, × failed; {count(plan.seeds, 'seed')})",
-        fontsize=11,
-    )
-    figure.legend(frameon=False, fontsize=10, ncols=2, loc="outside lower center")
-    path = page.with_name(f"{page.stem}-one.png")
-    figure.savefig(path, dpi=200)
-    plt.close(figure)
-    return path
-
-
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 HOW = """\
@@ -254,8 +197,7 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
     kept = by_hand(page)
     page.parent.mkdir(parents=True, exist_ok=True)
     scale, curves, grid = (draw(plan, results, page) for draw in (picture_by_scale, picture_by_tau, picture_of_grid))
-    if PICTURED in plan.workloads and seeds_of(plan, results, PICTURED, 1, SGD.own):
-        picture_of_one(plan, results, page, PICTURED)
+    picture_of_one(plan, results, page, PICTURED, LABELS, shown=0.15)
     parts = [
         "# Does the schedule transfer?",
         "One schedule, tuned at the base batch, carried to larger batches by six methods, on three workloads of different "
