@@ -172,13 +172,12 @@ def _signatures(folder: Path) -> dict[str, Any]:
 
 
 GIVEN: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "README.md": _signatures,
     "docs/guides/elastic.md": _signatures,
     "docs/start/quickstart.md": _storage,
     "docs/start/workloads.md": _storage,
     "docs/guides/forecast.md": _forecast,
     "docs/guides/checkpoints.md": _checkpoints,
-    "docs/guides/report.md": _report,
+    "docs/guides/monitoring.md": _report,
 }
 NEEDS_RAY = ("docs/start/quickstart.md", "docs/start/workloads.md")
 NEEDS_GROUP = ("docs/guides/sharding.md",)  # a process group, of one worker
