@@ -219,6 +219,15 @@ def test_no_block_is_passed_over(page: Path) -> None:
     assert {block["kind"] for block in found} <= {"python", "text", "diff", ""}
 
 
+@pytest.mark.parametrize(
+    "page", [path for path in ALL_PAGES if path.parent.name in ("start", "guides", "reference")], ids=_name
+)
+def test_code_fits_the_width_of_the_site(page: Path) -> None:
+    """102 characters (docs/static/site.css); blocks of kind "text" wrap."""
+    found = [block for block in FENCE.finditer(page.read_text()) if block["kind"] != "text"]
+    assert not [line for block in found for line in block["code"].splitlines() if len(line) > 102]
+
+
 @pytest.mark.ray
 def test_the_readmes_own_loop_runs(ray_session: Path) -> None:
     """What README's first diff makes of a loop, on one worker without a GPU, two epochs."""
