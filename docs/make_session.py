@@ -29,9 +29,7 @@ OUTPUT = re.compile(r"(<!-- output: (\w+) -->\n)(.*?)(<!-- end of output -->)", 
 ROOT = Path(__file__).parents[1]
 
 WORKLOAD = "digits.py:workload"
-RUN = (
-    "train digits.py:workload --recipe recipe.json --num-workers 2 --name big --storage-path runs --checkpoint-every 4"
-)
+RUN = "ray-adascale train digits.py:workload --recipe recipe.json --num-workers 2 --name big --storage-path runs --checkpoint-every 4"
 
 
 def _kill_a_worker(process: subprocess.Popen[str]) -> str:
@@ -50,8 +48,8 @@ def _press_ctrl_c(process: subprocess.Popen[str]) -> str:
 Act = tuple[re.Pattern[str], Callable[[subprocess.Popen[str]], str]]
 STEPS: list[tuple[str, str, list[Act], int]] = [
     # The name of the output, the command, the actions with the lines that start them, and the exit code.
-    ("tune", f"tune {WORKLOAD} --base-batch-size 8 --total-steps 3000 --num-samples 4 --repeats 1", [], 0),
-    ("forecast", "forecast recipe.json --workers 1,2,4,8", [], 0),
+    ("tune", f"ray-adascale tune {WORKLOAD} --base-batch-size 8 --total-steps 3000 --num-samples 4 --repeats 1", [], 0),
+    ("forecast", "ray-adascale forecast recipe.json --workers 1,2,4,8", [], 0),
     (
         "train",
         f"{RUN} --max-failures 1",
@@ -62,20 +60,25 @@ STEPS: list[tuple[str, str, list[Act], int]] = [
         ],
         130,
     ),
-    ("resume", "resume runs/big", [], 0),
-    ("describe", "describe runs/big", [], 0),
-    ("report", "report runs/big --recipe recipe.json", [], 0),
+    ("resume", "ray-adascale resume runs/big", [], 0),
+    ("describe", "ray-adascale describe runs/big", [], 0),
+    ("report", "ray-adascale report runs/big --recipe recipe.json", [], 0),
     ("refused", f"{RUN} --base-batch-size 4", [], 2),
-    ("crowded", f"train {WORKLOAD} --recipe recipe.json --num-workers 500", [], 2),
+    ("crowded", f"ray-adascale train {WORKLOAD} --recipe recipe.json --num-workers 500", [], 2),
+    ("grow", "python examples/elastic_run.py --smoke", [], 0),
 ]
 
 
 def run(command: str, acts: list[Act], folder: Path) -> tuple[list[str], int]:
     """Return the lines that the command prints, in their order, and its exit code."""
-    words = [sys.executable, "-u", "-m", "ray_adascale.cli", *shlex.split(command)]
+    program, *words = shlex.split(command)
+    if program == "python":
+        words = [str(ROOT / words[0]), *words[1:]]
+    else:
+        words = ["-m", "ray_adascale.cli", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
     process = subprocess.Popen(
-        words,
+        [sys.executable, "-u", *words],
         cwd=folder,
         env=environment,
         text=True,
@@ -83,7 +86,7 @@ def run(command: str, acts: list[Act], folder: Path) -> tuple[list[str], int]:
         stderr=subprocess.STDOUT,
         start_new_session=True,  # signals must reach this command alone
     )
-    timer = threading.Timer(300, process.kill)
+    timer = threading.Timer(600, process.kill)
     timer.start()
     lines, left = [], list(acts)
     assert process.stdout is not None
@@ -110,8 +113,8 @@ def outputs(folder: Path) -> dict[str, str]:
     for name, command, acts, code in STEPS:
         lines, found = run(command, acts, folder)
         if found != code:
-            raise SystemExit(f"`ray-adascale {command}` exits with {found}, not {code}:\n" + "\n".join(lines))
-        shown = [f"$ ray-adascale {command}", *lines, *([f"(exit code {code})"] if code else [])]
+            raise SystemExit(f"`{command}` exits with {found}, not {code}:\n" + "\n".join(lines))
+        shown = [f"$ {command}", *lines, *([f"(exit code {code})"] if code else [])]
         made[name] = "\n".join(["```text", *shown, "```\n"])
     return made
 
