@@ -29,7 +29,10 @@ OUTPUT = re.compile(r"(<!-- output: (\w+) -->\n)(.*?)(<!-- end of output -->)", 
 ROOT = Path(__file__).parents[1]
 
 WORKLOAD = "digits.py:workload"
-RUN = "ray-adascale train digits.py:workload --recipe recipe.json --num-workers 2 --name big --storage-path runs --checkpoint-every 4"
+RUN = (
+    f"ray-adascale train {WORKLOAD} --recipe recipe.json --num-workers 2 --name big --storage-path runs "
+    "--checkpoint-every 4"
+)
 
 
 def _kill_a_worker(process: subprocess.Popen[str]) -> str:
