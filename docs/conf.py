@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 from ray_adascale import __version__
+
+sys.path.insert(0, str(Path(__file__).parent))
+import messages
 
 project = "ray_adascale"
 copyright = "the ray_adascale authors"
@@ -82,6 +86,12 @@ def leave_out(app: Any, docname: str, source: list[str]) -> None:
         source[0] = f"---\norphan: true\nnosearch: true\n---\n\n{source[0]}"
 
 
+def add_messages(app: Any, docname: str, source: list[str]) -> None:
+    """Append the texts of errors and warnings to their page."""
+    if docname == "docs/reference/messages":
+        source[0] += messages.page()
+
+
 def keep_colons(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Start a property's docstring with an empty comment: napoleon would read text before a colon in its first line as a type."""
     if what in ("property", "attribute", "data"):
@@ -97,5 +107,6 @@ def copy_front_page(app: Any, exception: Exception | None) -> None:
 def setup(app: Any) -> None:
     app.connect("source-read", add_navigation)
     app.connect("source-read", leave_out)
+    app.connect("source-read", add_messages)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon, at 500
     app.connect("build-finished", copy_front_page)
