@@ -2,7 +2,7 @@
 
     python docs/make_pictures.py
 
-``forecast.png`` has optimizer steps and speed-up against workers, forecast from one base run. ``resize.png`` has a run whose
+``forecast.png`` has optimizer steps against workers, forecast from one base run. ``resize.png`` has a run whose
 scale changes ten times: the metric, the scale and the gain over effective steps.
 """
 
@@ -74,13 +74,28 @@ def rows_of_run(rule: Any, scales: tuple[int, ...], steps: int) -> list[dict[str
         return list(read_trace(Path(folder) / "trace.jsonl"))
 
 
-def draw_resize(path: Path, steps: int = STEPS) -> None:
-    """Draw the metric of three runs, and scale and gain of the one with AdaScale."""
+def pyplot() -> Any:
+    """Return ``matplotlib.pyplot`` for pictures in files."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def finish(figure: Any, path: Path) -> None:
+    """Add legends where there are none, and save the picture, legible at a width of 390 pixels."""
+    for axes in figure.axes:
+        if axes.get_legend() is None:
+            axes.legend(frameon=False, fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=200)
+
+
+def draw_resize(path: Path, steps: int = STEPS) -> None:
+    """Draw the metric of three runs, and scale and gain of the one with AdaScale."""
+    plt = pyplot()
     figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(4.6, 4.8), layout="constrained")
     runs = {
         "base run, S = 1": ("adascale", (1,), {"color": "0.45", "lw": 1.4, "ls": "--"}),
@@ -99,18 +114,25 @@ def draw_resize(path: Path, steps: int = STEPS) -> None:
     below.set_ylim(0, 10)
     above.set_title("Ten changes of the scale within a run", fontsize=11)
     below.set_xlabel("effective steps τ", fontsize=10)
-    above.legend(frameon=False, fontsize=10)
     below.legend(frameon=False, fontsize=10, ncols=2, loc="upper center")
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=200)
-    plt.close(figure)
+    finish(figure, path)
 
 
 def draw_forecast(path: Path, steps: int = STEPS) -> None:
     """Draw a forecast from one base run."""
+    plt = pyplot()
     recipe = record_recipe(workload, CONFIG, base_batch_size=BATCH, total_steps=steps)
-    forecast_recipe(recipe, workers=(1, 2, 4, 8, 16, 32)).plot(path)
+    rows = forecast_recipe(recipe, workers=(1, 2, 4, 8, 16, 32)).rows
+    figure, axes = plt.subplots(figsize=(4.6, 3.2), layout="constrained")
+    workers = [row.workers for row in rows]
+    axes.plot(workers, [row.steps for row in rows], "o-", lw=2.6, label="forecast")
+    axes.fill_between(workers, [row.low for row in rows], [row.high for row in rows], alpha=0.2, label="interval")
+    axes.plot(workers, [steps / row.scale for row in rows], "--", color="0.45", lw=1.4, label="T / S")
+    axes.set(xscale="log", yscale="log", xticks=workers, xticklabels=workers)
+    axes.minorticks_off()
+    axes.set_xlabel("workers", fontsize=10)
+    axes.set_ylabel("optimizer steps", fontsize=10)
+    finish(figure, path)
 
 
 def main() -> int:

@@ -181,7 +181,7 @@ class Forecast:
             ValueError: matplotlib is missing.
         """
         plt = pyplot("a plot")
-        figure, (left, right) = plt.subplots(1, 2, figsize=(6, 3), layout="constrained")
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
         workers = [row.workers for row in self.rows]
         left.plot(workers, [row.steps for row in self.rows], "o-", label="forecast")
         left.fill_between(
@@ -197,7 +197,7 @@ class Forecast:
             axes.minorticks_off()
             axes.legend(frameon=False)
             axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(Path(path), dpi=200)
+        figure.savefig(Path(path), dpi=130)
         plt.close(figure)
 
 
