@@ -31,7 +31,12 @@ def test_the_readmes_workload_trains_at_its_base_batch(tmp_path: Path) -> None:
 
 def test_a_figure_comes_first_then_the_commands_the_loop_and_the_workload_whose_commands_run_it() -> None:
     text, code = (readme.ROOT / "README.md").read_text(), readme.workload()
-    order = ["](docs/results/transfer-one.png)", "\nmake demo ", "```diff\n def train_loop_per_worker", code]
+    order = [
+        "](benchmarks/studies/pages/transfer-one.png)",
+        "\nmake demo ",
+        "```diff\n def train_loop_per_worker",
+        code,
+    ]
     assert [text.count(mark) for mark in order] == [1, 1, 1, 1]
     assert sorted(order, key=text.index) == order
     assert "|" not in text[: text.index(order[0])]  # no table
