@@ -80,16 +80,16 @@ def add_navigation(app: Any, docname: str, source: list[str]) -> None:
         source[0] += "\n".join(["\n\n```{toctree}", ":hidden:", f":caption: {group}", "", *names, "```\n"])
 
 
-def leave_out(app: Any, docname: str, source: list[str]) -> None:
-    """Leave the studies' pages out of navigation and search. What was measured links to them."""
-    if docname.startswith("benchmarks/studies/"):
-        source[0] = f"---\norphan: true\nnosearch: true\n---\n\n{source[0]}"
-
-
 def add_messages(app: Any, docname: str, source: list[str]) -> None:
     """Append the texts of errors and warnings to their page."""
     if docname == "docs/reference/messages":
         source[0] += messages.page()
+
+
+def leave_out(app: Any, docname: str, source: list[str]) -> None:
+    """Leave the studies' pages out of navigation and search. What was measured links to them."""
+    if docname.startswith("benchmarks/studies/"):
+        source[0] = f"---\norphan: true\nnosearch: true\n---\n\n{source[0]}"
 
 
 def keep_colons(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
@@ -106,7 +106,7 @@ def copy_front_page(app: Any, exception: Exception | None) -> None:
 
 def setup(app: Any) -> None:
     app.connect("source-read", add_navigation)
-    app.connect("source-read", leave_out)
     app.connect("source-read", add_messages)
+    app.connect("source-read", leave_out)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon, at 500
     app.connect("build-finished", copy_front_page)

@@ -67,6 +67,8 @@ def test_the_readme_shows_the_table_that_the_demo_prints(demo: Any, tmp_path: Pa
     shown = re.findall(r"^\| .*\|$", (EXAMPLES.parent / "README.md").read_text(), flags=re.MULTILINE)
     first = shown.index(demo.table([]).splitlines()[0])
     assert shown[first + 1] == demo.table([]).splitlines()[1]
+    kept = EXAMPLES.parent / "benchmarks" / "studies" / "pages" / "demo.md"  # with date and machine
+    assert "\n".join(shown[first : first + 7]) in kept.read_text()
     outcomes = []
     for row in shown[first + 2 : first + 7]:
         way, scale, steps, tau, mean, each = row.strip("| ").split(" | ")

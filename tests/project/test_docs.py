@@ -336,6 +336,14 @@ def test_the_page_of_messages_has_ten_errors_at_random() -> None:
         assert messages.escaped(text.strip()) in page, text
 
 
+def test_the_page_of_monitoring_has_every_metric() -> None:
+    from ray_adascale.run.observe.metrics import METRICS
+
+    section = (ROOT / "docs/guides/monitoring.md").read_text().partition("\n## The metrics\n")[2].partition("\n## ")[0]
+    keys = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)))
+    assert sorted(keys) == sorted(METRICS)
+
+
 def test_the_table_of_gains_is_computed() -> None:
     """docs/guides/choosing.md shows the numbers that its own block computes."""
     page = ROOT / "docs" / "guides" / "choosing.md"
