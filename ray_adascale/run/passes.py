@@ -75,7 +75,7 @@ class Passes:
         self._reduces = isinstance(model, DistributedDataParallel | ShardedDataParallel)
         self._reduces_to_owners = isinstance(model, ShardedDataParallel)
         self._params = list(module.parameters())
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._zero = self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self._batch: MicroBatch | None = None
         self._weights: list[float] = []
         self._backward_done = False
@@ -183,10 +183,8 @@ class Passes:
             self._check_mode()
         if self._dtype is not None:
             self._autocast.close()
-        share = loss.detach().to(self._device, torch.float64)
-        if batch.weight != 1:
-            share = share * batch.weight
-        self.loss = share if batch.pass_index == 0 else self.loss + share
+        before = self._zero if batch.pass_index == 0 else self.loss
+        self.loss = torch.add(before, loss.detach(), alpha=batch.weight)
 
     def backward(self, loss: Tensor, plan: BatchPlan) -> None:
         """Run the backward pass. The loss is weighted by the examples or units of the micro-batch, and scaled for fp16."""
