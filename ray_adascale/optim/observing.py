@@ -61,7 +61,7 @@ def make_observer(
         return FSDP2Observer(groups, listener, model=cast(torch.nn.Module, model), world_size=workers, local=local)
     if has_sharded_gradients(optimizer):
         oss = cast(OSS, optimizer)
-        return cast(GradientReducer, oss.reducer).observe(listener)
+        return cast(GradientReducer, oss.reducer).observe(listener, accumulating=not one_pass)
     if isinstance(model, DistributedDataParallel) and local and one_pass and not precondition:
         # Of several passes, a bucket holds the sum; a precondition is of one parameter.
         buckets = bucket_observer(model, groups, listener)

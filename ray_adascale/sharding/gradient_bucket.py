@@ -32,10 +32,12 @@ class GradientBucket:
         buffers: Source of memory that is needed during a pass only.
 
     Attributes:
+        segments: (parameter group, start, end) of the elements in the result of :meth:`collect`.
         arrived: Whether each parameter has its gradient in the running pass.
         missing: Number of trainable parameters without their gradient.
         launched: Whether this bucket was sent in the running pass.
         observed: Whether the reduced gradient's norm is needed.
+        accumulated: Unreduced gradients of earlier passes, if each pass's norm is needed.
         shard: The sum over passes of this worker's reduced shard, with flags; it is valid while ``held``.
         held: Whether this worker's fragments have reduced gradients.
     """
@@ -72,6 +74,7 @@ class GradientBucket:
         self._flag_params = [span.index for spans in self._spans for span in spans]
         self._flags: dict[tuple[bool, ...], Tensor] = {}  # by the parameters with a gradient
         everywhere = list(itertools.chain.from_iterable(places))
+        self.segments = self._segments(everywhere, 0)
         self._own_segments = self._segments(places[bucket.rank], self._bounds[bucket.rank])
         self._pieces = self._plan(everywhere)
         zeros = max((end for index, _, end in self._pieces if index < 0), default=0)
@@ -81,6 +84,7 @@ class GradientBucket:
         self._plain = [p.is_contiguous() for p in bucket.params]
         self.shard: Tensor | None = None
         self.held = False
+        self.accumulated: Tensor | None = None
         self._work: Reduction | None = None
         self._wire: Tensor | None = None
         self._taken: Tensor | None = None
@@ -101,7 +105,7 @@ class GradientBucket:
     @property
     def unsent(self) -> bool:
         """Whether gradients of earlier passes are still on this worker."""
-        return any(p.grad is not None for p in self.bucket.params)
+        return self.accumulated is not None or any(p.grad is not None for p in self.bucket.params)
 
     def _segments(self, places: list[tuple[Span, int]], start: int) -> list[tuple[int, int, int]]:
         """Return (parameter group, from, to) of spans, counted from ``start``, in as few runs as possible."""
@@ -128,8 +132,13 @@ class GradientBucket:
             pieces.append((-1, 0, self._bounds[-1] - position))
         return pieces
 
-    def _collect(self) -> Tensor:
-        """Return this worker's gradients in one buffer, with flags of zero; the parameters' ``.grad`` are None afterwards."""
+    @without_gradients
+    def collect(self, *, keep: bool) -> Tensor:
+        """Return this worker's gradients in one buffer, with flags of zero; the parameters' ``.grad`` are None afterwards.
+
+        Args:
+            keep: Use memory of its own; else a buffer that :meth:`release` gives back.
+        """
         flat = self.bucket.flat
         flats: list[Tensor] = []
         for i, (p, plain) in enumerate(zip(self.bucket.params, self._plain, strict=True)):
@@ -147,13 +156,20 @@ class GradientBucket:
             flats[index] if start < 0 else (self._zeros if index < 0 else flats[index])[start:end]
             for index, start, end in self._pieces
         ]
+        if keep:
+            return torch.cat(parts)
         self._taken = self._buffers.take(self._bounds[-1], flat.dtype, flat.device)
         return torch.cat(parts, out=self._taken[: self._bounds[-1]])
 
+    def release(self) -> None:
+        """Give back the buffer that :meth:`collect` took."""
+        if self._taken is not None:
+            self._buffers.give_back(self._taken)
+            self._taken = None
+
     @without_gradients
-    def launch(self) -> None:
-        """Send the shards of this worker's gradients to their owners."""
-        summand = self._collect()
+    def launch(self, summand: Tensor) -> None:
+        """Send the shards to their owners."""
         summand.index_copy_(0, self._flag_positions, self._flags_of(tuple(self._seen), summand))
         if self._half or self._wire_dtype is not None:
             summand.mul_(1 / self.bucket.world_size)
@@ -183,14 +199,13 @@ class GradientBucket:
             self.held = False
         fresh = torch.empty_like(self.shard) if self.held else self.shard
         self._work.wait(fresh)
-        assert self._taken is not None
-        self._buffers.give_back(self._taken)
+        self.release()
         if self._wire.dtype.itemsize >= 4:
             fresh.mul_(1 / self.bucket.world_size)
         if self.held:
             self.shard.add_(fresh)
         self.held = True
-        self._work = self._wire = self._taken = None
+        self._work = self._wire = self.accumulated = None
         used = [True] * len(self.bucket.fragments)
         mine = self._spans[self.bucket.rank]
         if not all(self._seen[span.index] for span in mine):
@@ -232,7 +247,7 @@ class GradientBucket:
     def discard(self) -> None:
         """Forget gradients, reduced or not."""
         self.held = False
-        self._work = self._wire = self._taken = None
+        self.accumulated = self._work = self._wire = self._taken = None
         self._seen = [False] * len(self.bucket.params)
         for fragment in self.bucket.fragments:
             fragment.tensor.grad = None

@@ -6,10 +6,14 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from .._torch import without_gradients
-from ..measure.observers import GradientObserver, HookObserver, PassListener
+from ..measure.norms import take_group_norms
+from ..measure.observers import FlatObserver, GradientObserver, HookObserver, PassListener
+from .buckets import Bucket
+from .gradient_bucket import GradientBucket
 
 
 class GradientReducer(Protocol):
@@ -31,8 +35,8 @@ class GradientReducer(Protocol):
     def consume(self) -> None:
         """Forget gradients that a step has used."""
 
-    def observe(self, listener: PassListener) -> GradientObserver:
-        """Return an observer of the optimizer's gradients."""
+    def observe(self, listener: PassListener, *, accumulating: bool) -> GradientObserver:
+        """Return an observer of the optimizer's gradients; with ``accumulating``, a step has several passes."""
 
     def own_norms(self) -> list[tuple[int, Tensor]]:
         """Return (parameter group, norm) of this worker's shards, once they are reduced."""
@@ -48,27 +52,51 @@ class ReducerListener(Protocol):
         """A ShardedDataParallel was made over the optimizer."""
 
 
-class ShardObserver(HookObserver):
-    """A hook on each parameter for the gradient samples. The reduced gradient's norms are those of the shards of all workers."""
+class _OwnedShards(GradientObserver):
+    """The reduced gradient's part of an observer: the shards that this worker owns. Those of all workers add up."""
 
     reduced_everywhere = False
-
-    def __init__(self, reducer: GradientReducer, groups: Sequence[Sequence[Tensor]], listener: PassListener) -> None:
-        self._reducer = weakref.ref(reducer)
-        super().__init__(groups, listener)
+    reducer: weakref.ref[GradientReducer]
 
     def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:
-        reducer = self._reducer()
+        reducer = self.reducer()
         return iter(()) if reducer is None else reducer.own_gradients()
 
     @without_gradients
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
-        reducer = self._reducer()
+        reducer = self.reducer()
         if reducer is None:
             raise RuntimeError("The ShardedDataParallel of this optimizer is gone; keep the wrapped model.")
-        self.complete = len(self.hooked) == len(self._group_of) or all(
-            p in self.hooked for params in self.groups for p in params if p.requires_grad
-        )
+        return self._sums(reducer.own_norms())
+
+
+class ShardHookObserver(_OwnedShards, HookObserver):
+    """A hook on each parameter for the gradient samples, and the owned shards for the reduced gradient."""
+
+    def __init__(self, reducer: GradientReducer, groups: Sequence[Sequence[Tensor]], listener: PassListener) -> None:
+        self.reducer = weakref.ref(reducer)
+        super().__init__(groups, listener)
+
+    @without_gradients
+    def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
+        self.complete = all(p in self.hooked for params in self.groups for p in params if p.requires_grad)
         if not self.complete:
             self.hook_all()
-        return self._sums(reducer.own_norms())
+        return super().reduced_sq_norms(rank, world_size)
+
+
+class BucketObserver(_OwnedShards, FlatObserver):
+    """Norms from the flat buckets of a ShardedDataParallel: one call for a bucket, while it is in the cache."""
+
+    def __init__(
+        self, reducer: GradientReducer, groups: int, buckets: Sequence[Bucket], listener: PassListener
+    ) -> None:
+        self.reducer = weakref.ref(reducer)
+        super().__init__(groups, listener, next((bucket.flat.device for bucket in buckets), torch.device("cpu")))
+
+    def add_bucket(self, bucket: GradientBucket, flat: Tensor) -> None:
+        """Take the norms of one bucket of a gradient sample."""
+        self._norms += take_group_norms([(g, flat[start:end]) for g, start, end in bucket.segments])
+
+    def detach(self) -> None:
+        self._listener = lambda: None

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ..measure.observers import PassListener, queue_end_of_backward, refuse_compiled
+from ..measure.observers import GradientObserver, PassListener, queue_end_of_backward, refuse_compiled
 from .buckets import Bucket
 from .collectives import Buffers
 from .gradient_bucket import GradientBucket
-from .observers import ShardObserver
+from .observers import BucketObserver, ShardHookObserver
 from .oss import OSS
 
 # Reductions under way at a time: one on the network while the next bucket fills. A GPU's stream would wait for the last one
@@ -40,6 +40,7 @@ class GradientReduction:
         self.syncing = True
         self.reduced = self.overtaken = self.used = False
         self._wire_dtype = wire_dtype
+        self._sending = True  # the running pass
         self._pass_running = False
         self._buckets: dict[Bucket, GradientBucket] = {}
         self._place: dict[Tensor, tuple[GradientBucket, int]] = {}
@@ -48,7 +49,7 @@ class GradientReduction:
         self._in_flight: deque[GradientBucket] = deque()
         self._order: list[GradientBucket] = []
         self._next = 0
-        self._observer: weakref.ref[ShardObserver] | None = None
+        self._observer: weakref.ref[ShardHookObserver | BucketObserver] | None = None
 
     # ---- parameters ----------------------------------------------------------------------------------------------
 
@@ -110,11 +111,15 @@ class GradientReduction:
         self.used = False
         # Under AdaScale the gradients of a step's last pass alone are sent, whether the others are under no_sync() or not. So
         # each step has one reduction, which a worker that lacks a pass still joins in finish().
-        if not (self.syncing and self._ends_step()):
+        sending = self.syncing and self._ends_step()
+        observer = self._bucket_observer
+        if not sending and observer is None:
             self.overtaken = self.reduced
             return False
         refuse_compiled()
-        self._pass_running = True
+        self._pass_running, self._sending = True, sending
+        if observer is not None and (listener := observer.listener) is not None:
+            listener.on_begin(observer)
         self._open_buckets()
         queue_end_of_backward(self._end_pass)
         return True
@@ -133,21 +138,38 @@ class GradientReduction:
                 return
             self._next += 1
             bucket.launched = True
-            if bucket.active:
-                self._send(bucket)
+            if bucket.active and (self._sending or any(bucket.arrived)):
+                self._take(bucket)
 
-    def _send(self, bucket: GradientBucket) -> None:
+    def _take(self, bucket: GradientBucket) -> None:
         most = _IN_FLIGHT_ON_GPU if bucket.bucket.flat.is_cuda else _IN_FLIGHT
-        if len(self._in_flight) >= most:
+        if self._sending and len(self._in_flight) >= most:
             self._in_flight.popleft().finish()  # first, so that its buffers can be used again
+        keep = not self._sending and bucket.accumulated is None
+        flat = bucket.collect(keep=keep)
         bucket.observed = self._attached_observer is not None
-        bucket.launch()
-        self._in_flight.append(bucket)
+        if (observer := self._bucket_observer) is not None:
+            observer.add_bucket(bucket, flat)
+        if bucket.accumulated is not None:
+            flat = bucket.accumulated.add_(flat)
+            bucket.release()
+        if self._sending:
+            bucket.launch(flat)
+            self._in_flight.append(bucket)
+        else:
+            bucket.accumulated = flat
 
     def _end_pass(self) -> None:
         self._advance(to_the_end=True)
         self._pass_running = False
-        self._wait()
+        observer = self._bucket_observer
+        listener = None if observer is None else observer.listener
+        if observer is not None and listener is not None:
+            listener.on_local(observer)
+        if self._sending:
+            self._wait()
+        if observer is not None and listener is not None:
+            listener.on_reduced(observer)
 
     def _wait(self) -> None:
         while self._in_flight:
@@ -158,8 +180,10 @@ class GradientReduction:
 
     def finish(self) -> None:
         """Reduce the gradients that are on this worker, with the other workers, as a pass would."""
+        self._sending = True
         self._open_buckets()
         self._advance(to_the_end=True)
+        self._discard_norms()  # that was no gradient sample
         self._wait()
 
     def unsent(self) -> bool:
@@ -168,21 +192,37 @@ class GradientReduction:
 
     # ---- measured by an observer ---------------------------------------------------------------------------------
 
-    def observe(self, listener: PassListener) -> ShardObserver:
-        observer = ShardObserver(self, [group["params"] for group in self.optimizer.param_groups], listener)
+    def observe(self, listener: PassListener, *, accumulating: bool) -> GradientObserver:
+        """Return an observer of the optimizer's gradients.
+
+        If each backward pass is an optimizer step, it measures whole buckets. If gradients of several passes add up, each pass's
+        own gradient would have to be kept apart for that, which costs more than a hook on each parameter.
+        """
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        observer: ShardHookObserver | BucketObserver
+        if accumulating:
+            observer = ShardHookObserver(self, groups, listener)
+        else:
+            observer = BucketObserver(self, len(groups), self.optimizer.buckets, listener)
         self._observer = weakref.ref(observer)
         return observer
 
     @property
-    def _attached_observer(self) -> ShardObserver | None:
+    def _attached_observer(self) -> ShardHookObserver | BucketObserver | None:
         """The observer, while it is alive and attached."""
         observer = None if self._observer is None else self._observer()
         return None if observer is None or observer.listener is None else observer
 
+    @property
+    def _bucket_observer(self) -> BucketObserver | None:
+        """The observer, if it measures whole buckets."""
+        observer = self._attached_observer
+        return observer if isinstance(observer, BucketObserver) else None
+
     def _ends_step(self) -> bool:
         """Return whether the pass that begins is the last of an optimizer step, as far as an observer knows."""
         observer = self._attached_observer
-        if observer is None:
+        if not isinstance(observer, ShardHookObserver):
             return True
         observer.start_pass()  # this hook may come before any of the observer's own
         return observer.last_pass
@@ -206,6 +246,11 @@ class GradientReduction:
     def own_gradients(self) -> Iterator[Tensor]:
         held = [bucket for bucket in self.buckets if bucket.held]
         return (f.tensor.grad for bucket in held for f in bucket.bucket.fragments if f.tensor.grad is not None)
+
+    def _discard_norms(self) -> None:
+        """Drop the norms of buckets that belong to no gradient sample."""
+        if (observer := self._bucket_observer) is not None:
+            observer.local_sq_norms()
 
     # ---- stepped with by the optimizer ---------------------------------------------------------------------------
 
@@ -246,6 +291,7 @@ class GradientReduction:
         self._pass_running = False
         self._in_flight.clear()
         self.reduced = self.overtaken = self.used = False
+        self._discard_norms()  # of a pass that did not come to its end
         for bucket in self.buckets:
             bucket.discard()
         if self.optimizer.world_size == 1:

@@ -1,8 +1,9 @@
 """ShardedDataParallel: every gradient is sent to the worker that owns it, and to no other. FairScale's name and constructor.
 
 A parameter's gradient is complete when its last backward function has run. When all gradients of a bucket are complete, they
-are copied into one flat buffer, and the shards are sent to their owners while the backward pass goes on. After it every worker
-holds 1/N of the gradient. The sending is in :mod:`ray_adascale.sharding.reduction`.
+are copied into one flat buffer, their norm is taken for AdaScale (if each pass is a step), and the shards are sent to their
+owners while the backward pass goes on. After it every worker holds 1/N of the gradient. The sending is in
+:mod:`ray_adascale.sharding.reduction`.
 """
 
 from __future__ import annotations
