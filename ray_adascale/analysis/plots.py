@@ -20,8 +20,11 @@ _STRETCHES = 60  # equal parts of a run for the means of its loss
 _COLORS = ("#3b7dd8", "#e0702a", "#2f9e5b", "#c2417f", "#8a63d2", "#9a7b1f", "#1a9ba8", "#b5493d", "#6f7f8f")
 
 
-def _pyplot() -> Any:
+def pyplot(what: str) -> Any:
     """Return ``matplotlib.pyplot``, for plots to files.
+
+    Args:
+        what: The plot that needs it, for the error.
 
     Raises:
         ValueError: matplotlib is missing.
@@ -29,7 +32,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ValueError("matplotlib is needed for a report: pip install matplotlib.") from error
+        raise ValueError(f"matplotlib is needed for {what}: pip install matplotlib.") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -137,7 +140,7 @@ def draw_png(panel: Panel, runs: list[RunTrace], path: Path) -> None:
 @contextmanager
 def _drawn(panel: Panel, runs: list[RunTrace], *, ink: str) -> Iterator[tuple[Any, Any]]:
     """Yield figure and axes with the curves of the runs."""
-    plt = _pyplot()
+    plt = pyplot("a report")
     style = {
         "text.color": ink,
         "axes.edgecolor": ink,

@@ -31,6 +31,7 @@ class Forecast(Command):
             trace; needs ``measure``; may be given again.
         cost_per_worker_hour: Price of a worker's hour in any currency; needs ``measure``.
         json: Print JSON instead of the table.
+        plot: Write a plot as well: .png, .svg or .pdf (needs matplotlib).
     """
 
     recipe: str = option()
@@ -39,6 +40,7 @@ class Forecast(Command):
     run: list[str] = option([], action="append", metavar="RUN")
     cost_per_worker_hour: float | None = option(None, metavar="PRICE")
     json: bool = False
+    plot: str | None = option(None, metavar="FILE")
     others = (AdaScaleConfig,)
     shown = ("per_worker_batch_size", "accumulation", "target_efficiency", "batch_schedule", "rule")
 
@@ -59,6 +61,8 @@ class Forecast(Command):
             throughput=self._throughput(self.measure, recipe, config) if self.measure else None,
             cost_per_worker_hour=self.cost_per_worker_hour,
         )
+        if self.plot:
+            made.plot(self.plot)
         if self.json:
             print(made.to_json())
         else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,9 +198,9 @@ def test_what_makes_an_interval_wide_is_said() -> None:
     assert "Only 100 probes" in notes()
     assert "probes" not in notes(**second)
     made = forecast_recipe(recipe([(0, 3, 1)]), workers=[4, 16])
-    assert not any("within about a quarter" in note for note in made.notes)
+    assert not any("a forecast is rough" in note for note in made.notes)
     made = forecast_recipe(recipe([(0, 3, 1)]), workers=[4, 17])
-    assert any("Above S = 16 the steps are right within about a quarter: look again" in note for note in made.notes)
+    assert any("Above S = 16 a forecast is rough" in note for note in made.notes)
     # A rule whose steps follow from S alone needs none of that.
     assert "seed" not in "\n".join(forecast_recipe(recipe([(0, 3, 1)]), workers=[32], config=LINEAR).notes)
 
@@ -246,6 +248,15 @@ def test_table_and_json() -> None:
     assert read["max_useful_workers"] == made.max_useful_workers
     assert read["rows"][1]["seconds"] == 34.375
     assert read["recipe"] == recipe([(0, 3, 1)]).fingerprint
+
+
+def test_plot_and_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = recipe([(0, 3, 0)], repeats=[Repeat(seed=1, score=0.5, noise=probes([(0, 0, 2)]))])
+    forecast_recipe(twice, workers=[1, 4]).plot(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match=r"is needed for a .*: pip install matplotlib"):
+        forecast_recipe(twice, workers=[1, 4]).plot(tmp_path / "plot.png")
 
 
 # ---- a run that chooses its scale ------------------------------------------------------------------------------------
