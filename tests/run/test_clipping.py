@@ -37,6 +37,14 @@ def measured(*norms: float, multiple: float = 2.0) -> ExpectedNorm:
     return made
 
 
+def test_at_the_base_batch_nothing_is_clipped() -> None:
+    made = measured(*[3.0] * 10)
+    before = made.state_dict()
+    assert made.limit(1.0, 4, unknown) == math.inf
+    assert not made.add(step(100.0, sigma2=math.nan, mu2=math.nan))
+    assert made.state_dict() == before
+
+
 @pytest.mark.parametrize("left_out", [step(math.inf), step(math.nan), step(1.0, skipped=True)])
 def test_a_step_that_is_skipped_or_has_no_samples_is_left_out(left_out: StepResult) -> None:
     made = measured(*[3.0] * 10)
