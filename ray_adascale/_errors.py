@@ -6,23 +6,27 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 
-@contextmanager
-def noted(note: Callable[[], str]) -> Iterator[None]:
-    """Return a context that adds a note to an exception: which call it was, and what to look at.
+class noted:
+    """A context that adds a note to an exception: which call it was, and what to look at.
 
     Args:
         note: Returns the note.
     """
-    try:
-        yield
-    except Exception as error:
-        error.add_note(note())
-        raise
+
+    def __init__(self, note: Callable[[], str]) -> None:
+        self._note = note
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            error.add_note(self._note())
 
 
 class SettingError(ValueError):

@@ -5,6 +5,7 @@ They recognize DTensors without importing them, keep functions from Dynamo, and 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from types import FrameType
@@ -78,6 +79,22 @@ def uncompiled(function: _Function) -> _Function:
     ``torch.compiler.disable`` does the same, but imports Dynamo when it decorates, which takes a second.
     """
     return cast(_Function, torch._disable_dynamo(function))
+
+
+def without_gradients(function: _Function) -> _Function:
+    """Run a function under ``torch.no_grad()``. Where gradients are off already, as in most backward passes, this costs one call.
+
+    torch's own decorator makes nine calls at each of a backward pass's hooks.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return cast(_Function, call)
 
 
 def sum_over_workers(values: Mapping[str, float | Tensor], device: torch.device, workers: int) -> dict[str, float]:

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ._errors import SettingError, check_count
@@ -49,12 +50,12 @@ class BatchPlan:
     world_size: int
     accumulation: int
 
-    @property
+    @cached_property
     def scale(self) -> float:
         """S = B / B0."""
         return self.global_batch_size / self.base_batch_size
 
-    @property
+    @cached_property
     def num_samples(self) -> int:
         """n, gradient samples in one optimizer step."""
         return self.world_size * self.accumulation

@@ -133,6 +133,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
             # would refuse an expanded tensor.
             batch = batch if batch.is_pinned() else torch.empty_like(batch, pin_memory=True).copy_(batch)
         return batch.to(device, non_blocking=True)
+    if isinstance(batch, list | tuple) and not hasattr(batch, "to"):
+        parts = [to_device(value, device) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if callable(getattr(batch, "to", None)):
         moved = batch.to(device)
         return batch if moved is None else moved
@@ -143,7 +146,4 @@ def to_device(batch: Any, device: torch.device) -> Any:
         moved = copy.copy(batch)  # a defaultdict, or another class with a constructor of its own
         moved.update(values)
         return moved
-    if isinstance(batch, list | tuple):
-        moved = [to_device(value, device) for value in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     return batch

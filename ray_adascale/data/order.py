@@ -253,7 +253,7 @@ class StepSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         # This method is no generator, so that the position is read now and not at the first next().
-        return (self.indices(part) for part in self.parts(self.position))
+        return (self.indices(part).tolist() for part in self.parts(self.position))
 
     def parts(self, position: int) -> Iterator[Part]:
         """Yield this worker's micro-batches from ``position`` on, without end, by the split at the first request."""
@@ -271,29 +271,29 @@ class StepSampler(Sampler[list[int]]):
         rest = self.length - position % self.length
         return position + rest if self.order.drop_last and rest < batch else position
 
-    def indices(self, part: Part) -> list[int]:
-        """Return the dataset's indices of a part's examples."""
-        position, size = part.position, part.size
-        indices: list[int] = []
-        while size > 0:
+    def indices(self, part: Part) -> Tensor:
+        """Return the dataset's indices of a part's examples: int64 of shape ``(size,)``."""
+        position, end = part.position, part.position + part.size
+        pieces: list[Tensor] = []
+        while position < end:
             epoch, before = divmod(position, self.length)
-            taken = self._in_epoch(epoch, before, min(before + size, self.length))
-            indices += taken
-            position, size = position + len(taken), size - len(taken)
-        return indices
+            upto = min(before + end - position, self.length)
+            pieces.append(self._in_epoch(epoch, before, upto))
+            position += upto - before
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _in_epoch(self, epoch: int, start: int, end: int) -> list[int]:
+    def _in_epoch(self, epoch: int, start: int, end: int) -> Tensor:
         """Return the examples of an epoch's order from place ``start`` up to ``end``."""
         if self._epoch_indices is not None:
-            return self._epoch_indices(epoch)[start:end].tolist()
+            return self._epoch_indices(epoch)[start:end]
         if not self.order.shuffle:
-            return list(range(start, end))
+            return torch.arange(start, end)
         if self._keyed:
-            return keyed_order(np.arange(start, end), self.length, seed=self.order.seed, epoch=epoch).tolist()
+            return torch.from_numpy(keyed_order(np.arange(start, end), self.length, seed=self.order.seed, epoch=epoch))
         if self._permutation[0] != epoch:
             # One epoch is enough: a worker looks up its own micro-batches only, in the stream's order.
             self._permutation = epoch, epoch_order(self.length, seed=self.order.seed, epoch=epoch)
-        return self._permutation[1][start:end].tolist()
+        return self._permutation[1][start:end]
 
 
 def stable_seed(*parts: int | str) -> int:

@@ -186,22 +186,28 @@ class MapSource(BatchSource):
         else:
             self.sampler = StepSampler(self._sampled.length, split, order, epoch_indices=self._sampled.indices)
         self.length, self._drop_last = self.sampler.length, order.drop_last
+        self._fetch: _Fetch = _Examples(dataset, stacked if collate_fn is None else collate_fn)
         if collate_fn is None and _has_plain_rows(dataset):
-            dataset, collate_fn = _Rows(dataset.tensors), _identity
-        self._requests = _Requests(self.sampler, seeded=num_workers > 0, collated=collate_fn not in (None, _identity))
-        self._loader: DataLoader[Any] = DataLoader(
-            _Seeded(dataset) if num_workers else dataset,
-            batch_sampler=self._requests,
-            collate_fn=stacked if collate_fn is None else collate_fn,
-            num_workers=num_workers,
-            generator=loader_generator(order.seed),
-        )
+            self._fetch = _Rows(dataset.tensors)
+        self._requests = _Requests(self.sampler, to_processes=num_workers > 0, collated=collate_fn is not None)
+        self._loader: DataLoader[Any] | None = None
+        if num_workers:
+            self._loader = DataLoader(
+                _Seeded(self._fetch, order.seed),
+                sampler=self._requests,
+                batch_size=None,
+                collate_fn=_identity,
+                num_workers=num_workers,
+                generator=loader_generator(order.seed),
+            )
 
     @property
     def position(self) -> int:  # type: ignore[override]
         return self.sampler.position
 
     def _stream(self) -> Generator[MicroBatch, None, None]:
+        if self._loader is None:
+            return self._requests.answered(self._fetch(indices) for _, indices in iter(self._requests))
         return self._requests.answered(iter(self._loader))
 
     def commit(self) -> None:
@@ -219,15 +225,31 @@ class MapSource(BatchSource):
         self.sampler.position = position
 
 
-class _Rows(Dataset[Any]):
-    """Fetches the rows of a ``TensorDataset`` a micro-batch at a time, with the result of fetching and stacking single rows."""
+_Fetch = Callable[[Tensor], Any]
+"""Returns the batch of some indices, int64 of shape (size,)."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
 
-    def __getitems__(self, indices: list[int]) -> list[Tensor]:
-        rows = torch.tensor(indices)
-        return [tensor[rows] for tensor in self._tensors]
+@dataclass(frozen=True)
+class _Rows:
+    """Fetches rows of tensors, with the result of fetching and stacking single rows."""
+
+    tensors: Sequence[Tensor]
+
+    def __call__(self, indices: Tensor) -> list[Tensor]:
+        return [tensor.index_select(0, indices) for tensor in self.tensors]
+
+
+@dataclass(frozen=True)
+class _Examples:
+    """Fetches examples of a dataset, with its ``__getitems__`` if there is one, and makes a batch of them."""
+
+    dataset: Any
+    collate_fn: Callable[[list[Any]], Any]
+
+    def __call__(self, indices: Tensor) -> Any:
+        wanted = indices.tolist()
+        fetch = getattr(self.dataset, "__getitems__", None)
+        return self.collate_fn(fetch(wanted) if fetch else [self.dataset[index] for index in wanted])
 
 
 def _has_plain_rows(dataset: Any) -> bool:
@@ -250,15 +272,11 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-class _Request(list[int]):
-    """The indices of one micro-batch, and the seed for fetching them."""
-
-    def __init__(self, indices: list[int], seed: int) -> None:
-        super().__init__(indices)
-        self.seed = seed
+_Request = tuple[int, Any]
+"""The position of a micro-batch in the stream, and the indices of its examples: int64, or a list for another process."""
 
 
-class _Requests(Sampler[list[int]]):
+class _Requests(Sampler[_Request]):
     """Requests the sampler's micro-batches from a loader, and keeps a list of the pending requests.
 
     A loader with processes prefetches. When the split changes, pending micro-batches that also come next under the new split
@@ -267,32 +285,29 @@ class _Requests(Sampler[list[int]]):
 
     Args:
         sampler: Its position and split hold for the next request.
-        seeded: Give each request a seed, which depends on the run's seed and the position alone.
+        to_processes: Give the indices as lists. A tensor would be sent to a process in shared memory.
         collated: Whether a function of the user makes the batches, which may leave out examples.
     """
 
-    def __init__(self, sampler: StepSampler, *, seeded: bool, collated: bool) -> None:
+    def __init__(self, sampler: StepSampler, *, to_processes: bool, collated: bool) -> None:
         self._sampler = sampler
-        self._seeded = seeded
+        self._to_processes = to_processes
         self._collated = collated
         self._parts: Iterator[Part] = iter(())
         self._pending: deque[Part | None] = deque()  # None: discard on arrival
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[_Request]:
         # This method is no generator, so that the position is read now and not at the first next().
         self._pending.clear()
         self._parts = self._sampler.parts(self._sampler.position)
         return self._requests()
 
-    def _requests(self) -> Iterator[list[int]]:
+    def _requests(self) -> Iterator[_Request]:
         while True:
             part = next(self._parts)
             self._pending.append(part)
             indices = self._sampler.indices(part)
-            if self._seeded:
-                yield _Request(indices, stable_seed("fetch", self._sampler.order.seed, part.position))
-            else:
-                yield indices
+            yield part.position, indices.tolist() if self._to_processes else indices
 
     def restart(self) -> None:
         """Continue from the sampler's position and split after they have changed."""
@@ -350,19 +365,21 @@ def _check_size(batch: Any, size: int) -> None:
         )
 
 
+@dataclass(frozen=True)
 class _Seeded(Dataset[Any]):
-    """Fetches the examples of a ``_Request`` in a loader process, whose generators it seeds first."""
+    """Fetches the batch of a request in a loader process, whose generators it seeds first, by run and position."""
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    fetch: _Fetch
+    seed: int
 
-    def __getitems__(self, request: _Request) -> list[Any]:
+    def __getitem__(self, request: tuple[int, list[int]]) -> Any:
+        position, indices = request
+        seed = stable_seed("fetch", self.seed, position)
         # torch.manual_seed would queue a call for CUDA at every micro-batch.
-        torch.default_generator.manual_seed(request.seed)
-        random.seed(request.seed)
-        np.random.seed(request.seed % 2**32)  # noqa: NPY002 (augmentations use the global generator)
-        fetch = getattr(self._dataset, "__getitems__", None)
-        return fetch(list(request)) if fetch else [self._dataset[index] for index in request]
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002 (augmentations use the global generator)
+        return self.fetch(torch.tensor(indices))
 
 
 def loader_generator(seed: int, *parts: int) -> torch.Generator:

@@ -173,7 +173,8 @@ class StepLog:
     def _metrics(self) -> dict[str, Any]:
         seconds = time.monotonic() - self._since
         return step_metrics(
-            self._adascale,
+            self._adascale.last_step,
+            self._adascale.average_moments(),
             self._plan,
             loss=math.nan,
             lr=float(self._lr),

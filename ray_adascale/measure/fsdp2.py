@@ -138,6 +138,9 @@ class FSDP2Observer(HookObserver):
             self.hook(shard, whole)
             self._whole[shard] = whole
 
+    def slot(self, param: Tensor) -> None:
+        return None  # its taker does more than to take norms
+
     def taker(self, param: Tensor) -> Callable[[Tensor], object]:
         owed, take_sample = self._owed, super().taker(param)
 

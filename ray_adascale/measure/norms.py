@@ -6,7 +6,6 @@ keeps the gradients of a pass, up to a number of bytes, for one call; a CPU take
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,11 +59,20 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.dtype in _HALF and not tensor.is_cpu
 
 
+def _all_small(tensors: Sequence[Tensor]) -> bool:
+    """Whether all are on the CPU, :func:`_is_plain` and of one dtype, as the gradients of most small models."""
+    dtype, strided = tensors[0].dtype, torch.strided
+    small = [t.dtype is dtype and t.is_cpu and t.layout is strided and t.numel() <= _AT_ONCE for t in tensors]
+    return dtype in _NORMED and all(small)
+
+
 def take_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the norm of each tensor, with one call for all of a device and dtype.
 
     On a CPU they are those of :func:`take_norm`, to the bit. On a GPU those of several tensors are float64.
     """
+    if tensors and _all_small(tensors):
+        return list(torch._foreach_norm([*tensors]))
     found: list[Any] = [None] * len(tensors)
     together: dict[tuple[int, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -88,14 +96,19 @@ def take_group_norms(gradients: Sequence[tuple[int, Tensor]]) -> list[tuple[int,
     return [(g, norm) for (g, _), norm in zip(gradients, norms, strict=True)]
 
 
-def all_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return whether gradients are finite: bool, 0-dim, on ``device``. A norm above float32's range counts as infinite."""
-    if all(g.is_cpu for g in grads):
-        # Half the time of get_total_norm for a small model, where that matters; the same for a large one.
-        return torch.stack(take_norms(grads)).sum() < math.inf
+def finite_check(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return a number that is finite if gradients are, and else NaN or +∞: float64 ``[1]`` on ``device``.
+
+    Gradients count as infinite where their sum (on a CPU) or their norm is above float32's range.
+    """
+    on_cpu = [g.is_cpu for g in grads]
+    if all(on_cpu):
+        # A sum takes half the time of a norm.
+        sums = [g.sum() if g.dtype in _NORMED and not g.is_sparse else take_norm(g) for g in grads]
+        return torch.stack(sums).sum().abs().to(device, torch.float64).view(1)
     # The norm of norms is the norm; torch gives that of an fp16 gradient in fp16, where it may overflow by itself.
     norms = [take_norm(g) if g.is_sparse or g.dtype is torch.float16 else g for g in grads]
-    return (torch.nn.utils.get_total_norm(norms) < math.inf).to(device)
+    return torch.nn.utils.get_total_norm(norms).to(device, torch.float64).view(1)
 
 
 def worth_sharing(groups: Sequence[Sequence[Tensor]]) -> bool:
@@ -299,16 +312,17 @@ class SampleNorms:
                 holder.add(index, grad)
 
             return hold
-        slot = next((slots.of[param] for slots in self._slots if param in slots.of), None)
-        dtype = None if slot is None else slot.dtype
 
         def take(grad: Tensor) -> None:
-            if grad.dtype is dtype and grad.layout is torch.strided and grad.is_cpu:
-                _vector_norm(grad, out=slot)
-            else:
-                norms[index] = take_norm(grad)
+            norms[index] = take_norm(grad)
 
         return take
+
+    def slot(self, param: Tensor) -> Tensor | None:
+        """Return the tensor, 0-dim, for the norm of a small parameter's dense gradient on the CPU; None for another parameter."""
+        if _is_held(param):
+            return None
+        return next((slots.of[param] for slots in self._slots if param in slots.of), None)
 
     def put(self, param: Tensor, norm: Tensor) -> None:
         """Set the norm of a parameter's gradient."""

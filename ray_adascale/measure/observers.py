@@ -9,7 +9,6 @@ Norms are taken in parameter order and summed in float64, whatever buckets gradi
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import sys
 import threading
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
+from .._torch import without_gradients
 from .norms import GroupSums, SampleNorms, take_norm, take_norms, worth_sharing
 
 
@@ -68,9 +68,10 @@ def refuse_nested() -> None:
         RuntimeError: The pass that begins is a nested one.
     """
     # If torch.compile traces this hook, it supports no frames; it traces no nested backward passes either.
-    frame = None if torch.compiler.is_compiling() else inspect.currentframe()
+    frame = None if torch.compiler.is_compiling() else sys._getframe()
+    nested = CheckpointFunction.backward.__code__
     while frame is not None:
-        if frame.f_code is CheckpointFunction.backward.__code__:
+        if frame.f_code is nested:
             raise RuntimeError(_REENTRANT)
         frame = frame.f_back
 
@@ -237,7 +238,7 @@ class HookObserver(GradientObserver):
         self.samples = SampleNorms(self.groups, self.device)
         self._sums = GroupSums(len(self.groups), self.device)
         self._group_of = {p: g for g, params in enumerate(self.groups) for p in params}
-        self._shares: dict[tuple[int, int], list[Tensor]] = {}
+        self._shares: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
         self.detach()
         self.hook_all()
 
@@ -247,6 +248,10 @@ class HookObserver(GradientObserver):
             for param in params:
                 if param.requires_grad and param not in self.hooked:
                     self.hook(param, param)
+
+    def slot(self, param: Tensor) -> Tensor | None:
+        """Return the tensor for the norm of this parameter's gradients, if a hook may write it there without :meth:`taker`."""
+        return self.samples.slot(param) if self._local and self._precondition is None else None
 
     def taker(self, param: Tensor) -> Callable[[Tensor], object]:
         """Return a function that computes the norm of a gradient of this parameter and stores it in :attr:`samples`."""
@@ -265,6 +270,8 @@ class HookObserver(GradientObserver):
     def hook(self, param: Tensor, leaf: Tensor) -> None:
         """Watch the gradients of ``leaf`` as those of ``param``."""
         ref, take, current, seen = weakref.ref(self), self.taker(param), self._pass, 0
+        slot = self.slot(param)
+        dtype = None if slot is None else slot.dtype
 
         def hook(grad: Tensor) -> None:
             nonlocal seen
@@ -277,7 +284,12 @@ class HookObserver(GradientObserver):
             if seen == current.number:
                 raise RuntimeError(_REENTRANT)  # of a parameter in two checkpointed parts
             seen = current.number
-            take(grad.detach() if grad.requires_grad else grad)
+            if grad.requires_grad:
+                grad = grad.detach()
+            if grad.dtype is dtype and grad.layout is torch.strided and grad.is_cpu:
+                torch.linalg.vector_norm(grad, out=slot)
+            else:
+                take(grad)
 
         self.hooked[param] = leaf.register_hook(hook)
 
@@ -293,7 +305,7 @@ class HookObserver(GradientObserver):
 
     def _begin_pass(self) -> None:
         self._pass.number += 1
-        if (listener := self.listener) is not None:
+        if (listener := self._listener()) is not None:
             self.last_pass = listener.on_begin(self)
         self.samples.clear()
         ref = weakref.ref(self)
@@ -303,14 +315,14 @@ class HookObserver(GradientObserver):
             if observer is not None:
                 observer.samples.flush()  # DDP may write the reduced gradient into the same memory
                 queue_end_of_backward(after_reduction)
-                if observer._early and (listener := observer.listener) is not None:
+                if observer._early and (listener := observer._listener()) is not None:
                     listener.on_local(observer)
 
         def after_reduction() -> None:
             observer = ref()
             if observer is not None:
                 observer._pass.end = None
-                if (listener := observer.listener) is not None:
+                if (listener := observer._listener()) is not None:
                     if not observer._early:
                         listener.on_local(observer)
                     listener.on_reduced(observer)
@@ -327,7 +339,7 @@ class HookObserver(GradientObserver):
     def local_sq_norms(self) -> Tensor:
         return self.samples.sums_of_squares()
 
-    @torch.no_grad()
+    @without_gradients
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
         if (rank, world_size) not in self._shares:
             self._shares[rank, world_size] = self._share(rank, world_size)
@@ -338,21 +350,24 @@ class HookObserver(GradientObserver):
         )
         if not self.complete:
             self.hook_all()
-        params = [p for p in share if p.grad is not None]
-        grads = [cast(Tensor, p.grad) for p in params]
+        with_grads = [(g, p, p.grad) for g, p in share if p.grad is not None]
         if precondition is None:
-            norms = take_norms(grads)
+            norms = take_norms([grad for _, _, grad in with_grads])
         else:
-            norms = [take_norm(precondition(p, grad)) for p, grad in zip(params, grads, strict=True)]
-        return self._sums([(self._group_of[p], norm) for p, norm in zip(params, norms, strict=True)])
+            norms = [take_norm(precondition(p, grad)) for _, p, grad in with_grads]
+        return self._sums([(g, norm) for (g, _, _), norm in zip(with_grads, norms, strict=True)])
 
-    def _share(self, rank: int, world_size: int) -> list[Tensor]:
-        """Return the parameters for which this worker takes the reduced norm: a run of about 1/N of all elements."""
+    def _share(self, rank: int, world_size: int) -> list[tuple[int, Tensor]]:
+        """Return the (parameter group, parameter) of which this worker takes the reduced norm: about 1/N of all elements."""
         params = [p for group in self.groups for p in group]
         total = max(sum(p.numel() for p in params), 1)
         ends = itertools.accumulate(p.numel() for p in params)
         middles = [end - p.numel() / 2 for p, end in zip(params, ends, strict=True)]
-        return [p for p, middle in zip(params, middles, strict=True) if int(middle * world_size / total) == rank]
+        return [
+            (self._group_of[p], p)
+            for p, middle in zip(params, middles, strict=True)
+            if int(middle * world_size / total) == rank
+        ]
 
     def detach(self) -> None:
         for handle in self.hooked.values():

@@ -175,9 +175,16 @@ class AdaScale(OptimizerWrapper):
         elif called_to_make_state(self._optimizer):
             self._optimizer.step()
             return None
-        self._algorithm.synchronize()
         self._algorithm.step()
         return loss
+
+    def take_step(self) -> None:
+        """Take one optimizer step as :meth:`step` does, without torch's work around a step, which the wrapped one's has."""
+        if self.has_step_hooks:
+            self.step()
+            return
+        with torch.no_grad():
+            self._algorithm.step()
 
     @torch.no_grad()
     def skip_step(self) -> None:

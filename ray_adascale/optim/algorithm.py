@@ -22,7 +22,7 @@ from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, RuleInput, ScalingRule, betas_of
 from .step_counts import StepCounts
 from .step_shape import StepResult
-from .step_sums import StepSums, constant, joined
+from .step_sums import StepSums, constant
 
 _EQUAL, _EQUAL_STEPS = 1e-6, 10
 """Largest σ²/μ² of equal gradient samples (the mean of three equal float32 numbers is rounded), and steps before a warning."""
@@ -95,7 +95,10 @@ class AdaScaleAlgorithm:
         """
         self.synchronize()
         sums = self._statistics.finish()
-        self._step_on_device(sums) if self._on_device else self._step_on_host(sums)
+        if self._on_device:
+            self._step_on_device(sums)
+        else:
+            self._step_on_host(sums, self._on_host(sums, on_host=True))
         self._end_step()
 
     @property
@@ -105,7 +108,7 @@ class AdaScaleAlgorithm:
     @property
     def _on_device(self) -> bool:
         """Whether the next step needs no number on the host."""
-        return type(self.rule) is AdaScaleRule and steps_on_device(type(self._inner), self._optimizer.param_groups)
+        return type(self._rule) is AdaScaleRule and steps_on_device(type(self._inner), self._optimizer.param_groups)
 
     def _numbers(self, sums: StepSums, *, on_host: bool) -> StepNumbers:
         """Return the numbers of the step under way, computed once; with ``on_host`` on the CPU, which waits for the device."""
@@ -126,13 +129,13 @@ class AdaScaleAlgorithm:
         self._averages.now = step.averages
         self._pending = step, HostCopy(step.numbers)
 
-    def _step_on_host(self, sums: StepSums) -> None:
+    def _step_on_host(self, sums: StepSums, read: tuple[Average, StepResult, NoiseReadout]) -> None:
         scale = sums.shape.scale
-        averages, step, readout = self._on_host(sums)
+        averages, step, readout = read
         if step.skipped:
             self._leave_out(step)
             return
-        betas, groups, gains = betas_of(self.rule), self._optimizer.param_groups, readout.gains
+        betas, groups, gains = betas_of(self._rule), self._optimizer.param_groups, readout.gains
         # Even with one gain, a rule may have another factor for each group.
         answers = [self._apply_rule(gains[i % len(gains)], scale, i) for i in range(len(groups))]
         factor, increment = self._apply_rule(readout.gain, scale, None)
@@ -143,18 +146,23 @@ class AdaScaleAlgorithm:
         self._averages.cache(averages, scale, readout)
         self._advance(step, factor, increment)
 
-    def _on_host(self, sums: StepSums) -> tuple[Average, StepResult, NoiseReadout]:
-        """Return the averages after a step, and step and averages on the host; waits for the device."""
+    def _on_host(self, sums: StepSums, *, on_host: bool) -> tuple[Average, StepResult, NoiseReadout]:
+        """Return the averages after a step, and step and averages on the host; waits for the device.
+
+        Args:
+            sums: The step's.
+            on_host: Whether they are computed on the host, or on the device.
+        """
         if sums.measured:
-            numbers = self._numbers(sums, on_host=not self._on_device)
+            numbers = self._numbers(sums, on_host=on_host)
             return numbers.averages, *numbers.read(numbers.numbers.tolist())
         averages = self._averages.now
         readout = self._averages.evaluate(averages, sums.shape.scale)
-        check, *payload = joined(sums.parts).tolist()
+        check, *payload = sums.read()
         return averages, StepResult(gain=readout.gain, skipped=not math.isfinite(check), payload=payload), readout
 
     def _apply_rule(self, r: float, scale: float, group: int | None) -> tuple[float, float]:
-        return self.rule(
+        return self._rule(
             RuleInput(
                 gain=r,
                 scale=scale,
@@ -203,7 +211,7 @@ class AdaScaleAlgorithm:
             RuntimeError: Backward passes are missing, or there were too many.
         """
         self.synchronize()
-        self._leave_out(self._on_host(self._statistics.finish())[1])
+        self._leave_out(self._on_host(self._statistics.finish(), on_host=not self._on_device)[1])
         self._end_step()
 
     def _leave_out(self, step: StepResult) -> None:
@@ -214,7 +222,9 @@ class AdaScaleAlgorithm:
     def _advance(self, step: StepResult, lr_factor: float, increment: float) -> None:
         self._check_samples(step)
         tau = advanced(self.last.effective_steps, increment)
-        self.last = replace(step, effective_steps=tau, steps=self.last.steps + 1, lr_factor=lr_factor)
+        self.last = StepResult(
+            step.gain, tau, self.last.steps + 1, step.sigma2, step.mu2, lr_factor, payload=step.payload
+        )
 
     def _check_samples(self, step: StepResult) -> None:
         """Warn once if the gradient samples of several steps in a row were equal: A = C, and so σ² = 0."""

@@ -51,12 +51,12 @@ def steps_on_device(kind: type[Optimizer], groups: Sequence[dict[str, Any]]) -> 
         kind: The optimizer's class.
         groups: The optimizer's parameter groups; the full ones if it is sharded.
     """
+    if kind not in _FUSED or not all(group["fused"] for group in groups):
+        return False
     params = [p for group in groups for p in group["params"]]
     return (
-        kind in _FUSED
-        and all(group["fused"] for group in groups)
         # A first momentum buffer is undamped in torch, which `fill_momentum` could not reproduce.
-        and all(group.get("dampening", 0) == 0 for group in groups)
+        all(group.get("dampening", 0) == 0 for group in groups)
         # The kernels want LR and found_inf where the parameters are.
         and len({p.device for p in params}) == 1
         # DTensors don't mix with plain tensors. One parameter of each class is looked at, since this runs in each step.

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._torch import count_of_writes, is_dtensor
-from ..measure.norms import all_finite, take_norm
+from .._torch import count_of_writes, is_dtensor, without_gradients
+from ..measure.norms import finite_check, take_norm
 from ..measure.observers import GradientObserver
 from ..sharding.oss import OSS
 from .example_noise import ExampleNoise, ExampleSums
@@ -128,14 +128,14 @@ class GradientStatistics:
     @property
     def device(self) -> torch.device:
         """Device of the statistics."""
-        return next(iter(self.params), torch.empty(0)).device
+        return next((p.device for group in self._optimizer.param_groups for p in group["params"]), torch.device("cpu"))
 
     def step_gradients(self) -> list[Tensor]:
         """Return the gradients that the optimizer will use on this worker."""
         if isinstance(self._optimizer, OSS):
             return self._optimizer.step_gradients()
         grads = [p.grad for p in self.params if p.grad is not None]
-        return [_local(g.detach() if g.requires_grad else g) for g in grads]
+        return [g if type(g) is Tensor and not g.requires_grad else _local(g.detach()) for g in grads]
 
     # ---- the shape of steps, and the observer that measures them ---------------------------------------------------
 
@@ -248,10 +248,11 @@ class GradientStatistics:
             return shape
         return None if self.step_end is None else self.step_end(number)
 
-    @torch.no_grad()
+    @without_gradients
     def on_begin(self, observer: GradientObserver) -> bool:
         self.workers.require_group(self._process_group)
-        self._require_samples()
+        if self.lacks_samples:
+            raise self._no_samples()
         if self.sums is not None:
             # A complete step was never taken, as after an overflow that a GradScaler found. Were its gradients cleared since?
             grads = observer.gradients_left(self.params)
@@ -267,7 +268,7 @@ class GradientStatistics:
         self._ending = self._shape_if_last(self.passes + 1)
         return self._ending is not None
 
-    @torch.no_grad()
+    @without_gradients
     def on_local(self, observer: GradientObserver) -> None:
         shape, self._ending = self._ending, None
         if self.examples is None and (shape is None or shape.num_samples > 1):
@@ -280,7 +281,7 @@ class GradientStatistics:
             # Only A is still in parts. Sent now, it travels behind the last gradients, which are awaited anyway.
             self._sent = self._send({})
 
-    @torch.no_grad()
+    @without_gradients
     def on_reduced(self, observer: GradientObserver) -> None:
         if self._ended is not None and self.sums is None:
             self._finish_passes(self._gather(observer))
@@ -288,13 +289,11 @@ class GradientStatistics:
     @property
     def lacks_samples(self) -> bool:
         """Whether the steps to come can't measure their noise: they have one gradient sample at S ≠ 1."""
-        return self.declared.num_samples == 1 and self.declared.scale != 1 and self.examples is None
+        return self.examples is None and self.declared.scale != 1 and self.declared.num_samples == 1
 
-    def _require_samples(self) -> None:
-        if not self.lacks_samples:
-            return
+    def _no_samples(self) -> RuntimeError:
         why = "" if self.uncovered is None else f" The single examples can't be measured: {self.uncovered}."
-        raise RuntimeError(
+        return RuntimeError(
             f"One gradient sample a step at scale {self.declared.scale:g} tells nothing of the noise, so the gain is "
             f"unknown.{why} Make two backward passes of half the size: AdaScale(..., num_gradients_to_accumulate=2), or "
             "AdaScaleConfig(accumulation=2, per_worker_batch_size=half of it). Or give AdaScale(..., model=model), whose single "
@@ -331,8 +330,8 @@ class GradientStatistics:
         if self.sums is not None:
             return
         self.workers.require_group(self._process_group)
-        if self.observer is not None:
-            self._require_samples()
+        if self.observer is not None and self.lacks_samples:
+            raise self._no_samples()
         lacks_passes = self.accumulating
         if self.observer is not None and self.workers.reduce:
             # A backward pass reached no parameter here: a sample of zero. The others are in the reduction already.
@@ -442,13 +441,13 @@ class GradientStatistics:
         device, grads = self.device, self.step_gradients()
         if grads and self.observer is not None:
             self.attach()  # the watched parameters may all be frozen now, and others trainable
-        finite = all_finite(grads, device) if grads else torch.ones((), dtype=torch.bool, device=device)
+        check = finite_check(grads, device) if grads else torch.ones(1, dtype=torch.float64, device=device)
         if self.workers.reduce and (has_sharded_gradients(self._optimizer) or has_dtensors(self._optimizer)):
             # Each worker has seen its shards only; all of them must skip the step, or none.
-            flag = finite.float()
+            flag = check.isfinite().float()
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
-            finite = flag > 0
-        parts = {"check": 1 / finite.double().view(1)}
+            check = 1 / flag.double()
+        parts = {"check": check}
         if self.payload is not None:
             parts["payload"] = self.payload.to(device, torch.float64)
         return StepSums(self.shape, parts)

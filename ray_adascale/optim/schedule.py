@@ -134,7 +134,7 @@ class EffectiveSchedule:
     @property
     def lrs(self) -> list[float]:
         """The current learning rate of each parameter group, without the gain."""
-        return _lrs(self._optimizer)
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def due(self, effective_steps: float) -> int:
         """Return the number of scheduler calls in the base run before base step ⌊τ⌋ (0-based).
@@ -168,7 +168,10 @@ class EffectiveSchedule:
                 "rate is not the schedule's. Remove scheduler.step() from the loop: run.step() calls it. In the loop of another "
                 "library pass the TauSchedule in place of the scheduler."
             )
-        for group, (lr, left) in enumerate(zip(self.lrs, self._left_lrs, strict=False)):  # a group may have been added
+        lrs = self.lrs
+        if lrs == self._left_lrs:
+            return
+        for group, (lr, left) in enumerate(zip(lrs, self._left_lrs, strict=False)):  # a group may have been added
             if not math.isclose(lr, left, rel_tol=1e-6):  # a curve within this tolerance is the same in a resume
                 raise RuntimeError(
                     f"The learning rate of parameter group {group} is {lr:g}, and the schedule set {left:g}. An LR that the loop "
@@ -196,14 +199,15 @@ class EffectiveSchedule:
         if self._fresh is None:
             return [[lr] for lr in self.lrs]
         scheduler = _dry_copy(self._fresh)
-        points = [_lrs(scheduler.optimizer)]
+        groups = scheduler.optimizer.param_groups
+        points = [[float(group["lr"]) for group in groups]]
         with warnings.catch_warnings():
             _ignore_order_warnings()
             calls = self._calls_before(_last_step(total_steps))
             for call in range(calls):
                 with noted(lambda call=call: self._call_note(call, calls)):  # type: ignore[misc]
                     scheduler.step()
-                points.append(_lrs(scheduler.optimizer))
+                points.append([float(group["lr"]) for group in groups])
         return [list(group) for group in zip(*points, strict=True)]
 
     def state_dict(self) -> dict[str, int]:
@@ -275,10 +279,10 @@ class EffectiveSchedule:
         with warnings.catch_warnings() if may_warn else nullcontext():
             if may_warn:
                 _ignore_order_warnings()
-            while self._calls < calls:
-                with noted(lambda: self._call_note(self._calls, calls)):
+            with noted(lambda: self._call_note(self._calls, calls)):
+                while self._calls < calls:
                     self._scheduler.step()
-                self._calls += 1
+                    self._calls += 1
         self._left_at, self._left_lrs = self._counts(), self.lrs
 
     def _call_note(self, call: int, calls: int) -> str:
@@ -354,10 +358,6 @@ def _restore(group: dict[str, Any], key: str, value: Any) -> None:
         group[key].fill_(float(value))
     else:
         group[key] = copy.deepcopy(value)
-
-
-def _lrs(optimizer: Optimizer) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def _ignore_order_warnings() -> None:

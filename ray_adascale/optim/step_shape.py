@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -41,12 +42,12 @@ class StepShape:
                 f"Invalid scale={self.scale}. Must be a positive number: global batch size / base batch size."
             )
 
-    @property
+    @cached_property
     def num_samples(self) -> int:
         """n, gradient samples in the step: workers × passes."""
         return self.workers * self.passes
 
-    @property
+    @cached_property
     def multiple_of_mean(self) -> float:
         """The gradient that the passes add up to, divided by ḡ."""
         return self.passes / self.loss_divisor

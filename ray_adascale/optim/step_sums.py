@@ -75,6 +75,12 @@ class StepSums:
         numbers = joined(self.parts) if self.travelled is None else self.travelled
         return replace(self, parts=separate(numbers.cpu(), self.parts), travelled=None)
 
+    def read(self) -> list[float]:
+        """Return the numbers of all parts on the host, in their order; waits for the device."""
+        if next(iter(self.parts.values())).is_cpu:
+            return [number for part in self.parts.values() for number in part.tolist()]
+        return joined(self.parts).tolist()
+
     def sample(self, num_gains: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the step's sample of the noise. No host synchronization. Call it once: examples keep the σ² of a measured step.
 

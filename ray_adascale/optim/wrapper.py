@@ -39,7 +39,17 @@ class OptimizerWrapper(Optimizer):
     def __init__(self, optimizer: Optimizer) -> None:
         check_wrappable(optimizer)
         self._optimizer = optimizer
+        self.has_step_hooks = False
+        """Whether a hook was ever registered on a step of this optimizer, and not on the wrapped one's."""
         super().__setstate__({})  # gives the hook registries and step profiling of Optimizer, without owning groups
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        self.has_step_hooks = True
+        return super().register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        self.has_step_hooks = True
+        return super().register_step_post_hook(hook)
 
     @property
     def wrapped(self) -> Optimizer:

@@ -24,12 +24,13 @@ from ..data.iterables import IterableSource
 from ..data.sampling import Sampling
 from ..data.source import MicroBatch
 from ..gain import advanced
+from ..optim.step_shape import StepResult
 from ..recipe import Recipe
 from ..workload import Pieces, Workload, with_unit
 from .assemble import assemble
 from .boundary.backend import Backend, LocalBackend
 from .boundary.checkpointing import warns_if_alone
-from .boundary.stage import BoundaryFlags, StepReport, TakenStep
+from .boundary.stage import BoundaryFlags, Stage, StepReport, TakenStep
 from .build import set_batch
 from .observe.advice import UnreadHyperparameters, warn_of_equal_batches
 from .observe.metrics import plain_numbers, step_metrics
@@ -124,6 +125,8 @@ class Run:
         parts = assemble(pieces, config, recipe=recipe, backend=LocalBackend() if backend is None else backend)
         self.backend, self.config, self.plan = parts.backend, parts.config, parts.plan
         self.source, self.schedule, self.base_schedule = parts.source, parts.schedule, parts.base_schedule
+        self.total_steps = self.base_schedule.total_steps
+        """T."""
         self.module, self.model, self.optimizer = parts.module, parts.model, parts.optimizer
         self.advice = parts.advice
         """Doubts about the schedule and the base batch, a sentence each. Rank 0 has warned of them."""
@@ -143,6 +146,9 @@ class Run:
         self._flags = BoundaryFlags.NONE  # of the steps that were read since the stages last ran
         self._loop_seconds = 0.0
         self._pulse = Pulse(parts.config.step_timeout_s)
+        # Most stages have no flag, or don't follow τ, and needn't be asked in each step.
+        self._flagging = [stage for stage in parts.stages if type(stage).flags is not Stage.flags]
+        self._following_tau = [stage for stage in parts.stages if type(stage).due_by is not Stage.due_by]
 
     @classmethod
     def of(
@@ -165,11 +171,6 @@ class Run:
         return run
 
     # ---- state of the run ----------------------------------------------------------------------------------------
-
-    @property
-    def total_steps(self) -> int:
-        """T."""
-        return self.base_schedule.total_steps
 
     @property
     def effective_steps(self) -> float:
@@ -373,7 +374,8 @@ class Run:
         passes = self.parts.passes
         passes.check_backward("run.step() comes once after each run.backward().")
         own = plain_numbers(metrics) if metrics else {}
-        self.state.recorded.update({key: value for key, value in own.items() if key != "loss"})
+        if own:
+            self.state.recorded.update({key: value for key, value in own.items() if key != "loss"})
         if not passes.ends_step():
             return False
         self.schedule.check()
@@ -391,7 +393,7 @@ class Run:
 
     def _take_step(self, own: dict[str, Any]) -> TakenStep:
         """Take the optimizer step. Return its values on the host; its numbers may still be on the device."""
-        lr, tau = self.schedule.lrs[0], self.effective_steps
+        lr, before = self.schedule.lrs[0], self.optimizer.last_step
         self.parts.passes.step()
         flags = self._own_flags() if self.plan.world_size == 1 else BoundaryFlags.NONE
         self.parts.passes.end_step()
@@ -399,12 +401,12 @@ class Run:
         self.state.iterations += 1
         if self._after_step is not None:
             if self._gives_gain:
-                self._after_step(self.module, gain=self.optimizer.last_step.effective_steps - tau)
+                self._after_step(self.module, gain=self.optimizer.last_step.effective_steps - before.effective_steps)
             else:
                 self._after_step(self.module)
         self.parts.reporting.count(self.plan.global_batch_size)
         number, position, recorded = self.state.iterations, self.source.position, dict(self.state.recorded)
-        return TakenStep(number, self.plan, lr, tau, position, flags, own, recorded)
+        return TakenStep(number, self.plan, lr, before.effective_steps, position, flags, own, recorded)
 
     def _payload(self) -> Tensor:
         """Return the payload of the step's all-reduce: this worker's loss and its boundary flags."""
@@ -417,7 +419,7 @@ class Run:
     def _own_flags(self) -> int:
         """Return the flags of this worker's stages. Other workers than rank 0 send BUSY only."""
         flags = BoundaryFlags.NONE
-        for stage in self.parts.stages:
+        for stage in self._flagging:
             flags |= stage.flags()
         return flags if self.backend.rank == 0 else flags & BoundaryFlags.BUSY
 
@@ -426,8 +428,12 @@ class Run:
         furthest = self._furthest()
         if self.optimizer.last_step_known or furthest >= self.total_steps:
             return True
-        due = self._flags & ~BoundaryFlags.BUSY
-        return bool(due) or any(stage.due_by(furthest) for stage in self.parts.stages)
+        return self._stages_due(furthest)
+
+    def _stages_due(self, tau: float) -> bool:
+        """Return whether a stage may have to act by τ, or by the flags that were read."""
+        due = [stage.due_by(tau) for stage in self._following_tau]
+        return any(due) or bool(self._flags & ~BoundaryFlags.BUSY)
 
     def _synchronize(self) -> None:
         """Read the last optimizer step, if it is unread: advance the schedule, compute metrics, call the listeners."""
@@ -444,7 +450,7 @@ class Run:
             state.nonfinite = 0
             state.progress = advanced(state.progress, last.gain)
             self.schedule.advance_to(last.effective_steps)
-        metrics = self._metrics(taken.own.get("loss", loss), taken.lr)
+        metrics = self._metrics(last, taken.own.get("loss", loss), taken.lr)
         state.metrics = {**metrics, **taken.recorded}
         if self.parts.listeners:
             step = taken.observed(last, {**metrics, **clipped}, state, self.total_steps)
@@ -452,10 +458,13 @@ class Run:
                 listener.after_step(step)
 
     def _run_stages(self) -> None:
-        """Run the stages of this step boundary. End the run if a stage returns a reason."""
+        """Run the stages of this step boundary, if one may have to act. End the run if a stage returns a reason."""
+        tau = self.effective_steps
+        # From T on the loop ends the run.
+        due = tau < self.total_steps and self._stages_due(tau)
         flags, self._flags = self._flags, BoundaryFlags.NONE
-        if self.effective_steps >= self.total_steps:
-            return  # the loop ends the run
+        if not due:
+            return
         for stage in self.parts.stages:
             reason = stage.act(self, flags)
             if reason is not None:
@@ -467,9 +476,10 @@ class Run:
         self.plan = plan
         set_batch(plan, self.optimizer, self.source, self.backend.rank)
 
-    def _metrics(self, loss: float, lr: float) -> dict[str, Any]:
+    def _metrics(self, step: StepResult, loss: float, lr: float) -> dict[str, Any]:
         return step_metrics(
-            self.optimizer,
+            step,
+            self.optimizer.average_moments(),
             self.plan,
             loss=loss,
             lr=lr,
@@ -483,7 +493,7 @@ class Run:
         if why == TOTAL_STEPS_REACHED:
             self.parts.evaluation.finish(self)
         self.state.stopped = why
-        metrics = self.state.metrics or self._metrics(math.nan, self.schedule.lrs[0])
+        metrics = self.state.metrics or self._metrics(self.optimizer.last_step, math.nan, self.schedule.lrs[0])
         self.state.metrics = {**metrics, **self.state.recorded}
         self.parts.checkpointing.saver.finish()
         self.report(save=self.backend.report_policy.save_end)

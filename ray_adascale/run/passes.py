@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -72,7 +72,10 @@ class Passes:
         self._dtype = _DTYPES.get(precision)
         self._device = device
         self._fully_sharded = fully_sharded
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._reduces = isinstance(model, DistributedDataParallel | ShardedDataParallel)
+        self._reduces_to_owners = isinstance(model, ShardedDataParallel)
+        self._params = list(module.parameters())
+        self._zero = self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self._batch: MicroBatch | None = None
         self._weights: list[float] = []
         self._backward_done = False
@@ -110,13 +113,12 @@ class Passes:
         """Begin the pass of a micro-batch."""
         if batch.pass_index == 0:
             self._weights = []
-            self.loss.zero_()
         self._batch = batch
         self._backward_done = False
         self._weights.append(batch.weight)
         # Gradients are reduced in the step's last pass. The model reads this setting in its forward pass.
-        if not batch.is_last and isinstance(self._model, DistributedDataParallel | ShardedDataParallel):
-            self._no_sync.enter_context(self._model.no_sync())
+        if self._reduces and not batch.is_last:
+            self._no_sync.enter_context(cast(Any, self._model).no_sync())
         elif self._fully_sharded:
             cast(Any, self._model).set_requires_gradient_sync(batch.is_last)
         if self._dtype is not None:
@@ -179,8 +181,10 @@ class Passes:
             self._check_gradients()
         if not self._module.training:
             self._check_mode()
-        self._autocast.close()
-        self.loss.add_(loss.detach(), alpha=batch.weight)
+        if self._dtype is not None:
+            self._autocast.close()
+        before = self._zero if batch.pass_index == 0 else self.loss
+        self.loss = torch.add(before, loss.detach(), alpha=batch.weight)
 
     def backward(self, loss: Tensor, plan: BatchPlan) -> None:
         """Run the backward pass. The loss is weighted by the examples or units of the micro-batch, and scaled for fp16."""
@@ -195,17 +199,21 @@ class Passes:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         self._optimizer.sample_weights = self._weights
-        with nullcontext() if loss.requires_grad else noted(lambda: _DEPENDS_ON_NOTHING):
+        if loss.requires_grad:
             loss.backward()
+        else:
+            with noted(lambda: _DEPENDS_ON_NOTHING):
+                loss.backward()
         self._backward_done = True
         # Between passes FSDP2 keeps gradients where the loop can't reach them.
         if not batch.is_last and self._steps < _CHECKED_STEPS and not self._fully_sharded:
             self._gradients = self._gradient_versions()
         if batch.is_last and self.scaler is not None:
             self.scaler.unscale_(self._optimizer)  # here, so that the loop sees and clips the true gradient
-        if batch.is_last and isinstance(self._model, ShardedDataParallel):
-            mark_gradients_elsewhere(self._module.parameters())
-        self._no_sync.close()
+        if batch.is_last and self._reduces_to_owners:
+            mark_gradients_elsewhere(self._params)
+        if not batch.is_last:
+            self._no_sync.close()
 
     def check_backward(self, caller: str) -> None:
         """Check that the backward pass of the micro-batch has run.
@@ -241,15 +249,15 @@ class Passes:
 
     def step(self) -> None:
         """Take the optimizer step."""
-        if isinstance(self._model, ShardedDataParallel):
-            unmark_gradients(self._module.parameters())
+        if self._reduces_to_owners:
+            unmark_gradients(self._params)
         self._stepping = True
         try:
             if self.scaler is not None:
                 self.scaler.step(self._optimizer)
                 self.scaler.update()
             else:
-                self._optimizer.step()
+                self._optimizer.take_step()
         finally:
             self._stepping = False
 

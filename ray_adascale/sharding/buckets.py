@@ -154,7 +154,7 @@ class Bucket:
 
     def bound(self) -> bool:
         """Whether the parameters are still views of the buffer (``param.data = ...`` and ``model.to()`` move them)."""
-        return all(p.data_ptr() == a for p, a in zip(self.params, self._addresses, strict=True))
+        return [p.data_ptr() for p in self.params] == self._addresses
 
     @torch.no_grad()
     def bind(self) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._torch import without_gradients
 from ..measure.norms import take_group_norms
 from .buckets import Bucket, Span, memory_view
 from .collectives import Buffers, Reduction
@@ -93,7 +94,7 @@ class GradientBucket:
     def begin_pass(self) -> None:
         """Wait for the gradients of a backward pass."""
         self.arrived = [False] * len(self.bucket.params)
-        self.missing = sum(p.requires_grad for p in self.bucket.params)
+        self.missing = sum([p.requires_grad for p in self.bucket.params])
         self.launched = self.observed = False
 
     @property
@@ -131,7 +132,7 @@ class GradientBucket:
             pieces.append((-1, 0, self._bounds[-1] - position))
         return pieces
 
-    @torch.no_grad()
+    @without_gradients
     def collect(self, *, keep: bool) -> Tensor:
         """Return this worker's gradients in one buffer, with flags of zero; the parameters' ``.grad`` are None afterwards.
 
@@ -166,7 +167,7 @@ class GradientBucket:
             self._buffers.give_back(self._taken)
             self._taken = None
 
-    @torch.no_grad()
+    @without_gradients
     def launch(self, summand: Tensor) -> None:
         """Send the shards to their owners."""
         summand.index_copy_(0, self._flag_positions, self._flags_of(tuple(self._seen), summand))
@@ -186,7 +187,7 @@ class GradientBucket:
             self._flags[seen] = flags
         return flags
 
-    @torch.no_grad()
+    @without_gradients
     def finish(self) -> None:
         """Wait for the reduction; from here on this worker's fragments have their gradients."""
         assert self._work is not None
@@ -218,7 +219,7 @@ class GradientBucket:
         if self.observed:
             self.own_norms()  # while the shard is in the cache
 
-    @torch.no_grad()
+    @without_gradients
     def reopen(self) -> None:
         """Prepare for further gradients, which add to those that the optimizer has left. A gradient that it cleared is zero."""
         if self.shard is None or not self.held:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .._torch import without_gradients
 from ..measure.norms import take_group_norms
 from ..measure.observers import FlatObserver, GradientObserver, HookObserver, PassListener
 from .buckets import Bucket
@@ -61,7 +62,7 @@ class _OwnedShards(GradientObserver):
         reducer = self.reducer()
         return iter(()) if reducer is None else reducer.own_gradients()
 
-    @torch.no_grad()
+    @without_gradients
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
         reducer = self.reducer()
         if reducer is None:
@@ -76,7 +77,7 @@ class ShardHookObserver(_OwnedShards, HookObserver):
         self.reducer = weakref.ref(reducer)
         super().__init__(groups, listener)
 
-    @torch.no_grad()
+    @without_gradients
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
         self.complete = all(p in self.hooked for params in self.groups for p in params if p.requires_grad)
         if not self.complete:

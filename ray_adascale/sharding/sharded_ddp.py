@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._torch import as_bytes, global_rank
+from .._torch import as_bytes, global_rank, without_gradients
 from .oss import OSS
 from .reduction import GradientReduction
 
@@ -98,7 +98,7 @@ class ShardedDataParallel(nn.Module):
                 self.refresh_trainable()
             if self.training and torch.is_grad_enabled():
                 if self.broadcast_buffers and self._buffers_due:
-                    self._broadcast(list(self.module.buffers()))
+                    self._broadcast([b for part in self._with_buffers for b in part.buffers(recurse=False)])
                 self._buffers_due = self._reduction.syncing  # as DDP: at the first pass of a step
         return self.module(*inputs, **kwargs)
 
@@ -185,6 +185,8 @@ class ShardedDataParallel(nn.Module):
         if self._world_size == 1:
             return
         self._params = list(self.module.parameters())
+        # As in DDP, a module that has no buffer yet is left out.
+        self._with_buffers = [part for part in self.module.modules() if any(True for _ in part.buffers(recurse=False))]
         self._trainable = [p.requires_grad for p in self._params]
         self._reduction.refresh()
         for name, param in self.module.named_parameters():
@@ -199,7 +201,7 @@ class ShardedDataParallel(nn.Module):
         trainable = [p.requires_grad for p in self._params]
         return not self._reduction.has_all_buckets or trainable != self._trainable
 
-    @torch.no_grad()
+    @without_gradients
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Send rank 0's values to all, those of one dtype and device in one message."""
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

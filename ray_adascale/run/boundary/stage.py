@@ -158,7 +158,7 @@ class IntervalTimer:
     @property
     def due(self) -> bool:
         """Whether the interval has passed."""
-        return self.elapsed >= self._seconds
+        return time.monotonic() - self._began >= self._seconds
 
 
 class RunAtBoundary(Protocol):

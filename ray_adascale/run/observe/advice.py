@@ -72,6 +72,9 @@ class NoiseWarning(Listener):
         if not step.skipped:
             self._gains += step.metrics["gain"]
             self._scales += step.plan.scale
+        if step.plan.scale <= 1:
+            self._too_large_since = None
+            return
         of_step = step.metrics["noise_scale"], step.metrics["gain"]
         warning = too_large_for_the_noise(step.plan, *of_step, window=self._window)
         if warning is None:  # the noise scale may be NaN, too

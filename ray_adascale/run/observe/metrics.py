@@ -8,7 +8,7 @@ from typing import Any
 
 from ...batch import BatchPlan
 from ...gain import plain_noise_scale
-from ...optim.adascale import AdaScale
+from ...optim.step_shape import StepResult
 from .eta import LEFT, Eta
 
 METRICS = (
@@ -68,7 +68,8 @@ replaced."""
 
 
 def step_metrics(
-    optimizer: AdaScale,
+    step: StepResult,
+    moments: tuple[float, float],
     plan: BatchPlan,
     *,
     loss: float,
@@ -77,10 +78,11 @@ def step_metrics(
     examples_per_s: float,
     probed: tuple[float, float] | None,
 ) -> dict[str, Any]:
-    """Return the values of the last step under :data:`METRICS`. Waits for the device if the step has not been read.
+    """Return the values of a step under :data:`METRICS`.
 
     Args:
-        optimizer: The optimizer that has taken the step.
+        step: The step's numbers.
+        moments: Averaged σ² and μ² after it; NaN before the first sample.
         plan: The step's batch.
         loss: Mean over the step's examples, of all workers.
         lr: lr(⌊τ⌋) of the schedule, before the gain.
@@ -88,14 +90,14 @@ def step_metrics(
         examples_per_s: Over all workers.
         probed: σ² and μ² of the last probe, for steps that have one gradient sample; None without one.
     """
-    sigma2, mu2 = optimizer.average_moments()
+    sigma2, mu2 = moments
     if math.isnan(sigma2) and probed is not None:
         sigma2, mu2 = probed
-    gain, scale = optimizer.last_step.gain, plan.scale
+    gain, scale = step.gain, plan.scale
     return {
         "gain": gain,
         "scale": scale,
-        "effective_steps": optimizer.effective_steps,
+        "effective_steps": step.effective_steps,
         "progress": progress,
         "lr": lr,
         "loss": loss,
@@ -104,7 +106,7 @@ def step_metrics(
         "noise_scale": plain_noise_scale(sigma2, mu2, plan.base_batch_size),
         "efficiency": gain / scale,
         "examples_per_s": examples_per_s,
-        "optimizer_steps": optimizer.steps,
+        "optimizer_steps": step.steps,
         "world_size": plan.world_size,
     }
 

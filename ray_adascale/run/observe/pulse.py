@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 _LAST_STEPS = 20
 """Number of steps whose slowest sets the limit."""
@@ -26,14 +26,12 @@ class Phase(Enum):
     BETWEEN = "runs code of the loop between two steps"
     ENDED = "has ended"
 
-    @property
-    def timed(self) -> bool:
+    def __init__(self, text: str) -> None:
+        self.timed = text.startswith(("waits", "computes"))
         """Whether this phase is part of a step's time."""
-        return self in (Phase.DATA, Phase.PASS, Phase.REDUCTION)
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """Where a worker is.
 
     Attributes:
@@ -54,7 +52,6 @@ class Pulse:
         timeout_s: The limit of a step in seconds; None: ten times the slowest of the last 20 steps of this start, at least 120.
 
     Attributes:
-        position: Where the worker is.
         limit_s: Seconds that the present step may take; None before the first step of this start has ended.
     """
 
@@ -62,15 +59,21 @@ class Pulse:
         self._timeout_s = timeout_s
         self._spent = 0.0  # in timed phases of the present step
         self._last: deque[float] = deque(maxlen=_LAST_STEPS)
-        self.position = Position(0, Phase.START, time.monotonic())
+        self._position: tuple[int, Phase, float] = 0, Phase.START, time.monotonic()  # replaced as a whole
         self.limit_s: float | None = None
+
+    @property
+    def position(self) -> Position:
+        """Where the worker is."""
+        return Position(*self._position)
 
     def enter(self, phase: Phase) -> None:
         """Begin a phase."""
-        now, before = time.monotonic(), self.position
-        if before.phase.timed:
-            self._spent += now - before.since
-        self.position = Position(before.steps, phase, now)
+        now = time.monotonic()
+        steps, before, since = self._position
+        if before.timed:
+            self._spent += now - since
+        self._position = steps, phase, now
 
     def end_step(self, steps: int) -> None:
         """End an optimizer step.
@@ -81,6 +84,6 @@ class Pulse:
         self.enter(Phase.BOUNDARY)
         self._last.append(self._spent)
         self._spent = 0.0
-        self.position = Position(steps, Phase.BOUNDARY, self.position.since)
+        self._position = steps, Phase.BOUNDARY, self._position[2]
         limit = max(_AT_LEAST_S, _TIMES * max(self._last))
         self.limit_s = limit if self._timeout_s is None else self._timeout_s

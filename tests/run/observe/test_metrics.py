@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from ray_adascale.config import AdaScaleConfig
+from ray_adascale.optim.step_shape import StepResult
 from ray_adascale.run.observe.metrics import METRICS, plain_numbers, step_metrics, too_large_for_the_noise
 
 
@@ -66,10 +66,9 @@ def test_a_batch_beyond_the_noise_scale_is_too_large_but_not_at_the_base_batch()
     ],
 )
 def test_a_steps_metrics(averaged: Any, probed: Any, sigma2: float, mu2: float, noise: float) -> None:
-    last = SimpleNamespace(gain=3.0)
-    optimizer: Any = SimpleNamespace(average_moments=lambda: averaged, last_step=last, effective_steps=7.5, steps=3)
+    step = StepResult(gain=3.0, effective_steps=7.5, steps=3)
     plan = AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=16).batch.plan(2)
-    found = step_metrics(optimizer, plan, loss=0.5, lr=0.1, progress=7.0, examples_per_s=90.0, probed=probed)
+    found = step_metrics(step, averaged, plan, loss=0.5, lr=0.1, progress=7.0, examples_per_s=90.0, probed=probed)
     assert tuple(found) == METRICS
     assert found == pytest.approx(
         {
