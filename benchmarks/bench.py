@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "benchmarks" / "studies" / "pages"
 BY_HAND = "<!-- by hand: kept when the page is made anew -->", "<!-- end of the part by hand -->"
 
 

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from bench import in_words, join_group, leave, leave_group, machine, markdown, run_workers, write_json
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
 EXAMPLES = 4096
 INPUTS, CLASSES = 64, 10
@@ -132,7 +132,7 @@ def bare(task: Task, passes: int, meter: Meter) -> None:
 def plain(task: Task, passes: int, meter: Meter) -> None:
     """Loop over a ``DataLoader``."""
     pieces = make(task)
-    sampler = DistributedSampler(pieces.dataset) if torch.distributed.is_initialized() else None
+    sampler: Sampler[int] | None = DistributedSampler(pieces.dataset) if torch.distributed.is_initialized() else None
     loader = DataLoader(pieces.dataset, batch_size=task.batch, shuffle=sampler is None, sampler=sampler)
     _plain(_parallel(pieces.model), pieces, _endless(loader), passes, meter)
 

@@ -323,7 +323,7 @@ def disagreements(results: Sequence[Result]) -> list[str]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return a padded Markdown table, for README.md. The first kind is the baseline."""
+    """Return a padded Markdown table. The first kind is the baseline."""
     on_gpu = any(result.kernel_launches is not None for result in results)
     ratio = f"× {results[0].kind}"
     header = ["model", "passes", "kind", "ms a step", ratio, "quartiles", f"{ratio}, CPU time", "aten calls", "loss"]

@@ -38,7 +38,7 @@ import overhead
 import torch
 import torch.distributed as dist
 from bench import (
-    ROOT,
+    PAGES,
     Smoke,
     by_hand,
     command_line,
@@ -56,7 +56,7 @@ from kinds import Batch, Place, Spec, Stepper, mlp
 from overhead import run_block
 from torch.profiler import ProfilerActivity, profile
 
-PAGE = ROOT / "docs" / "results" / "scale.md"
+PAGE = PAGES / "scale.md"
 WORKERS = (2, 4, 8, 16)
 PARTS = ("steps", "checkpoints", "controller")
 KINDS = (
@@ -447,7 +447,6 @@ def page(document: dict[str, Any], kept: str) -> str:
         document: Content of the JSON file.
         kept: The part by hand.
     """
-    readme = os.path.relpath(ROOT / "benchmarks" / "README.md", PAGE.parent)
     made = "; ".join(dict.fromkeys(_made(**document["made"][part]) for part in PARTS if part in document["made"]))
     steps = [Steps(**row) for row in document["steps"]]
     controllers = [Controller(**row) for row in document["controller"]]
@@ -455,7 +454,7 @@ def page(document: dict[str, Any], kept: str) -> str:
         "# More workers",
         "What grows with the number of workers, measured where it can be and counted where it can't: 2 to 16 processes on a "
         "machine of two cores, gloo over loopback.",
-        f"{made}. FairScale, no dependency, as [benchmarks]({readme}) have it.",
+        f"{made}. FairScale, no dependency, as in [time of a step](overhead.md#how-it-is-measured).",
         "## What it says",
         kept,
         "## A step",

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 from ray_adascale import __version__
+
+sys.path.insert(0, str(Path(__file__).parent))
+import messages
 
 project = "ray_adascale"
 copyright = "the ray_adascale authors"
@@ -25,7 +29,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "docs/**.md"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/**.md", "docs/**.md"]
 exclude_patterns = [".*", "build", "dist", "runs", "ray_adascale", "tests", "examples"]
 
 myst_heading_anchors = 3
@@ -76,6 +80,18 @@ def add_navigation(app: Any, docname: str, source: list[str]) -> None:
         source[0] += "\n".join(["\n\n```{toctree}", ":hidden:", f":caption: {group}", "", *names, "```\n"])
 
 
+def add_messages(app: Any, docname: str, source: list[str]) -> None:
+    """Append the texts of errors and warnings to their page."""
+    if docname == "docs/reference/messages":
+        source[0] += messages.page()
+
+
+def leave_out(app: Any, docname: str, source: list[str]) -> None:
+    """Leave the studies' pages out of navigation and search. What was measured links to them."""
+    if docname.startswith("benchmarks/studies/"):
+        source[0] = f"---\norphan: true\nnosearch: true\n---\n\n{source[0]}"
+
+
 def keep_colons(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Start a property's docstring with an empty comment: napoleon would read text before a colon in its first line as a type."""
     if what in ("property", "attribute", "data"):
@@ -90,5 +106,7 @@ def copy_front_page(app: Any, exception: Exception | None) -> None:
 
 def setup(app: Any) -> None:
     app.connect("source-read", add_navigation)
+    app.connect("source-read", add_messages)
+    app.connect("source-read", leave_out)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon, at 500
     app.connect("build-finished", copy_front_page)

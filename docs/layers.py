@@ -139,22 +139,25 @@ HEAVY = {
 LIGHT = ["run.loop", "train.backend"]
 
 BEGIN, END = "<!-- from docs/layers.py, by `make docs` -->", "<!-- end -->"
-WIDTH = 120
+WIDTH, LABEL = 100, 18  # characters of a line, and of the column of names
 
 
 def picture() -> str:
     """The layers from the top down: number, packages, what each decides, its modules."""
-    wide = max(len(_label(package)) for layer in LAYERS for package in layer) + 2
     lines: list[str] = []
+    indent = " " * (LABEL + 4)
     for i, layer in enumerate(LAYERS):
         if i == len(RAY_LAYERS):
-            lines.append("-" * 40 + " Ray above, plain torch below " + "-" * 40)
+            lines.append(" Ray above, plain torch below ".center(WIDTH, "-"))
         for package in layer:
-            lines.append(f"{len(LAYERS) - i:2}  {_label(package):{wide}}{package.decides}")
+            start = f"{len(LAYERS) - i:2}  {_label(package):{LABEL}}"
+            if len(_label(package)) >= LABEL:
+                lines.append(start)
+                start = indent
+            lines += textwrap.wrap(package.decides, WIDTH, initial_indent=start, subsequent_indent=indent)
             if package.name:
-                indent = " " * (wide + 8)
                 names = ", ".join(package.modules.split())
-                lines += textwrap.wrap(names, WIDTH, initial_indent=indent, subsequent_indent=indent)
+                lines += textwrap.wrap(names, WIDTH, initial_indent=f"{indent}    ", subsequent_indent=f"{indent}    ")
     return "\n".join(["```text", *lines, "```"])
 
 

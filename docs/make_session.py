@@ -1,6 +1,7 @@
-"""Run the commands of docs/start/session.md and write their output to the page, or compare it with the page (``--check``).
+"""Run one session of commands and write each output to the page that shows it, or compare it with the page (``--check``).
 
-During one run a worker is killed and Ctrl-C is pressed, as the page shows. Each command starts a Ray, which takes minutes::
+A page shows the output of a command of ``STEPS`` between ``<!-- output: NAME -->`` and ``<!-- end of output -->``. During one
+run a worker is killed and Ctrl-C is pressed. Most commands start a Ray, which takes minutes in all::
 
     python docs/make_session.py
     python docs/make_session.py --check
@@ -20,16 +21,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-PAGE = Path(__file__).parent / "start" / "session.md"
+PAGES = sorted(Path(__file__).parent.rglob("*.md"))
+OUTPUT = re.compile(r"(<!-- output: (\w+) -->\n)(.*?)(<!-- end of output -->)", re.DOTALL)
 ROOT = Path(__file__).parents[1]
 
 WORKLOAD = "digits.py:workload"
 RUN = (
-    "train digits.py:workload --recipe recipe.json --num-workers 2 --name big --storage-path runs --checkpoint-every 1"
+    f"ray-adascale train {WORKLOAD} --recipe recipe.json --num-workers 2 --name big --storage-path runs "
+    "--checkpoint-every 4"
 )
 
 
@@ -48,16 +50,11 @@ def _press_ctrl_c(process: subprocess.Popen[str]) -> str:
 
 Act = tuple[re.Pattern[str], Callable[[subprocess.Popen[str]], str]]
 STEPS: list[tuple[str, str, list[Act], int]] = [
-    # The sentence before the command, the command, the actions with the lines that start them, and the exit code.
+    # The name of the output, the command, the actions with the lines that start them, and the exit code.
+    ("tune", f"ray-adascale tune {WORKLOAD} --base-batch-size 8 --total-steps 3000 --num-samples 4 --repeats 1", [], 0),
+    ("forecast", "ray-adascale forecast recipe.json --workers 1,2,4,8", [], 0),
     (
-        "A search at the base batch: four trials, and the best one again with another seed.",
-        f"tune {WORKLOAD} --base-batch-size 8 --total-steps 3000 --num-samples 4 --repeats 1",
-        [],
-        0,
-    ),
-    ("The forecast for more workers:", "forecast recipe.json --workers 1,2,4,8", [], 0),
-    (
-        "The run at scale. A worker is killed during the run. Then Ctrl-C is pressed.",
+        "train",
         f"{RUN} --max-failures 1",
         [
             (re.compile("Checkpoint of"), _kill_a_worker),
@@ -66,20 +63,25 @@ STEPS: list[tuple[str, str, list[Act], int]] = [
         ],
         130,
     ),
-    ("The run continues from its checkpoint:", "resume runs/big", [], 0),
-    ("A description of the run:", "describe runs/big", [], 0),
-    ("The report on the schedule:", "report runs/big --recipe recipe.json", [], 0),
-    ("A wrong command ends with an error and the remedy:", f"{RUN} --base-batch-size 4", [], 2),
-    ("More workers than CPUs:", f"train {WORKLOAD} --recipe recipe.json --num-workers 500", [], 2),
+    ("resume", "ray-adascale resume runs/big", [], 0),
+    ("describe", "ray-adascale describe runs/big", [], 0),
+    ("report", "ray-adascale report runs/big --recipe recipe.json", [], 0),
+    ("refused", f"{RUN} --base-batch-size 4", [], 2),
+    ("crowded", f"ray-adascale train {WORKLOAD} --recipe recipe.json --num-workers 500", [], 2),
+    ("grow", "python examples/elastic_run.py --smoke", [], 0),
 ]
 
 
 def run(command: str, acts: list[Act], folder: Path) -> tuple[list[str], int]:
     """Return the lines that the command prints, in their order, and its exit code."""
-    words = [sys.executable, "-u", "-m", "ray_adascale.cli", *shlex.split(command)]
+    program, *words = shlex.split(command)
+    if program == "python":
+        words = [str(ROOT / words[0]), *words[1:]]
+    else:
+        words = ["-m", "ray_adascale.cli", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
     process = subprocess.Popen(
-        words,
+        [sys.executable, "-u", *words],
         cwd=folder,
         env=environment,
         text=True,
@@ -87,7 +89,7 @@ def run(command: str, acts: list[Act], folder: Path) -> tuple[list[str], int]:
         stderr=subprocess.STDOUT,
         start_new_session=True,  # signals must reach this command alone
     )
-    timer = threading.Timer(300, process.kill)
+    timer = threading.Timer(600, process.kill)
     timer.start()
     lines, left = [], list(acts)
     assert process.stdout is not None
@@ -107,27 +109,26 @@ def _rays(line: str) -> bool:
     return "(raylet)" in line or line.startswith(("[20", "***", "    @", "PC:"))
 
 
-def page(folder: Path) -> str:
-    """Return the whole page, from commands that run in this folder."""
+def outputs(folder: Path) -> dict[str, str]:
+    """Return the block of each command, from commands that run in this folder."""
     (folder / "digits.py").write_text((ROOT / "examples" / "digits.py").read_text())
-    parts = [
-        "# A whole session in a terminal\n",
-        f"`python docs/make_session.py` made this page on {time.strftime('%Y-%m-%d')}, on two shared cores. "
-        "The output was written to a file; on a terminal one live line at the bottom replaces the lines with τ. "
-        "The dates and times of log lines are left out. "
-        "The workload is [examples/digits.py](../../examples/digits.py).\n",
-    ]
-    for before, command, acts, code in STEPS:
+    made = {}
+    for name, command, acts, code in STEPS:
         lines, found = run(command, acts, folder)
         if found != code:
-            raise SystemExit(f"`ray-adascale {command}` exits with {found}, not {code}:\n" + "\n".join(lines))
-        shown = [f"$ ray-adascale {command}", *lines, *([f"(exit code {code})"] if code else [])]
-        parts.append("\n".join([f"{before}\n", "```text", *shown, "```\n"]))
-    return "\n".join(parts)
+            raise SystemExit(f"`{command}` exits with {found}, not {code}:\n" + "\n".join(lines))
+        shown = [f"$ {command}", *lines, *([f"(exit code {code})"] if code else [])]
+        made[name] = "\n".join(["```text", *shown, "```\n"])
+    return made
+
+
+def shown() -> dict[str, str]:
+    """Return the block of each command as the pages have it."""
+    return {name: block for page in PAGES for _, name, block, _ in OUTPUT.findall(page.read_text())}
 
 
 def kinds(text: str) -> list[str]:
-    """Return the lines of a page without numbers, and without lines that come more or less often."""
+    """Return the lines of an output without numbers, and without lines that come more or less often."""
     out: list[str] = []
     for line in text.splitlines():
         kind = re.sub(r"Recipe [0-9a-f]{16}", "Recipe 0", line)
@@ -143,6 +144,7 @@ def kinds(text: str) -> list[str]:
                 "big: Still starting",
                 "trial 0",
                 "repeat 0",
+                "clipped",
             )
         )
         if not often:
@@ -152,16 +154,23 @@ def kinds(text: str) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare with the present page")
+    parser.add_argument("--check", action="store_true", help="compare with the pages")
     check = parser.parse_args().check
     with tempfile.TemporaryDirectory() as folder:
-        made = page(Path(folder).resolve())
+        made = outputs(Path(folder).resolve())
     if not check:
-        PAGE.write_text(made)
+        for page in PAGES:
+            text = page.read_text()
+            fresh = OUTPUT.sub(lambda found: f"{found[1]}{made[found[2]]}{found[4]}", text)
+            if fresh != text:
+                page.write_text(fresh)
         return 0
-    there, now = kinds(PAGE.read_text()), kinds(made)
-    different = [line for line in now if line not in there] + [line for line in there if line not in now]
-    print("\n".join(different) or "The page agrees with the commands.")
+    different = []
+    for name, block in shown().items():
+        there, now = kinds(block), kinds(made[name])
+        different += [f"{name}: {line}" for line in now if line not in there]
+        different += [f"{name}: {line}" for line in there if line not in now]
+    print("\n".join(different) or "The pages agree with the commands.")
     return 1 if different else 0
 
 

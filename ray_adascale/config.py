@@ -90,7 +90,7 @@ class AdaScaleConfig:
             ``num_workers=(min, max)``.
         rule: How the LR follows the scale: "adascale", for SGD, Adam and AdamW alike; "adascale_betas", for Adam and AdamW: the
             same and β^r for the betas; for comparisons "linear", "sqrt", "unscaled" and "adamscale" (AdaptDL's for Adam). With
-            "adascale_betas" runs were better and took more steps, with "adamscale" they were worse (docs/results/adam.md). Or a
+            "adascale_betas" runs were better and took more steps, with "adamscale" they were worse (docs/results.md). Or a
             rule such as ``LEGWRule(5, 50_000)``, or a callable (RuleInput) -> (LR factor, clock increment).
         sharding: Where gradients and optimizer state live. "none": all on every worker (DDP). "oss": each worker holds 1/N of
             the state. "zero2": and 1/N of the gradients (ShardedDataParallel). "fsdp2": and 1/N of the weights between uses

@@ -175,7 +175,7 @@ class AdamScale(AdaScale):
     """Factor √r, with statistics in Adam's metric, for Adam and AdamW, as AdaptDL has it.
 
     Adam's step is ḡ/√v, so noise and signal are measured on gradients divided by √v, and the LR follows the square root of that
-    gain. Measured: schedules don't transfer with it (docs/results/adam.md), while they do with :class:`AdaScale` and the same
+    gain. Measured: schedules don't transfer with it (docs/results.md), while they do with :class:`AdaScale` and the same
     AdamW. :class:`ray_adascale.AdamScaleRule` says more.
     """
 

@@ -55,9 +55,9 @@ from study import CASES, transformer
 from ray_adascale import AdaScaleBetasRule, BetaRule, UnscaledRule, Workload
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, by_hand, count
+from bench import PAGES, by_hand, count
 
-PAGE = ROOT / "docs" / "results" / "adam-betas.md"
+PAGE = PAGES / "adam-betas.md"
 KEPT = "benchmarks/studies/kept/adam_betas.jsonl"
 CHOSEN_ON = ("vision", "text")
 CHOICE_SEEDS = 2

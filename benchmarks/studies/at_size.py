@@ -33,6 +33,7 @@ from comparison_page import (
     difference,
     picture_by_scale,
     picture_by_tau,
+    picture_of_one,
     provenance,
     verdicts,
     workload_table,
@@ -45,9 +46,11 @@ from wall_clock import table as workers_table
 from ray_adascale import LinearRule, SquareRootRule, UnscaledRule
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, by_hand, count, markdown
+from bench import PAGES, by_hand, count, markdown
 
-PAGE = ROOT / "docs" / "results" / "at-size.md"
+PAGE = PAGES / "at-size.md"
+LABELS = {"linear": "LR × S", "√": "LR × √S", "unscaled": "LR unscaled"}
+"""Names of methods in the picture of one workload."""
 KEPT = "benchmarks/studies/kept/at_size.jsonl"
 LONGER = Comparison(
     optimizer="sgd",
@@ -189,6 +192,7 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
     page.parent.mkdir(parents=True, exist_ok=True)
     narrow = replace(plan, comparison=replace(LONGER, methods={name: LONGER.methods[name] for name in EQUAL_STEPS}))
     scale, curves = (draw(narrow, results, page) for draw in (picture_by_scale, picture_by_tau))
+    picture_of_one(narrow, results, page, "smiles", LABELS, shown=0.45)
     sections = []
     for workload in plan.workloads:
         best = best_schedule(plan, results, workload)
@@ -219,7 +223,7 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
         "Computed: optimizer steps × (the seconds of a plain step with a machine's examples, measured on one core + a ring "
         f"all-reduce over {BYTES_PER_S * 8 / 1e9:g} Gbit/s with {LATENCY_S * 1e6:g} µs a message). AdaScale has B0 examples a "
         "machine, the fixed batch B0 / machines, rounded up. What AdaScale adds to a step (2 to 20 % on CPUs, "
-        "[benchmarks](../../benchmarks/README.md#overhead-cpu)) is not included. "
+        "[time of a step](overhead.md#cpu)) is not included. "
         f"`wall_clock.py --steps`, {about['date'][:10]}, {about['cpu']}, load {about['load']} before.",
         seconds_table(plan, results),
         "## Measured: two workers on two cores",

@@ -41,7 +41,7 @@ from ray_adascale import AdaScaleConfig, Run, Workload, seed_everything
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import ROOT, command_line, markdown
 
-PAGE = ROOT / "runs" / "adaptive-batch.md"  # its tables are copied into docs/results/adaptive-batch.md
+PAGE = ROOT / "runs" / "adaptive-batch.md"  # its tables are copied into pages/adaptive-batch.md
 
 KEPT = "benchmarks/studies/kept/autobatch.jsonl"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -253,45 +253,33 @@ def decimals(axis: Any) -> None:
 
 
 def picture(plan: Plan, page: Path, name: str, title: str, draw: Draw) -> Path:
-    """Draw a panel for every workload, and save the picture beside the page.
-
-    A picture of one workload has the legend below and letters that are legible at a width of 390 pixels.
-    """
+    """Draw a panel for every workload, and save the picture beside the page."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    alone = len(plan.workloads) == 1
     figure, axes = plt.subplots(
         1, len(plan.workloads), figsize=(4.6 * len(plan.workloads), 4), layout="constrained", squeeze=False
     )
     for panel, workload in zip(axes[0], plan.workloads, strict=True):
         draw(panel, workload)
         case = plan.case(workload)
-        panel.set(title="" if alone else workload, yscale="log" if panel.has_data() else "linear")
+        panel.set(title=workload, yscale="log" if panel.has_data() else "linear")
         panel.set_ylabel(f"1 − {case.metric}" if case.perfect else case.metric)
         decimals(panel.yaxis)
-        panel.tick_params(axis="both", which="both", labelsize=9 if alone else 7)
+        panel.tick_params(axis="both", which="both", labelsize=7)
         panel.spines[["top", "right"]].set_visible(False)
-    if alone:
-        figure.legend(frameon=False, fontsize=9, ncols=3, loc="outside lower center")
-    elif axes[0][0].get_legend_handles_labels()[1]:
+    if axes[0][0].get_legend_handles_labels()[1]:
         axes[0][0].legend(frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=11)
     path = page.with_name(f"{page.stem}-{name}.png")
-    figure.savefig(path, dpi=200 if alone else 110)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
 
 
-def picture_by_scale(
-    plan: Plan,
-    results: Results,
-    page: Path,
-    name: str = "scale",
-    title: str = "Test metric against scale, less is better: mean ± sd over seeds",
-) -> Path:
+def picture_by_scale(plan: Plan, results: Results, page: Path) -> Path:
     """Draw the metric against scale. A dashed line marks the mean at S = 1."""
 
     def draw(panel: Any, workload: str) -> None:
@@ -316,7 +304,73 @@ def picture_by_scale(
             panel.axhline(statistics.mean(losses), color="0.6", lw=0.8, ls="--", zorder=0)
         panel.set(xlabel="S   (×: runs that failed)", xticks=range(len(plan.scales)), xticklabels=plan.scales)
 
-    return picture(plan, page, name, title, draw)
+    title = "Test metric against scale, less is better: mean ± sd over seeds"
+    return picture(plan, page, "scale", title, draw)
+
+
+def picture_of_one(
+    plan: Plan, results: Results, page: Path, workload: str, labels: Mapping[str, str], shown: float
+) -> None:
+    """Draw the metric of one workload against scale, legible at a width of 390 pixels, if it was run.
+
+    A mean above the axis is a triangle at its upper edge, with its value; a method whose runs all failed is a cross there.
+
+    Args:
+        plan: The plan.
+        results: The results.
+        page: The page beside which the picture is saved.
+        workload: The workload.
+        labels: Names of methods in the legend, where the page's own are too short.
+        shown: Upper edge of the axis: this share of the way from the base run's loss to that of the best answer without an input.
+    """
+    own = plan.comparison.own
+    if workload not in plan.workloads or not seeds_of(plan, results, workload, 1, own):
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    case = plan.case(workload)
+
+    def losses(scale: int, method: str) -> list[float]:
+        found = seeds_of(plan, results, workload, scale, method).values()
+        return [case.loss(r.score) for r in found if not r.failed and r.score is not None]
+
+    base = statistics.mean(losses(1, own))
+    limit = base + shown * (case.loss(case.chance()) - base)
+    figure, panel = plt.subplots(figsize=(4.6, 3.9), layout="constrained")
+    edge, marks = panel.get_xaxis_transform(), set()
+    panel.axhline(base, color="0.45", lw=1, ls="--", label="base run, S = 1", zorder=0)
+    for number, method in enumerate(plan.comparison.pictured):
+        points: list[tuple[float, float, float]] = []
+        offset, color = 0.07 * (number - len(plan.comparison.pictured) // 2), f"C{number}"
+        for place, scale in enumerate(plan.scales):
+            good = losses(scale, method)
+            if scale == 1:
+                points.append((place, base, 0.0))
+            elif not good:
+                marks.add("× failed")
+                panel.plot(place + offset, 0.97, "x", color=color, transform=edge, ms=7, mew=2, clip_on=False)
+            elif (mean := statistics.mean(good)) > limit:
+                marks.add("▲ off the axis")
+                panel.plot(place + offset, 0.97, "^", color=color, transform=edge, ms=7, clip_on=False)
+                panel.text(place + offset + 0.1, 0.97, f"{mean:.2f}", color=color, transform=edge, va="center")
+            else:
+                points.append((place + offset, mean, statistics.stdev(good) if len(good) > 1 else 0.0))
+        xs, ys, errors = zip(*points, strict=True)
+        thick = method == own
+        style = {"fmt": "o-", "ms": 6 if thick else 4, "lw": 2.6 if thick else 1.4, "capsize": 2, "zorder": 2 + thick}
+        panel.errorbar(xs, ys, errors, color=color, label=labels.get(method, method), **style)
+    panel.set(ylim=(None, limit), xticks=range(len(plan.scales)), xticklabels=plan.scales)
+    panel.set_xlabel("S, batch / batch of the base run", fontsize=10)
+    panel.set_ylabel(f"test {case.metric}", fontsize=10)
+    panel.spines[["top", "right"]].set_visible(False)
+    notes = ", ".join([*sorted(marks, reverse=True), count(plan.seeds, "seed")])
+    panel.set_title(f"One schedule, larger batches: less is better\n({notes})", fontsize=11)
+    figure.legend(frameon=False, fontsize=10, ncols=2, loc="outside lower center")
+    figure.savefig(page.with_name(f"{page.stem}-one.png"), dpi=200)
+    plt.close(figure)
 
 
 def picture_by_tau(plan: Plan, results: Results, page: Path) -> Path:

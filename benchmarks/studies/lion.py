@@ -47,9 +47,9 @@ from lion_pytorch import Lion
 from ray_adascale import AdaScaleBetasRule, UnscaledRule, Workload
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, by_hand, count
+from bench import PAGES, by_hand, count
 
-PAGE = ROOT / "docs" / "results" / "lion.md"
+PAGE = PAGES / "lion.md"
 KEPT = "benchmarks/studies/kept/lion.jsonl"
 BETAS = (0.9, 0.99)
 DECAY = 0.4

@@ -59,9 +59,9 @@ from ray_adascale import (
 )
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, by_hand, count, markdown
+from bench import PAGES, by_hand, count, markdown
 
-PAGE = ROOT / "docs" / "results" / "muon.md"
+PAGE = PAGES / "muon.md"
 KEPT = "benchmarks/studies/kept/muon.jsonl"
 MOMENTUM = 0.95  # Muon's
 # Names of the matrices that Muon steps: neither embeddings nor the first or the last layer.

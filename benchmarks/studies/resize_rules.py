@@ -45,9 +45,9 @@ from wall_clock import BYTES_PER_S, LATENCY_S, StepSeconds, read_steps, share
 from ray_adascale import AdaScaleConfig, LinearRule, LocalBackend, Run, SquareRootRule, UnscaledRule, seed_everything
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, by_hand, command_line, count, markdown
+from bench import PAGES, by_hand, command_line, count, markdown
 
-PAGE = ROOT / "docs" / "results" / "resizes.md"
+PAGE = PAGES / "resizes.md"
 KEPT = "benchmarks/studies/kept/resize_rules.jsonl"
 
 PLAN = (4, 2, 6, 8, 3, 1, 5, 8, 2, 7, 4)

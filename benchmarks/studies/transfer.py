@@ -36,6 +36,7 @@ from comparison_page import (
     picture,
     picture_by_scale,
     picture_by_tau,
+    picture_of_one,
     print_tables,
     provenance,
     verdicts,
@@ -47,12 +48,14 @@ from study import CASES
 from ray_adascale import AdaScaleBetasRule, BetaRule, LinearRule, SquareRootRule, UnscaledRule
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, by_hand, count, markdown
+from bench import PAGES, by_hand, count, markdown
 
-PAGE = ROOT / "docs" / "results" / "transfer.md"
+PAGE = PAGES / "transfer.md"
 KEPT = "benchmarks/studies/kept/transfer.jsonl"
 PICTURED = "text"
 """The workload of README's picture."""
+LABELS = {"LSW": "LR × S, T/S steps", "LSW+": "LR × S", "√": "LR × √S", "unscaled": "LR unscaled"}
+"""Names of methods in README's picture, where the page's own are too short."""
 SGD = Comparison(
     optimizer="sgd",
     cases=CASES,
@@ -194,10 +197,7 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
     kept = by_hand(page)
     page.parent.mkdir(parents=True, exist_ok=True)
     scale, curves, grid = (draw(plan, results, page) for draw in (picture_by_scale, picture_by_tau, picture_of_grid))
-    if PICTURED in plan.workloads:
-        seeds = count(plan.seeds, "seed")
-        title = f"One schedule at larger batches: test bits a\ncharacter, less is better, mean ± sd of {seeds}"
-        picture_by_scale(replace(plan, workloads=(PICTURED,)), results, page, "one", title)
+    picture_of_one(plan, results, page, PICTURED, LABELS, shown=0.15)
     parts = [
         "# Does the schedule transfer?",
         "One schedule, tuned at the base batch, carried to larger batches by six methods, on three workloads of different "

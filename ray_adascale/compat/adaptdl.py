@@ -185,7 +185,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         lr_scheduler: The optimizer's scheduler, which the loop steps; :meth:`training_state` saves it.
         mp_scaler: The ``torch.amp.GradScaler`` that scales the loss, if one does.
         scaling_rule: One of :mod:`ray_adascale.scaling_rules`. Default: ``AdaScale()``; ``AdamScale()`` for Adam and AdamW, as in
-            AdaptDL; with ``AdaScale()`` schedules carry over better (docs/results/adam.md).
+            AdaptDL; with ``AdaScale()`` schedules carry over better (docs/results.md).
         name: Name of this instance, which is checked when a :meth:`training_state` is loaded.
         base_batch_size: B0, examples per optimizer step at which the schedule was tuned. Without it the scale is the number of
             workers times passes: each worker's micro-batch is one base batch.

@@ -5,7 +5,7 @@ The noise goes through the arithmetic of the loop: the moving averages over effe
 the noise of the base batch to that of another scale.
 
 The replay leaves out the sampling noise of a single step's σ² and μ² on purpose. Runs of one batch cut into 2 and into 16
-gradient samples differ by at most about 5 % in steps, because the averages reach over many samples (docs/results/forecast.md).
+gradient samples differ by at most about 5 % in steps, because the averages reach over many samples (docs/results.md).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PLAUSIBLE_MOMENTA = (0.0, 0.9)
 
 UNSURE = 0.04
 """The interval is wider than the forecasts of the single seeds by a factor of e^(±0.04·log₂S): 8, 17 and 27 % at S = 4, 16
-and 64. That was the law's error where the seeds agree, in the study that found the law: docs/results/forecast.md."""
+and 64. That was the law's error where the seeds agree, in the study that found the law (docs/results.md)."""
 
 UNSURE_ALONE = 0.1
 """The exponent's factor for one seed: nothing tells how far its noise is from that of other seeds."""
@@ -166,12 +166,12 @@ class Law:
     f = 1 at S = 1. With momentum the weights lag behind the clock by the memory L = m/(1 − m), in steps. So after large steps
     the replay uses the base run's noise at p + L·(1 − e^(−p/L)), where p is the sum of the gains as momentum averages them.
 
-    The law is empirical, from some 200 settings on 20 workloads, six of them held out (docs/results/forecast.md). It was
-    found for SGD. For an optimizer with betas, such as Adam, m = β1 (docs/results/adam.md has four workloads). Under a rule
+    The law is empirical, from some 200 settings on 20 workloads, six of them held out (docs/results.md). It was
+    found for SGD. For an optimizer with betas, such as Adam, m = β1, measured on four workloads. Under a rule
     that changes m, f has m^e of the step before, e ≥ 1, and the weights do not lag: their memory is that of the base run on
     the clock. If m is a β1 as well, f is 1 + min(4·q·(r − 1)·(1 − m)/(1 + m), 2): with less noise Adam's denominator is smaller
     and its steps are larger, so the random motion does not disappear. The numbers 1 and 4 were chosen on two workloads and
-    frozen for three others (docs/results/adam-betas.md).
+    frozen for three others.
 
     Attributes:
         momentum: m, 0 ≤ m < 1.

@@ -30,7 +30,7 @@ _TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.05}
 """Relative difference allowed between a gradient and its sum over examples, by dtype of the output gradient; else 1e-3."""
 
 _CALLS = 0.2
-"""Share of the time of a pass that hooks and small operations add, by the table of a study on CPUs (docs/results/noise.md)."""
+"""Share of the time of a pass that hooks and small operations add, by the table of a study on CPUs (docs/results.md)."""
 
 
 @dataclass

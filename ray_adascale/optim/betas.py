@@ -30,7 +30,7 @@ class BetaRule:
     """Rule for an optimizer's betas: in a step of c effective steps β becomes β^e, for that step alone.
 
     Adam's averages decay by the factor β in each optimizer step. With β^r in a step of gain r they decay by β in each effective
-    step, as in the base run. Measured for Adam: docs/results/adam.md.
+    step, as in the base run. Measured for Adam: docs/results.md.
 
     The exponent e is c, limited to the exponent at which the first beta reaches ``floor``. It is at most 1 if a beta lies below
     the floor from the start. All betas of a parameter group have the same exponent. A beta of 0 stays 0 and sets no limit.
@@ -49,7 +49,7 @@ class BetaRule:
         momentum: Whether the momentum m of SGD and Muon becomes m^e as well. SGD then adds the gradient with the weight
             (1 − m^e)/(1 − m), as the dampening of that step, so that the LR means the same. Muon needs no such weight: its
             buffer is an average, and its step does not depend on the buffer's size. Measured for SGD, where
-            it does not pay: docs/results/transfer.md. For Muon: docs/results/muon.md.
+            it does not pay, and for Muon (docs/results.md).
 
     Raises:
         ValueError: ``floor`` is out of its range, or ``momentum`` is no bool.

@@ -73,7 +73,7 @@ def betas_of(rule: ScalingRule) -> BetaRule | None:
 
 @dataclass(frozen=True)
 class AdaScaleRule:
-    """(r, r): Johnson et al., ICML 2020. Derived for SGD; for Adam and AdamW by measurement (docs/results/adam.md)."""
+    """(r, r): Johnson et al., ICML 2020. Derived for SGD; for Adam and AdamW by measurement (docs/results.md)."""
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
         return now.gain, now.gain
@@ -84,7 +84,7 @@ class AdaScaleBetasRule(AdaScaleRule):
     """(r, r), and β^r for the optimizer's betas: AdaScale with the averages of Adam on the effective clock.
 
     For Adam, AdamW and Adamax. Under :class:`AdaScaleRule` the averages reach over r times as many effective steps as in the
-    base run; here their reach stays. In the study of docs/results/adam.md ("AdaScale, β^r", with AdamW) the metric at S = 16 was
+    base run; here their reach stays. In a study with AdamW (docs/results.md) the metric at S = 16 was
     better than AdaScale's on all four workloads, in 16 to 28 % more optimizer steps; at S = 4 in 2 to 6 % more. There is
     no derivation. A step needs r on the host before it begins, so a fused optimizer is waited for once a step.
 
@@ -154,7 +154,7 @@ class AdamScaleRule:
 
     Adam moves by ḡ/√v, so the gain r is that of gradients divided by √v (``Run`` uses
     :func:`ray_adascale.scaling_rules.adam_preconditioner` for this rule), and its square root scales the LR. Schedules did not
-    carry over with it where they did with :class:`AdaScaleRule` (docs/results/adam.md).
+    carry over with it where they did with :class:`AdaScaleRule` (docs/results.md).
 
     Attributes:
         power: Exponent on r.

@@ -36,39 +36,39 @@ ADASCALE = (
     Evidence(
         SGD | ADAM,
         "With {name} there is no proof, but it was measured on four small workloads that schedules carry over "
-        "(docs/results/adam.md).",
+        "(benchmarks/studies/pages/adam.md).",
     ),
     Evidence(
         SGD | ADAM | MUON,
         "With {name} there is no proof, but schedules of Muon and AdamW in one chain carried over on two small workloads "
-        "(docs/results/muon.md).",
+        "(benchmarks/studies/pages/muon.md).",
     ),
     Evidence(
         LION,
         "With Lion the metric fell behind the base run's on two of four small workloads. With rule='adascale_betas' it did on "
-        "none: use that rule (docs/results/lion.md).",
+        "none: use that rule (benchmarks/studies/pages/lion.md).",
     ),
 )
 BETAS = (
     Evidence(
         SGD,
         "With the momentum of SGD it was measured on two small workloads. There it took more steps than 'adascale', and was "
-        "worse on one at S = 64 (docs/results/transfer.md).",
+        "worse on one at S = 64 (benchmarks/studies/pages/transfer.md).",
     ),
     Evidence(
         ADAM,
         "It was measured on five workloads with AdamW. There it was better than 'adascale' or as good, and took more steps "
-        "(docs/results/adam-betas.md).",
+        "(benchmarks/studies/pages/adam-betas.md).",
     ),
     Evidence(
         ADAM | MUON,
         "It was measured on two small workloads with Muon and AdamW. There it took more steps than 'adascale', and was clearly "
-        "better on one (docs/results/muon.md).",
+        "better on one (benchmarks/studies/pages/muon.md).",
     ),
     Evidence(
         LION,
         "It was measured on four small workloads with Lion. There the metric was better than the base run's "
-        "(docs/results/lion.md).",
+        "(benchmarks/studies/pages/lion.md).",
     ),
 )
 
@@ -92,7 +92,7 @@ def doubt(rule: ScalingRule, optimizer: Optimizer) -> str | None:
     if isinstance(rule, AdamScaleRule):
         return (
             "rule='adamscale' is experimental: schedules did not carry over with it, but did with rule='adascale' and the same "
-            "AdamW (docs/results/adam.md). Use 'adascale', or compare with a base run before you trust it."
+            "AdamW (benchmarks/studies/pages/adam.md). Use 'adascale', or compare with a base run before you trust it."
         )
     if not isinstance(rule, AdaScaleRule):
         return None
@@ -109,8 +109,8 @@ def _outcome(known: tuple[Evidence, ...], kinds: set[str], name: str) -> str:
         if kinds <= evidence.kinds:
             return evidence.outcome.format(name=name)
     return (
-        f"It was measured with Adam, AdamW, Muon and Lion (docs/results), and with {name} it was not. The run goes on. Compare "
-        "with a base run before you trust it."
+        f"It was measured with Adam, AdamW, Muon and Lion (docs/results.md), and with {name} it was not. The run goes on. "
+        "Compare with a base run before you trust it."
     )
 
 
@@ -139,5 +139,5 @@ def forecast_doubt(kind: str) -> str | None:
     if not kind or kind in SGD | ADAM | MUON:
         return None
     if kind in LION:
-        return "With Lion runs took up to 2.3 times as many steps as forecast at S = 64 (docs/results/lion.md)."
+        return "With Lion runs took up to 2.3 times as many steps as forecast at S = 64 (benchmarks/studies/pages/lion.md)."
     return f"The forecast was measured with SGD, Adam, AdamW and Muon, and with {kind} it was not."

@@ -25,7 +25,7 @@ from ..workload import WorkloadFn
 from .trial import EPOCHS
 
 _REPEATS_DENSER = 4
-"""Probes on every 5th step bring many more forecasts within 10 % than on every 20th: docs/results/forecast.md has how many."""
+"""Probes on every 5th step bring many more forecasts within 10 % than on every 20th (benchmarks/studies/pages/forecast.md)."""
 
 
 @dataclass(kw_only=True, eq=False)

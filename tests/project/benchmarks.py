@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
 STUDIES = BENCHMARKS / "studies"
 QUIET = [
     pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),

@@ -21,7 +21,7 @@ def own_loop() -> str:
 
 def commands_of_the_workload() -> list[list[str]]:
     """The arguments of the commands that follow README's workload."""
-    after = (ROOT / "README.md").read_text().partition(workload())[2].partition("```python\n")[0]
+    after = (ROOT / "README.md").read_text().partition(workload())[2].partition("\n## ")[0]
     (block,) = re.findall(r"^```\n((?:ray-adascale .*\n)+)```$", after, re.MULTILINE)
     return [line.split()[1:] for line in block.splitlines()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,30 @@ def test_the_base_run_follows_the_recipe_and_starts_anew(demo: Any, tmp_path: Pa
     assert (first.scale, first.optimizer_steps, first.effective_steps) == (1, 20, 20)
     assert first.trace.exists()
     assert again.bits == first.bits < 6.6  # 96 letters are 6.6 bits
+
+
+def test_the_readme_shows_the_table_that_the_demo_prints(demo: Any, tmp_path: Path) -> None:
+    shown = re.findall(r"^\| .*\|$", (EXAMPLES.parent / "README.md").read_text(), flags=re.MULTILINE)
+    first = shown.index(demo.table([]).splitlines()[0])
+    assert shown[first + 1] == demo.table([]).splitlines()[1]
+    kept = EXAMPLES.parent / "benchmarks" / "studies" / "pages" / "demo.md"  # with date and machine
+    assert "\n".join(shown[first : first + 7]) in kept.read_text()
+    outcomes = []
+    for row in shown[first + 2 : first + 7]:
+        way, scale, steps, tau, mean, each = row.strip("| ").split(" | ")
+        seeds = [float(bits) for bits in each.split(", ")]
+        outcomes += [demo.Outcome(way, float(scale), int(steps), float(tau), bits, tmp_path) for bits in seeds]
+        assert abs(sum(seeds) / len(seeds) - float(mean)) < 0.01
+    assert [row.rpartition(" | ")[2] for row in demo.table(outcomes).splitlines()[2:]] == [
+        row.rpartition(" | ")[2] for row in shown[first + 2 : first + 7]
+    ]
+    assert list(dict.fromkeys(o.way for o in outcomes)) == [
+        demo.BASE,
+        demo.ADASCALE,
+        demo.LINEAR,
+        demo.ROOT,
+        demo.UNSCALED,
+    ]
 
 
 def test_the_table_has_means_over_seeds_and_the_plot_every_way(demo: Any, tmp_path: Path) -> None:

@@ -21,14 +21,12 @@ pytestmark = pytest.mark.docs
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(
-        ROOT / name
-        for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "cluster.yaml", "examples/demo.sh")
-    ),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "cluster.yaml", "examples/demo.sh")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").glob("*.py")),
     *sorted((ROOT / "examples" / "clients").glob("*.py")),
     *sorted((ROOT / "examples" / "cluster").glob("*.yaml")),
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
     *sorted((ROOT / "benchmarks").rglob("*.py")),
 ]
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -171,7 +169,7 @@ def test_the_commands_are_found() -> None:
     assert any(line.startswith("ray job submit") and "--use-gpu" in line for line in found["docs/guides/cluster.md"])
     assert "ray exec cluster.yaml RAY_AUTH_MODE=token ray status" in found["docs/guides/cluster.md"]
     assert "python benchmarks/memory.py" in found["benchmarks/README.md"]
-    assert "pytest tests/whole/test_elastic.py -k announced -s" in found["docs/results/checkpoints.md"]
+    assert "pytest tests/whole/test_elastic.py -k announced -s" in found["benchmarks/studies/pages/checkpoints.md"]
     assert "make test-oldest" in found["CONTRIBUTING.md"]
     assert sum(line.startswith("ray-adascale ") for lines in found.values() for line in lines) > 20
 

@@ -7,7 +7,9 @@ Commands are tested in test_doc_commands.py. A block that must not run has a rea
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +32,8 @@ ROOT = Path(__file__).parents[2]
 # The guide to migrating runs on two gloo workers, in test_migrating.py.
 ALL_PAGES = sorted(
     [
-        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+        *ROOT.glob("benchmarks/**/*.md"),
         *ROOT.glob("docs/**/*.md"),
     ]
 )
@@ -172,13 +175,12 @@ def _signatures(folder: Path) -> dict[str, Any]:
 
 
 GIVEN: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "README.md": _signatures,
     "docs/guides/elastic.md": _signatures,
     "docs/start/quickstart.md": _storage,
     "docs/start/workloads.md": _storage,
     "docs/guides/forecast.md": _forecast,
     "docs/guides/checkpoints.md": _checkpoints,
-    "docs/guides/report.md": _report,
+    "docs/guides/monitoring.md": _report,
 }
 NEEDS_RAY = ("docs/start/quickstart.md", "docs/start/workloads.md")
 NEEDS_GROUP = ("docs/guides/sharding.md",)  # a process group, of one worker
@@ -218,6 +220,15 @@ def test_no_block_is_passed_over(page: Path) -> None:
     found = list(FENCE.finditer(text))
     assert len(re.findall(r"^\s*(?:```|~~~)", text, flags=re.MULTILINE)) == 2 * len(found)
     assert {block["kind"] for block in found} <= {"python", "text", "diff", ""}
+
+
+@pytest.mark.parametrize(
+    "page", [path for path in ALL_PAGES if path.parent.name in ("start", "guides", "reference")], ids=_name
+)
+def test_code_fits_the_width_of_the_site(page: Path) -> None:
+    """102 characters (docs/static/site.css); blocks of kind "text" wrap."""
+    found = [block for block in FENCE.finditer(page.read_text()) if block["kind"] != "text"]
+    assert not [line for block in found for line in block["code"].splitlines() if len(line) > 102]
 
 
 @pytest.mark.ray
@@ -311,6 +322,28 @@ def test_symptoms_are_what_the_package_says() -> None:
             assert piece.strip().removeprefix("CheckpointError: ") in said, quote
 
 
+def test_the_page_of_messages_has_ten_errors_at_random() -> None:
+    """The site's search finds what stands on this page (docs/messages.py)."""
+    sys.path.insert(0, str(ROOT / "docs"))
+    import messages
+
+    sys.path.pop(0)
+    source = "".join(path.read_text() for path in sorted((ROOT / "ray_adascale").rglob("*.py")))
+    errors = re.findall(r"raise \w+Error\(\s*f?\"([^\"{}\\]{25,})", source)
+    assert len(errors) > 80
+    page = messages.page()
+    for text in random.Random(0).sample(errors, 10):
+        assert messages.escaped(text.strip()) in page, text
+
+
+def test_the_page_of_monitoring_has_every_metric() -> None:
+    from ray_adascale.run.observe.metrics import METRICS
+
+    section = (ROOT / "docs/guides/monitoring.md").read_text().partition("\n## The metrics\n")[2].partition("\n## ")[0]
+    keys = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)))
+    assert sorted(keys) == sorted(METRICS)
+
+
 def test_the_table_of_gains_is_computed() -> None:
     """docs/guides/choosing.md shows the numbers that its own block computes."""
     page = ROOT / "docs" / "guides" / "choosing.md"
@@ -334,17 +367,17 @@ def test_pages_that_sources_name_exist() -> None:
         ROOT / "cluster.yaml",
         ROOT / "CHANGELOG.md",
     ]:
-        for name in re.findall(r"\bdocs/[\w./-]+\.(?:md|py)\b", page.read_text()):
+        for name in re.findall(r"\b(?:docs|benchmarks)/[\w./-]+\.(?:md|py)\b", page.read_text()):
             assert (ROOT / name).exists(), f"{_name(page)}: {name}"
             named += 1
     assert named > 20
 
 
 def test_every_page_is_in_the_readmes_list() -> None:
-    """The site's navigation is made from this list (docs/conf.py), in four groups."""
+    """The site's navigation is made from this list (docs/conf.py), in four groups. The pages of studies are not in it."""
     section = (ROOT / "README.md").read_text().partition("\n## Documentation\n")[2].partition("\n## ")[0]
     assert re.findall(r"^- \*\*(\w+)\*\*: ", section, flags=re.MULTILINE) == ["Start", "Guides", "Results", "Reference"]
     listed = re.findall(r"\]\(([^)#]+\.md)\)", section)
-    api = "docs/reference/api/"
-    pages = [name for name in map(_name, ALL_PAGES) if not name.startswith(api) or name == f"{api}index.md"]
-    assert sorted(listed) == sorted(name for name in pages if name != "README.md")
+    others = ("README.md", "docs/reference/api/", "benchmarks/studies/")
+    pages = [name for name in map(_name, ALL_PAGES) if not name.startswith(others)]
+    assert sorted(listed) == sorted([*pages, "docs/reference/api/index.md"])

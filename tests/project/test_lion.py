@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.project.benchmarks import QUIET, load, module, runs_at_s_1
+from tests.project.benchmarks import QUIET, ROOT, load, module, runs_at_s_1
 
 pytest.importorskip("mlxtend")
 pytest.importorskip("lion_pytorch")
@@ -39,7 +39,7 @@ def test_lr_times_decay_is_adamws(lion: Any) -> None:
 
 def test_the_page_has_the_tables_of_the_kept_results(lion: Any) -> None:
     plan = lion.parse([])[1]
-    path: Path = lion.ROOT / lion.KEPT
+    path: Path = ROOT / lion.KEPT
     results = load("comparison").read(path)
     page = lion.PAGE.read_text()
     for scale in (4, 16, 64):

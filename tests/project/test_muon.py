@@ -12,7 +12,7 @@ import torch
 from torch.optim import AdamW, Muon
 
 from ray_adascale import OptimizerChain, RuleInput
-from tests.project.benchmarks import QUIET, load, module, runs_at_s_1
+from tests.project.benchmarks import QUIET, ROOT, load, module, runs_at_s_1
 
 pytest.importorskip("mlxtend")
 
@@ -86,7 +86,7 @@ def test_the_gain_in_the_dual_norm_of_the_steps_by_hand(muon: Any) -> None:
 
 def test_the_page_has_the_tables_of_the_kept_results(muon: Any) -> None:
     plan = muon.parse([])[1]
-    path: Path = muon.ROOT / muon.KEPT
+    path: Path = ROOT / muon.KEPT
     results = load("comparison").read(path)
     page = muon.PAGE.read_text()
     assert muon.target(plan, results) in page

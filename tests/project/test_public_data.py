@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from tests.project.benchmarks import load, module
+from tests.project.benchmarks import ROOT, load, module
 
 pytestmark = [
     pytest.mark.docs,
@@ -335,12 +335,12 @@ def test_the_table_of_ray_workers_adds_the_parts_of_a_run() -> None:
 def test_the_pages_have_the_tables_of_the_kept_results(at_size: Any, resizes: Any) -> None:
     transfer = load("transfer")
     plan = transfer.parse([])[1]
-    results = load("comparison").read(transfer.ROOT / transfer.KEPT)
+    results = load("comparison").read(ROOT / transfer.KEPT)
     for workload in plan.workloads:
         assert load("comparison_page").workload_table(plan, results, workload) in transfer.PAGE.read_text()
     autobatch = load("autobatch")
-    page, every = (autobatch.ROOT / "docs/results/adaptive-batch.md").read_text(), autobatch.parse([])
-    kept = load("study").read_runs(autobatch.ROOT / autobatch.KEPT, autobatch.Job, autobatch.Result)
+    page, every = (load("bench").PAGES / "adaptive-batch.md").read_text(), autobatch.parse([])
+    kept = load("study").read_runs(ROOT / autobatch.KEPT, autobatch.Job, autobatch.Result)
     for workload in every.workloads:
         steps = autobatch.WORKLOADS[workload].total_steps
         assert autobatch.table(kept, workload, steps, autobatch.choices_of(every)) in page
@@ -353,12 +353,12 @@ def test_the_pages_have_the_tables_of_the_kept_results(at_size: Any, resizes: An
         1,
         ("warmup",),
     )
-    results = load("comparison").read(at_size.ROOT / at_size.KEPT)
+    results = load("comparison").read(ROOT / at_size.KEPT)
     for workload in plan.workloads:
         assert at_size.examples_table(plan, results, workload) in page
     assert at_size.seconds_table(plan, results) in page
     page = resizes.PAGE.read_text()
-    kept = load("study").read_runs(resizes.ROOT / resizes.KEPT, resizes.Job, resizes.Result)
+    kept = load("study").read_runs(ROOT / resizes.KEPT, resizes.Job, resizes.Result)
     steps, _ = load("wall_clock").read_steps()
     for workload in ("smiles", "mnist", "flights"):
         every = resizes.Plan((workload,), tuple(range(1, 21)))

@@ -1,4 +1,4 @@
-"""docs/start/session.md: made from the output of its commands; a page with other output is recognized."""
+"""Outputs of commands on the pages: made by docs/make_session.py, which recognizes a page with other output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.path.pop(0)
 
 
 def test_numbers_and_lines_that_depend_on_time_make_no_difference() -> None:
-    there = make_session.PAGE.read_text()
+    there = "".join(make_session.shown().values())
     other = there.replace("0.972", "0.981").replace("step 361", "step 355").replace("τ = 109", "τ = 88")
     other = other.replace("loss 0.04422; 1,634", "loss 9.8e-05; 1,601").replace("56f1581b3c122a3f", "0d12aa0bf1577b0e")
     other = "\n".join(line for line in other.splitlines() if "Checkpoint of optimizer step 59" not in line)
@@ -26,18 +26,24 @@ def test_numbers_and_lines_that_depend_on_time_make_no_difference() -> None:
     assert make_session.kinds(other) == make_session.kinds(there)
 
 
+def test_a_page_shows_the_output_of_each_command() -> None:
+    assert sorted(make_session.shown()) == sorted(name for name, *_ in make_session.STEPS)
+    for name, command, _, _ in make_session.STEPS:
+        assert make_session.shown()[name].startswith(f"```text\n$ {command}\n")
+
+
 @pytest.mark.parametrize(
     "gone", ["Restart 1 of 1", "interrupted. The run has written", "(exit code 130)", "Written to report.html"]
 )
 def test_a_missing_line_is_recognized(gone: str) -> None:
-    there = make_session.PAGE.read_text()
+    there = "".join(make_session.shown().values())
     assert gone in there
     other = "\n".join(line for line in there.splitlines() if gone not in line)
     assert make_session.kinds(other) != make_session.kinds(there)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_the_page_agrees_with_the_commands() -> None:
+@pytest.mark.timeout(1800)
+def test_the_pages_agree_with_the_commands() -> None:
     done = subprocess.run([sys.executable, make_session.__file__, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -16,11 +16,10 @@ from ray_adascale import BetaRule, RuleInput
 from ray_adascale.cli.source import resolve
 from ray_adascale.optim.rules import betas_of
 from ray_adascale.workload import build
-from tests.project.benchmarks import STUDIES, load, module, run_script, runs_at_s_1
+from tests.project.benchmarks import ROOT, STUDIES, load, module, run_script, runs_at_s_1
 
 pytest.importorskip("mlxtend")
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.docs,
     pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),
@@ -169,11 +168,11 @@ def test_candidates_with_betas_on_the_clock_by_hand(candidates: Any) -> None:
 
 def test_the_page_on_rules_for_adamw_has_the_tables_of_the_kept_results(comparison: Any, betas: Any) -> None:
     plan = betas.parse([])[1]
-    results, page = comparison.read(betas.ROOT / betas.KEPT), betas.PAGE.read_text()
+    results, page = comparison.read(ROOT / betas.KEPT), betas.PAGE.read_text()
     assert betas.standing(betas.choice(plan), results, 16) in page
     for scale in (4, 16, 64):
         assert betas.standing(betas.final(plan), results, scale) in page
-    table = betas.forecast_table(plan, results, betas.ROOT / betas.KEPT, betas.FORECAST)
+    table = betas.forecast_table(plan, results, ROOT / betas.KEPT, betas.FORECAST)
     assert table in page
     # The target: within 10 % on 8 of 10, at S = 4 and 16.
     rows = [row for row in table.splitlines() if row.split(" | ")[1:2] in (["4"], ["16"])]

@@ -1,0 +1,146 @@
+"""Draw the pictures of the guides, docs/pictures, from runs of examples/language_model.py in this process::
+
+    python docs/make_pictures.py
+
+``forecast.png`` has optimizer steps against workers, forecast from one base run. ``resize.png`` has a run whose
+scale changes ten times: the metric, the scale and the gain over effective steps.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ray_adascale import (
+    AdaScaleConfig,
+    LocalBackend,
+    Run,
+    UnscaledRule,
+    forecast_recipe,
+    read_trace,
+    record_recipe,
+    seed_everything,
+)
+from ray_adascale.workload import build
+
+ROOT = Path(__file__).parents[1]
+PICTURES = Path(__file__).parent / "pictures"
+CONFIG = {"lr": 0.2}
+BATCH, STEPS = 8, 1500
+SCALES = (4, 2, 6, 8, 3, 1, 5, 8, 2, 7, 4)
+CHANGES = (0.06, 0.15, 0.22, 0.33, 0.41, 0.52, 0.60, 0.71, 0.80, 0.91)
+"""Shares of the schedule at which the scale changes; those of benchmarks/studies/resize_rules.py."""
+
+
+def workload(config: dict[str, Any]) -> Any:
+    sys.path.insert(0, str(ROOT / "examples"))
+    import language_model
+
+    return language_model.workload(config)
+
+
+def rows_of_run(rule: Any, scales: tuple[int, ...], steps: int) -> list[dict[str, Any]]:
+    """Return the trace of a run. Each of its parts has a scale, and resumes from the checkpoint of the part before.
+
+    Args:
+        rule: The rule.
+        scales: The scales, one after the other.
+        steps: T.
+    """
+    ends = [share * steps for share in CHANGES[: len(scales) - 1]] + [math.inf]
+    with tempfile.TemporaryDirectory() as folder:
+        for scale, end in zip(scales, ends, strict=True):
+            seed_everything(1)
+            settings = AdaScaleConfig(
+                base_batch_size=BATCH,
+                total_steps=steps,
+                per_worker_batch_size=BATCH,
+                accumulation=scale,
+                rule=rule,
+                seed=1,
+                checkpoint_every_s=1e9,
+                evaluate_every=steps / 30,
+            )
+            built = build(workload, CONFIG, settings)
+            run = Run.of(built, settings, backend=LocalBackend(folder, device="cpu"))
+            for batch in run:
+                run.backward(built.loss_fn(run.model, batch))
+                if run.step() and run.effective_steps >= end:
+                    run.save_checkpoint()
+                    break
+        return list(read_trace(Path(folder) / "trace.jsonl"))
+
+
+def pyplot() -> Any:
+    """Return ``matplotlib.pyplot`` for pictures in files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def finish(figure: Any, path: Path) -> None:
+    """Add legends where there are none, and save the picture, legible at a width of 390 pixels."""
+    for axes in figure.axes:
+        if axes.get_legend() is None:
+            axes.legend(frameon=False, fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=200)
+
+
+def draw_resize(path: Path, steps: int = STEPS) -> None:
+    """Draw the metric of three runs, and scale and gain of the one with AdaScale."""
+    plt = pyplot()
+    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(4.6, 4.8), layout="constrained")
+    runs = {
+        "base run, S = 1": ("adascale", (1,), {"color": "0.45", "lw": 1.4, "ls": "--"}),
+        "LR unchanged": (UnscaledRule(), SCALES, {"color": "C4", "lw": 1.4}),
+        "AdaScale": ("adascale", SCALES, {"color": "C0", "lw": 2.6}),
+    }
+    for label, (rule, scales, style) in runs.items():
+        rows = rows_of_run(rule, scales, steps)
+        scored = [row for row in rows if row.get("bits") is not None]
+        above.plot([row["effective_steps"] for row in scored], [row["bits"] for row in scored], label=label, **style)
+    tau = [row["effective_steps"] for row in rows]
+    below.plot(tau, [row["scale"] for row in rows], color="0.45", lw=1.4, drawstyle="steps-post", label="scale S")
+    below.plot(tau, [row["gain"] for row in rows], color="C0", lw=1.4, label="gain r")
+    above.set_ylabel("bits a character", fontsize=10)
+    above.set_ylim(top=4)
+    below.set_ylim(0, 10)
+    above.set_title("Ten changes of the scale within a run", fontsize=11)
+    below.set_xlabel("effective steps τ", fontsize=10)
+    below.legend(frameon=False, fontsize=10, ncols=2, loc="upper center")
+    finish(figure, path)
+
+
+def draw_forecast(path: Path, steps: int = STEPS) -> None:
+    """Draw a forecast from one base run."""
+    plt = pyplot()
+    recipe = record_recipe(workload, CONFIG, base_batch_size=BATCH, total_steps=steps)
+    rows = forecast_recipe(recipe, workers=(1, 2, 4, 8, 16, 32)).rows
+    figure, axes = plt.subplots(figsize=(4.6, 3.2), layout="constrained")
+    workers = [row.workers for row in rows]
+    axes.plot(workers, [row.steps for row in rows], "o-", lw=2.6, label="forecast")
+    axes.fill_between(workers, [row.low for row in rows], [row.high for row in rows], alpha=0.2, label="interval")
+    axes.plot(workers, [steps / row.scale for row in rows], "--", color="0.45", lw=1.4, label="T / S")
+    axes.set(xscale="log", yscale="log", xticks=workers, xticklabels=workers)
+    axes.minorticks_off()
+    axes.set_xlabel("workers", fontsize=10)
+    axes.set_ylabel("optimizer steps", fontsize=10)
+    finish(figure, path)
+
+
+def main() -> int:
+    PICTURES.mkdir(exist_ok=True)
+    draw_forecast(PICTURES / "forecast.png")
+    draw_resize(PICTURES / "resize.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
