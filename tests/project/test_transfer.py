@@ -262,6 +262,44 @@ def test_the_search_split_chooses_and_the_test_split_reports(transfer: Any, stud
         assert scores[0] != scores[1], make
 
 
+def test_rank_correlation_by_hand(transfer: Any) -> None:
+    # Σd² = 1 + 1 + 1 + 1 + 0 = 4, and 1 − 6 · 4 / (5 · 24) = 0.8
+    assert transfer.rank_correlation([10, 20, 30, 40, 50], [2, 1, 4, 3, 99]) == pytest.approx(0.8)
+    assert transfer.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    # Ties share the mean of their ranks: 1, 2½, 2½, 4 against 1, 2, 3, 4 is 4.5 / √(4.5 · 5).
+    assert transfer.ranks([1, 7, 7, math.inf]) == [1, 2.5, 2.5, 4]
+    assert transfer.rank_correlation([1, 7, 7, math.inf], [1, 2, 3, 4]) == pytest.approx(4.5 / math.sqrt(22.5))
+    assert math.isnan(transfer.rank_correlation([1, 1, 1], [1, 2, 3]))
+
+
+def test_differences_are_paired_by_seed(transfer: Any, pages: Any, study: Any) -> None:
+    def runs(*scores: float | None) -> dict[int, Any]:
+        one = transfer.Result(0.0, 0.0, 1, 1, 1.0, [], [], False, 0.0, "")
+        return {seed: replace(one, score=score, failed=score is None) for seed, score in enumerate(scores)}
+
+    more, less = study.CASES["vision"], study.CASES["text"]
+    # Differences .1, .1, .2: mean .1333, sd .0577; Student's t with 2 degrees of freedom is 4.303, so ± .1434.
+    near = pages.difference(more, runs(0.9, 0.8, 0.7), runs(0.8, 0.7, 0.5))
+    assert (near.mean, near.low, near.high) == pytest.approx((0.13333, -0.01010, 0.27676), abs=1e-4)
+    assert near.verdict == "no clear difference"
+    # Differences .10, .11, .12, however much the seeds themselves differ: .11 ± .0248.
+    clear = pages.difference(more, runs(0.3, 0.6, 0.9), runs(0.2, 0.49, 0.78))
+    assert (clear.mean, clear.low) == pytest.approx((0.11, 0.0852), abs=1e-4)
+    assert clear.verdict == "better"
+    assert pages.difference(less, runs(0.3, 0.6, 0.9), runs(0.2, 0.49, 0.78)).verdict == "worse"
+    # The failed run is counted, but not part of the mean.
+    lost = pages.difference(more, runs(0.3, 0.6, 0.9), runs(0.2, 0.49, None))
+    assert lost.mean == pytest.approx(0.105)
+    assert lost.verdict.endswith("the other failed 1 time")
+    assert pages.difference(more, runs(0.9), runs(None)).verdict == "the other failed"
+    # So are the method's own, which would otherwise look like runs that were not made.
+    assert pages.difference(more, runs(None, None), runs(0.9, 0.8)).verdict == "failed"
+    assert pages.difference(more, runs(None), runs(None)).verdict == "both failed"
+    survivors = pages.difference(more, runs(0.3, None, None), runs(0.2, 0.49, 0.78))
+    assert survivors.verdict == "one seed only; failed itself 2 times"
+    assert pages.difference(more, runs(0.9), {}).verdict == "not run"
+
+
 # ---- examples/mnist.py -----------------------------------------------------------------------------------------------
 
 

@@ -178,6 +178,19 @@ def test_other_rules_take_the_steps_that_their_clock_says(rule: Any, steps: int)
     assert len(drive(make_run(model(), per_worker_batch_size=8, accumulation=2, rule=rule))) == steps
 
 
+@pytest.mark.parametrize(("every", "at"), [(39, [39, 40]), (40, [40])])
+def test_it_evaluates_at_the_end_however_recent_the_evaluation_before_is(every: float, at: list[int]) -> None:
+    evaluated: list[float] = []
+
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        evaluated.append(run.effective_steps)
+        return {"accuracy": 0.5}
+
+    run = make_run(model(), evaluate=evaluate, evaluate_every=every)  # S = 1: τ counts the steps
+    drive(run)
+    assert evaluated == at
+
+
 def test_a_loop_may_evaluate_by_itself() -> None:
     backend = Recording()
     run = make_run(model(), backend=backend, evaluate_every=10, report_every_s=1e-9)
