@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from ray_adascale import (
     SquareRootRule,
     UnscaledRule,
 )
-from ray_adascale.optim.rules import RULES, ScalingRule, follows_gain, make_rule, metric_of
+from ray_adascale.optim.rules import RULES, ScalingRule, follows_gain, legw_factor, make_rule, metric_of
 
 
 def now(gain: float = 3.0, scale: float = 4.0, **kwargs: Any) -> RuleInput:
@@ -28,14 +29,21 @@ def now(gain: float = 3.0, scale: float = 4.0, **kwargs: Any) -> RuleInput:
 @pytest.mark.parametrize(
     ("rule", "pair"),
     [
+        (AdaScaleRule(), (3.0, 3.0)),
+        (AdaScaleBetasRule(), (3.0, 3.0)),
+        (AdamScaleRule(), (math.sqrt(3), 3.0)),
         (AdamScaleRule(power=0.3), (3**0.3, 3.0)),
         # The warm-up is a tenth of T = 1000, and 20 a fifth of that: 1 + 3/5.
         (LinearRule(warmup=0.1), (1.6, 4.0)),
+        (LinearRule(), (1 + 3 * 20 / (1000 * 5 / 90), 4.0)),
         (LinearRule(warmup=0), (4.0, 4.0)),
         (LinearRule(warmup=0, steps=125), (4.0, 8.0)),
+        (SquareRootRule(), (2.0, 4.0)),
         (SquareRootRule(steps=250), (2.0, 4.0)),
         (SquareRootRule(steps=125), (2.0, 8.0)),
+        (UnscaledRule(), (1.0, 4.0)),
         (UnscaledRule(steps=400), (1.0, 2.5)),
+        (LEGWRule(2, 1000), (2.0 * 20 / 80, 4.0)),
     ],
     ids=repr,
 )
@@ -114,6 +122,12 @@ def test_a_rule_that_was_given_its_steps_takes_no_more(rule: Any, total_steps: f
     assert taken == steps
 
 
+def test_legws_factor_rises_to_the_root_of_the_scale() -> None:
+    # S = 9, a warm-up of 2 epochs of 10 base steps: nine times as long, 180 steps, up to √9.
+    assert [legw_factor(9, tau, 2, 10) for tau in (0, 45, 90, 180, 1000)] == [0, 0.75, 1.5, 3, 3]
+    assert legw_factor(9, 0, 0, 10) == 3
+
+
 # ---- LEGW ------------------------------------------------------------------------------------------------------------
 
 
@@ -144,3 +158,9 @@ def test_legw_warns_of_a_schedule_with_a_warm_up_of_its_own() -> None:
         LEGWRule(0, 1000).check_curve([rising])  # no warm-up of LEGW's
     with pytest.warns(UserWarning, match=r"group 1: from 0\.1 to 0\.3"):
         LEGWRule(5, 1000).check_curve([flat, rising])
+
+
+def test_legw_warms_up_at_the_base_batch_too_and_may_have_no_warm_up() -> None:
+    rule = LEGWRule(1, 1000)
+    assert rule(now(scale=1.0, gain=1.0, effective_steps=5.0, base_batch_size=100)) == (0.5, 1.0)
+    assert LEGWRule(0, 1000)(now(base_batch_size=100)) == (2.0, 4.0)

@@ -23,6 +23,7 @@ from ray_adascale.run.base.base_noise import NoiseEvery
 from ray_adascale.run.base.base_run import RESULT, BaseResult, base_config
 from ray_adascale.run.boundary.stage import StepReport
 from ray_adascale.run.observe.failure import was_building
+from ray_adascale.run.observe.metrics import OWN_KEYS
 from ray_adascale.search.trial import (
     EPOCHS,
     OBJECTIVE,
@@ -99,6 +100,10 @@ def test_the_last_report_alone_carries_what_the_recipe_needs() -> None:
         noise_source="samples",
         noise_every=5,
     )
+
+
+def test_no_metric_of_the_user_has_a_key_of_the_search() -> None:
+    assert {OBJECTIVE, EPOCHS, RESULT} <= OWN_KEYS
 
 
 def test_a_metric_that_is_not_measured_is_told_with_those_that_are() -> None:
