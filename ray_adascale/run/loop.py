@@ -77,8 +77,9 @@ class Run:
             ``gain`` also gets the advance of τ, 0 in a skipped step, for which the host waits for the device. See
             :class:`ray_adascale.EffectiveAverage`.
         weight_of: ``weight_of(batch)`` is the number of units in a micro-batch over which the loss is a mean, such as its tokens
-            without padding; on the host. The gradient is then the mean over the units of all micro-batches of the step, as of
-            one pass over the whole batch. Default: the examples count.
+            without padding. It gets the batch as the dataset yields it, before it is moved to the device. The gradient is then
+            the mean over the units of all micro-batches of the step, as of one pass over the whole batch. Default: the examples
+            count.
         starting_step: τ at which the run begins, if another program has trained the weights (and the optimizer's state) up to
             there with a batch of B0: k of its T steps. Give a fresh scheduler. A checkpoint of this run has precedence. A
             map-style dataset continues after k·B0 examples; other data begin anew.
