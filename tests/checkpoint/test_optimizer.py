@@ -19,7 +19,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from ray_adascale import OSS, AdaScale, OptimizerChain, checkpoint
-from ray_adascale.checkpoint import CheckpointError
+from ray_adascale.checkpoint import CheckpointError, TensorShard
 from ray_adascale.checkpoint.optimizer import (
     hyperparameters,
     load_hyperparameters,
@@ -126,6 +126,20 @@ def test_keys_say_what_is_stored() -> None:
         "optim.tensor/first.weight/rows": (torch.int64, (2, 3)),
         "optim/first.weight/average": (torch.float64, (63,)),
     }
+
+
+def test_tensors_are_live_and_shards_where_sharded() -> None:
+    model, optimizer = fresh("momentum", "")
+    train(model, optimizer, batches(1))
+    key = "optim/middle.weight/momentum_buffer"
+    names = parameter_names(model, optimizer)
+    flat = optimizer_tensors(optimizer, names)[key]
+    live = optimizer.state[model.middle.weight]["momentum_buffer"]
+    assert isinstance(flat, Tensor)
+    assert flat.data_ptr() == live.data_ptr()
+    shard = optimizer_tensors(AdaScale(OSS.wrap(optimizer)), names)[key]
+    assert isinstance(shard, TensorShard)
+    assert (shard.tensor.data_ptr(), shard.offset, shard.numel) == (live.data_ptr(), 0, 81)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

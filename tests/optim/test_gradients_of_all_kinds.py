@@ -18,8 +18,50 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ray_adascale import AdaScale
 
-from ..classifier import batches, make_model, ready, weights
+from ..classifier import backward, batches, make_model, ready, sample_gradient, weights
 from ..model.reference_run import ReferenceAdaScale
+
+
+def test_frozen_and_unused_parameters_and_an_empty_group() -> None:
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    unused = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    groups = [{"params": list(model.parameters())}, {"params": [unused]}, {"params": []}]
+    adascale = AdaScale(torch.optim.SGD(groups, lr=0.05), scale=4.0, num_gradients_to_accumulate=2)
+    reference = ReferenceAdaScale(scale=4.0, n=2)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for i in range(0, 8, 2):
+        data = batches(8, 4)[i : i + 2]
+        samples = [sample_gradient(model, batch, [{"params": trained}]) for batch in data]
+        expected = reference.step(samples)
+        backward(model, data)
+        adascale.step()
+        adascale.zero_grad(set_to_none=bool(i % 4))
+        assert adascale.gain() == pytest.approx(expected.gain, rel=1e-12)
+    assert adascale.gain(2) == 1.0
+    assert torch.equal(unused, torch.zeros(3, dtype=torch.float64))
+
+
+def test_a_parameter_unfrozen_in_mid_run_counts_from_the_next_step_on() -> None:
+    model, adascale = ready()
+    model[0].weight.requires_grad_(False)
+    adascale.set_scale(4.0)  # watches anew: the weight carries no hook now
+    reference = ReferenceAdaScale(scale=4.0, n=2)
+    data = batches(12, 4)
+    for i in range(0, 12, 2):
+        if i == 4:
+            model[0].weight.requires_grad_(True)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        samples = [sample_gradient(model, batch, [{"params": trained}]) for batch in data[i : i + 2]]
+        before = adascale.group_moments()
+        backward(model, data[i : i + 2])
+        adascale.step()
+        adascale.zero_grad()
+        if i == 4:
+            assert adascale.group_moments() == before  # not a sample with half its gradients
+        else:
+            expected = reference.step(samples)
+            assert adascale.gain() == pytest.approx(expected.gain, rel=1e-12)
 
 
 def test_sparse_gradients_count_like_dense_ones() -> None:
