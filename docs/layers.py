@@ -66,7 +66,11 @@ TORCH_LAYERS: list[list[Package]] = [
     ],
     [
         Package("run.base", "base runs, and AdaScale in a loop of one's own", "base_run base_noise attach"),
-        Package("run", "the loop of one worker", "loop assemble build evidence passes unit_weights clipping skipped"),
+        Package(
+            "run",
+            "the loop of one worker",
+            "loop assemble build evidence passes after_step unit_weights clipping skipped",
+        ),
         Package(
             "run.boundary",
             "what acts at a step boundary",

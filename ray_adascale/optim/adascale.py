@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .. import _hooks
 from .._errors import check_count
-from .._torch import called_to_make_state, is_dtensor, uncompiled
+from .._torch import called_to_make_state, uncompiled
 from .._warn import warn_at_user
 from ..sharding.oss import OSS
 from .algorithm import AdaScaleAlgorithm, from_numbers, portable
@@ -534,20 +534,12 @@ class AdaScale(OptimizerWrapper):
             ValueError: The wrapped optimizer is no OSS, and there is a filter or a process group.
         """
         self._statistics.complete("clip_grad_norm")
-        if isinstance(self._optimizer, OSS):
-            return self._optimizer.clip_grad_norm(max_norm, norm_type, filter_params_fn, process_group=process_group)
-        if filter_params_fn is not None or process_group is not None:
-            raise ValueError("filter_params_fn and process_group are for sharded optimizers: AdaScale(OSS(...)).")
-        norm = torch.nn.utils.clip_grad_norm_(self._statistics.params, max_norm, norm_type)
-        return cast(Any, norm).full_tensor() if is_dtensor(norm) else norm
+        return self._clip_norm(max_norm, norm_type, filter_params_fn, process_group)
 
     def clip_grad_value(self, clip_value: float) -> None:
         """Clip each element of the gradient of the next step, as :meth:`clip_grad_norm` clips its norm. The gain stays."""
         self._statistics.complete("clip_grad_value")
-        if isinstance(self._optimizer, OSS):
-            self._optimizer.clip_grad_value(clip_value)
-        else:
-            torch.nn.utils.clip_grad_value_(self._statistics.params, clip_value)
+        self._clip_value(clip_value)
 
     def _require_boundary(self, what: str) -> None:
         if not self.at_boundary and not (self.saves_within_step and what in ("state_dict", "statistics_state")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import time
@@ -27,6 +26,7 @@ from ..gain import advanced
 from ..optim.step_shape import StepResult
 from ..recipe import Recipe
 from ..workload import Pieces, Workload, with_unit
+from .after_step import AfterStep
 from .assemble import assemble
 from .boundary.backend import Backend, LocalBackend
 from .boundary.checkpointing import warns_if_alone
@@ -135,7 +135,7 @@ class Run:
         """Step counts and metrics so far, as they go into a checkpoint."""
         self.parts = parts
         """The objects that make up this run."""
-        self._after_step, self._gives_gain = pieces.after_step, _takes_gain(pieces.after_step)
+        self._after_step = AfterStep(pieces.after_step, self.module)
         self._skipped = SkippedSteps(
             parts.state,
             parts.passes.scaler,
@@ -400,11 +400,7 @@ class Run:
         self.parts.passes.end_step()
         self.source.commit()
         self.state.iterations += 1
-        if self._after_step is not None:
-            if self._gives_gain:
-                self._after_step(self.module, gain=self.optimizer.last_step.effective_steps - before.effective_steps)
-            else:
-                self._after_step(self.module)
+        self._after_step(self.optimizer, before)
         self.parts.reporting.count(self.plan.global_batch_size)
         number, position, recorded = self.state.iterations, self.source.position, dict(self.state.recorded)
         return TakenStep(number, self.plan, lr, before.effective_steps, position, flags, own, recorded)
@@ -544,12 +540,3 @@ class Run:
         with warns_if_alone(self.backend.rank, self.plan.world_size):
             folder = self.parts.reporting.report(self, save=True)
         return folder if folder is not None and folder.is_dir() else None
-
-
-def _takes_gain(function: Callable[..., object] | None) -> bool:
-    if function is None:
-        return False
-    try:
-        return "gain" in inspect.signature(function).parameters
-    except ValueError:  # a built-in function without a signature
-        return False
