@@ -16,7 +16,7 @@ from ray_adascale.batch import BatchFollower, BatchSchedule, read_schedule
 from ray_adascale.forecast.replay import Forecaster, Law, noise_curves, replay
 from ray_adascale.run.observe.eta import forecast_run
 
-from .changing_batch import Numbered, Step, drive, make_run, network, stopped_at
+from .changing_batch import Numbered, drive, make_run, network
 from .samples_of import recipe
 
 # ---- what is read ----------------------------------------------------------------------------------------------------
@@ -98,21 +98,6 @@ def phases(schedule: Any, workers: int, **settings: Any) -> list[tuple[int, int]
     return [(plan.global_batch_size, plan.accumulation) for plan in batch.plans(workers)]
 
 
-def test_each_batch_is_made_in_as_few_passes_as_possible() -> None:
-    # Passes of at most 8 examples. A worker alone makes two of them at least, also at the base batch, to measure the noise.
-    given = "0:8,10:33,20:16,30:64"
-    assert phases(given, 1) == [(8, 2), (33, 5), (16, 2), (64, 8)]
-    assert phases(given, 2) == [(8, 1), (33, 3), (16, 1), (64, 4)]
-    assert phases(given, 3, accumulation=2) == [(8, 2), (33, 2), (16, 2), (64, 3)]
-    assert phases(given, 1, per_worker_batch_size=64) == [(8, 2), (33, 2), (16, 2), (64, 2)]
-    # Nothing is to be measured where the base batch stays.
-    assert phases("0:8,10:8", 1) == [(8, 1), (8, 1)]
-    # Each pass has an example.
-    assert phases("0:8,10:33", 9) == [(9, 1), (33, 1)]
-    assert phases("0:8,10:33", 5, accumulation=2) == [(10, 2), (33, 2)]
-    assert phases("0:8,10:9", 2, per_worker_batch_size=1) == [(8, 4), (10, 5)]
-
-
 def test_a_bound_cuts_the_batches_above_it() -> None:
     given = "0:8,10:33,20:64"
     assert phases(given, 2, max_global_batch_size=40) == [(8, 1), (33, 3), (40, 3)]
@@ -156,25 +141,6 @@ def test_a_step_that_may_end_in_the_second_of_two_equal_batches_is_read() -> Non
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 GIVEN = "0:4,20%:15,60%:8"
-
-
-def test_a_schedule_of_the_base_batch_is_the_base_run_bit_for_bit() -> None:
-    outcomes = []
-    for settings in ({"batch_schedule": "0:4,50%:4"}, {"per_worker_batch_size": 4}):
-        outcomes.append(stopped_at(None, (), **settings))
-    assert outcomes[0] == outcomes[1]
-
-
-def change_steps(steps: list[Step]) -> list[int]:
-    """The numbers of the optimizer steps after which the batch is another one."""
-    return [i for i in range(1, len(steps)) if steps[i][0] != steps[i - 1][0]]
-
-
-def test_stops_at_a_change_and_within_a_batch_leave_the_run_as_it_was_bit_for_bit(tmp_path: Path) -> None:
-    whole = stopped_at(None, (), batch_schedule=GIVEN)
-    first, second = change_steps(whole[1])
-    stops = (first - 1, first, first + 1, (first + second) // 2, second - 1, second, second + 1, len(whole[1]) - 1)
-    assert stopped_at(str(tmp_path), stops, batch_schedule=GIVEN) == whole
 
 
 def test_a_run_may_resume_with_a_schedule_and_without_one(tmp_path: Path) -> None:

@@ -62,19 +62,6 @@ def weights(model: nn.Module) -> Tensor:
 # ---- the same steps as those of the optimizers -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", [lambda chain: chain, AdaScale, OSS.wrap], ids=["plain", "adascale", "oss"])
-def test_steps_are_those_of_the_optimizers_one_after_the_other(wrap: Callable[[OptimizerChain], Optimizer]) -> None:
-    ours, theirs = make_model(), make_model()
-    chain = make(ours)
-    scheduler = CosineAnnealingLR(chain, 12)
-    plain = members(theirs)
-    train(ours, [wrap(chain)], batches(0, 10), (scheduler,))
-    train(theirs, list(plain), batches(0, 10), tuple(CosineAnnealingLR(optimizer, 12) for optimizer in plain))
-    assert torch.equal(weights(ours), weights(theirs))
-    assert not torch.equal(weights(ours), weights(make_model()))
-    assert [g["lr"] for g in chain.param_groups] == [g["lr"] for o in plain for g in o.param_groups]
-
-
 def test_groups_are_the_optimizers_own_and_schedulers_of_one_act() -> None:
     model = make_model()
     muon, adamw = members(model)

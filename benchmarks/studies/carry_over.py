@@ -2,7 +2,6 @@
 
     python benchmarks/studies/carry_over.py --rules now            the default search, all workloads
     python benchmarks/studies/carry_over.py --first                all candidates on the workloads for the choice
-    python benchmarks/studies/carry_over.py --held-out --frozen    the frozen choice on the others, beside what is chosen now
     python benchmarks/studies/carry_over.py --report-only          the tables of the kept runs
 
 A search is that of ``tune_recipe`` with its default options, without Ray's processes: Tune's random draws, base runs in this
@@ -490,8 +489,6 @@ RULES: dict[str, tuple[Rule, float]] = {
     "clip": (functools.partial(clip_at_scale), 2.0),
 }
 """Choice rules by name, each with the κ of its search's trials."""
-FROZEN = "clip at scale"
-"""Chosen on the workloads of ``FIRST``, before the first run of a candidate on the others."""
 
 
 # ---- cells and tables ------------------------------------------------------------------------------------------------
@@ -640,24 +637,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--workloads", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--first", action="store_true", help="only the workloads on which a rule is chosen")
-    parser.add_argument("--held-out", action="store_true", help="only the other workloads")
     parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
-    parser.add_argument("--frozen", action="store_true", help="only the rule that was chosen, beside now")
-    parser.add_argument("--searches", nargs="+", type=int, default=list(SEARCHES), help="seeds of the searches")
     parser.add_argument("--length", type=int, default=1, help="T in units of each workload's")
     parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each")
     parser.add_argument("--json", type=Path, default=KEPT, help="kept runs")
     parser.add_argument("--report-only", action="store_true", help="only print the tables of the kept runs")
     args = parser.parse_args(argv)
-    args.rules = ["now", FROZEN] if args.frozen else args.rules
-    keep = {(False, False): set(CASES), (True, False): set(FIRST), (False, True): set(CASES) - set(FIRST)}
-    args.workloads = [w for w in args.workloads if w in keep[args.first, args.held_out]]
+    args.workloads = [w for w in args.workloads if w in FIRST or not args.first]
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    wanted = [(w, seed, name) for name in args.rules for w in args.workloads for seed in args.searches]
+    wanted = [(w, seed, name) for name in args.rules for w in args.workloads for seed in SEARCHES]
     if args.report_only:
         results = read_runs(args.json, Job, Result)
     else:

@@ -82,19 +82,6 @@ def test_resizing_neither_repeats_nor_skips(
     assert seen == stream(length, len(seen), seed=seed, shuffle=shuffle)
 
 
-def test_drop_last_counts_what_it_drops_as_consumed() -> None:
-    sampler = StepSampler(10, BatchSplit(4), ExampleOrder(drop_last=True))
-    positions = list(
-        itertools.islice(itertools.accumulate(itertools.repeat(0), lambda p, _: sampler.next_position(p)), 6)
-    )
-    assert positions == [0, 4, 10, 14, 20, 24]
-    assert (
-        StepSampler(12, BatchSplit(4), ExampleOrder(drop_last=True)).next_position(4) == 8
-    )  # a last step that just fits
-    batches = list(itertools.islice(sampler, 4))
-    assert batches[2] == epoch_order(10, seed=0, epoch=1).tolist()[:4]
-
-
 def test_one_iterator_runs_on_over_epochs_and_ignores_a_moved_position() -> None:
     sampler = StepSampler(7, BatchSplit(4, rank=1, world_size=2, accumulation=2), ExampleOrder(seed=3))
     iterator = iter(sampler)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ray_adascale import AdaScale
 from ray_adascale.measure import norms, observers
-from ray_adascale.measure.norms import GroupSums, SampleNorms
+from ray_adascale.measure.norms import SampleNorms
 
 from ..classifier import batches, make_model
 from ..pool import ProcessPool
@@ -50,14 +50,6 @@ def test_only_large_models_on_a_cpu_share_the_reduced_gradients_norm() -> None:
     assert norms.worth_sharing([[half], [half]])
     assert not norms.worth_sharing([[half], [half[1:]]])
     assert not norms.worth_sharing([[torch.empty(1 << 20, device="meta")]])
-
-
-def test_sums_of_squares_by_group() -> None:
-    three, two = torch.tensor([3.0, 4.0, 12.0]).unbind(), torch.tensor([1.0, 2.0], dtype=torch.float64).unbind()
-    assert GroupSums(1, torch.device("cpu"))([(0, n) for n in three]).tolist() == [169.0]
-    mixed = GroupSums(3, torch.device("cpu"))([(0, three[0]), (2, two[1]), (0, three[1])])
-    assert (mixed.tolist(), mixed.dtype) == ([25.0, 0.0, 4.0], torch.float64)
-    assert GroupSums(2, torch.device("cpu"))([]).tolist() == [0.0, 0.0]
 
 
 # ---- gradients that are kept for one call ------------------------------------------------------------------------------

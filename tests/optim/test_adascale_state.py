@@ -14,11 +14,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from ray_adascale import AdaScale
 
@@ -85,31 +80,6 @@ def test_state_goes_through_a_distributed_checkpoint(split: bool, tmp_path: Path
     twin.load_state_dict(into["model"])
     other.load_state_dict(into["optimizer"])
     assert go_on(twin, other, data[8:]) == go_on(model, adascale, data[8:])
-
-
-@pytest.mark.parametrize(("full", "momentum"), [(False, 0.0), (False, 0.9), (True, 0.9)])
-def test_statistics_go_through_torchs_state_dict_functions(full: bool, momentum: float) -> None:
-    options = StateDictOptions(full_state_dict=full, cpu_offload=full)
-
-    def make() -> tuple[nn.Module, AdaScale]:
-        model = make_model(torch.float32)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-        return model, AdaScale(inner, scale=4.0, num_gradients_to_accumulate=2)
-
-    model, adascale = make()
-    for pair in zip(*[iter(batches(6, 8, torch.float32))] * 2, strict=True):
-        adascale.zero_grad()
-        backward(model, list(pair), 2)
-        adascale.step()
-    state = get_optimizer_state_dict(model, adascale, options=options)
-    loaded, other = make()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        set_optimizer_state_dict(loaded, other, state, options=options)
-    assert other.effective_steps == adascale.effective_steps > 3
-    assert other.average_moments() == adascale.average_moments()
-    assert other.steps == adascale.steps
-    assert "adascale" not in other.param_groups[0]
 
 
 def test_a_plain_optimizer_state_loads_with_a_warning() -> None:

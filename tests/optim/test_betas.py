@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, SparseAdam
 
-from ray_adascale import OSS, AdaScale, AdaScaleBetasRule, AdaScaleRule, BetaRule, ShardedGradScaler
+from ray_adascale import AdaScale, AdaScaleBetasRule, AdaScaleRule, BetaRule
 from ray_adascale.optim.rules import betas_of
 from ray_adascale.optim.step_counts import StepCounts
 
@@ -222,22 +222,6 @@ def test_a_beta_that_a_schedule_moves_has_torchs_bias_correction_of_the_same_eff
     assert steps[0] == pytest.approx(steps[1], rel=1e-12)
 
 
-def test_a_step_of_two_effective_steps_moves_the_averages_as_two_steps_do(doubles: None) -> None:
-    averages = []
-    for exponents in ((2.0,), (1.0, 1.0)):
-        p = nn.Parameter(torch.tensor([1.0]))
-        optimizer = Adam([p], betas=(0.5, 0.75))
-        step_counts = StepCounts(optimizer)
-        for e in exponents:
-            p.grad = torch.tensor([4.0])
-            with BetaRule().applied(optimizer.param_groups, optimizer, [e], step_counts):
-                optimizer.step()
-        state = optimizer.state[p]
-        averages.append([float(state[key]) for key in ("exp_avg", "exp_avg_sq", "step")])
-    # m = 4·(1 − 0.5²), v = 16·(1 − 0.75²)
-    assert averages == [pytest.approx([3.0, 7.0, 2.0], rel=1e-15)] * 2
-
-
 def test_momentum_moves_as_in_the_steps_that_a_step_stands_for(doubles: None) -> None:
     buffers = []
     for exponents in ((2.0, 3.0), (1.0,) * 5):
@@ -267,48 +251,6 @@ def test_scale_one_is_the_plain_optimizer_bit_for_bit(options: dict[str, Any]) -
     assert torch.equal(weights(model), weights(plain))
     assert equal(state_of(adascale), state_of(optimizer))
     assert counts_of(adascale) == [10.0] * 4
-
-
-@pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("fused", [None, True])
-def test_betas_are_powers_of_the_gain_for_the_step_alone(groups: bool, fused: bool | None) -> None:
-    model, adascale = scaled(groups=groups, fused=fused)
-    seen: list[list[tuple[float, float]]] = []
-    adascale.wrapped.register_step_pre_hook(
-        lambda optimizer, *_: seen.append([g["betas"] for g in optimizer.param_groups])
-    )
-    before = [group["betas"] for group in adascale.param_groups]
-    clocks = [0.0] * len(before)
-    for step in range(6):
-        take_steps(model, adascale, step, step + 1)
-        for i, (first, second) in enumerate(seen[step]):
-            r = adascale.gain(i)
-            assert (first, second) == (0.9**r, 0.999**r)
-            clocks[i] += r
-        assert all(group["betas"] is old for group, old in zip(adascale.param_groups, before, strict=True))
-    assert 1.1 < adascale.gain() < 3.9
-    # Each parameter's count is the clock of its group, in float32.
-    expected = [clock for clock, group in zip(clocks, adascale.param_groups, strict=True) for _ in group["params"]]
-    assert counts_of(adascale) == pytest.approx(expected, rel=1e-6)
-    if not groups:
-        assert clocks[0] == adascale.effective_steps
-
-
-def test_the_weights_are_those_of_adam_with_products_of_betas(doubles: None) -> None:
-    model, adascale = scaled(weight_decay=0.1)
-    start, gradients, gains, ends = weights(model).numpy(), [], [], []
-    for step in range(8):
-        backward(model, batches(16, 4)[2 * step : 2 * step + 2])
-        gradients.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]).numpy())
-        adascale.step()
-        adascale.zero_grad()
-        gains.append(adascale.gain())
-        ends.append(weights(model).numpy())
-    expected = adam_with_changing_betas(
-        start, gradients, gains, [0.02 * r for r in gains], betas=(0.9, 0.999), weight_decay=0.1
-    )
-    np.testing.assert_allclose(ends, expected, rtol=1e-12)  # float64, of eight steps
-    assert max(gains) > 1.1
 
 
 def test_the_floor_holds_in_a_run() -> None:
@@ -394,63 +336,7 @@ def test_a_resume_is_exact_and_may_change_the_rule() -> None:
     assert counts_of(plain) == pytest.approx([clock + 1] * 4, rel=1e-6)
 
 
-def test_sharded_groups_are_changed_and_put_back() -> None:
-    ends = []
-    for wrap in (False, True):
-        model = make_model()
-        inner: Any = AdamW(two_groups(model))
-        adascale = AdaScale(
-            OSS.wrap(inner) if wrap else inner, scale=4.0, num_gradients_to_accumulate=2, rule=AdaScaleBetasRule()
-        )
-        take_steps(model, adascale, 0, 5)
-        assert [group["betas"] for group in adascale.param_groups] == [(0.9, 0.999)] * 2
-        ends.append(weights(model))
-    assert torch.equal(ends[0], ends[1])
-
-
 # ---- with loss scaling and torch.compile ------------------------------------------------------------------------------
-
-OVERFLOWS = (2, 3, 6)
-
-
-def steps_with_loss_scaling(scaler: Any, fused: bool | None) -> tuple[Tensor, list[Any], float]:
-    """Steps of which some overflow, and are skipped. Without a scaler the overflowing batches are left out."""
-    model = make_model()
-    optimizer = AdamW(model.parameters(), lr=0.02, fused=fused)
-    adascale = AdaScale(
-        optimizer, scale=4.0, num_gradients_to_accumulate=2, rule=AdaScaleBetasRule(), grad_scaler=scaler
-    )
-    data = batches(20, 4)
-    for step in range(10):
-        adascale.zero_grad()
-        overflows = step in OVERFLOWS
-        if scaler is None:
-            if not overflows:
-                backward(model, data[2 * step : 2 * step + 2])
-                adascale.step()
-            continue
-        before, betas = [v.clone() for v in state_of(adascale)], adascale.param_groups[0]["betas"]
-        for x, y in data[2 * step : 2 * step + 2]:
-            scaler.scale(F.cross_entropy(model(x), y) / 2 * (math.inf if overflows else 1)).backward()
-        scaler.step(adascale)
-        scaler.update()
-        assert adascale.param_groups[0]["betas"] is betas
-        assert equal(state_of(adascale), before) == overflows
-    return weights(model), state_of(adascale), adascale.effective_steps
-
-
-@pytest.mark.parametrize("fused", [None, True])
-@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
-def test_an_overflow_of_the_scaled_loss_leaves_betas_and_counts(kind: Any, fused: bool | None) -> None:
-    # Powers of two, which round nothing: the scale halves at an overflow and doubles after three steps without.
-    scaler = kind(device="cpu", init_scale=1024.0, growth_interval=3)
-    (ours, state, clock), (expected, others, other_clock) = (
-        steps_with_loss_scaling(which, fused) for which in (scaler, None)
-    )
-    assert torch.equal(ours, expected)
-    assert equal(state, others)
-    assert clock == other_clock > 8
-    assert scaler.get_scale() == 1024 / 2**3 * 2
 
 
 def compiled_steps(compiled: str | None) -> tuple[Tensor, Tensor, float]:

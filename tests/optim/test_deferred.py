@@ -129,56 +129,6 @@ def test_it_takes_the_steps_that_the_host_path_takes(settings: dict[str, Any], s
     np.testing.assert_allclose(traces[1], traces[0], rtol=1e-6, atol=1e-8)
 
 
-def test_whether_anybody_asks_changes_nothing() -> None:
-    ends = []
-    for ask in (False, True):
-        model = make_model()
-        adascale = wrapped(model, fused=True, averaging_window=0.05, total_steps=200)
-        ends.append(train(adascale, model, batches(2 * STEPS), ask=ask)[-len(weights(model)) - 3 :])
-    assert np.array_equal(ends[0], ends[1])
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_adam_takes_it_too(kind: type[torch.optim.Optimizer]) -> None:
-    traces = []
-    for fused in (False, True):
-        model = make_model()
-        adascale = AdaScale(kind(model.parameters(), lr=1e-3, fused=fused), scale=5.0, num_gradients_to_accumulate=2)  # type: ignore[call-arg]
-        traces.append(train(adascale, model, batches(2 * STEPS), spoiled=(0, 7)))
-    np.testing.assert_allclose(traces[1], traces[0], rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("by_clock", [False, True], ids=["steps", "clock"])
-def test_schedulers_drive_the_rate(by_clock: bool) -> None:
-    def schedule(adascale: AdaScale) -> Any:
-        if by_clock:
-            return torch.optim.lr_scheduler.LambdaLR(adascale, lambda _: 1 / (1 + math.floor(adascale.effective_steps)))
-        return torch.optim.lr_scheduler.StepLR(adascale, 5, gamma=0.5)
-
-    traces = []
-    for fused in (False, True):
-        model = make_model()
-        adascale = wrapped(model, fused=fused)
-        traces.append(train(adascale, model, batches(2 * STEPS), schedule=schedule))
-        assert adascale.param_groups[0]["lr"] < 0.01
-    np.testing.assert_allclose(traces[1], traces[0], rtol=1e-6, atol=1e-8)
-
-
-def test_scale_one_is_the_plain_fused_optimizer_to_the_bit() -> None:
-    ends = []
-    for wrap in (False, True):
-        model = make_model()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-        if wrap:
-            optimizer = AdaScale(optimizer, scale=1.0, num_gradients_to_accumulate=2)
-        for i in range(0, 2 * STEPS, 2):
-            backward(model, batches(2 * STEPS)[i : i + 2])
-            optimizer.step()
-            optimizer.zero_grad()
-        ends.append(weights(model))
-    assert torch.equal(ends[0], ends[1])
-
-
 def _two_workers(fused: bool, kind: str, spoil: bool) -> list[float]:
     rank = torch.distributed.get_rank()
     model = make_model()
@@ -452,19 +402,6 @@ def test_a_non_finite_gradient_changes_nothing_and_the_run_goes_on(bad: float, a
     assert not adascale.last_step.skipped
     assert torch.equal(weights(model), weights(twin))
     assert figures(adascale) == figures(other)
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["host", "device"])
-def test_a_skipped_step_leaves_the_figures_of_the_one_before(fused: bool) -> None:
-    model = make_model()
-    adascale = wrapped(model, fused=fused)
-    train(adascale, model, batches(4))
-    before = figures(adascale)
-    train(adascale, model, batches(2), spoiled=(0,))
-    after = figures(adascale)
-    assert after.pop(7) == 1.0  # skipped
-    assert before.pop(7) == 0.0
-    assert after == before
 
 
 @pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])

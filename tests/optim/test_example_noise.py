@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
 
-from ray_adascale import OSS, AdaScale, AdaScaleConfig, OptimizerChain, Run, ShardedDataParallel
+from ray_adascale import OSS, AdaScale, ShardedDataParallel
 from ray_adascale.optim.example_noise import NoiseChoice
 from ray_adascale.optim.step_shape import StepShape
 
 from ..pool import ProcessPool
-from ..samples_of import WaitingBackend
 
 B0, B, STEPS = 4, 32, 12
 SCALE = B / B0
@@ -84,40 +81,6 @@ def moments_by_hand(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Ten
         sigma2.append(trace / B0)
         mu2.append(g.mean(0).square().sum() - trace / B)
     return torch.stack(sigma2), torch.stack(mu2)
-
-
-@pytest.mark.parametrize("passes", [1, 2, 8])
-def test_the_moments_are_those_of_single_examples(passes: int) -> None:
-    adascale = one_worker(passes=passes, debias_ewma=True, smoothing=0.0, clip="averages")
-    x, y = batches()[0]
-    sigma2, mu2 = moments_by_hand(network(), x, y)
-    for rows, labels in zip(x.chunk(passes), y.chunk(passes), strict=True):
-        (F.cross_entropy(adascale.network(rows), labels) / passes).backward()
-    found = adascale.group_moments()
-    torch.testing.assert_close(torch.tensor(found[0]).double(), sigma2, rtol=1e-5, atol=0)
-    torch.testing.assert_close(torch.tensor(found[1]).double(), mu2, rtol=1e-4, atol=0)
-    gain = (sigma2.sum() + mu2.sum()) / (sigma2.sum() / SCALE + mu2.sum())
-    assert adascale.gain() == pytest.approx(gain.item(), rel=1e-5)
-
-
-def test_a_loss_that_is_not_divided_by_the_passes() -> None:
-    x, y = batches()[0]
-    model = network()
-    adascale = AdaScale(
-        sgd(model),
-        scale=SCALE,
-        num_gradients_to_accumulate=4,
-        is_scaled_loss=False,
-        model=model,
-        noise="per_example",
-        smoothing=0.0,
-        clip="averages",
-    )
-    for rows, labels in zip(x.chunk(4), y.chunk(4), strict=True):
-        F.cross_entropy(model(rows), labels).backward()
-    torch.testing.assert_close(
-        torch.tensor(adascale.group_moments()[0]).double(), moments_by_hand(network(), x, y)[0], rtol=1e-5, atol=0
-    )
 
 
 def trained(adascale: AdaScale, passes: int = 1) -> tuple[list[float], Tensor]:
@@ -194,23 +157,6 @@ def test_two_measured_steps_lie_in_the_window_also_after_the_batch_has_grown() -
     assert every == [4, 4, 2, 2, 1, 1, 4, 4]
     assert resumed is not None
     assert resumed.every == 2
-
-
-@pytest.mark.parametrize("every", [1, 3])
-def test_a_resumed_run_is_the_same_to_the_bit(every: int) -> None:
-    whole = trained(one_worker(every=every))
-    first = one_worker(every=every)
-    for x, y in batches()[:5]:
-        step(first, x, y)
-    second = one_worker(every=every)
-    second.network.load_state_dict(copy.deepcopy(first.network.state_dict()))
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    gains = []
-    for x, y in batches()[5:]:
-        step(second, x, y)
-        gains.append(second.last_step.gain)
-    assert gains == whole[0][5:]
-    assert torch.equal(torch.cat([p.detach().flatten() for p in second.network.parameters()]), whole[1])
 
 
 class Tokens(nn.Module):
@@ -292,34 +238,6 @@ def test_a_step_that_is_repeated_after_an_exception_has_the_same_gain(passes: in
     assert gains(True) == gains(False)
 
 
-def test_a_fused_optimizer_has_the_same_gains() -> None:
-    model = network()
-    fused = AdaScale(sgd(model, fused=True), scale=SCALE, model=model, noise="per_example", noise_budget=100.0)
-    fused.network = model  # type: ignore[attr-defined]
-    assert trained(fused)[0] == pytest.approx(trained(one_worker())[0], rel=1e-5)
-
-
-def test_a_step_that_overflows_is_measured_again_at_a_smaller_loss_scale() -> None:
-    def scaled(overflows: bool) -> list[float]:
-        model = network()
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        adascale = AdaScale(
-            sgd(model), scale=SCALE, model=model, noise="per_example", noise_budget=100.0, grad_scaler=scaler
-        )
-        gains = []
-        for i, (x, y) in enumerate(batches()):
-            for factor in (torch.inf, 1.0) if overflows and i in (0, 3) else (1.0,):
-                scaler.scale(F.cross_entropy(model(x), y) * factor).backward()
-                scaler.step(adascale)
-                scaler.update()
-                adascale.zero_grad()
-            gains.append(adascale.last_step.gain)
-        assert adascale.steps == STEPS
-        return gains
-
-    assert scaled(True) == pytest.approx(scaled(False), rel=1e-5)
-
-
 def test_auto_measures_examples_only_where_a_step_has_one_sample_above_scale_one() -> None:
     def examples(**how: Any) -> bool:
         model = network()
@@ -341,19 +259,6 @@ def test_at_scale_one_no_examples_are_measured() -> None:
     for scale in (1.0, 2.0):
         found = choice.examples(StepShape(1, scale=scale), [list(model.parameters())], None)
         assert (found is not None) == (scale > 1)
-
-
-def test_a_change_of_the_passes_keeps_the_averages() -> None:
-    adascale = one_worker("auto")
-    trained(adascale)
-    before = adascale.average_moments()
-    adascale.set_batch(passes=2, scale=SCALE)
-    assert adascale.average_moments() == before
-    for x, y in batches()[:2]:
-        step(adascale, x, y, 2)
-    adascale.set_batch(passes=1)
-    step(adascale, *batches()[3])
-    assert adascale.last_step.gain > 1
 
 
 class Reused(nn.Module):
@@ -411,21 +316,6 @@ def without_momentum(adascale: AdaScale) -> AdaScale:
     return adascale
 
 
-@pytest.mark.parametrize("saved_after", [0, 1, 5])
-def test_a_checkpoint_of_torchs_goes_on_with_the_variance_that_is_kept(saved_after: int, tmp_path: Path) -> None:
-    whole, first, second = (without_momentum(one_worker(every=3)) for _ in range(3))
-    expected = trained(whole)
-    for x, y in batches()[:saved_after]:
-        step(first, x, y)
-    through_dcp(first, second, tmp_path)
-    gains = []
-    for x, y in batches()[saved_after:]:
-        step(second, x, y)
-        gains.append(second.last_step.gain)
-    assert gains == expected[0][saved_after:]
-    assert torch.equal(torch.cat([p.detach().flatten() for p in second.network.parameters()]), expected[1])
-
-
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize(
     ("saved", "loaded"),
@@ -465,60 +355,6 @@ def test_the_keys_of_a_state_do_not_depend_on_what_was_measured() -> None:
     assert keys(held) == keys(samples)
     fresh = keys(one_worker()) | {key for key in keys(held) if "momentum_buffer" in key}
     assert keys(held) == fresh
-
-
-def resumed_on_workers(kind: str, folder: Path) -> tuple[list[float], list[float]]:
-    """The gains of a whole run, and of one that is saved after five steps and loaded into a fresh optimizer."""
-    rank, workers = dist.get_rank(), dist.get_world_size()
-
-    def make() -> tuple[nn.Module, AdaScale]:
-        model = network()
-        wrapped = fully_shard(model) if kind == "fsdp2" else DistributedDataParallel(model)
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if kind == "chain":
-            first, *rest = model.parameters()
-            optimizer = OptimizerChain([torch.optim.SGD([first], lr=0.1), torch.optim.SGD(rest, lr=0.05)])
-        adascale = AdaScale(optimizer, scale=SCALE, model=model, noise="per_example", noise_budget=0.1)
-        adascale.network = model  # type: ignore[attr-defined]
-        return wrapped, adascale
-
-    runs = []
-    for stop in (None, 5):
-        wrapped, adascale = make()
-        gains = []
-        for t, (x, y) in enumerate(batches()):
-            if t == stop:
-                wrapped, resumed = make()
-                through_dcp(adascale, resumed, folder)
-                adascale = resumed
-            F.cross_entropy(wrapped(x.chunk(workers)[rank]), y.chunk(workers)[rank]).backward()
-            adascale.step()
-            adascale.zero_grad()
-            gains.append(adascale.last_step.gain)
-        assert adascale._statistics.examples.every > 1  # type: ignore[union-attr]
-        runs.append(gains)
-    return runs[0], runs[1]
-
-
-@pytest.mark.parametrize("kind", ["ddp", "chain", "fsdp2"])
-def test_a_checkpoint_of_torchs_on_several_workers(
-    kind: str, pool: Callable[[int], ProcessPool], tmp_path: Path
-) -> None:
-    for whole, resumed in pool(2).run(resumed_on_workers, kind, tmp_path):
-        assert resumed == whole
-
-
-@pytest.mark.parametrize("noise", ["per_example", "samples"])
-def test_a_state_that_went_through_torchs_functions_loads_whatever_the_samples_are(noise: Any) -> None:
-    """``torch.distributed.checkpoint.state_dict`` leaves the numbers in the first parameter group alone."""
-    first = one_worker(every=3)
-    for x, y in batches()[:5]:
-        step(first, x, y)
-    state = {key: value for key, value in first.state_dict().items() if key != "adascale"}
-    second = one_worker(noise, passes=2)
-    second.load_state_dict(copy.deepcopy(state))
-    assert second.effective_steps == first.effective_steps
-    assert second.average_moments() == first.average_moments()
 
 
 def overflow(adascale: AdaScale) -> None:
@@ -562,53 +398,6 @@ def test_a_state_keeps_its_noise_for_the_same_trainable_parameters(frozen: bool,
     examples = second._statistics.examples
     assert examples is not None
     assert (examples.confirmed, examples.measuring) == (keeps, not keeps)  # the third step is not a multiple of `every`
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("trainable", [[(0, 1), (0,)], [(0,), (0, 1)], [(0,), (1,)]], ids=str)
-def test_parameters_that_are_frozen_or_unfrozen_in_mid_run(
-    trainable: list[tuple[int, ...]], every: int, fused: bool
-) -> None:
-    """The step in which that happens has no sample; from the next one on it is that of the parameters that are trainable."""
-    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
-
-    def train_only(layers: tuple[int, ...]) -> None:
-        for i in (0, 1):
-            model[2 * i].requires_grad_(i in layers)
-
-    train_only(trainable[0])
-    budget = 100.0 if every == 1 else 0.99 / every * 0.3
-    adascale = AdaScale(
-        torch.optim.SGD(model.parameters(), lr=0.0, fused=fused),
-        scale=SCALE,
-        model=model,
-        noise="per_example",
-        noise_budget=budget,
-    )
-    examples, held, kept = adascale._statistics.examples, 0.0, 0
-    assert examples is not None
-    for t, (x, y) in enumerate(batches()):
-        train_only(trainable[t >= 2])
-        twin = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
-        twin.load_state_dict(model.state_dict())
-        params = [q for p, q in zip(model.parameters(), twin.parameters(), strict=True) if p.requires_grad]
-        each = [torch.autograd.grad(F.cross_entropy(twin(a[None]), b[None]), params) for a, b in zip(x, y, strict=True)]
-        g = torch.stack([torch.cat([grad.flatten() for grad in grads]) for grads in each]).double()
-        measured = examples.measuring
-        F.cross_entropy(model(x), y).backward()
-        adascale.step()
-        adascale.zero_grad()
-        found = adascale.last_step
-        if t == 2:
-            assert math.isnan(found.sigma2)
-            continue
-        if measured:
-            held = g.var(0).sum().item() / B0
-        kept += t > 3 and not measured
-        assert found.sigma2 == pytest.approx(held, rel=1e-5)
-        assert found.mu2 == pytest.approx(g.mean(0).square().sum().item() - held / SCALE, rel=1e-3, abs=1e-5)
-    assert (kept > 0) == (every > 1)
 
 
 @pytest.mark.parametrize("noise", ["auto", "per_example"])
@@ -731,43 +520,3 @@ def test_short_runs_are_measured_more_often_than_the_budget_says() -> None:
     adascale.network = model  # type: ignore[attr-defined]
     step(adascale, *batches()[0])
     assert adascale._statistics.examples.every == 2  # type: ignore[union-attr]
-
-
-def test_a_run_of_unequal_passes_resumes_to_the_bit(tmp_path: Path) -> None:
-    """B = 30 in four passes: micro-batches of 8 and 7, whose losses carry factors."""
-
-    def run(folder: Path | None, until: int) -> tuple[list[float], Tensor]:
-        model = network()
-        x, y = (torch.cat(columns) for columns in zip(*batches(), strict=True))
-        config = AdaScaleConfig(
-            base_batch_size=3,
-            total_steps=60,
-            global_batch_size=30,
-            per_worker_batch_size=8,
-            accumulation=4,
-            noise="per_example",
-            checkpoint_every_s=1e-9,
-        )
-        loop = Run(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.05),
-            None,
-            TensorDataset(x, y),
-            config,
-            backend=WaitingBackend(folder),
-        )
-        gains = []
-        for rows, labels in loop:
-            loop.backward(F.cross_entropy(loop.model(rows), labels))
-            if loop.step():
-                gains.append(loop.gain)
-                if len(gains) == until:
-                    break
-        return gains, torch.cat([p.detach().flatten() for p in model.parameters()])
-
-    whole = run(None, 10**6)
-    first = run(tmp_path, 3)
-    second = run(tmp_path, 10**6)
-    assert first[0] + second[0] == whole[0]
-    assert torch.equal(second[1], whole[1])
-    assert max(whole[0]) > 1.5

@@ -163,20 +163,6 @@ def test_every_step_sees_the_learning_rate_and_momentum_of_its_base_step(name: s
         assert schedule.calls == T - 1
 
 
-@pytest.mark.parametrize("epoch", [(12, 1), (1797, 8 * 40), (1000, 3 * 64), (7, 10)], ids=str)
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_epoch_schedulers_are_called_when_the_base_run_has_finished_an_epoch(name: str, epoch: tuple[int, int]) -> None:
-    steps = 80  # (7, 10): more than one epoch a step, up to 114 calls
-    base = base_run(name, steps, epoch)
-    optimizer, scheduler = build(name)
-    schedule = EffectiveSchedule(
-        optimizer, scheduler, unit="epoch", base_steps_per_epoch=epoch[0] / epoch[1], total_steps=steps
-    )
-    for tau in clock(1, steps):
-        schedule.advance_to(tau)
-        assert snapshot(optimizer) == base[min(math.floor(tau), steps - 1)]
-
-
 @pytest.mark.parametrize(("length", "batch"), [(1797, 8), (1000, 3), (49, 10), (50000, 128), (1281167, 7)])
 def test_epoch_counts_are_exact_where_the_quotient_is_not(length: int, batch: int) -> None:
     schedule = EffectiveSchedule(
@@ -451,16 +437,6 @@ def test_the_effective_step_of_the_highest_rate() -> None:
     assert warm_up.highest_at == 10
     assert replace(warm_up, scheduler_unit="step").highest_at == 1
     assert replace(warm_up, scheduler_unit=None, lr_curve=[[3.0]]).highest_at == 0
-
-
-@pytest.mark.parametrize("unit", ["step", "epoch"])
-def test_at_scale_one_the_clock_is_the_plain_loop(unit: SchedulerUnit) -> None:
-    base = base_run("sequential", T, None if unit == "step" else (25, 2))
-    optimizer, scheduler = build("sequential")
-    schedule = EffectiveSchedule(optimizer, scheduler, unit=unit, base_steps_per_epoch=12.5, total_steps=T)
-    for t in range(T):
-        schedule.advance_to(float(t))
-        assert snapshot(optimizer) == base[t]
 
 
 # ---- a schedule of another length than T -----------------------------------------------------------------------------

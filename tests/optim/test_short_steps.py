@@ -110,22 +110,6 @@ def test_a_short_step_of_two_workers_does_so_too(pool: Any, declares: str, shard
         assert tau == pytest.approx(reference, rel=1e-12)
 
 
-def test_the_step_after_a_short_one_is_whole_again_and_the_averages_stay() -> None:
-    model, optimizer = ready(scale=4.0, n=2)
-    for passes in (2, 1):
-        if passes == 1:
-            optimizer.expect_passes(1)
-            assert (optimizer.scale, optimizer.num_samples) == (2.0, 1)
-        for x, y in batches(passes, 4):
-            (F.cross_entropy(model(x), y) / passes).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if passes == 2:
-            learnt = optimizer.average_moments()
-    assert (optimizer.scale, optimizer.num_samples) == (4.0, 2)
-    assert optimizer.average_moments() == learnt
-
-
 def test_steps_of_one_pass_leave_the_averages_as_they_are_however_many_there_are() -> None:
     """Two of them could be compared with each other, as steps of one sample are; but they are taken amid steps of two."""
     model, optimizer = ready(scale=4.0, n=2)
@@ -146,25 +130,6 @@ def test_steps_of_one_pass_leave_the_averages_as_they_are_however_many_there_are
         else:
             assert optimizer.average_moments() != learnt
             learnt = optimizer.average_moments()
-
-
-def test_a_fused_optimizer_takes_short_steps_alike() -> None:
-    taken = []
-    for fused in (False, True):
-        model = make_model(torch.float32)
-        optimizer = AdaScale(
-            torch.optim.SGD(model.parameters(), lr=0.05, fused=fused), scale=4.0, num_gradients_to_accumulate=2
-        )
-        for k, (x, y) in enumerate(batches(9, 4, torch.float32)):
-            if k == 8:
-                optimizer.expect_passes(1)
-            (F.cross_entropy(model(x), y) / (1 if k == 8 else 2)).backward()
-            if k % 2 or k == 8:
-                optimizer.step()
-                optimizer.zero_grad()
-        taken.append((optimizer.last_step.gain, optimizer.effective_steps, optimizer.gain()))
-        assert optimizer.gain() != optimizer.last_step.gain  # of whole steps again
-    assert taken[0] == pytest.approx(taken[1], rel=1e-6)
 
 
 @pytest.mark.parametrize(("passes", "after"), [(0, 0), (4, 0), (1, 1), (2, 2)])

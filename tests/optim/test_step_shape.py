@@ -14,35 +14,7 @@ from ray_adascale import AdaScale, StepResult, StepShape
 
 from ..classifier import backward, batches, make_model, ready, weights
 
-
-def norms(*values: float) -> list[Tensor]:
-    return [torch.tensor([value, 10 * value], dtype=torch.float64) for value in values]
-
-
 # ---- the shape -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        # Losses divided by their number, 2: each norm is 1/4 of ‖g_i‖². A = (4·3 + 4·5) / 2.
-        (StepShape(2, loss_divisor=2), 16.0),
-        # Undivided: A = (3 + 5) / 2.
-        (StepShape(2), 4.0),
-        # Two passes of what was to be four: each norm is 1/16 of ‖g_i‖². A = (16·3 + 16·5) / 2.
-        (StepShape(2, loss_divisor=4), 64.0),
-        # Three workers: this one has 2 of 6 samples. A's part = (4·3 + 4·5) / 6.
-        (StepShape(2, workers=3, loss_divisor=2), 32 / 6),
-    ],
-)
-def test_equal_samples_weigh_one_over_n(shape: StepShape, expected: float) -> None:
-    assert shape.mean_sq_norm(norms(3.0, 5.0)).tolist() == pytest.approx([expected, 10 * expected], rel=1e-15)
-
-
-def test_unequal_samples_weigh_by_their_examples() -> None:
-    """w = (1/4, 3/4): the losses carried n·w_i/2 = 1/4 and 3/4. A = ¼ · 16·1 + ¾ · (16/9)·9 = 4 + 12."""
-    shape = StepShape(2, loss_divisor=2)
-    assert shape.mean_sq_norm(norms(1.0, 9.0), [0.25, 0.75])[0].item() == pytest.approx(16.0, rel=1e-15)
 
 
 def test_a_shortened_shape_has_its_share_of_the_scale() -> None:
@@ -211,27 +183,3 @@ def test_the_result_of_a_step_is_a_value_that_stays() -> None:
     assert (skipped.gain, skipped.effective_steps, skipped.steps) == (results[-1].gain, results[-1].effective_steps, 3)
     assert not results[-1].skipped
     assert torch.equal(weights(model), before)
-
-
-def test_the_clock_moves_where_it_is_set_and_the_result_with_it() -> None:
-    model, optimizer = ready()
-    optimizer.effective_steps = 5
-    assert optimizer.last_step.effective_steps == optimizer.known_effective_steps == 5.0
-    backward(model, batches(2, 4))
-    optimizer.step()
-    assert optimizer.last_step.effective_steps == pytest.approx(5 + optimizer.last_step.gain, rel=1e-15)
-
-
-def test_a_step_returns_the_closures_loss() -> None:
-    model, optimizer = ready(n=1, scale=1.0)
-    x, y = batches(1, 4)[0]
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss.detach()
-
-    assert float(optimizer.step(closure)) == F.cross_entropy(make_model()(x), y).item()
-    assert optimizer.last_step.steps == 1
-    assert optimizer.step() is None

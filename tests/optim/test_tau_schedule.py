@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -117,26 +116,6 @@ def test_epochs_of_the_base_run_are_counted_by_tau() -> None:
         epoch = int(int(optimizer.effective_steps) / 2.5)
         assert schedule.last_epoch == min(epoch, 15)
         assert schedule.get_last_lr() == [0.1 * 0.5 ** (min(epoch, 15) // 2)]
-
-
-@pytest.mark.parametrize("optimizer_first", [True, False])
-def test_saved_and_loaded_it_goes_on_to_the_bit(optimizer_first: bool) -> None:
-    def train(resume_at: int | None) -> list[float]:
-        model, optimizer, schedule = made(SCHEDULERS["sequence"])
-        lrs = []
-        for i, data in enumerate(zip(*[iter(batches(16, 4))] * 2, strict=True)):
-            if i == resume_at:
-                weights, *states = copy.deepcopy((model.state_dict(), optimizer.state_dict(), schedule.state_dict()))
-                model, optimizer, schedule = made(SCHEDULERS["sequence"])
-                model.load_state_dict(weights)
-                parts = list(zip((optimizer, schedule), states, strict=True))
-                for part, state in parts if optimizer_first else reversed(parts):
-                    part.load_state_dict(state)
-            take(model, optimizer, list(data))
-            lrs += schedule.get_last_lr()
-        return lrs
-
-    assert train(4) == train(None)
 
 
 def test_a_fused_optimizers_lr_follows_without_being_asked() -> None:
@@ -262,20 +241,3 @@ def test_a_fused_optimizer_goes_on_at_the_lr_of_tau_in_either_order_of_saving_an
     step()
     step()
     assert used == pytest.approx([0.4 / 13, 0.4 / 17], rel=1e-6)
-
-
-@pytest.mark.parametrize("name", ["cosine", "onecycle", "sequence"])
-def test_a_loaded_optimizer_is_enough(name: str) -> None:
-    """The schedule is a function of τ, so nothing is wrong where only the optimizer's state was saved."""
-    model, optimizer, schedule = made(SCHEDULERS[name])
-    data = batches(12, 4)
-    for i in range(0, 8, 2):
-        take(model, optimizer, data[i : i + 2])
-    twin, other, followed = made(SCHEDULERS[name])
-    twin.load_state_dict(model.state_dict())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for i in range(8, 12, 2):
-        take(model, optimizer, data[i : i + 2])
-        take(twin, other, data[i : i + 2])
-        assert followed.get_last_lr() == schedule.get_last_lr()
-        assert torch.equal(next(twin.parameters()), next(model.parameters()))

@@ -94,14 +94,6 @@ def test_a_rule_says_in_which_metric_it_wants_its_statistics(rule: Any) -> None:
         _wrapped(rule, sharding="oss")
 
 
-def test_a_plain_callable_has_euclidean_statistics_and_no_word_on_the_schedule() -> None:
-    def rule(now: RuleInput) -> tuple[float, float]:
-        return now.gain, now.gain
-
-    assert _wrapped(rule, sharding="oss").sharding == "none"  # alone there is nothing to shard, but nothing against it
-    check_rule(AdaScaleConfig(base_batch_size=4, total_steps=10, rule=rule), [[0.1, 0.2]])
-
-
 def test_a_rule_is_shown_the_schedules_curve() -> None:
     rule = _OwnRule()
     check_rule(AdaScaleConfig(base_batch_size=4, total_steps=10, rule=rule), [[0.1, 0.2]])

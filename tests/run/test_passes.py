@@ -224,67 +224,6 @@ def test_gradients_are_compared_in_the_first_three_steps(steps: int, refused: bo
         setup.backward(1)
 
 
-class CountingScaler:
-    """A loss scaler of 8 that counts how often it unscales."""
-
-    def __init__(self) -> None:
-        self.unscaled = self.updates = 0
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss * 8
-
-    def unscale_(self, optimizer: AdaScale) -> None:
-        self.unscaled += 1
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad.div_(8)
-
-    def step(self, optimizer: AdaScale) -> None:
-        optimizer.wrapped.step()
-
-    def update(self) -> None:
-        self.updates += 1
-
-
-def test_a_clip_unscales_once_a_step_and_returns_the_norm_before() -> None:
-    scaler = CountingScaler()
-    setup = Setup(scaler=scaler)
-    for step in (1, 2):
-        setup.backward(0)
-        setup.passes.ends_step()
-        setup.backward(1)
-        assert setup.grad.item() == pytest.approx(
-            1.5
-        )  # the mean of 1 and 2, no longer times 8: the loop may read and clip it
-        assert float(setup.passes.clip(0.25)) == pytest.approx(1.5)
-        # torch divides by the norm + 1e-6.
-        assert float(setup.passes.clip(0.25)) == pytest.approx(0.25, rel=1e-5)
-        assert setup.grad.item() == pytest.approx(0.25, rel=1e-5)
-        setup.passes.step()
-        setup.passes.end_step()
-        assert (scaler.unscaled, scaler.updates) == (step, step)
-
-
-def test_unequal_micro_batches_have_the_weights_of_their_examples() -> None:
-    # Seven examples, x = 1 in the first four and x = 2 in the last three; the loss is w·x with w = 3, and S = 7/4.
-    setup = Setup(BatchPlan(base_batch_size=4, global_batch_size=7, world_size=1, accumulation=2))
-    setup.backward(0, 4)
-    assert setup.passes.loss.item() == pytest.approx(4 / 7 * 3)
-    assert not setup.passes.ends_step()
-    setup.backward(1, 3)
-    # ḡ = (4·1 + 3·2)/7, and the loss is 3 times that.
-    assert setup.grad.item() == pytest.approx(10 / 7, rel=1e-12)
-    assert setup.passes.loss.item() == pytest.approx(30 / 7, rel=1e-12)
-    assert setup.passes.ends_step()
-    setup.passes.step()
-    # A = (4·1 + 3·4)/7 = 16/7 and C = (10/7)²: σ² = S·(A − C) = 7/4 · 12/49 and μ² = C − σ²/S = 88/49.
-    last = setup.optimizer.last_step
-    assert (last.sigma2, last.mu2) == (pytest.approx(3 / 7, rel=1e-12), pytest.approx(88 / 49, rel=1e-12))
-    setup.passes.end_step()
-    setup.backward(0, 3)  # the next step begins with a loss of its own
-    assert setup.passes.loss.item() == pytest.approx(3 / 7 * setup.model.weight.item(), rel=1e-12)
-
-
 @pytest.mark.parametrize("how", ["detached", "frozen"])
 def test_a_loss_without_a_gradient_says_what_to_look_at(how: str) -> None:
     setup = Setup()

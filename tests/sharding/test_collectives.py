@@ -140,21 +140,3 @@ def _sub_group() -> None:
 
 def test_ranks_of_a_sub_group_are_not_global_ones(pool: Pool) -> None:
     pool(3).run(_sub_group)
-
-
-def test_buffers_are_used_again() -> None:
-    cpu = torch.device("cpu")
-    buffers = Buffers()
-    a, b = buffers.take(10, torch.float32, cpu), buffers.take(20, torch.float32, cpu)
-    assert a.data_ptr() != b.data_ptr()
-    assert buffers.nbytes == 0  # both are in use
-    buffers.give_back(a)
-    assert buffers.nbytes == 40
-    assert buffers.take(7, torch.float32, cpu) is a
-    assert buffers.take(10, torch.float64, cpu).dtype is torch.float64
-    buffers.give_back(a)
-    grown = buffers.take(100, torch.float32, cpu)  # in place of the one that is too small
-    assert grown.numel() >= 100
-    buffers.give_back(grown)
-    buffers.give_back(b)
-    assert buffers.nbytes == 480

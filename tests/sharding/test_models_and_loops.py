@@ -20,31 +20,6 @@ from ..uneven import Net, assert_agree, batches, compared, loss_of, weights
 from .against_ddp import OPTIMIZERS, ROUNDING, Pool, build, default_dtype, default_tolerance, wrapped
 
 
-def _sub_group() -> tuple[Tensor, Tensor] | None:
-    group = dist.new_group([1, 2])  # global and group ranks differ
-    rank = dist.get_rank()
-    if rank == 0:
-        return None
-    ends = []
-    for sharded in (False, True):
-        for name in ("layers", "lars"):
-            model = build()
-            if rank == 2:  # what rank 0 of the group has is what counts
-                with torch.no_grad():
-                    model.last.weight.add_(1)
-            ddp, optimizer = wrapped(model, OPTIMIZERS[name](model), sharded, group=group)
-            for batch in batches(10, rank):
-                loss_of(ddp, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            ends.append(weights(model))
-    return torch.cat(ends[:2]), torch.cat(ends[2:])
-
-
-def test_a_process_group_of_some_ranks(pool: Pool) -> None:
-    assert_agree(pool(3).run(_sub_group)[1:])
-
-
 class Pictures(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -481,14 +481,6 @@ def test_a_resume_says_where_it_begins_and_what_may_be_lost(tmp_path: Path, capl
     assert "are taken again: at most those of 7 s" in record.message
 
 
-def test_when_all_are_damaged_the_run_does_not_silently_begin_anew(tmp_path: Path) -> None:
-    drive(alone(tmp_path))
-    for state in tmp_path.glob("checkpoint_*/state.json"):
-        state.write_text("{}")
-    with pytest.warns(RuntimeWarning), pytest.raises(CheckpointError, match="None of the 2 checkpoints"):
-        alone(tmp_path)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Damage
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend, Workload
+from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend
 from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.recipe import NoiseProbe, Repeat
 from ray_adascale.run.base.base_noise import NoiseEvery, NoiseRecorder
@@ -42,46 +42,12 @@ def test_settings_of_scale_and_of_ray_train_do_not_reach_the_base_run() -> None:
     assert base.grad_clip == 0.5
 
 
-def test_a_recipe_is_the_same_whatever_batch_the_scaled_runs_will_have() -> None:
-    def record(config: AdaScaleConfig | None) -> tuple[float, list[list[float]], float]:
-        found = record_recipe(regression, {}, base_batch_size=8, total_steps=12, probe_every=4, config=config)
-        return found.score, found.lr_curve, sum(probe.sigma2 for probe in found.noise)
-
-    assert record(AdaScaleConfig(global_batch_size=64, per_worker_batch_size=16)) == record(None)
-
-
 def test_a_recipe_keeps_the_settings_that_change_what_is_trained() -> None:
     config = AdaScaleConfig(grad_clip=0.5, drop_last=True, rule="linear", evaluate_every=3.0)
     found = record_recipe(regression, {}, base_batch_size=8, total_steps=4, config=config)
     assert found.settings == {"precision": "fp32", "grad_clip": 0.5, "shuffle": True, "drop_last": True}
     unclipped = base_config(AdaScaleConfig(grad_clip=math.inf), 8, 4, None, seed=0)
     assert kept_settings(unclipped)["grad_clip"] is None  # JSON has no ∞
-
-
-class TwoNames(nn.Module):
-    """A model that keeps its encoder beside the whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(10, 4), nn.Tanh(), nn.Linear(4, 1))
-        self.encoder = self.net[0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-
-def two_names(config: dict[str, Any]) -> Workload:
-    model = TwoNames()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return replace(regression(config), model=model, optimizer=optimizer, scheduler=None, scheduler_unit=None)
-
-
-def test_probes_leave_a_run_as_it_is_where_a_submodule_has_two_names() -> None:
-    probed, alone = (
-        record_recipe(two_names, {}, base_batch_size=8, total_steps=20, probe_every=every) for every in (4, 1000)
-    )
-    assert (len(probed.noise), len(alone.noise)) == (5, 1)
-    assert probed.score == alone.score
 
 
 OUTCOME = BaseResult(

@@ -5,7 +5,6 @@ A function whose name starts with an underscore runs on each rank of the pool.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +16,7 @@ import torch.distributed as dist
 
 from ray_adascale import CheckpointError, LocalBackend, checkpoint
 from ray_adascale.optim.schedule import BaseSchedule
-from ray_adascale.run.boundary.backend import ReportPolicy
 from ray_adascale.run.boundary.stage import StepReport
-from ray_adascale.run.observe.eta import EtaTracker
 
 from ...pool import ProcessPool
 
@@ -156,18 +153,6 @@ def test_a_folder_is_empty_before_it_is_written_to(tmp_path: Path) -> None:
     (left / "__3_0.distcp").write_text("of an earlier start, cut short")
     assert backend.checkpoint_folder(7) == left
     assert not left.exists()
-
-
-def test_what_a_backend_need_not_say(tmp_path: Path) -> None:
-    backend = LocalBackend(tmp_path, device="cpu")
-    folder = backend.checkpoint_folder(1)
-    assert folder is not None
-    checkpoint.save(folder, {"x": torch.ones(3)})
-    backend.report_in_background(outcome(loss=3.0), folder)
-    assert (backend.metrics, backend.uploading) == ({"loss": 3.0}, False)
-    assert (backend.preemption_notice(), backend.preemption_poll_s) == (None, math.inf)
-    assert backend.report_policy == ReportPolicy(evaluations=True, save_evaluations=False, save_end=True)
-    assert list(backend.listeners(EtaTracker(None))) == []
 
 
 def _on_two_workers(folder: str) -> tuple[list[Any], list[str]]:

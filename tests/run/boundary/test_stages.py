@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +17,9 @@ from ray_adascale.run.boundary import stage
 from ray_adascale.run.boundary.backend import ReportPolicy
 from ray_adascale.run.boundary.checkpointing import Checkpointing
 from ray_adascale.run.boundary.evaluation import Evaluation
-from ray_adascale.run.boundary.notices import Interrupt, Preemption
+from ray_adascale.run.boundary.notices import Preemption
 from ray_adascale.run.boundary.reporting import Reporting
 from ray_adascale.run.boundary.stage import BoundaryFlags
-from ray_adascale.run.boundary.train_state import INTERRUPTED
 
 NOTHING = BoundaryFlags.NONE
 REPORT, CHECKPOINT, POLL = BoundaryFlags.REPORT, BoundaryFlags.CHECKPOINT, BoundaryFlags.POLL
@@ -108,54 +106,6 @@ def test_each_stage_is_due_after_its_own_interval(clock: list[float]) -> None:
     assert flags() == POLL | CHECKPOINT
     saving.restart_interval()
     assert flags() == POLL
-
-
-def test_an_interrupt_ends_the_run_unless_it_ends_for_good(clock: list[float]) -> None:
-    backend, run = Told(), FakeRun(Told())
-    stage = Interrupt(backend)
-    assert stage.flags() == NOTHING
-    backend.stops = True
-    assert stage.flags() == STOP
-    assert stage.act(run, STOP | REPORT) == INTERRUPTED  # type: ignore[arg-type]
-    assert stage.act(run, REPORT) is None  # type: ignore[arg-type]
-    assert stage.act(run, STOP | STALLED) is None  # type: ignore[arg-type]
-
-
-def test_a_notice_counts_once_until_it_changes(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
-    backend, run = Told(), FakeRun(Told())
-    stage = Preemption(backend)
-    saved = []
-    for backend.notice in (None, "node a", "node a", None, "node a", "nodes a, b", None, "node a"):
-        run.reports.clear()
-        stage.act(run, POLL)  # type: ignore[arg-type]
-        saved.append(list(run.reports))
-    assert saved == [[], [True], [], [], [True], [True], [], [True]]
-    run.reports.clear()
-    backend.notice = "node d"
-    stage.act(run, REPORT)  # type: ignore[arg-type]
-    assert run.reports == []  # the notice is read when it is due on all workers
-    with caplog.at_level(logging.WARNING):
-        backend.notice = "node c"
-        stage.act(run, POLL)  # type: ignore[arg-type]
-    assert "node c. Writing a checkpoint at step 7" in caplog.text
-
-
-def test_evaluations_come_at_multiples_of_the_interval() -> None:
-    run: Any = FakeRun(Told())
-    stage = evaluating({"accuracy": 0.5})
-    assert not stage.due_by(3.9)
-    assert stage.due_by(4.0)
-    run.effective_steps = 3.9
-    stage.act(run, NOTHING)
-    assert (run.recorded, stage.evaluated_step) == ([], -1)
-    run.effective_steps = 9.0
-    stage.act(run, NOTHING)
-    assert (run.recorded, stage.evaluated_step) == ([{"accuracy": 0.5}], 7)
-    stage.recorded({"accuracy": 0.5}, 9.0)
-    assert not stage.due_by(11.9)
-    assert stage.due_by(12.0)
-    stage.finish(SimpleNamespace(effective_steps=9.0))  # type: ignore[arg-type]
-    assert len(run.recorded) == 1  # the last evaluation was at this τ
 
 
 def test_a_worker_without_a_best_evaluation_of_its_own_ends_with_the_others() -> None:

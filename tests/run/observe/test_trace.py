@@ -82,14 +82,6 @@ def test_rows_reach_the_file_in_blocks_after_a_second_and_on_flush(
     assert read_trace(tmp_path / "t") == [*many, *rows(101, 102, 103)]
 
 
-def test_an_appended_row_is_a_copy(tmp_path: Path) -> None:
-    row = rows(1)[0]
-    with writing(tmp_path / "t") as trace:
-        trace.append(row)
-        row["gain"] = 99.0
-    assert read_trace(tmp_path / "t") == rows(1)
-
-
 @pytest.mark.parametrize("value", [torch.tensor(1.0), np.float32(1), np.array([1.0]), [torch.tensor(1)], {"a": 1}, 1j])
 def test_other_types_are_refused_by_name(tmp_path: Path, value: Any) -> None:
     with writing(tmp_path / "t") as trace, pytest.raises(TypeError, match="'mu2'"):
@@ -277,15 +269,6 @@ def test_rows_hold_metrics_that_came_after_the_step() -> None:
         {"step": 2, "loss": 0.5, "accuracy": 0.5},
         {"step": 1, "loss": 1.0},
     ]
-
-
-def test_a_checkpoint_gets_the_rows_so_far() -> None:
-    log = scratch()
-    take_steps(log, 3)
-    path, size = log.files()[TRACE]
-    take_steps(log, 1)
-    assert [row["step"] for row in read_trace(path)] == [1, 2, 3]
-    assert path.stat().st_size == size
 
 
 def _on_a_full_disk(folder: str) -> tuple[list[str], list[int], bool]:
