@@ -41,9 +41,17 @@ def _left_by(owner: dict[str, Any], folder: Path) -> None:
     (folder / LOCK).write_text(json.dumps({"owner": "x", "host": "far", "process": 7, "place": "far", **owner}))
 
 
+def _read(lock: Path) -> dict[str, Any]:
+    """Return the content of a lock, between two beats: a beat writes the file anew."""
+    while not (text := lock.read_text()).endswith("}"):
+        time.sleep(0.01)
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
 def test_a_second_writer_is_refused_until_the_first_has_ended(place: dict[str, Any], tmp_path: Path) -> None:
     with RunLock(**place, name="mine") as first:
-        written = json.loads((tmp_path / "run" / LOCK).read_text())
+        written = _read(tmp_path / "run" / LOCK)
         began = time.monotonic()
         with (
             pytest.raises(ValueError, match=rf"name='mine'\): process {os.getpid()} on .*, writes to .*run now\."),
@@ -51,7 +59,7 @@ def test_a_second_writer_is_refused_until_the_first_has_ended(place: dict[str, A
         ):
             pass
         assert time.monotonic() - began < 0.6  # the next beat shows it; nobody waits for the limit
-        later = json.loads((tmp_path / "run" / LOCK).read_text())
+        later = _read(tmp_path / "run" / LOCK)
         assert later.pop("beats") > written.pop("beats")
         assert later == written
         assert first.lost is None
