@@ -43,7 +43,7 @@ def _left_by(owner: dict[str, Any], folder: Path) -> None:
 
 def _read(lock: Path) -> dict[str, Any]:
     """Return the content of a lock, between two beats: a beat writes the file anew."""
-    while not (text := lock.read_text()).endswith("}"):
+    while not (text := lock.read_text()).rstrip().endswith("}"):
         time.sleep(0.01)
     found: dict[str, Any] = json.loads(text)
     return found
