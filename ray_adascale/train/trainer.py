@@ -69,8 +69,8 @@ def _with_the_arguments_of(function: Callable[_Args, _R]) -> Callable[[Callable[
     """Return a decorator for a function that passes its arguments on, so that type checkers and ``help`` show them."""
 
     def decorate(wrapper: Callable[..., _R]) -> Callable[_Args, _R]:
-        returned = inspect.signature(wrapper).return_annotation
-        wrapper.__signature__ = inspect.signature(function).replace(return_annotation=returned)  # type: ignore[attr-defined]
+        returned = inspect.signature(wrapper, eval_str=True).return_annotation
+        wrapper.__signature__ = inspect.signature(function, eval_str=True).replace(return_annotation=returned)  # type: ignore[attr-defined]
         return wrapper
 
     return decorate
