@@ -3,16 +3,22 @@
     python docs/make_pictures.py
 
 ``forecast.png`` has optimizer steps against workers, forecast from one base run. ``resize.png`` has a run whose
-scale changes ten times: the metric, the scale and the gain over effective steps.
+scale changes ten times: the metric, the scale and the gain over effective steps. ``display.svg`` has the live display of
+that run, and ``report.png`` the top of its report, photographed by Chromium (``chromium`` on the path).
 """
 
 from __future__ import annotations
 
+import io
 import math
+import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from ray_adascale import (
     AdaScaleConfig,
@@ -23,7 +29,11 @@ from ray_adascale import (
     read_trace,
     record_recipe,
     seed_everything,
+    write_report,
 )
+from ray_adascale.analysis.display import RunDisplay
+from ray_adascale.run.observe.eta import Eta
+from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.workload import build
 
 ROOT = Path(__file__).parents[1]
@@ -42,16 +52,17 @@ def workload(config: dict[str, Any]) -> Any:
     return language_model.workload(config)
 
 
-def rows_of_run(rule: Any, scales: tuple[int, ...], steps: int) -> list[dict[str, Any]]:
+def rows_of_run(rule: Any, scales: tuple[int, ...], steps: int, keep: Path | None = None) -> list[dict[str, Any]]:
     """Return the trace of a run. Each of its parts has a scale, and resumes from the checkpoint of the part before.
 
     Args:
         rule: The rule.
         scales: The scales, one after the other.
         steps: T.
+        keep: Folder for the run; default: a temporary one.
     """
     ends = [share * steps for share in CHANGES[: len(scales) - 1]] + [math.inf]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() if keep is None else nullcontext(keep) as folder:
         for scale, end in zip(scales, ends, strict=True):
             seed_everything(1)
             settings = AdaScaleConfig(
@@ -135,10 +146,37 @@ def draw_forecast(path: Path, steps: int = STEPS) -> None:
     finish(figure, path)
 
 
+def draw_display(path: Path, steps: int = STEPS) -> None:
+    """Draw the live display of a run with AdaScale at two thirds of its steps."""
+    rows = rows_of_run("adascale", (8,), steps)
+    row = rows[2 * len(rows) // 3]
+    bits = [r["bits"] for r in rows if r.get("bits") is not None and r["step"] <= row["step"]]
+    metrics = {key: row[key] for key in METRICS} | {"bits": bits[-1] if bits else math.nan, "total_steps": steps}
+    left = len(rows) - row["step"]
+    metrics |= Eta(left, left * row["scale"] * BATCH / row["examples_per_s"], rough=False).as_metrics()
+    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
+    console.print(RunDisplay(lambda: None, label="text", console=console).render(metrics))
+    path.write_text(console.export_svg(title="ray-adascale train"))
+
+
+def draw_report(path: Path, steps: int = STEPS) -> None:
+    """Photograph the top of the report of a run with AdaScale whose scale changes twice, and of its base run."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [Path(folder, name) for name in ("base", "resized")]
+        for run, scales in zip(runs, ((1,), (2, 8, 4)), strict=True):
+            rows_of_run("adascale", scales, steps, keep=run)
+        page = Path(folder, "report.html")
+        write_report([str(run) for run in runs], page)
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1000,1150"]
+        subprocess.run(["chromium", *options, f"--screenshot={path}", page.as_uri()], check=True, capture_output=True)
+
+
 def main() -> int:
     PICTURES.mkdir(exist_ok=True)
     draw_forecast(PICTURES / "forecast.png")
     draw_resize(PICTURES / "resize.png")
+    draw_display(PICTURES / "display.svg")
+    draw_report(PICTURES / "report.png")
     return 0
 
 

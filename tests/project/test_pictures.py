@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -33,6 +34,14 @@ def test_a_run_changes_its_scale_and_goes_on_at_its_effective_steps() -> None:
 def test_each_picture_is_drawn_and_kept(tmp_path: Path) -> None:
     make_pictures.draw_resize(tmp_path / "resize.png", steps=40)
     make_pictures.draw_forecast(tmp_path / "forecast.png", steps=40)
-    for drawn in tmp_path.iterdir():
+    make_pictures.draw_display(tmp_path / "display.svg", steps=40)
+    assert "gain" in (tmp_path / "display.svg").read_text()
+    for drawn in tmp_path.glob("*.png"):
         assert drawn.read_bytes().startswith(b"\x89PNG")
-        assert (make_pictures.PICTURES / drawn.name).exists()
+    assert {path.name for path in tmp_path.iterdir()} <= {path.name for path in make_pictures.PICTURES.iterdir()}
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="the report is photographed by Chromium")
+def test_the_top_of_a_report_is_photographed(tmp_path: Path) -> None:
+    make_pictures.draw_report(tmp_path / "report.png", steps=40)
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
