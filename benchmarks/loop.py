@@ -157,12 +157,10 @@ def _plain(model: nn.Module, pieces: Pieces, batches: Iterator[Any], passes: int
         meter()
 
 
-def run(task: Task, passes: int, meter: Meter, sharding: Literal["auto", "none"] = "auto") -> None:
-    """Loop over a ``Run``: S is passes × workers."""
-    from ray_adascale import AdaScaleConfig, Run
+def _settings(task: Task, passes: int, sharding: Literal["auto", "none"] = "auto") -> Any:
+    from ray_adascale import AdaScaleConfig
 
-    pieces = make(task)
-    config = AdaScaleConfig(
+    return AdaScaleConfig(
         base_batch_size=task.batch,
         per_worker_batch_size=task.batch,
         accumulation=passes,
@@ -170,6 +168,14 @@ def run(task: Task, passes: int, meter: Meter, sharding: Literal["auto", "none"]
         scheduler_unit="step",
         sharding=sharding,
     )
+
+
+def run(task: Task, passes: int, meter: Meter, sharding: Literal["auto", "none"] = "auto") -> None:
+    """Loop over a ``Run``: S is passes × workers."""
+    from ray_adascale import Run
+
+    pieces = make(task)
+    config = _settings(task, passes, sharding)
     made = Run(pieces.model, pieces.optimizer, pieces.scheduler, pieces.dataset, config)
     for x, y in made:
         made.backward(F.cross_entropy(made.model(x), y))
@@ -179,16 +185,10 @@ def run(task: Task, passes: int, meter: Meter, sharding: Literal["auto", "none"]
 
 def attached(task: Task, passes: int, meter: Meter) -> None:
     """Loop over a ``DataLoader`` with the optimizer and the schedule of ``attach``."""
-    from ray_adascale import AdaScaleConfig, attach
+    from ray_adascale import attach
 
     pieces = make(task)
-    config = AdaScaleConfig(
-        base_batch_size=task.batch,
-        per_worker_batch_size=task.batch,
-        accumulation=passes,
-        total_steps=10_000,
-        scheduler_unit="step",
-    )
+    config = _settings(task, passes)
     optimizer, schedule = attach(pieces.model, pieces.optimizer, pieces.scheduler, config)
     loader = DataLoader(pieces.dataset, batch_size=task.batch, shuffle=True)
     _plain(pieces.model, Pieces(pieces.model, optimizer, schedule, pieces.dataset), _endless(loader), passes, meter)

@@ -367,7 +367,7 @@ def _check_size(batch: Any, size: int) -> None:
 
 @dataclass(frozen=True)
 class _Seeded(Dataset[Any]):
-    """Fetches the batch of a request in a loader process, whose generators it seeds first, by run and position."""
+    """Fetches the batch of a request in a loader process. It first seeds the generators of the process, by run and position."""
 
     fetch: _Fetch
     seed: int

@@ -5,6 +5,7 @@ A function whose name starts with an underscore runs on each rank of the pool.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -190,3 +191,21 @@ def test_gradients_are_kept_on_gpus_alone() -> None:
 class _Nobody:
     def on_begin(self, observer: Any) -> bool:
         return True
+
+
+@pytest.mark.parametrize(
+    ("values", "finite"),
+    [
+        ([1.0, -2.0], True),
+        ([3e38, -3e38], True),
+        ([math.inf, -math.inf], False),
+        ([math.nan, 1.0], False),
+        ([-math.inf, 1.0], False),
+    ],
+)
+def test_a_gradient_is_checked_by_its_sum(values: list[float], finite: bool) -> None:
+    check = norms.finite_check([torch.tensor(values), torch.ones(3, dtype=torch.float64)], torch.device("cpu"))
+    assert check.shape == (1,)
+    assert check.dtype == torch.float64
+    assert bool(check < math.inf) == finite
+    assert bool(check.isfinite()) == finite

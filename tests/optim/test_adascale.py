@@ -338,3 +338,16 @@ def test_bookkeeping_holds_no_gradients() -> None:
         if isinstance(value, Tensor) and value.numel() > len(adascale.param_groups) * 2
     ]
     assert held == []
+
+
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_take_step_calls_the_hooks_of_the_wrapper(register: str) -> None:
+    model = torch.nn.Linear(2, 1)
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), scale=1.0)
+    called: list[Any] = []
+    model(torch.ones(3, 2)).sum().backward()
+    adascale.take_step()
+    getattr(adascale, register)(lambda optimizer, *_: called.append(optimizer))
+    adascale.take_step()
+    assert called == [adascale]
+    assert adascale.steps == 2
