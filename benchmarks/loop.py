@@ -3,6 +3,7 @@
     python benchmarks/loop.py                            # one process, three lengths of a step
     python benchmarks/loop.py --workers 2                # two gloo workers
     python benchmarks/loop.py --tasks 1ms --kinds plain run attach --rounds 21
+    python benchmarks/loop.py --device cuda              # steps in which the device waits for launches
 
 A round trains each kind anew for some hundred steps, in shuffled order, and times its last steps. Reported are the medians over
 rounds of the ratio to the plain loop of the same round. Calls are those of Python functions (``sys.setprofile``) in a step, less
@@ -21,7 +22,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,13 +39,23 @@ WARMUP = 20
 
 @dataclass(frozen=True)
 class Task:
-    """A perceptron of some width and depth, and the micro-batch and number of timed steps that go with it."""
+    """A perceptron of some width and depth on a device, and the micro-batch and number of timed steps that go with it."""
 
     name: str
     width: int
     layers: int
     batch: int
     steps: int
+    device: str = "cpu"
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu"
+
+    def loader(self, dataset: TensorDataset, sampler: Sampler[int] | None = None) -> DataLoader[Any]:
+        """Return a ``DataLoader`` in shuffled order, in pinned memory if the device needs it."""
+        shuffle, pinned = sampler is None, not self.on_cpu
+        return DataLoader(dataset, batch_size=self.batch, shuffle=shuffle, sampler=sampler, pin_memory=pinned)
 
 
 TASKS = (Task("1ms", 128, 5, 32, 200), Task("3ms", 256, 6, 64, 120), Task("20ms", 640, 6, 192, 30))
@@ -66,7 +77,7 @@ def make(task: Task) -> Pieces:
     torch.manual_seed(0)
     widths = [INPUTS, *[task.width] * task.layers]
     layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
-    model = nn.Sequential(*layers, nn.Linear(task.width, CLASSES))
+    model = nn.Sequential(*layers, nn.Linear(task.width, CLASSES)).to(task.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000)
     x = torch.randn(EXAMPLES, INPUTS, generator=generator)
@@ -85,12 +96,12 @@ class Meter:
     """Measures the steps after the warm-up. A loop calls it after each optimizer step.
 
     Args:
-        steps: Timed steps.
+        task: Has the number of timed steps and the device.
         count: Count Python calls in place of time.
     """
 
-    def __init__(self, steps: int, *, count: bool) -> None:
-        self._steps, self._count = steps, count
+    def __init__(self, task: Task, *, count: bool) -> None:
+        self._task, self._steps, self._count = task, task.steps, count
         self._done = 0
         self._began = 0.0, 0.0
         self._calls = 0
@@ -101,14 +112,20 @@ class Meter:
         if event == "call":
             self._calls += 1
 
+    def _synchronize(self) -> None:
+        if not self._task.on_cpu:
+            torch.cuda.synchronize()
+
     def __call__(self) -> None:
         self._done += 1
         if self._done == WARMUP:
+            self._synchronize()
             self._began = time.process_time(), time.perf_counter()
             if self._count:
                 sys.setprofile(self._on_event)
         elif self._done == WARMUP + self._steps:
             sys.setprofile(None)
+            self._synchronize()
             cpu, wall = time.process_time() - self._began[0], time.perf_counter() - self._began[1]
             # the calls between the start and the end of profiling: one more meter call than steps
             self.result = {"calls": self._calls / self._steps - 1} if self._count else {}
@@ -116,16 +133,18 @@ class Meter:
             raise Enough
 
 
-def _endless(loader: Any) -> Iterator[Any]:
+def _endless(loader: Any, device: str = "cpu") -> Iterator[Any]:
     while True:
-        yield from loader
+        for x, y in loader:
+            yield (x, y) if device == "cpu" else (x.to(device, non_blocking=True), y.to(device, non_blocking=True))
 
 
 def bare(task: Task, passes: int, meter: Meter) -> None:
     """Loop over batches that are ready."""
     pieces = make(task)
     model = _parallel(pieces.model)
-    batches = [tuple(t[i * task.batch : (i + 1) * task.batch] for t in pieces.dataset.tensors) for i in range(8)]
+    tensors = [t.to(task.device) for t in pieces.dataset.tensors]
+    batches = [tuple(t[i * task.batch : (i + 1) * task.batch] for t in tensors) for i in range(8)]
     _plain(model, pieces, _endless(batches), passes, meter)
 
 
@@ -133,8 +152,8 @@ def plain(task: Task, passes: int, meter: Meter) -> None:
     """Loop over a ``DataLoader``."""
     pieces = make(task)
     sampler: Sampler[int] | None = DistributedSampler(pieces.dataset) if torch.distributed.is_initialized() else None
-    loader = DataLoader(pieces.dataset, batch_size=task.batch, shuffle=sampler is None, sampler=sampler)
-    _plain(_parallel(pieces.model), pieces, _endless(loader), passes, meter)
+    loader = task.loader(pieces.dataset, sampler)
+    _plain(_parallel(pieces.model), pieces, _endless(loader, task.device), passes, meter)
 
 
 def _parallel(model: nn.Module) -> nn.Module:
@@ -190,16 +209,16 @@ def attached(task: Task, passes: int, meter: Meter) -> None:
     pieces = make(task)
     config = _settings(task, passes)
     optimizer, schedule = attach(pieces.model, pieces.optimizer, pieces.scheduler, config)
-    loader = DataLoader(pieces.dataset, batch_size=task.batch, shuffle=True)
-    _plain(pieces.model, Pieces(pieces.model, optimizer, schedule, pieces.dataset), _endless(loader), passes, meter)
+    batches = _endless(task.loader(pieces.dataset), task.device)
+    _plain(pieces.model, Pieces(pieces.model, optimizer, schedule, pieces.dataset), batches, passes, meter)
 
 
 def accelerate(task: Task, passes: int, meter: Meter) -> None:
     from accelerate import Accelerator
 
     pieces = make(task)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=passes)
-    loader = DataLoader(pieces.dataset, batch_size=task.batch, shuffle=True)
+    accelerator = Accelerator(cpu=task.on_cpu, gradient_accumulation_steps=passes)
+    loader = task.loader(pieces.dataset)
     model, optimizer, loader, scheduler = accelerator.prepare(pieces.model, pieces.optimizer, loader, pieces.scheduler)
     while True:
         for x, y in loader:
@@ -238,7 +257,7 @@ def lightning(task: Task, passes: int, meter: Meter) -> None:
                 meter()
 
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator="cpu" if task.on_cpu else "gpu",
         devices=1,
         max_steps=10_000,
         max_epochs=-1,
@@ -249,8 +268,7 @@ def lightning(task: Task, passes: int, meter: Meter) -> None:
         enable_model_summary=False,
         callbacks=[Steps()],
     )
-    loader = DataLoader(pieces.dataset, batch_size=task.batch, shuffle=True)
-    trainer.fit(Module(), loader)
+    trainer.fit(Module(), task.loader(pieces.dataset))
 
 
 def trainer(task: Task, passes: int, meter: Meter) -> None:
@@ -277,13 +295,13 @@ def trainer(task: Task, passes: int, meter: Meter) -> None:
             max_steps=10_000,
             per_device_train_batch_size=task.batch,
             gradient_accumulation_steps=passes,
-            use_cpu=True,
+            use_cpu=task.on_cpu,
             report_to="none",
             disable_tqdm=True,
             logging_strategy="no",
             save_strategy="no",
             max_grad_norm=0.0,
-            dataloader_pin_memory=False,
+            dataloader_pin_memory=not task.on_cpu,
         )
         transformers.Trainer(
             model=Model(),
@@ -315,7 +333,7 @@ ON_SEVERAL = ("bare", "plain", "run", "run_unsharded")
 
 def measure(kind: str, task: Task, passes: int, *, count: bool = False) -> dict[str, float]:
     """Train a kind anew and return what a :class:`Meter` found."""
-    meter = Meter(task.steps, count=count)
+    meter = Meter(task, count=count)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -408,6 +426,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--passes", nargs="+", type=int, default=[1, 4], help="passes a step (default: 1 4)")
     parser.add_argument("--rounds", type=int, default=11, help="rounds (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=1, help="gloo workers (default: %(default)s, without a group)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     parser.add_argument("--smoke", action="store_true", help="few steps and kinds, one round: only check that it runs")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args(argv)
@@ -421,8 +440,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.smoke:
         tasks, passes, rounds = [Task("smoke", 8, 2, 8, 5)], [2], 1
         kinds = [k for k in kinds if k in ("plain", "run", "attach")]
+    tasks = [replace(task, device=arguments.device) for task in tasks]
     torch.set_num_threads(1)
-    about = machine()
+    about = machine(gpu=torch.cuda.get_device_name() if arguments.device == "cuda" else None)
     if arguments.workers == 1:
         results = [r for task in tasks for n in passes for r in compare(task, kinds, n, rounds)]
     else:

@@ -68,6 +68,7 @@ def held(most_bytes: int = norms.MOST_HELD) -> Iterator[list[int]]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(norms, "_is_held", lambda param: True)
+        patched.setattr(torch.accelerator, "current_stream", lambda device: None)
         patched.setattr(norms, "take_norms", counted)
         patched.setattr(norms.SampleNorms.__init__, "__kwdefaults__", {"most_bytes": most_bytes})
         yield calls

@@ -157,3 +157,29 @@ def test_a_wait_that_is_taken_out_shows(simulated_pool: Pool, name: str, right: 
         assert right[kind, fused] == pool.run(_train_without, None, kind, fused)  # to the bit
     wrong = pool.run(_train_without, name, kind, fused)
     assert wrong != right[kind, fused], f"nothing shows that {name} lacks its wait"
+
+
+def _streams_waited_for() -> tuple[int, list[tuple[int, int]]]:
+    """Train with forward passes on a side stream; return its number, and which stream waited for which to take the norms."""
+    model, side, waited = nn.Linear(3, 3).cuda(), torch.cuda.Stream(), []
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=2.0, num_gradients_to_accumulate=2)
+    wait = torch.cuda.Stream.wait_stream
+
+    def wait_stream(self: Any, other: Any) -> None:
+        waited.append((self.stream_id, other.stream_id))
+        wait(self, other)
+
+    with unittest.mock.patch.object(torch.cuda.Stream, "wait_stream", wait_stream):
+        for number in range(4):
+            with torch.cuda.stream(side):
+                loss = model(torch.full((2, 3), 1.0 + number, device="cuda")).square().mean()
+            loss.backward()
+            if number % 2:
+                adascale.step()
+                adascale.zero_grad()
+    return side.stream_id, waited
+
+
+def test_norms_are_taken_on_the_stream_of_the_gradients(simulated_pool: Pool) -> None:
+    [(side, waited)] = simulated_pool(1).run(_streams_waited_for)
+    assert waited == [(0, side)] * 3  # the first pass takes each norm in its hook
