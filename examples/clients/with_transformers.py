@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from ray_adascale import AdaScale, AdaScaleConfig, Recipe
 from ray_adascale.integrations.client import RecipeRecorder
-from ray_adascale.integrations.transformers import AdaScaleTrainer
+from ray_adascale.integrations.transformers import ScaledTrainer
 
 
 class Digits(nn.Module):
@@ -30,7 +30,7 @@ def train(
 ) -> tuple[nn.Module, AdaScale]:
     """Train with ``Trainer``."""
     net, optimizer, scheduler = build(lr)
-    trainer: Any = AdaScaleTrainer(
+    trainer: Any = ScaledTrainer(
         model=Digits(net),
         args=TrainingArguments(
             output_dir=folder,

@@ -53,7 +53,7 @@ class _Stop(TrainerCallback):
 
 
 class AdaScaleMixin(_Base):
-    """A mixin for subclasses of ``transformers.Trainer``. :class:`AdaScaleTrainer` is the plain Trainer with it.
+    """A mixin for subclasses of ``transformers.Trainer``. :class:`ScaledTrainer` is the plain Trainer with it.
 
     Training ends at τ ≥ T, after at most T optimizer steps. ``max_steps`` is set to T unless the arguments set it, and
     ``num_train_epochs`` has no effect. A scheduler that the Trainer creates has a length of T steps. If the loss is normalised
@@ -354,5 +354,5 @@ class AdaScaleMixin(_Base):
             )
 
 
-class AdaScaleTrainer(AdaScaleMixin, Trainer):
+class ScaledTrainer(AdaScaleMixin, Trainer):
     """``transformers.Trainer`` with :class:`AdaScaleMixin`. It has the arguments of both."""

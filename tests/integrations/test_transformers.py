@@ -94,7 +94,7 @@ def trainer(
     from accelerate.state import AcceleratorState, GradientState
     from transformers import TrainingArguments
 
-    from ray_adascale.integrations.transformers import AdaScaleTrainer
+    from ray_adascale.integrations.transformers import ScaledTrainer
 
     with as_if_by_torchrun(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"(transformers|accelerate|torch)\.")
@@ -116,7 +116,7 @@ def trainer(
             _, optimizer, scheduler = make(total_steps)
             optimizer.param_groups[0]["params"] = list(model.parameters())
         try:
-            yield AdaScaleTrainer(
+            yield ScaledTrainer(
                 model=model,
                 args=args,
                 train_dataset=data,

@@ -23,7 +23,7 @@ NAMES = [name for page in sorted(PAGES.glob("*.md")) for name in ENTRY.findall(p
 # Parameters that another docstring describes.
 ELSEWHERE = {
     "prepare": "its docstring refers to Run's",
-    "integrations.transformers.AdaScaleTrainer": "its docstring refers to the mixin's",
+    "integrations.transformers.ScaledTrainer": "its docstring refers to the mixin's",
 }
 # Attributes of every torch optimizer. torch documents them.
 TORCHS_ATTRIBUTES = ("param_groups", "state", "defaults")
