@@ -29,7 +29,7 @@ from bench import ROOT, in_words, machine, markdown, write_json
 
 NEEDED = ("torch", "numpy", "pytest", "pytest_timeout")
 RESULTS = ROOT / "runs" / "gpu" / "results.json"
-KINDS = ["adascale", "adascale+buckets", "adascale+sharded", "sharded", "adascale+oss", "oss"]
+KINDS = ["adascale", "adascale+sharded", "sharded", "adascale+oss", "oss"]
 MODELS = ["resnet50", "gpt2"]
 ROUNDS = 10
 SMALL_GPU = 40e9  # bytes; below this micro-batches are a quarter

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from ray_adascale import OSS, AdaScale, AdaScaleBetasRule, ShardedDataParallel, measure_buckets
+from ray_adascale import OSS, AdaScale, AdaScaleBetasRule, ShardedDataParallel
 from ray_adascale.optim.rules import ScalingRule
 
 Batch = tuple[Tensor, Tensor]
@@ -356,19 +356,6 @@ class AdaScaleBetas(Kind):
         return Stepper(ddp(model, place), adascale(inner, place, rule=AdaScaleBetasRule()))
 
 
-class AdaScaleBuckets(Kind):
-    """AdaScale with norms of DDP's buckets in its communication hook, instead of a hook on each parameter."""
-
-    name = "adascale+buckets"
-    trajectory = "adascale"
-
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        inner = place.plain(model.parameters())
-        wrapped = ddp(model, place)
-        measure_buckets(wrapped)
-        return Stepper(wrapped, adascale(inner, place, wrapped))
-
-
 class AdaScaleOSS(Kind):
     """AdaScale over OSS under DDP."""
 
@@ -480,7 +467,6 @@ KINDS: dict[str, Kind] = {
         DDP(),
         AdaScaleKind(),
         AdaScaleBetas(),
-        AdaScaleBuckets(),
         AdaScaleSharded(),
         Sharded(),
         AdaScaleOSS(),

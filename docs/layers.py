@@ -106,7 +106,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "measure",
             "where squared norms of gradients are measured",
-            "norms observers ddp fsdp2 probe layers per_example noise_meter",
+            "norms observers fsdp2 probe layers per_example noise_meter",
         ),
     ],
     [

@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .config import AdaScaleConfig as AdaScaleConfig
     from .config import EarlyStop as EarlyStop
     from .forecast.throughput import Throughput as Throughput
-    from .measure.ddp import measure_buckets as measure_buckets
     from .measure.noise_meter import NoiseMeter as NoiseMeter
     from .optim.adascale import AdaScale as AdaScale
     from .optim.betas import BetaRule as BetaRule
@@ -71,7 +70,6 @@ _NAMES = {
     "compat.adaptdl": "AdaptiveDataParallel",
     "compat.fairscale": "AdaScaleWrapper",
     "config": "AdaScaleConfig EarlyStop",
-    "measure.ddp": "measure_buckets",
     "measure.noise_meter": "NoiseMeter",
     "optim.adascale": "AdaScale",
     "optim.effective_average": "EffectiveAverage",

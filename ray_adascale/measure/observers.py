@@ -165,30 +165,6 @@ class GradientObserver(ABC):
         """Stop watching; remove every hook."""
 
 
-class FlatObserver(GradientObserver):
-    """Norms of flat buffers, each of which holds the gradients of many parameters.
-
-    Args:
-        groups: Number of parameter groups.
-        listener: Called as passes begin and end.
-        device: Device of the sums.
-    """
-
-    def __init__(self, groups: int, listener: PassListener, device: torch.device) -> None:
-        super().__init__(listener)
-        self._groups, self._device = groups, device
-        self._sums = GroupSums(groups, device)
-        self._norms: list[tuple[int, Tensor]] = []  # (parameter group, norm) of the gradient sample
-
-    def local_sq_norms(self) -> Tensor:
-        norms, self._norms = self._norms, []
-        return self._sums(norms)
-
-    def add_group(self, params: Sequence[Tensor]) -> None:
-        self._groups += 1
-        self._sums = GroupSums(self._groups, self._device)
-
-
 class HookObserver(GradientObserver):
     """A hook on each parameter, which is always correct and needs no model.
 
@@ -203,7 +179,8 @@ class HookObserver(GradientObserver):
         listener: Called as passes begin and end.
         local: Take the norm of each gradient sample. False if only the end of the pass matters.
         precondition: Maps (parameter, gradient) to the tensor that the norm is taken of.
-        early: Call ``on_local`` before the reduction has come to its end, which hides the time of what the listener sends.
+        early: Whether ``on_local`` is called before the reduction has come to its end, which hides the time of what the
+            listener sends; asked at the end of each pass. Default: it is.
 
     Attributes:
         last_pass: Whether the running pass is the last of an optimizer step.
@@ -216,12 +193,12 @@ class HookObserver(GradientObserver):
         *,
         local: bool = True,
         precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
-        early: bool = True,
+        early: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__(listener)
         self.last_pass = True
         self._local = local
-        self._early = early
+        self._early, self._sent_early = early, False
         self._precondition = precondition
         self.groups = [list(params) for params in groups]
         self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
@@ -315,7 +292,8 @@ class HookObserver(GradientObserver):
             if observer is not None:
                 observer.samples.flush()  # DDP may write the reduced gradient into the same memory
                 queue_end_of_backward(after_reduction)
-                if observer._early and (listener := observer._listener()) is not None:
+                observer._sent_early = observer._early is None or observer._early()
+                if observer._sent_early and (listener := observer._listener()) is not None:
                     listener.on_local(observer)
 
         def after_reduction() -> None:
@@ -323,7 +301,7 @@ class HookObserver(GradientObserver):
             if observer is not None:
                 observer._pass.end = None
                 if (listener := observer._listener()) is not None:
-                    if not observer._early:
+                    if not observer._sent_early:
                         listener.on_local(observer)
                     listener.on_reduced(observer)
 

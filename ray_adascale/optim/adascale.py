@@ -60,7 +60,7 @@ class AdaScale(OptimizerWrapper):
         batch_size: B in examples, over all workers and passes.
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment). Default: AdaScale's (r, r).
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of, for another metric than the Euclidean.
-        model: The model. Needed for ``fully_shard``, per-example norms, and :func:`ray_adascale.measure.ddp.measure_buckets`.
+        model: The model. Needed for ``fully_shard``, per-example norms, and a communication hook of DDP.
         noise: The gradient samples. "samples": the gradients of workers and passes. "per_example": the examples of the batch,
             along the first dimension of each layer's input, by their gradient norms in each layer of ``model``. "auto": examples
             where a step above S = 1 has one sample and they are covered.

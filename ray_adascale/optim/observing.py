@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import cast
 
@@ -11,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .._torch import is_dtensor
-from ..measure.ddp import bucket_observer, reduces_in_one_round
 from ..measure.observers import GradientObserver, HookObserver, PassListener
 from ..sharding.observers import GradientReducer
 from ..sharding.oss import OSS
@@ -62,12 +62,20 @@ def make_observer(
     if has_sharded_gradients(optimizer):
         oss = cast(OSS, optimizer)
         return cast(GradientReducer, oss.reducer).observe(listener, accumulating=not one_pass)
-    if isinstance(model, DistributedDataParallel) and local and one_pass and not precondition:
-        # Of several passes, a bucket holds the sum; a precondition is of one parameter.
-        buckets = bucket_observer(model, groups, listener)
-        if buckets is not None:
-            return buckets
-    return HookObserver(groups, listener, local=local, precondition=precondition, early=reduces_in_one_round(model))
+    ref = weakref.ref(model) if isinstance(model, DistributedDataParallel) else lambda: None
+    return HookObserver(
+        groups, listener, local=local, precondition=precondition, early=lambda: _reduces_in_one_round(ref())
+    )
+
+
+def _reduces_in_one_round(model: DistributedDataParallel | None) -> bool:
+    """Whether all collectives of a backward pass have been started when its last gradient is there, as far as is known.
+
+    A communication hook may start further collectives when the first ones have ended (PowerSGD does), at a time that differs
+    between workers. AdaScale's collective must then come after DDP's wait, or workers may differ in the order of collectives.
+    """
+    # torch has no public name for the hooks that were passed to register_comm_hook.
+    return model is None or not model._comm_hooks
 
 
 def _refuse(precondition: object, needs: str) -> None:

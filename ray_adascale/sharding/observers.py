@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .._torch import without_gradients
-from ..measure.norms import take_group_norms
-from ..measure.observers import FlatObserver, GradientObserver, HookObserver, PassListener
+from ..measure.norms import GroupSums, take_group_norms
+from ..measure.observers import GradientObserver, HookObserver, PassListener
 from .buckets import Bucket
 from .gradient_bucket import GradientBucket
 
@@ -85,14 +85,25 @@ class ShardHookObserver(_OwnedShards, HookObserver):
         return super().reduced_sq_norms(rank, world_size)
 
 
-class BucketObserver(_OwnedShards, FlatObserver):
+class BucketObserver(_OwnedShards):
     """Norms from the flat buckets of a ShardedDataParallel: one call for a bucket, while it is in the cache."""
 
     def __init__(
         self, reducer: GradientReducer, groups: int, buckets: Sequence[Bucket], listener: PassListener
     ) -> None:
+        super().__init__(listener)
         self.reducer = weakref.ref(reducer)
-        super().__init__(groups, listener, next((bucket.flat.device for bucket in buckets), torch.device("cpu")))
+        self._groups, self._device = groups, next((bucket.flat.device for bucket in buckets), torch.device("cpu"))
+        self._sums = GroupSums(groups, self._device)
+        self._norms: list[tuple[int, Tensor]] = []  # (parameter group, norm) of the gradient sample
+
+    def local_sq_norms(self) -> Tensor:
+        norms, self._norms = self._norms, []
+        return self._sums(norms)
+
+    def add_group(self, params: Sequence[Tensor]) -> None:
+        self._groups += 1
+        self._sums = GroupSums(self._groups, self._device)
 
     def add_bucket(self, bucket: GradientBucket, flat: Tensor) -> None:
         """Take the norms of one bucket of a gradient sample."""

@@ -144,13 +144,11 @@ def agree(found: Outcome, expected: Outcome, case: Case) -> None:
     np.testing.assert_allclose(found.weights, expected.weights, **tolerances)
 
 
-KINDS = ("ddp", "ddp-buckets", "oss", "sharded", "fsdp2")
+KINDS = ("ddp", "oss", "sharded", "fsdp2")
 
 
 def train_wrapped(kind: str, device: str, *, fused: bool = False, steps: int = 12) -> Outcome:
-    """Train with AdaScale in a loop of its own, over one of ``KINDS``, with two passes a step (buckets: one). Collective."""
-    from ray_adascale import measure_buckets
-
+    """Train with AdaScale in a loop of its own, over one of ``KINDS``, with two passes a step. Collective."""
     case = Case(fused=fused)
     model = make_model(torch.float64).to(device)
     passes, wrapped, optimizer = 2, model, make_optimizer(case, model)
@@ -170,9 +168,6 @@ def train_wrapped(kind: str, device: str, *, fused: bool = False, steps: int = 1
         wrapped = ShardedDataParallel(model, adascale)
     elif kind != "fsdp2":
         wrapped = DistributedDataParallel(model, device_ids=ids)
-    if kind == "ddp-buckets":
-        measure_buckets(wrapped)
-        given, passes = wrapped, 1
     if adascale is None:
         adascale = AdaScale(inner, scale=4.0, num_gradients_to_accumulate=passes, model=given)
     x, y = make_data(torch.float64).tensors

@@ -24,14 +24,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ray_adascale import OSS, AdaScale, ShardedDataParallel, ShardedGradScaler
-from ray_adascale.measure.ddp import measure_buckets
 
 from ..pool import ProcessPool
 
 LAYERS, WIDTH, SCALE = 80, 32, 4.0
 WARM_UP, COUNTED = 3, 1
 
-KINDS = ("ddp", "buckets", "oss", "zero2", "fsdp2")
+KINDS = ("ddp", "oss", "zero2", "fsdp2")
 VARIANTS = ("unused", "passes", "scaler")
 
 
@@ -60,7 +59,7 @@ class Case:
     @property
     def base(self) -> Case:
         """The same training without AdaScale."""
-        return Case("ddp" if self.kind == "buckets" else self.kind, self.fused, False, self.variant)
+        return Case(self.kind, self.fused, False, self.variant)
 
     @property
     def passes(self) -> int:
@@ -69,8 +68,6 @@ class Case:
 
 def _cases() -> dict[str, Case]:
     with_adascale = [Case(k, f, True, v) for k in KINDS for f in (False, True) for v in ("", *VARIANTS)]
-    # Buckets are measured in steps of one pass only.
-    with_adascale = [case for case in with_adascale if (case.kind, case.variant) != ("buckets", "passes")]
     cases = [case for pair in with_adascale for case in (pair.base, pair)]
     return {case.name: case for case in cases}
 
@@ -109,9 +106,7 @@ class Training:
         self.optimizer = self._optimizer()
         self.parallel = self._parallel()
         if case.adascale and not isinstance(self.parallel, ShardedDataParallel):
-            self.optimizer = self._adascale(
-                self.optimizer, self.parallel if case.kind in ("buckets", "fsdp2") else None
-            )
+            self.optimizer = self._adascale(self.optimizer, self.parallel if case.kind == "fsdp2" else None)
         generator = torch.Generator().manual_seed(self.rank)
         self.batches = [torch.randn(8, WIDTH, generator=generator).cuda() for _ in range(case.passes)]
 
@@ -134,15 +129,12 @@ class Training:
             if self.case.adascale:
                 self.optimizer = self._adascale(self.optimizer, None)
             return ShardedDataParallel(self.model, self.optimizer)
-        ddp = DistributedDataParallel(
+        return DistributedDataParallel(
             self.model,
             device_ids=[self.rank],
             gradient_as_bucket_view=True,
             find_unused_parameters=self.case.variant == "unused",
         )
-        if self.case.kind == "buckets":
-            measure_buckets(ddp)
-        return ddp
 
     def step(self) -> None:
         for i, x in enumerate(self.batches):

@@ -16,7 +16,7 @@ from .steps import CASES, Found, measure, most
 Pool = Callable[[int], ProcessPool]
 
 # Kernel launches that AdaScale may add to a step of one pass, as a share of the same step without it.
-ADDED = {"ddp": 0.05, "buckets": 0.05, "oss": 0.05, "zero2": 0.08, "fsdp2": 0.05}
+ADDED = {"ddp": 0.05, "oss": 0.05, "zero2": 0.08, "fsdp2": 0.05}
 
 # case: (launches, waits, waits for events). An event's wait is for the step before, which is over long ago.
 # A GradScaler of its own accord waits once. So does DDP that finds an unused parameter, on the rank that has it.
@@ -29,12 +29,6 @@ ALLOWED = {
     "ddp fused adascale unused": (692, 1, 1),  # +29, +4.4%
     "ddp fused adascale passes": (1345, 0, 1),  # +35, +2.7%
     "ddp fused adascale scaler": (702, 1, 1),  # +33, +4.9%
-    "buckets adascale": (669, 1, 0),  # +11, +1.7%
-    "buckets adascale unused": (674, 2, 0),  # +11, +1.7%
-    "buckets adascale scaler": (681, 2, 0),  # +12, +1.8%
-    "buckets fused adascale": (686, 0, 1),  # +28, +4.3%
-    "buckets fused adascale unused": (691, 1, 1),  # +28, +4.2%
-    "buckets fused adascale scaler": (701, 1, 1),  # +32, +4.8%
     "oss adascale": (667, 1, 0),  # +12, +1.8%
     "oss adascale unused": (672, 2, 0),  # +12, +1.8%
     "oss adascale passes": (1325, 1, 0),  # +18, +1.4%
