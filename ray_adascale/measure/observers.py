@@ -336,7 +336,7 @@ class HookObserver(GradientObserver):
         return self._sums([(g, norm) for (g, _, _), norm in zip(with_grads, norms, strict=True)])
 
     def _share(self, rank: int, world_size: int) -> list[tuple[int, Tensor]]:
-        """Return the parameters whose reduced norms this worker takes, about 1/N of all elements, each with its group."""
+        """Return (parameter group, parameter) of this worker's share of the reduced norms, about 1/N of all elements."""
         params = [p for group in self.groups for p in group]
         total = max(sum(p.numel() for p in params), 1)
         ends = itertools.accumulate(p.numel() for p in params)

@@ -45,7 +45,7 @@ def make_observer(
         workers: Workers that share the batch.
         local: Whether a step needs the norm of each gradient sample.
         one_pass: Whether each step is known to have a single pass.
-        model: The model, where norms may be taken of it.
+        model: The model; of a DistributedDataParallel the communication hook is respected.
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of.
 
     Raises:
