@@ -1,4 +1,4 @@
-# Every target but test-gpu sets up what it needs in .venv, from nothing but python3.
+# Every target but test-gpu and gpu-evidence sets up what it needs in .venv, from nothing but python3.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ DEMO ?= runs/demo
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(if $(TMPDIR),$(TMPDIR),/tmp)/ray_adascale-pycache
 
-.PHONY: help setup demo test test-ray test-pool test-simulated test-plain test-docs test-gpu test-all test-oldest test-clients-newest docs check format bench \
+.PHONY: help setup demo test test-ray test-pool test-simulated test-plain test-docs test-gpu gpu-evidence test-all test-oldest test-clients-newest docs check format bench \
 	dist clean
 
 .DEFAULT_GOAL := help
@@ -60,6 +60,9 @@ GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/
 
 test-gpu:  ## what a first session on a GPU must settle, in ten minutes; PYTHON=python3 names the Python; results in runs/gpu
 	$(GPU_PYTHON) benchmarks/first_gpu.py
+
+gpu-evidence:  ## what a quarter of an hour of a GPU is used for; PYTHON=python3, GPUS=2, MINUTES=12, RESUME=1; results in runs/gpu
+	$(GPU_PYTHON) benchmarks/gpu_evidence.py --gpus $(or $(GPUS),1) --minutes $(or $(MINUTES),12) $(if $(RESUME),--resume)
 
 test-all: $(STAMP)  ## every test, also the slow ones, one after the other
 	$(BIN)/python -m pytest -q

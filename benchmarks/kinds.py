@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -409,6 +410,47 @@ class AdaScaleSharded(Kind):
         return Stepper(ShardedDataParallel(model, optimizer), optimizer)
 
 
+class FSDP2Stepper(Stepper):
+    """A step under FSDP2, which has a setting in place of ``no_sync``."""
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        model: Any = self.model
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+
+class FSDP2(Kind):
+    """torch's FSDP2: each layer of the largest stack by itself, or each child of the model."""
+
+    name = "fsdp2"
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        self._shard(model, place)
+        return FSDP2Stepper(model, place.plain(model.parameters()))
+
+    def _shard(self, model: nn.Module, place: Place) -> None:
+        mesh = torch.distributed.device_mesh.init_device_mesh(place.device.type, (place.world_size,))
+        stacks = [part for part in model.modules() if isinstance(part, nn.Sequential | nn.ModuleList)]
+        for block in max([model, *stacks], key=lambda part: len(list(part.children()))).children():
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+
+class AdaScaleFSDP2(FSDP2):
+    """AdaScale over FSDP2."""
+
+    name = "adascale+fsdp2"
+    trajectory = "adascale"
+
+    def build(self, model: nn.Module, place: Place) -> Stepper:
+        self._shard(model, place)
+        return FSDP2Stepper(model, adascale(place.plain(model.parameters()), place, model))
+
+
 class FairScaleKind(Kind):
     """A kind of FairScale's. Its trajectory is its own: the gain has an absolute floor."""
 
@@ -471,6 +513,8 @@ KINDS: dict[str, Kind] = {
         Sharded(),
         AdaScaleOSS(),
         OSSKind(),
+        FSDP2(),
+        AdaScaleFSDP2(),
         Zero(),
         FairScale(),
         FairScaleSharded(),

@@ -47,6 +47,7 @@ class Task:
     batch: int
     steps: int
     device: str = "cpu"
+    loader_workers: int = 0
 
     @property
     def on_cpu(self) -> bool:
@@ -55,7 +56,15 @@ class Task:
     def loader(self, dataset: TensorDataset, sampler: Sampler[int] | None = None) -> DataLoader[Any]:
         """Return a ``DataLoader`` in shuffled order, in pinned memory if the device needs it."""
         shuffle, pinned = sampler is None, not self.on_cpu
-        return DataLoader(dataset, batch_size=self.batch, shuffle=shuffle, sampler=sampler, pin_memory=pinned)
+        return DataLoader(
+            dataset,
+            batch_size=self.batch,
+            shuffle=shuffle,
+            sampler=sampler,
+            pin_memory=pinned,
+            num_workers=self.loader_workers,
+            persistent_workers=self.loader_workers > 0,
+        )
 
 
 TASKS = (Task("1ms", 128, 5, 32, 200), Task("3ms", 256, 6, 64, 120), Task("20ms", 640, 6, 192, 30))
@@ -186,6 +195,7 @@ def _settings(task: Task, passes: int, sharding: Literal["auto", "none"] = "auto
         total_steps=10_000,
         scheduler_unit="step",
         sharding=sharding,
+        num_loader_workers=task.loader_workers,
     )
 
 
@@ -427,6 +437,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=11, help="rounds (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=1, help="gloo workers (default: %(default)s, without a group)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
+    parser.add_argument("--loader-workers", type=int, default=0, help="processes that load data (default: %(default)s)")
     parser.add_argument("--smoke", action="store_true", help="few steps and kinds, one round: only check that it runs")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args(argv)
@@ -440,7 +451,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.smoke:
         tasks, passes, rounds = [Task("smoke", 8, 2, 8, 5)], [2], 1
         kinds = [k for k in kinds if k in ("plain", "run", "attach")]
-    tasks = [replace(task, device=arguments.device) for task in tasks]
+    tasks = [replace(task, device=arguments.device, loader_workers=arguments.loader_workers) for task in tasks]
     torch.set_num_threads(1)
     about = machine(gpu=torch.cuda.get_device_name() if arguments.device == "cuda" else None)
     if arguments.workers == 1:

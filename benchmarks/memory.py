@@ -13,15 +13,14 @@ import argparse
 import gc
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from bench import in_words, join_group, leave, leave_group, machine, run_workers, write_json
-from kinds import KINDS, FairScaleKind, Kind, Place, Stepper, adascale, ddp, mlp
+from kinds import KINDS, FairScaleKind, Kind, Place, Stepper, ddp, mlp
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -33,29 +32,6 @@ _OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 1e-4, "momentum": 0.9}),
     "adamw": (torch.optim.AdamW, {"lr": 1e-4}),
 }
-
-
-class FSDP2(Kind):
-    """torch's FSDP2, every layer by itself."""
-
-    name: ClassVar[str] = "fsdp2"
-
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        mesh = torch.distributed.device_mesh.init_device_mesh(place.device.type, (place.world_size,))
-        for block in model.children():
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        return Stepper(model, place.plain(model.parameters()))
-
-
-class AdaScaleFSDP2(FSDP2):
-    """AdaScale over FSDP2."""
-
-    name = "adascale+fsdp2"
-
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        plain = super().build(model, place)
-        return Stepper(model, adascale(plain.optimizer, place, model))
 
 
 class FairScaleOSS(FairScaleKind):
@@ -70,8 +46,8 @@ class FairScaleOSS(FairScaleKind):
 _MEASURED: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        *(KINDS[name] for name in ("ddp", "oss", "sharded", "adascale+sharded")),
-        *(FSDP2(), AdaScaleFSDP2(), KINDS["zero"], FairScaleOSS(), KINDS["fairscale-sharded"]),
+        *(KINDS[name] for name in ("ddp", "oss", "sharded", "adascale+sharded", "fsdp2", "adascale+fsdp2", "zero")),
+        *(FairScaleOSS(), KINDS["fairscale-sharded"]),
     )
 }
 

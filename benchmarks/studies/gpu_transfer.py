@@ -1,0 +1,1056 @@
+"""Does a schedule carry over with a transformer of 25 M parameters? A study for a quarter of an hour on one GPU.
+
+    python benchmarks/studies/python_sources.py                      # first, where packages are: writes the text
+    python benchmarks/studies/gpu_transfer.py --minutes 9            # on the GPU; started again, it goes on
+    python benchmarks/studies/gpu_transfer.py --plan 1.2 2.0         # runs nothing: what 1.2 and 2.0 M bytes/s have time for
+    python benchmarks/studies/gpu_transfer.py --tiny                 # all of it with 0.1 M parameters on a CPU
+    python benchmarks/studies/gpu_transfer.py --report-only --page   # the page of the kept runs
+
+A decoder predicts the next byte of Python sources. A small search at S = 1 and T/4 finds LR, warm-up and weight decay. The base
+run is recorded, its forecast printed, and its schedule carried to S = 4, 16 and 64 by accumulation in one process: by AdaScale,
+by ``adascale_betas``, by LR × √S, LR × S with a warm-up, and an unscaled LR. The last three are given AdaScale's optimizer steps.
+
+The runs are ordered by what would be missed most. The speed of the model is measured first, and a run begins only if it fits
+into the time that is left. Each finished run is kept at once. A run that was cut off goes on from its last checkpoint; a base
+run and a run of the search, which are short, begin anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import python_sources
+import torch
+import torch.nn.functional as F
+from study import KeptRuns, prepare_process
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
+
+from ray_adascale import (
+    AdaScaleConfig,
+    LinearRule,
+    OptimizerChain,
+    Recipe,
+    Run,
+    SquareRootRule,
+    UnscaledRule,
+    Workload,
+    record_recipe,
+    seed_everything,
+)
+from ray_adascale.forecast.replay import Forecaster
+from ray_adascale.run.boundary.backend import LocalBackend
+
+sys.path.append(str(Path(__file__).parents[1]))
+from bench import PAGES, ROOT, by_hand, command_line, cpu_name, in_words, machine, markdown, page_parser_options, spread
+
+KEPT = ROOT / "benchmarks" / "studies" / "kept" / "gpu_transfer.jsonl"
+SCRATCH = ROOT / "runs" / "gpu" / "transfer"
+PAGE = PAGES / "gpu-transfer.md"
+MUON_MOMENTUM = 0.95
+BETAS = 0.9, 0.99  # 0.95 is for batches of more bytes
+
+
+# ---- the model and its text ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Size:
+    """The model and the lengths of its runs.
+
+    Attributes:
+        width: Of the residual stream.
+        layers: Number of blocks.
+        heads: Number of attention heads.
+        length: Bytes of an example.
+        base_batch: B0, examples.
+        pass_examples: Most examples of a pass.
+        total_steps: T.
+        scored: Examples of an evaluation.
+        probe_every: Steps from one noise probe of a base run to the next.
+        checkpoint_every_s: Seconds between checkpoints.
+    """
+
+    width: int = 512
+    layers: int = 8
+    heads: int = 8
+    length: int = 256
+    base_batch: int = 32
+    pass_examples: int = 128
+    total_steps: int = 2000
+    scored: int = 2048
+    probe_every: int = 10
+    checkpoint_every_s: float = 30.0
+
+
+FULL = Size()
+TINY = Size(48, 3, 4, 16, 4, 32, 24, 32, 2, 0.2)
+
+
+class Block(nn.Module):
+    """Causal attention and a perceptron, each after a layer norm."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        width, self.heads = size.width, size.heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+BlockFn = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Decoder(nn.Module):
+    """A decoder over bytes. All decoders of a process share one compiled block.
+
+    Attributes:
+        compiled: The forward pass of a block, compiled; None without.
+        compiled_from: Fewest examples of a batch for which it is used.
+    """
+
+    compiled: ClassVar[BlockFn | None] = None
+    compiled_from: ClassVar[int] = 1
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(256, size.width), nn.Embedding(size.length, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, 256, bias=False)
+        for name, p in self.named_parameters():
+            if p.ndim == 2:
+                into_stream = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * size.layers) if into_stream else 0.02)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        x = self.embed(codes) + self.place.weight[: codes.shape[1]]
+        compiled = type(self).compiled if len(codes) >= self.compiled_from else None
+        for block in self.blocks:
+            x = block(x) if compiled is None else compiled(block, x)
+        return self.head(self.norm(x))
+
+
+def mean_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    """Return the mean loss of the next byte, in nats. A batch is one tensor of bytes, shape (examples, length + 1)."""
+    codes = batch[0].long()
+    logits = model(codes[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), codes[:, 1:].flatten())
+
+
+@dataclass(frozen=True)
+class Data:
+    """The examples: bytes, shape (examples, length + 1).
+
+    Attributes:
+        train: For training.
+        search: For scores of the search.
+        test: For all other scores.
+    """
+
+    train: Tensor
+    search: Tensor
+    test: Tensor
+
+    @classmethod
+    def of(cls, text: python_sources.Text, size: Size) -> Data:
+        """Cut a text into examples; those to score are spread evenly over the scored packages, in turn for search and test."""
+        train, scored = (examples(part, size.length) for part in (text.train, text.test))
+        chosen = scored[np.linspace(0, len(scored) - 1, 2 * size.scored).astype(int)]
+        return cls(train, chosen[::2], chosen[1::2])
+
+
+def examples(text: bytes, length: int) -> Tensor:
+    """Return consecutive pieces of a text with the byte that follows each, shape (pieces, length + 1)."""
+    codes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return codes[: (len(codes) - 1) // length * length + 1].unfold(0, length + 1, length).contiguous()
+
+
+# ---- jobs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the search chooses.
+
+    Attributes:
+        lr: Peak LR.
+        warmup: Share of the run in which the LR grows linearly.
+        decay: Weight decay of matrices.
+    """
+
+    lr: float
+    warmup: float
+    decay: float
+
+
+FIRST = {"adamw": Setting(1e-3, 0.1, 0.1), "muon": Setting(2e-3, 0.1, 0.1)}
+LRS = {"adamw": (2.5e-4, 5e-4, 1e-3, 2e-3), "muon": (5e-4, 1e-3, 2e-3, 4e-3)}
+WARMUPS, DECAYS = (0.05, 0.2), (0.01, 0.3)
+SEARCH_SEED = 101
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run. The fields identify it."""
+
+    size: str
+    optimizer: str
+    method: str
+    scale: int
+    seed: int
+    lr: float
+    warmup: float
+    decay: float
+    total_steps: int
+    steps: int | None = None  # optimizer steps, for a method that is given AdaScale's
+
+    @property
+    def name(self) -> str:
+        """Name of a folder."""
+        return "-".join(str(value) for value in asdict(self).values() if value is not None).replace(" ", "")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outcome of a run.
+
+    Attributes:
+        bits: Bits a byte on the scored text; None if the run failed.
+        optimizer_steps: Steps.
+        tokens: Bytes trained on.
+        mean_gain: Mean gain over the steps.
+        curve: τ, tokens and bits at each evaluation.
+        seconds: Wall time of the loop, without earlier starts of the run.
+        forecast: Fewest, expected and most steps, by the forecast of the base run; None at S = 1 and for methods that are given
+            their steps.
+        where: The GPU or the processor.
+        date: Of the end.
+    """
+
+    bits: float | None
+    optimizer_steps: int
+    tokens: int
+    mean_gain: float
+    curve: list[list[float]]
+    seconds: float
+    forecast: list[float] | None
+    where: str
+    date: str
+
+
+BASE, SEARCH, OWN = "base", "search", "AdaScale"
+RULES: dict[str, Callable[[int | None], Any]] = {
+    SEARCH: lambda steps: "adascale",
+    BASE: lambda steps: "adascale",
+    OWN: lambda steps: "adascale",
+    "AdaScale, β^r": lambda steps: "adascale_betas",
+    "LR × √S": lambda steps: SquareRootRule(steps=steps),
+    "LR × S": lambda steps: LinearRule(steps=steps),
+    "unscaled": lambda steps: UnscaledRule(steps=steps),
+}
+GIVEN = ("LR × √S", "LR × S", "unscaled")
+"""Methods that are given AdaScale's optimizer steps."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A part of the study, in the order of the plan: a search, or one run."""
+
+    optimizer: str
+    method: str
+    scale: int = 1
+    seed: int = SEARCH_SEED
+
+    def __str__(self) -> str:
+        if self.method == SEARCH:
+            return f"{self.optimizer}: search"
+        return f"{self.optimizer}: {self.method}, S = {self.scale}, seed {self.seed}"
+
+
+def _items() -> tuple[Item, ...]:
+    betas, root, linear, unscaled = "AdaScale, β^r", *GIVEN
+    adamw = [(BASE, 1, 1), (OWN, 16, 1), (root, 16, 1), (linear, 16, 1), (BASE, 1, 2), (OWN, 16, 2), (betas, 16, 1)]
+    adamw += [(unscaled, 16, 1), (OWN, 4, 1), (root, 4, 1), (linear, 4, 1), (unscaled, 4, 1), (betas, 4, 1)]
+    adamw += [(betas, 16, 2), (root, 16, 2), (linear, 16, 2), (unscaled, 16, 2)]
+    muon = [(BASE, 1, 1), (OWN, 16, 1), (root, 16, 1), (betas, 16, 1), (unscaled, 16, 1)]
+    more = [(OWN, 4, 2), (root, 4, 2), (linear, 4, 2), (unscaled, 4, 2), (betas, 4, 2)]
+    more += [(OWN, 64, 1), (root, 64, 1), (betas, 64, 1), (linear, 64, 1), (unscaled, 64, 1)]
+    return (
+        Item("adamw", SEARCH),
+        *(Item("adamw", *row) for row in adamw),
+        Item("muon", SEARCH),
+        *(Item("muon", *row) for row in muon),
+        *(Item("adamw", *row) for row in more),
+    )
+
+
+ITEMS = _items()
+"""What would be missed most comes first."""
+
+TINY_ITEMS = tuple(
+    item
+    for item in ITEMS
+    if item.seed != 2 and item.scale <= 16 and (item.optimizer == "adamw" or item.method in (SEARCH, BASE, OWN))
+)
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed of the model.
+
+    Attributes:
+        base: Bytes a second of forward, backward and step, at S = 1.
+        large: The same in passes of the largest size.
+        seen: Bytes a second of whole runs, by scale, of runs that have ended.
+        overhead: Factor on the time of steps in a run, before one has ended.
+        run_s: Seconds of a run beside its steps, before one has ended.
+    """
+
+    base: float
+    large: float
+    seen: Mapping[int, float] = field(default_factory=dict)
+    overhead: float = 1.15
+    run_s: float = 2.0
+
+    def seconds(self, size: float, scale: int) -> float:
+        """Return the seconds of a run over a number of bytes."""
+        if scale in self.seen:
+            return size / self.seen[scale]
+        return size * self.overhead / (self.base if scale == 1 else self.large) + self.run_s
+
+    def after(self, scale: int, size: float, seconds: float) -> Speed:
+        """Return the speed once a run has ended."""
+        return replace(self, seen={**self.seen, scale: size / seconds})
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An item with its expected seconds. ``why`` says why it is left out; None if it is to run."""
+
+    item: Item
+    seconds: float
+    why: str | None = None
+
+
+def plan(
+    items: Iterable[Item], speed: Speed, seconds: float, size: Size, steps_at: Callable[[Item], float]
+) -> list[Planned]:
+    """Return what fits into a time: each item in turn, if the time that is left by then is enough for it.
+
+    Args:
+        items: What is to run, the most important first.
+        speed: The measured speed.
+        seconds: The time.
+        size: The model and the lengths of its runs.
+        steps_at: The expected optimizer steps of an item that is a run.
+    """
+    out: list[Planned] = []
+    dropped: set[Item] = set()
+    for item in items:
+        need = _needed(item)
+        tokens_a_step = item.scale * size.base_batch * size.length
+        runs, steps = (
+            (1.0, steps_at(item)) if item.method != SEARCH else (_trials(item.optimizer), size.total_steps / 4)
+        )
+        expected = runs * speed.seconds(steps * tokens_a_step, item.scale)
+        missing = next((each for each in need if each in dropped), None)
+        why = None
+        if missing is not None:
+            why = f"it needs: {missing}"
+        elif expected > seconds:
+            why = f"{expected:.0f} s, and {max(0.0, seconds):.0f} s are left"
+        if why is None:
+            seconds -= expected
+        else:
+            dropped.add(item)
+        out.append(Planned(item, expected, why))
+    return out
+
+
+def _trials(optimizer: str) -> int:
+    return len(LRS[optimizer]) + len(WARMUPS) + len(DECAYS)
+
+
+def _needed(item: Item) -> list[Item]:
+    """Return the items whose results an item needs."""
+    if item.method == SEARCH:
+        return []
+    need = [Item(item.optimizer, SEARCH)]
+    if item.scale > 1:
+        need.append(Item(item.optimizer, BASE, 1, 1))
+    if item.method in GIVEN:
+        need.append(replace(item, method=OWN))
+    return need
+
+
+def guessed_steps(size: Size, item: Item) -> float:
+    """Return the optimizer steps that are expected without a forecast: those of a gain of √S·1.6."""
+    return size.total_steps / (1 if item.scale == 1 else 1.6 * math.sqrt(item.scale))
+
+
+# ---- the study -------------------------------------------------------------------------------------------------------
+
+
+class OutOfTime(Exception):
+    """The time is over. The run has saved a checkpoint."""
+
+
+class Curve:
+    """The evaluations of a run: τ, tokens and bits. It is a part of the run's checkpoints."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[float]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.rows = [list(row) for row in state["rows"]]
+
+
+class Study:
+    """Runs jobs on one device.
+
+    Args:
+        size: The model and the lengths of its runs.
+        name: Name of the size.
+        data: The examples.
+        device: The device.
+        kept: The file of results.
+        scratch: Folder of checkpoints.
+        deadline: When runs stop, on the clock of ``time.monotonic``.
+    """
+
+    def __init__(
+        self, size: Size, name: str, data: Data, device: torch.device, kept: Path, scratch: Path, deadline: float
+    ) -> None:
+        self.size, self.name, self.data, self.device = size, name, data, device
+        self.items = TINY_ITEMS if size is TINY else ITEMS
+        self.scratch, self.deadline = scratch, deadline
+        self.kept, self._recipes = KeptRuns(kept, Job, Result, self.do), kept.with_suffix("")
+        self.where = torch.cuda.get_device_name() if device.type == "cuda" else cpu_name()
+
+    # ---- building
+
+    def workload(self, config: Mapping[str, Any], curve: Curve | None = None) -> Workload:
+        """Return the workload of a config with ``optimizer``, ``lr``, ``warmup``, ``decay``, ``total_steps`` and ``part``."""
+        model = Decoder(self.size).to(self.device)
+        optimizer = self._optimizer(model, config)
+        total, warmup = config["total_steps"], max(1, round(config["warmup"] * config["total_steps"]))
+
+        def factor(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / warmup
+            done = min(1.0, (step - warmup) / max(1, total - warmup))
+            return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+        scored = self.data.search if config["part"] == SEARCH else self.data.test
+
+        def evaluate(model: nn.Module) -> dict[str, float]:
+            most, total = self.size.pass_examples, torch.zeros((), dtype=torch.float64, device=self.device)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+                for part in scored.split(most):
+                    total += mean_loss(model, [part.to(self.device)]).double() * len(part)
+            return {"bits": total.item() / len(scored) / math.log(2)}
+
+        return Workload(
+            model=model,
+            optimizer=optimizer,
+            scheduler=LambdaLR(optimizer, factor),
+            scheduler_unit="step",
+            train_dataset=TensorDataset(self.data.train),
+            loss_fn=mean_loss,
+            evaluate=evaluate,
+            metric="bits",
+            extra_state=None if curve is None else {"curve": curve},
+        )
+
+    def _optimizer(self, model: Decoder, config: Mapping[str, Any]) -> Optimizer:
+        named = list(model.named_parameters())
+        fused = self.device.type == "cuda"
+        hidden = [p for name, p in named if name.startswith("blocks.") and p.ndim == 2]
+        rest = [p for name, p in named if not name.startswith("blocks.") and p.ndim == 2]
+        vectors = [p for _, p in named if p.ndim < 2]
+
+        def adamw(decayed: list[nn.Parameter]) -> AdamW:
+            groups: list[dict[str, Any]] = [{"params": decayed}, {"params": vectors, "weight_decay": 0.0}]
+            return AdamW(groups, lr=config["lr"], betas=BETAS, weight_decay=config["decay"], fused=fused)
+
+        if config["optimizer"] == "adamw":
+            return adamw([*hidden, *rest])
+        muon = Muon(
+            hidden,
+            lr=config["lr"],
+            momentum=MUON_MOMENTUM,
+            weight_decay=config["decay"],
+            adjust_lr_fn="match_rms_adamw",
+        )
+        return OptimizerChain([muon, adamw(rest)])
+
+    def config(self, job: Job) -> dict[str, Any]:
+        """Return the config of :meth:`workload` for a job."""
+        names = ("optimizer", "lr", "warmup", "decay", "total_steps")
+        return {name: getattr(job, name) for name in names} | {"part": SEARCH if job.method == SEARCH else "test"}
+
+    def settings(self, scale: int, **more: Any) -> AdaScaleConfig:
+        """Return the settings of a run."""
+        batch = self.size.base_batch * scale
+        passes = max(min(scale, 2), batch // self.size.pass_examples)
+        return AdaScaleConfig(
+            per_worker_batch_size=batch // passes,
+            accumulation=passes,
+            precision="bf16" if self.device.type == "cuda" else "fp32",
+            noise="samples",
+            checkpoint_every_s=self.size.checkpoint_every_s,
+            **more,
+        )
+
+    # ---- speed
+
+    def speed(self, compiled: str = "auto", most_s: float = 60.0) -> Speed:
+        """Measure the speed of the model, and compile the blocks if that starts in time and is faster.
+
+        Args:
+            compiled: "auto", or "off".
+            most_s: Seconds that the first steps with compiled blocks may take.
+        """
+        found = self._measured(5)
+        print(f"eager: {found.base / 1e6:.2f} and {found.large / 1e6:.2f} M bytes/s", flush=True)
+        if self.device.type != "cuda" or compiled == "off":
+            return found
+        Decoder.compiled = staticmethod(torch.compile(Block.forward, dynamic=False))  # type: ignore[assignment]
+        began = time.monotonic()
+        try:
+            self._measured(1)
+            started = time.monotonic() - began
+            faster = self._measured(5)
+        except Exception as e:  # no compiler on this machine, or one that fails
+            print(f"torch.compile failed, so the blocks stay eager: {type(e).__name__}: {str(e)[:500]}", flush=True)
+            Decoder.compiled = None
+            return found
+        print(
+            f"compiled in {started:.0f} s: {faster.base / 1e6:.2f} and {faster.large / 1e6:.2f} M bytes/s",
+            flush=True,
+        )
+        if started > most_s or faster.large <= found.large:
+            Decoder.compiled = None
+            return found
+        # Small batches wait for the host, which a compiled block keeps busier.
+        Decoder.compiled_from = 1 if faster.base > found.base else self.size.pass_examples
+        return replace(faster, base=max(faster.base, found.base))
+
+    def _measured(self, steps: int) -> Speed:
+        rates = []
+        built = self.workload(asdict(FIRST["adamw"]) | {"optimizer": "adamw", "total_steps": 100, "part": SEARCH})
+        for batch in (self.size.base_batch, self.size.pass_examples):
+            codes = self.data.train[:batch].to(self.device)
+            for number in range(-2, steps):
+                if number == 0:
+                    self._wait()
+                    began = time.perf_counter()
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+                    loss = mean_loss(built.model, [codes])
+                loss.backward()
+                built.optimizer.step()
+                built.optimizer.zero_grad()
+            self._wait()
+            rates.append(steps * batch * self.size.length / (time.perf_counter() - began))
+        base, large = rates
+        return Speed(base, large)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    # ---- running
+
+    def do(self, job: Job) -> Result:
+        """Run a job. Divergence is a result.
+
+        Raises:
+            OutOfTime: The deadline came first.
+        """
+        seed_everything(job.seed)
+        config = self.config(job)
+        common = {"seed": job.seed, "evaluate_every": job.total_steps / (1 if job.method == SEARCH else 10)}
+        began, curve = time.monotonic(), Curve()
+        if job.method == BASE:
+            return self._record(job, config, common)
+        recipe = None if job.method == SEARCH else self.recipe(job.optimizer, 1)
+        built = self.workload(config, curve)
+        scores = built.evaluate
+        assert scores is not None
+
+        def evaluate(model: nn.Module) -> Mapping[str, float]:
+            found = scores(model)
+            curve.rows.append([run.effective_steps, run.source.position * self.size.length, found["bits"]])
+            return found
+
+        if recipe is None:
+            common |= {"base_batch_size": self.size.base_batch, "total_steps": job.total_steps}
+        folder = self.scratch / job.name
+        config_of_run = self.settings(job.scale, rule=RULES[job.method](job.steps), **common)
+        run = Run.of(
+            replace(built, evaluate=evaluate),
+            config_of_run,
+            recipe=recipe,
+            backend=LocalBackend(folder if job.scale > 1 else None, device=self.device, keep=1),
+        )
+        if run.state.attempt:
+            print(f"resumed at optimizer step {run.state.iterations}", flush=True)
+        failed = False
+        try:
+            for batch in run:
+                run.backward(mean_loss(run.model, batch))
+                if run.step() and time.monotonic() > self.deadline:
+                    if job.scale > 1:
+                        run.save_checkpoint()
+                    raise OutOfTime
+        except FloatingPointError:
+            failed = True
+        shutil.rmtree(folder, ignore_errors=True)
+        steps = run.state.iterations
+        forecast = None
+        if recipe is not None and job.method not in GIVEN:
+            forecast = self.forecast(recipe, job.scale, RULES[job.method](None))
+        return self._result(curve.rows, failed, steps, run.progress / max(1, steps), began, job, forecast)
+
+    def _record(self, job: Job, config: dict[str, Any], common: dict[str, Any]) -> Result:
+        """Run a base run and keep its recipe."""
+        began, curve = time.monotonic(), Curve()
+
+        def workload(config: Mapping[str, Any]) -> Workload:
+            built = self.workload(config)
+            scores = built.evaluate
+            assert scores is not None
+
+            def evaluate(model: nn.Module) -> Mapping[str, float]:
+                found = scores(model)
+                step = (len(curve.rows) + 1) * job.total_steps // 10
+                curve.rows.append([step, step * self.size.base_batch * self.size.length, found["bits"]])
+                if time.monotonic() > self.deadline:
+                    raise OutOfTime
+                return found
+
+            return replace(built, evaluate=evaluate)
+
+        recipe = record_recipe(
+            workload,
+            config,
+            base_batch_size=self.size.base_batch,
+            total_steps=job.total_steps,
+            seed=job.seed,
+            config=self.settings(1, evaluate_every=common["evaluate_every"]),
+            probe_every=self.size.probe_every,
+        )
+        path = self._recipe_path(job.optimizer, job.seed)
+        path.unlink(missing_ok=True)
+        recipe.save(path)
+        return self._result(curve.rows, False, job.total_steps, 1.0, began, job, None)
+
+    def _result(
+        self,
+        curve: list[list[float]],
+        failed: bool,
+        steps: int,
+        gain: float,
+        began: float,
+        job: Job,
+        forecast: list[float] | None,
+    ) -> Result:
+        bits = curve[-1][2] if curve and not failed and math.isfinite(curve[-1][2]) else None
+        return Result(
+            bits=bits,
+            optimizer_steps=steps,
+            tokens=steps * job.scale * self.size.base_batch * self.size.length,
+            mean_gain=gain,
+            curve=curve,
+            seconds=time.monotonic() - began,
+            forecast=forecast,
+            where=self.where,
+            date=datetime.date.today().isoformat(),
+        )
+
+    # ---- recipes and forecasts
+
+    def _recipe_path(self, optimizer: str, seed: int) -> Path:
+        return self._recipes.with_name(f"{self._recipes.name}-{self.name}-{optimizer}-{seed}-recipe.json")
+
+    def recipe(self, optimizer: str, seed: int) -> Recipe:
+        """Return the recipe of a base run that has ended."""
+        return Recipe.load(self._recipe_path(optimizer, seed))
+
+    def forecast(self, recipe: Recipe, scale: int, rule: Any) -> list[float]:
+        """Return the fewest, the expected and the most steps at a scale."""
+        found = Forecaster(recipe, rule=rule).at(float(scale))
+        return [found.low, found.expected.steps, found.high]
+
+    def steps_at(self, item: Item) -> float:
+        """Return the steps that are expected of an item: those that AdaScale took, else the forecast, else a guess."""
+        path = self._recipe_path(item.optimizer, 1)
+        if item.scale == 1 or not path.exists():
+            return guessed_steps(self.size, item)
+        if item.method in GIVEN and (own := self.result(replace(item, method=OWN))) is not None:
+            return own.optimizer_steps
+        rule = RULES[OWN if item.method in GIVEN else item.method](None)
+        return self.forecast(Recipe.load(path), item.scale, rule)[1]
+
+    # ---- items
+
+    def setting(self, optimizer: str) -> Setting | None:
+        """Return the setting that the search has chosen; None while it is incomplete."""
+        rounds = self.search_rounds(optimizer)
+        return None if any(self.kept.missing(jobs) for jobs in rounds) else self.best(optimizer, rounds[-1])
+
+    def search_rounds(self, optimizer: str) -> list[list[Job]]:
+        """Return the jobs of the search, as far as they are determined: LRs, then warm-ups, then weight decays."""
+        at = FIRST[optimizer]
+        rounds = [[self._trial(optimizer, replace(at, lr=lr)) for lr in LRS[optimizer]]]
+        for name, values in (("warmup", WARMUPS), ("decay", DECAYS)):
+            if self.kept.missing(rounds[-1]):
+                break
+            at = self.best(optimizer, rounds[-1])
+            tried = [self._trial(optimizer, at), *(self._trial(optimizer, replace(at, **{name: v})) for v in values)]
+            rounds.append(tried)
+        return rounds
+
+    def _trial(self, optimizer: str, setting: Setting) -> Job:
+        return Job(
+            self.name, optimizer, SEARCH, 1, SEARCH_SEED, **asdict(setting), total_steps=self.size.total_steps // 4
+        )
+
+    def best(self, optimizer: str, jobs: Sequence[Job]) -> Setting:
+        """Return the setting of the best of the jobs, which have run."""
+
+        def bits(job: Job) -> float:
+            found = self.kept.results[job].bits
+            return math.inf if found is None else found
+
+        job = min(jobs, key=bits)
+        return Setting(job.lr, job.warmup, job.decay)
+
+    def job(self, item: Item) -> Job | None:
+        """Return the job of an item that is a run; None before what it needs has run, or if that failed."""
+        setting = self.setting(item.optimizer)
+        if setting is None:
+            return None
+        made = Job(
+            self.name,
+            item.optimizer,
+            item.method,
+            item.scale,
+            item.seed,
+            **asdict(setting),
+            total_steps=self.size.total_steps,
+        )
+        if item.scale > 1 and self.result(Item(item.optimizer, BASE, 1, 1)) is None:
+            return None
+        if item.method in GIVEN:
+            own = self.result(replace(item, method=OWN))
+            return None if own is None or own.bits is None else replace(made, steps=own.optimizer_steps)
+        return made
+
+    def result(self, item: Item) -> Result | None:
+        """Return the result of an item that is a run; None if it has not run."""
+        job = self.job(item)
+        return None if job is None else self.kept.results.get(job)
+
+    def done(self, item: Item) -> bool:
+        """Return whether all runs of an item are kept."""
+        return self.setting(item.optimizer) is not None if item.method == SEARCH else self.result(item) is not None
+
+    def run_item(self, item: Item) -> None:
+        """Run what is missing of an item, and print a line for each run."""
+        if item.method != SEARCH:
+            job = self.job(item)
+            self._run([] if job is None else [job], str(item))
+            return
+        done = 0
+        while len(rounds := self.search_rounds(item.optimizer)) > done:
+            self._run(rounds[done], str(item))
+            done += 1
+        print(f"{item}: chosen {self.setting(item.optimizer)}", flush=True)
+
+    def _run(self, jobs: Sequence[Job], name: str) -> None:
+        for job, found in self.kept.run(jobs):
+            about = f" with LR {job.lr:g}, warm-up {job.warmup:g}, decay {job.decay:g}" if job.method == SEARCH else ""
+            bits = "failed" if found.bits is None else f"{found.bits:.4f} bits"
+            print(
+                f"{name}{about}: {bits}, {found.optimizer_steps} steps, {found.tokens / 1e6:.1f} MB, mean gain "
+                f"{found.mean_gain:.2f}, {found.seconds:.1f} s",
+                flush=True,
+            )
+
+    def print_forecast(self, optimizer: str) -> None:
+        """Print the steps that the base run forecasts, before they are taken."""
+        recipe = self.recipe(optimizer, 1)
+        for scale in sorted({i.scale for i in self.items if i.scale > 1 and i.optimizer == optimizer}):
+            for method in (OWN, "AdaScale, β^r"):
+                low, steps, high = self.forecast(recipe, scale, RULES[method](None))
+                print(
+                    f"forecast, {optimizer}, S = {scale}, {method}: {steps} steps ({low:.0f} to {high:.0f})", flush=True
+                )
+
+
+def conduct(study: Study, speed: Speed) -> list[Planned]:
+    """Run what fits, item by item, and return what was left out."""
+    for item in (item for item in study.items if item.method != SEARCH and study.done(item)):
+        found = study.result(item)
+        assert found is not None
+        speed = speed.after(item.scale, found.tokens, found.seconds)
+    show_plan(
+        plan(
+            [i for i in study.items if not study.done(i)],
+            speed,
+            study.deadline - time.monotonic(),
+            study.size,
+            study.steps_at,
+        )
+    )
+    left_out = []
+    for item in study.items:
+        if study.done(item):
+            continue
+        (planned,) = plan([item], speed, study.deadline - time.monotonic(), study.size, study.steps_at)
+        if planned.why is None and item.method != SEARCH and study.job(item) is None:
+            planned = replace(planned, why="what it needs is missing or failed")
+        if planned.why is not None:
+            left_out.append(planned)
+            continue
+        try:
+            study.run_item(item)
+        except OutOfTime:
+            left_out.append(replace(planned, why="the time ended during the run; it goes on at the next start"))
+            continue
+        found = None if item.method == SEARCH else study.result(item)
+        if found is not None:
+            speed = speed.after(item.scale, found.tokens, found.seconds)
+        if item.method == BASE and item.seed == 1:
+            study.print_forecast(item.optimizer)
+    return left_out
+
+
+def show_plan(planned: Sequence[Planned]) -> None:
+    """Print a plan."""
+    clock = 0.0
+    for each in planned:
+        if each.why is None:
+            print(f"  {clock:4.0f} s  {each.item} ({each.seconds:.0f} s)")
+            clock += each.seconds
+        else:
+            print(f"  left out: {each.item} ({each.why})")
+    print(f"  {clock:4.0f} s  end", flush=True)
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+METHODS = (OWN, "AdaScale, β^r", *GIVEN)
+HOW = """\
+- One process on one GPU. The workers of a step are its passes: 2 of 64 examples at S = 4, 4 of 128 at S = 16, 16
+  of 128 at S = 64. Every method at a
+  scale sees the same batches.
+- The model: 8 causal blocks of width 512 over bytes, 25 M parameters in their matrices, contexts of 256. B0 = 32 examples =
+  8,192 bytes, T = 2,000. bf16 autocast, float32 weights, fused AdamW with betas of 0.9 and 0.99. With Muon the matrices of the
+  blocks are Muon's, momentum 0.95, and the rest AdamW's.
+- LR, warm-up and weight decay come from runs of T/4 at S = 1, one after the other: the best LR, then the best warm-up with it,
+  then the best weight decay. They are scored on other examples than all later runs.
+- The LR grows over the warm-up and falls by a cosine to a tenth. Runs at scale have the recipe of the base run with seed 1, and
+  with it clipping at "3x".
+- LR × √S, LR × S (with a warm-up of the factor over 5/90 of the run) and the unscaled LR are stretched to AdaScale's number of
+  optimizer steps with the same seed, which nobody knows beforehand.
+- The forecast was printed before the runs at scale began. It is that of the base run with seed 1, whose noise was measured from
+  the halves of every tenth batch."""
+
+
+def results_of(study: Study, optimizer: str, method: str, scale: int) -> dict[int, Result]:
+    """Return the results of a method at a scale by seed, as far as they are kept."""
+    items = [i for i in study.items if (i.optimizer, i.method, i.scale) == (optimizer, method, scale)]
+    return {i.seed: found for i in items if (found := study.result(i)) is not None}
+
+
+def table(study: Study, optimizer: str) -> str:
+    """Return the table of an optimizer's runs."""
+    base = results_of(study, optimizer, BASE, 1)
+    rows = []
+    for scale, method in [(1, BASE), *((scale, method) for scale in (4, 16, 64) for method in METHODS)]:
+        found = results_of(study, optimizer, method, scale)
+        if not found:
+            continue
+        scored = {seed: r.bits for seed, r in found.items() if r.bits is not None}
+        lower = [base[seed].bits - bits for seed, bits in scored.items() if seed in base and scale > 1]  # type: ignore[operator]
+        forecast = next((r.forecast for r in found.values() if r.forecast is not None), None)
+        runs = list(found.values())
+        rows.append(
+            [
+                f"{scale}",
+                method,
+                f"{len(scored)} of {len(runs)}",
+                spread(list(scored.values())),
+                "" if not lower else f"{statistics.mean(lower):+.4f}",
+                spread([r.optimizer_steps for r in runs], "{:.0f}"),
+                "" if forecast is None else f"{forecast[1]:.0f} ({forecast[0]:.0f} to {forecast[2]:.0f})",
+                f"{statistics.mean(r.tokens for r in runs) / 1e6:.1f}",
+                f"{statistics.mean(r.mean_gain for r in runs):.2f}",
+                f"{statistics.mean(r.seconds for r in runs):.0f}",
+            ]
+        )
+    head = ["S", "method", "runs that ended", "bits a byte", "better than S = 1 by", "optimizer steps", "forecast"]
+    return markdown([*head, "M bytes", "mean gain", "s"], rows)
+
+
+def picture(study: Study, optimizer: str, path: Path, scale: int = 16) -> bool:
+    """Draw bits against bytes and against steps, first seed. Return whether there was anything to draw."""
+    from ray_adascale.analysis.plots import pyplot
+
+    drawn = {"base, S = 1": results_of(study, optimizer, BASE, 1).get(1)}
+    drawn |= {f"{method}, S = {scale}": results_of(study, optimizer, method, scale).get(1) for method in METHODS}
+    found = {name: r for name, r in drawn.items() if r is not None}
+    if len(found) < 2:
+        return False
+    plt = pyplot("a picture")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for name, r in found.items():
+        bits = [row[2] for row in r.curve]
+        left.plot([row[1] / 1e6 for row in r.curve], bits, ".-", label=name)
+        at_scale = (1 if name.startswith(BASE) else scale) * study.size.base_batch * study.size.length
+        right.plot([row[1] / at_scale for row in r.curve], bits, ".-", label=name)
+    left.set(xlabel="M bytes", ylabel="bits a byte", xscale="log")
+    right.set(xlabel="optimizer steps", xscale="log")
+    right.legend(frameon=False, fontsize=8)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return True
+
+
+def write_page(study: Study, page: Path, about: Mapping[str, Any]) -> None:
+    """Write the page and its pictures; the part by hand stays."""
+    parts = [
+        "# Does the schedule transfer with 25 M parameters?",
+        f"`{about['command']}`: {in_words(about['machine'])}. {about['speed']}. Bits a byte of Python sources, lower is better; "
+        "mean ± standard deviation over seeds.",
+        "## What it says",
+        by_hand(page),
+    ]
+    page.parent.mkdir(parents=True, exist_ok=True)
+    for optimizer in FIRST:
+        if not results_of(study, optimizer, BASE, 1):
+            continue
+        setting = study.setting(optimizer)
+        assert setting is not None
+        name = {"adamw": "AdamW", "muon": "Muon and AdamW"}[optimizer]
+        parts += [
+            f"## {name}",
+            f"The search chose LR {setting.lr:g}, a warm-up of {setting.warmup:.0%} and weight decay {setting.decay:g}.",
+            table(study, optimizer),
+        ]
+        drawing = page.with_name(f"{page.stem}-{optimizer}.png")
+        if picture(study, optimizer, drawing):
+            parts.append(f"![bits against bytes and steps with {name}]({drawing.name})")
+    left_out = [f"- {line}" for line in about["left_out"]]
+    parts += ["## How", HOW, f"The text: {about['text']}."]
+    if left_out:
+        parts += ["## What the time was too short for", "\n".join(left_out)]
+    page.write_text("\n\n".join(parts) + "\n")
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=9.0, help="time for everything (default: %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="0.1 M parameters, and a text of the standard library")
+    parser.add_argument("--json", type=Path, default=KEPT, help="kept results (default: the repository's)")
+    parser.add_argument("--scratch", type=Path, default=SCRATCH, help="folder of checkpoints")
+    parser.add_argument("--text", type=Path, default=python_sources.TEXT, help="the file of python_sources.py")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--no-compile", action="store_true", help="leave the blocks eager")
+    about = "print what fits into the time at these M tokens a second, at S = 1 and in larger passes; run nothing"
+    parser.add_argument("--plan", type=float, nargs=2, metavar=("BASE", "LARGE"), help=about)
+    page_parser_options(parser, PAGE)
+    args = parser.parse_args(argv)
+    if not args.minutes > 0:
+        parser.error("--minutes must be positive")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args = parse(argv)
+    deadline = time.monotonic() + 60 * args.minutes
+    prepare_process()
+    size, name = (TINY, "tiny") if args.tiny else (FULL, "full")
+    if args.plan:
+        speed = Speed(*(1e6 * rate for rate in args.plan))
+        show_plan(plan(ITEMS, speed, 60 * args.minutes, size, lambda item: guessed_steps(size, item)))
+        return 0
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    empty = Data(*(torch.empty(0, dtype=torch.uint8),) * 3)
+    about_path = args.json.with_name(f"{args.json.stem}-{name}-about.json")
+    study = Study(size, name, empty, device, args.json, args.scratch, deadline)
+    if not args.report_only:
+        text = (
+            python_sources.collect(Path(json.__file__).parents[1] / "asyncio")
+            if args.tiny
+            else python_sources.read(args.text)
+        )
+        study.data = Data.of(text, size)
+        parameters = sum(p.numel() for p in Decoder(size).parameters())
+        packages = len(text.about), sum(row["part"] == "test" for row in text.about.values())
+        told = (
+            f"{len(text.train) / 1e6:.1f} MB of Python sources to train on and {len(text.test) / 1e6:.1f} MB to score on, of "
+            f"{packages[0]} packages, {packages[1]} of them for scores alone"
+        )
+        print(f"{parameters / 1e6:.2f} M parameters on {study.where}; {told}", flush=True)
+        speed = study.speed("off" if args.no_compile else "auto")
+        left_out = [f"{each.item}: {each.why}" for each in conduct(study, speed)]
+        rates = f"{speed.base / 1e6:.2f} M bytes/s at S = 1 and {speed.large / 1e6:.2f} in larger passes"
+        command = command_line(argv, "benchmarks/studies/gpu_transfer.py")
+        about = {
+            "command": command,
+            "machine": machine(gpu=study.where),
+            "speed": rates,
+            "text": told,
+            "left_out": left_out,
+        }
+        about_path.write_text(json.dumps(about, indent=1) + "\n")
+        print("\n".join(["Left out:", *left_out]) if left_out else "Complete.", flush=True)
+    for optimizer in FIRST:
+        if results_of(study, optimizer, BASE, 1):
+            print(f"\n{optimizer}\n\n{table(study, optimizer)}")
+    if args.page is not None:
+        write_page(study, args.page, json.loads(about_path.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""The study for a GPU: its text, its plan, its runs cut off and resumed, and its page. It needs no GPU here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.project.benchmarks import BENCHMARKS, STUDIES, module
+
+pytestmark = pytest.mark.docs
+
+SCRIPT = STUDIES / "gpu_transfer.py"
+study = module("gpu_transfer")
+sources = module("python_sources")
+evidence = module("gpu_evidence")
+
+
+# ---- the text --------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_counts_once_and_no_package_is_in_both_parts(sources: Any, tmp_path: Path) -> None:
+    for number in range(12):
+        folder = tmp_path / f"package{number}"
+        folder.mkdir()
+        (folder / "own.py").write_text(f"import package{number}\n" + f"value = {number}\n" * 50)
+        (folder / "copy.py").write_text(f"from package{number} import x\n" + "shared = 1\n" * 50)
+    vendored = tmp_path / "package0" / "_vendor"
+    vendored.mkdir()
+    (vendored / "other.py").write_text("vendored = 1\n" * 50)
+    text = sources.collect(tmp_path)
+    both = text.train + text.test
+    assert both.count(b"shared = 1\n" * 50) == 1
+    assert b"vendored" not in both
+    assert all(both.count(f"value = {number}\n".encode() * 50) == 1 for number in range(12))
+    for name, row in text.about.items():
+        other = text.test if row["part"] == "train" else text.train
+        assert f"import {name}".encode() not in other
+    assert sum(row["part"] == "test" for row in text.about.values()) == 2  # of 12: numbers 0 and 10
+    sources.write(text, tmp_path / "text.xz")
+    assert sources.read(tmp_path / "text.xz") == text
+
+
+def test_a_package_gives_no_more_than_its_part(sources: Any, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(4):
+            (tmp_path / name / f"{number}.py").write_text(f"{name}_{number} = 0\n" * 20)
+    text = sources.collect(tmp_path, most=400)
+    assert [row["files"] for row in text.about.values()] == [2, 2]
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_takes_what_fits_in_order(study: Any) -> None:
+    """2,000 steps of 8,192 bytes at 1.6384 MB/s are 10 s; a search of eight runs of a quarter 20 s; 500 steps at S = 16 20 s."""
+    speed = study.Speed(1.6384e6, 3.2768e6, overhead=1.0, run_s=0.0)
+    items = study.ITEMS[:5]
+    steps = {1: 2000.0, 16: 500.0}
+
+    def planned(seconds: float) -> list[tuple[float, str | None]]:
+        found = study.plan(items, speed, seconds, study.FULL, lambda item: steps[item.scale])
+        return [(round(each.seconds, 6), each.why) for each in found]
+
+    assert [str(item) for item in items[:3]] == [
+        "adamw: search",
+        "adamw: base, S = 1, seed 1",
+        "adamw: AdaScale, S = 16, seed 1",
+    ]
+    assert planned(95.0) == [(20.0, None), (10.0, None), (20.0, None), (20.0, None), (20.0, None)]
+    assert [why for _, why in planned(75.0)] == [None, None, None, None, "20 s, and 5 s are left"]
+    # Without AdaScale's run nothing is given its steps.
+    assert [why for _, why in planned(40.0)][2:] == [
+        "20 s, and 10 s are left",
+        "it needs: adamw: AdaScale, S = 16, seed 1",
+        "it needs: adamw: AdaScale, S = 16, seed 1",
+    ]
+    assert planned(5.0)[1][1] == "it needs: adamw: search"
+
+
+def test_a_run_that_has_ended_corrects_the_plan(study: Any) -> None:
+    speed = study.Speed(1e6, 2e6, overhead=1.0, run_s=0.0).after(16, 4e6, 8.0)
+    assert (speed.seconds(1e6, 1), speed.seconds(1e6, 4), speed.seconds(1e6, 16)) == (1.0, 0.5, 2.0)
+
+
+def test_what_would_be_missed_most_comes_first(study: Any) -> None:
+    """Every run comes after what it needs, and base run and AdaScale have two seeds before any further method has one."""
+    for number, item in enumerate(study.ITEMS):
+        assert set(study._needed(item)) <= set(study.ITEMS[:number]), item
+    first = [(item.method, item.seed) for item in study.ITEMS[1:7]]
+    assert {("base", 1), ("base", 2), ("AdaScale", 1), ("AdaScale", 2)} <= set(first)
+    assert len(set(study.ITEMS)) == len(study.ITEMS)
+
+
+def test_a_given_speed_is_planned_without_a_run(study: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert study.main(["--plan", "0.6", "1.8", "--minutes", "5"]) == 0
+    out = capsys.readouterr().out
+    assert "adamw: base, S = 1, seed 1 (" in out
+    assert "left out: muon: search (" in out
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    """Start the tiny study, in a process of one thread."""
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--tiny",
+        "--json",
+        str(folder / "kept.jsonl"),
+        "--scratch",
+        str(folder / "s"),
+    ]
+    command += ["--page", str(folder / "page.md"), "--device", "cpu"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def results(study: Any, folder: Path) -> dict[Any, Any]:
+    """The kept results, without what a clock has measured."""
+    found = study.KeptRuns(folder / "kept.jsonl", study.Job, study.Result, None).results
+    return {job: replace(result, seconds=0.0, date="") for job, result in found.items()}
+
+
+@pytest.mark.timeout(400)
+def test_a_study_that_is_killed_goes_on_to_the_same_bits(study: Any, tmp_path: Path) -> None:
+    """All of it with 0.1 M parameters, twice: without an end between, and killed within a run that has a checkpoint."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    undisturbed = start(whole)
+    killed = start(cut)
+    deadline = time.monotonic() + 180
+    while not list((cut / "s").glob("tiny-adamw-AdaScale-16-*/checkpoint_*/manifest.json")):
+        assert killed.poll() is None, killed.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    before = results(study, cut)
+    assert before
+    assert not any(job.method == "AdaScale" for job in before)
+    resumed = start(cut)
+    out, _ = resumed.communicate(timeout=180)
+    assert resumed.returncode == 0, out
+    assert "resumed at optimizer step" in out
+    printed, _ = undisturbed.communicate(timeout=180)
+    assert undisturbed.returncode == 0, printed
+    assert results(study, cut) == results(study, whole)
+    # The forecast is printed before the first run at scale, and kept with its result.
+    lines = printed.splitlines()
+    (first,) = (i for i, line in enumerate(lines) if line.startswith("adamw: AdaScale, S = 16, seed 1"))
+    (forecast,) = (i for i, line in enumerate(lines) if line.startswith("forecast, adamw, S = 16, AdaScale:"))
+    assert forecast < first
+    own = next(r for job, r in results(study, whole).items() if (job.method, job.scale) == ("AdaScale", 16))
+    assert f"AdaScale: {own.forecast[1]} steps ({own.forecast[0]:.0f} to" in lines[forecast]
+    assert lines.count("Complete.") == 1
+    page = (whole / "page.md").read_text()
+    assert f"| 16 | AdaScale | 1 of 1 | {own.bits:.4f} |" in page
+    assert (whole / "page-adamw.png").exists()
+
+
+def test_the_page_is_that_of_the_kept_runs(study: Any, tmp_path: Path) -> None:
+    page = tmp_path / study.PAGE.name
+    page.write_text(study.PAGE.read_text())  # the part by hand
+    assert study.main(["--report-only", "--page", str(page), "--device", "cpu"]) == 0
+    assert page.read_text() == study.PAGE.read_text()
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_every_part_runs_and_each_is_told(evidence: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    kept, new = tmp_path / "kept", tmp_path / "new"
+    kept.write_text("")
+    parts = [
+        evidence.Part("old", ("-c", "raise SystemExit(9)"), kept, 60),
+        evidence.Part("bad", ("-c", "raise SystemExit(3)"), new, 60),
+        evidence.Part("slow", ("-c", "import time; time.sleep(60)"), new, 0.5),
+        evidence.Part("good", ("-c", "print(float('{minutes}') < 5)"), None, float("inf")),
+    ]
+    lines = evidence.conduct(parts, 5.0, resume=True)
+    assert [line.split(",")[0] for line in lines] == [
+        "old: kept",
+        "bad: ended with 3",
+        "slow: ended with out of time",
+        "good: done",
+    ]
+    assert "True" in capfd.readouterr().out
+    assert evidence.conduct(parts[:1], 5.0, resume=False)[0].startswith("old: ended with 9")
+    assert evidence.conduct(parts[3:], 0.1, resume=False) == ["good: left out, no time"]
+
+
+def test_each_part_is_a_script_of_this_folder(evidence: Any) -> None:
+    for gpus in (1, 2):
+        for part in evidence.parts(gpus):
+            assert (BENCHMARKS.parent / part.command[0]).exists(), part
+
+
+@pytest.mark.timeout(300)
+def test_what_two_gpus_are_asked_runs_on_two_processes(tmp_path: Path) -> None:
+    """Each start of torchrun takes seconds of imports: a killed rank, one worker, two again; then the steps of each kind."""
+    path = tmp_path / "two.json"
+    command = [sys.executable, str(BENCHMARKS / "two_gpus.py"), "--device", "cpu", "--smoke", "--json", str(path)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=env, text=True, capture_output=True, timeout=280)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads(path.read_text())
+    assert [each["status"] != 0 for each in found["elastic"]["starts"]] == [True, False, False]
+    assert found["elastic"]["scales"] == [1.0, 2.0]
+    kinds = {row["kind"] for row in found["overhead"]["results"]}
+    assert {"ddp", "fsdp2", "adascale+fsdp2", "sharded", "adascale+sharded"} <= kinds
+    assert found["overhead"]["disagreements"] == []
