@@ -52,6 +52,10 @@ class TensorInfo:
     dtype: torch.dtype
     shape: torch.Size
 
+    def empty(self) -> Tensor:
+        """Return a tensor to load it into, on the CPU."""
+        return torch.empty(self.shape, dtype=self.dtype)
+
 
 def save(
     directory: StrPath,
@@ -322,9 +326,7 @@ class Saved:
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Load all tensors whose keys begin with a prefix, on the CPU; return them by the rest of their keys."""
-        into = {
-            key: torch.empty(info.shape, dtype=info.dtype) for key, info in self.index.items() if key.startswith(prefix)
-        }
+        into = {key: info.empty() for key, info in self.index.items() if key.startswith(prefix)}
         self.load(into)
         return {key.removeprefix(prefix): value for key, value in into.items()}
 
@@ -365,10 +367,11 @@ class Saved:
         reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
-def load_weights(directory: StrPath) -> dict[str, Tensor]:
+def load_weights(directory: StrPath) -> dict[str, Any]:
     """Verify a checkpoint and read the model's plain state dict, on the CPU, for ``model.load_state_dict``.
 
-    No process group is needed. The names are those of the model before ``torch.compile``: load them before it is compiled.
+    No process group is needed. The names are those of the model before ``torch.compile``: load them before it is compiled. All
+    values are tensors, but for a module's extra state.
 
     Args:
         directory: A checkpoint's folder, or a run's folder for its newest usable checkpoint. A RuntimeWarning names each newer
@@ -377,8 +380,10 @@ def load_weights(directory: StrPath) -> dict[str, Tensor]:
     Raises:
         CheckpointError: The checkpoint is incomplete or damaged, or holds no model.
     """
+    from .model import weights_of
+
     saved = Saved(_chosen(directory))
-    weights = saved.tensors(WEIGHTS_PREFIX)
+    weights = weights_of(saved, {})
     if not weights:
         raise CheckpointError(f"{saved.folder} holds no model: no key starts with {WEIGHTS_PREFIX!r}.")
     return weights

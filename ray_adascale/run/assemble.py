@@ -138,6 +138,8 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         device=device,
         extra=pieces.extra_state or {},
     )
+    if backend.keeps_checkpoints:
+        train_state.users_state({})  # raises now and not at the first checkpoint
     start = _start_of(pieces.starting_step, train_state, evaluation)
     plan, trace, listeners = _resume(backend, config, recipe, train_state, (batch, evaluation), plan, start)
     # Built last, because their intervals begin now.

@@ -7,7 +7,7 @@ The loop itself has a few numbers, its :class:`LoopState`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ... import checkpoint
-from ..._torch import uncompiled_name
 from ..._version import __version__
 from ..._warn import warn_at_user
 from ...batch import BatchPlan
+from ...checkpoint.model import load_model, model_state, put_together, taken_apart
 from ...checkpoint.optimizer import hyperparameters, load_hyperparameters, load_optimizer, optimizer_tensors
 from ...checkpoint.rng import capture_rng, empty_rng, restore_rng
 from ...data.source import BatchSource
@@ -35,7 +35,6 @@ INTERRUPTED = "interrupted"
 """The reason for the end of a start that a later start resumes. Its checkpoint is that of a running run."""
 
 _EXTRA = "extra/"
-_TENSOR = "__tensor__"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,30 +73,23 @@ class TrainState:
     device: torch.device
     extra: Mapping[str, Any]
 
-    def tensors(self) -> dict[str, Any]:
-        """Return this worker's share of a checkpoint's tensors. They are the live tensors, not copies."""
-        # Parameters are equal on all workers. Buffers (BatchNorm's averages) differ, and DDP continues with rank 0's.
-        own = {name for name, _ in self.module.named_buffers()} if self.rank > 0 else ()
-        out = _weights(self.module, without=own)
-        out.update(optimizer_tensors(self.optimizer, self.parameter_names))
-        out.update({f"adascale/{key}": value for key, value in self.optimizer.statistics_state().items()})
-        out.update({f"rng/{self.rank}/{key}": value for key, value in capture_rng(self.device).items()})
-        if (place := self.source.own_state()) is not None:
-            out[f"data/{self.rank}/place"] = place
-        for name, stateful in self.extra.items():
-            taken_apart(stateful.state_dict(), f"{_EXTRA}{name}", out)
-        out["schedule/lr_curve"] = torch.tensor(self.base_schedule.lr_curve, dtype=torch.float64)
-        return out
+    def content(self, plan: BatchPlan) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return this worker's share of a checkpoint's tensors, which are the live ones, and the state beside them.
 
-    def state(self, plan: BatchPlan) -> dict[str, Any]:
-        """Return the state of a checkpoint beside the tensors: JSON values, the same on all workers.
+        The state consists of JSON values, the same on all workers.
 
         Args:
             plan: The batch of the next step.
         """
+        out = optimizer_tensors(self.optimizer, self.parameter_names)
+        out.update({f"adascale/{key}": value for key, value in self.optimizer.statistics_state().items()})
+        out.update({f"rng/{self.rank}/{key}": value for key, value in capture_rng(self.device).items()})
+        if (place := self.source.own_state()) is not None:
+            out[f"data/{self.rank}/place"] = place
         base = self.base_schedule
+        out["schedule/lr_curve"] = torch.tensor(base.lr_curve, dtype=torch.float64)
         of_stages = {key: value for stage in self.stages for key, value in stage.state_dict().items()}
-        return {
+        return out, {
             **vars(self.loop),
             **of_stages,
             "stopped": None if self.loop.stopped == INTERRUPTED else self.loop.stopped,
@@ -111,10 +103,22 @@ class TrainState:
             "param_groups": hyperparameters(self.optimizer),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "recipe": self.recipe,
-            "extra": {
-                name: taken_apart(stateful.state_dict(), f"{_EXTRA}{name}", {}) for name, stateful in self.extra.items()
-            },
+            **self.users_state(out),
             "versions": {"ray_adascale": __version__, "torch": torch.__version__},
+        }
+
+    def users_state(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Return the states of the model and of ``extra``, and add this worker's share of their tensors.
+
+        Raises:
+            TypeError: A checkpoint can't hold a value in them. The message names it.
+        """
+        return {
+            "model": model_state(self.module, tensors, rank=self.rank),
+            "extra": {
+                name: taken_apart(stateful.state_dict(), f"{_EXTRA}{name}", tensors)
+                for name, stateful in self.extra.items()
+            },
         }
 
     def load(self, folder: Path, *, accept_changes: bool) -> int:
@@ -135,7 +139,7 @@ class TrainState:
         saved = whole.state
         changed = self._changed_on_purpose(whole, accept_changes)
         statistics = whole.tensors("adascale/")
-        whole.load(_weights(self.module))
+        load_model(whole, self.module)
         load_optimizer(whole, self.optimizer, self.parameter_names)
         if changed:  # the new settings apply from this τ on
             self.schedule.load_state_dict({"calls": self.schedule.due(saved["effective_steps"])})
@@ -202,58 +206,6 @@ class TrainState:
                 f"{what} Accepted: it goes on at effective step {saved['effective_steps']:.1f} with the new settings."
             )
         return True
-
-
-def _weights(module: nn.Module, without: Collection[str] = ()) -> dict[str, Any]:
-    """Return a model's weights by their keys in a checkpoint, which don't depend on ``torch.compile``."""
-    weights = module.state_dict()
-    return {
-        f"{checkpoint.WEIGHTS_PREFIX}{uncompiled_name(key)}": value
-        for key, value in weights.items()
-        if key not in without
-    }
-
-
-def taken_apart(state: Any, key: str, tensors: dict[str, Any]) -> Any:
-    """Return a nested state as JSON values, with a placeholder for each tensor.
-
-    Args:
-        state: Dicts with strings as keys, lists, tuples (loaded as lists), tensors, and JSON values.
-        key: The key of the state in the checkpoint.
-        tensors: Receives the tensors, by key.
-
-    Raises:
-        TypeError: The state has a value of another type. The message names its key.
-    """
-    if isinstance(state, Tensor):
-        if type(state) not in (Tensor, nn.Parameter):
-            raise TypeError(f"Invalid {key}: a {type(state).__name__}. Must be a plain tensor, whole on each worker.")
-        tensors[key] = state.detach()
-        return {_TENSOR: key}
-    if isinstance(state, Mapping):
-        wrong = next((name for name in state if not isinstance(name, str) or name == _TENSOR), None)
-        if wrong is not None:
-            raise TypeError(f"Invalid key {wrong!r} in {key}. Must be a string other than {_TENSOR!r}.")
-        return {name: taken_apart(value, f"{key}/{name}", tensors) for name, value in state.items()}
-    if isinstance(state, list | tuple):
-        return [taken_apart(value, f"{key}/{i}", tensors) for i, value in enumerate(state)]
-    if state is None or isinstance(state, bool | int | float | str):
-        return state
-    raise TypeError(
-        f"Invalid {key}: a {type(state).__name__}. Must be tensors and JSON values in the state_dict of extra_state, because "
-        "nothing in a checkpoint is pickled."
-    )
-
-
-def put_together(state: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the nested state from the JSON values and tensors of :func:`taken_apart`."""
-    if isinstance(state, Mapping):
-        if set(state) == {_TENSOR}:
-            return tensors[state[_TENSOR]]
-        return {name: put_together(value, tensors) for name, value in state.items()}
-    if isinstance(state, list):
-        return [put_together(value, tensors) for value in state]
-    return state
 
 
 def load_rng(saved: checkpoint.Saved, rank: int, device: torch.device) -> None:

@@ -1,0 +1,328 @@
+"""A model's state by torch's own contract: a resume calls ``load_state_dict``, so hooks, extra state and own loaders run."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.ao.quantization import MovingAveragePerChannelMinMaxObserver
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.data import TensorDataset
+
+from ray_adascale import AdaScaleConfig, LocalBackend, Run, checkpoint, load_weights
+from ray_adascale.checkpoint import CheckpointError
+
+from ..samples_of import WaitingBackend
+
+pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(60, 6, generator=generator), torch.randint(2, (60,), generator=generator))
+
+
+def run_of(net: nn.Module, backend: LocalBackend, *, adamw: bool = False, **settings: Any) -> Run:
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    if adamw:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
+    config = AdaScaleConfig(
+        **({"base_batch_size": 4, "total_steps": 40, "checkpoint_every_s": 1e-9, "rule": "adascale"} | settings)
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="AdaScale is derived for SGD")
+        return Run(net, optimizer, None, data(), config, backend=backend)
+
+
+def steps(run: Run, count: int) -> None:
+    """Take optimizer steps, each with a checkpoint."""
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        if run.step():
+            count -= 1
+        if count == 0:
+            break
+
+
+def resumed(
+    make: Callable[[], nn.Module], folder: Path, make_again: Callable[[], nn.Module] | None = None
+) -> nn.Module:
+    """Train three steps; start again; return both models, after a comparison of all parameters and their momenta."""
+    first = make()
+    run = run_of(first, WaitingBackend(folder))
+    steps(run, 3)
+    again = (make_again or make)()
+    other = run_of(again, WaitingBackend(folder))
+    assert other.effective_steps == 3
+    for p, q in zip(first.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(run.optimizer.state[p]["momentum_buffer"], other.optimizer.state[q]["momentum_buffer"])
+    return again
+
+
+def net(*more: nn.Module) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), *more, nn.ReLU(), nn.Linear(8, 2))
+
+
+# ---- what state_dict() returns --------------------------------------------------------------------------------------------
+
+
+class Copying(nn.Sequential):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {key: value.cpu().clone() for key, value in super().state_dict(*args, **kwargs).items()}
+
+
+def test_a_state_dict_of_copies_is_loaded(tmp_path: Path) -> None:
+    resumed(lambda: Copying(*net()), tmp_path)
+
+
+def test_a_hook_that_copies_and_renames_is_called(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = net()
+
+        def renamed(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            state[f"{prefix}halves"] = torch.stack(state.pop(f"{prefix}0.weight").chunk(2))
+
+        def named_back(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+            state[f"{prefix}0.weight"] = torch.cat(list(state.pop(f"{prefix}halves")))
+
+        model.register_state_dict_post_hook(renamed)
+        model.register_load_state_dict_pre_hook(named_back)
+        return model
+
+    resumed(make, tmp_path)
+    assert "halves" in load_weights(tmp_path)
+
+
+# ---- extra state -----------------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Counts its calls, in extra state of any kind."""
+
+    def __init__(self, save: Callable[[int], Any], load: Callable[[Any], int]) -> None:
+        super().__init__()
+        self.calls, self.save, self.load = 0, save, load
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+    def get_extra_state(self) -> Any:
+        return self.save(self.calls)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = self.load(state)
+
+
+KINDS: dict[str, tuple[Callable[[int], Any], Callable[[Any], int]]] = {
+    "tensor": (torch.tensor, int),
+    "growing tensor": (torch.ones, len),
+    "dict": (
+        lambda calls: {"calls": calls, "of": [torch.tensor(calls), {"_orig_mod.x": torch.ones(calls)}]},
+        lambda state: int(state["calls"] if state["of"][0] == len(state["of"][1]["_orig_mod.x"]) else -1),
+    ),
+    "number": (int, int),
+    "None": (lambda calls: None, lambda state: 3),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extra_state_is_restored(tmp_path: Path, kind: str) -> None:
+    model = resumed(lambda: net(Counting(*KINDS[kind])), tmp_path)
+    assert model[1].calls == 3  # type: ignore[index,union-attr]
+    fresh = net(Counting(*KINDS[kind]))
+    fresh.load_state_dict(load_weights(tmp_path))
+    assert fresh[1].calls == 3
+
+
+@pytest.mark.parametrize(
+    ("state", "said"), [(io.BytesIO(), "a BytesIO"), ({1: 2}, "key 1"), ({"of": [{3}]}, "of/0: a set")]
+)
+def test_extra_state_of_another_kind_is_refused_when_the_run_is_built(tmp_path: Path, state: Any, said: str) -> None:
+    model = net(Counting(lambda calls: state, lambda state: 0))
+    with pytest.raises(TypeError, match=rf"1\._extra_state.*{said}|{said}.*1\._extra_state"):
+        run_of(model, WaitingBackend(tmp_path))
+    steps(run_of(model, WaitingBackend(None)), 1)  # it saves nothing
+
+
+# ---- loaders of modules ----------------------------------------------------------------------------------------------------
+
+
+class Doubled(nn.Linear):
+    """Saves twice its weight, with a version of its own."""
+
+    _version = 7
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = destination[f"{prefix}weight"] * 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        assert metadata["version"] == 7
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def test_a_modules_own_loader_is_called_with_its_version(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(Doubled(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+    resumed(make, tmp_path)
+    state = checkpoint.Saved(next(iter(sorted(tmp_path.glob("checkpoint_*"))))).state
+    assert state["model"]["metadata"] == {"0": {"version": 7}, "1": {"version": 2}}  # what is not {"version": 1}
+    make().load_state_dict(load_weights(tmp_path))
+
+
+class Lazy(nn.Module):
+    """Makes its buffer in the first forward pass."""
+
+    def __init__(self, loads: bool) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+        self.loads = loads
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = x.detach().mean(0) if self.mean is None else self.mean
+        return x - self.mean
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        if self.loads and f"{prefix}mean" in state:
+            self.mean = torch.empty_like(state[f"{prefix}mean"])
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def test_a_buffer_that_the_first_forward_pass_makes_is_loaded_or_named(tmp_path: Path) -> None:
+    model = resumed(lambda: net(Lazy(True)), tmp_path)
+    assert torch.equal(model[1].mean, load_weights(tmp_path)["1.mean"])  # type: ignore[index,union-attr]
+    with pytest.raises(CheckpointError, match=r'(?s)does not fit the model.*Unexpected key\(s\).*"1\.mean"'):
+        run_of(net(Lazy(False)), WaitingBackend(tmp_path))
+
+
+class Observed(nn.Module):
+    """Holds an observer of torch.ao, whose buffers grow from shape (0,), as in quantization-aware training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observer = MovingAveragePerChannelMinMaxObserver(ch_axis=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.observer(x.detach())
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+@pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max")
+def test_buffers_that_change_their_shape_are_loaded(tmp_path: Path) -> None:
+    model = resumed(lambda: net(Observed()), tmp_path)
+    observer: Any = model[1].observer  # type: ignore[index,union-attr]
+    assert torch.equal(observer.min_val, load_weights(tmp_path)["1.observer.min_val"])
+    assert observer.min_val.shape == (8,)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ([nn.LayerNorm(8)], [], r'Unexpected key\(s\).*"2\.bias"'),
+        ([], [nn.LayerNorm(8)], r'Missing key\(s\).*"2\.weight"'),
+        ([nn.Linear(8, 8)], [nn.Linear(8, 8, bias=False)], r'Unexpected key\(s\).*"1\.bias"'),
+        ([nn.PReLU()], [nn.PReLU(8)], r"size mismatch for 1\.weight"),
+    ],
+)
+def test_keys_that_do_not_fit_are_named_in_both_directions(
+    tmp_path: Path, before: list[nn.Module], now: list[nn.Module], said: str
+) -> None:
+    def make(more: list[nn.Module]) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(6, 8), *more, nn.Linear(8, 2))
+
+    steps(run_of(make(before), WaitingBackend(tmp_path)), 1)
+    with pytest.raises(CheckpointError, match=rf"(?s)checkpoint_0000000001 does not fit the model.*{said}"):
+        run_of(make(now), WaitingBackend(tmp_path))
+
+
+def test_another_dtype_is_refused(tmp_path: Path) -> None:
+    steps(run_of(net(), WaitingBackend(tmp_path)), 1)
+    with pytest.raises(CheckpointError, match=r"0\.weight.*torch\.float32 of shape .* torch\.float64"):
+        run_of(net().double(), WaitingBackend(tmp_path))
+
+
+# ---- wrappers, and names -----------------------------------------------------------------------------------------------------
+
+
+def unwrapped() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)), nn.Identity(), nn.Linear(8, 2))
+
+
+def with_checkpointing() -> nn.Sequential:
+    model = unwrapped()
+    model[0] = checkpoint_wrapper(model[0])
+    return model
+
+
+@pytest.mark.parametrize("first", [unwrapped, with_checkpointing])
+def test_activation_checkpointing_may_be_switched_between_starts(
+    tmp_path: Path, first: Callable[[], nn.Module]
+) -> None:
+    second = with_checkpointing if first is unwrapped else unwrapped
+    run = run_of(first(), WaitingBackend(tmp_path), adamw=True)
+    steps(run, 3)
+    other = run_of(second(), WaitingBackend(tmp_path), adamw=True)
+    for p, q in zip(run.module.parameters(), other.module.parameters(), strict=True):
+        assert torch.equal(p, q)
+        for name, value in run.optimizer.state[p].items():
+            assert torch.equal(value, other.optimizer.state[q][name])
+    for p, q in zip(run.module.buffers(), other.module.buffers(), strict=True):
+        assert torch.equal(p, q)
+    assert load_weights(tmp_path).keys() == unwrapped().state_dict().keys()
+
+
+class Online(nn.Module):
+    """A network under two names, as BYOL's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(6, 8), *(nn.BatchNorm1d(8) for _ in range(4)), nn.Linear(8, 2))
+        self.encoder = nn.ModuleDict({"net": self.net})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def averages(kind: str, folder: str, sharding: str) -> tuple[list[float], list[float], list[float]]:
+    """Train; return this worker's batch norm's averages, those in the checkpoint, and those after a resume."""
+    make = {"two names": Online, "wrapper": with_checkpointing}[kind]
+
+    def built() -> Run:
+        return run_of(
+            make(), WaitingBackend(folder, device="cpu"), sharding=sharding, per_worker_batch_size=4, total_steps=12
+        )
+
+    run = built()
+    steps(run, 2)
+    saved = load_weights(folder)
+    again = built()
+    assert again.effective_steps == run.effective_steps
+
+    def found(state: dict[str, Any]) -> list[float]:
+        return [v for name, value in sorted(state.items()) if name.endswith("running_mean") for v in value.tolist()]
+
+    return found(run.module.state_dict()), found(saved), found(again.module.state_dict())
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero2"])
+@pytest.mark.parametrize("kind", ["two names", "wrapper"])
+def test_rank_0s_averages_are_saved_whatever_their_names(pool: Any, tmp_path: Path, kind: str, sharding: str) -> None:
+    (first, saved, again), (other, _, others) = pool(2).run(averages, kind, str(tmp_path), sharding)
+    assert first != other
+    assert saved == again == others == first
