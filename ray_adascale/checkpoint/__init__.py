@@ -18,6 +18,7 @@ import difflib
 import os
 import shutil
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,15 +32,21 @@ from torch import Tensor
 
 from .._warn import warn_at_user
 from . import files as disk
-from .files import MANIFEST, STATE, CheckpointError, FileDigest, NoUsableCheckpoint, TensorShard
+from .files import (
+    EXTRA_OF_MODEL,
+    MANIFEST,
+    STATE,
+    WEIGHTS_PREFIX,
+    CheckpointError,
+    FileDigest,
+    NoUsableCheckpoint,
+    TensorShard,
+)
 from .ranks import Ranks
 
 if TYPE_CHECKING:  # DCP takes most of a second, so `dcp`, which imports it, is imported where it is needed
     from torch.distributed.checkpoint import Metadata, SavePlan
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-WEIGHTS_PREFIX = "model/"
-"""Prefix of the keys of the model's own state dict. ``load_weights`` finds the model by it."""
 
 StrPath = str | os.PathLike[str]
 _Candidate = TypeVar("_Candidate")
@@ -330,6 +337,28 @@ class Saved:
         self.load(into)
         return {key.removeprefix(prefix): value for key, value in into.items()}
 
+    def weights(self, into: Mapping[str, Any]) -> OrderedDict[str, Any]:
+        """Load the model's state dict; empty where the checkpoint holds no model.
+
+        Args:
+            into: Tensors to fill, by key, where their shape is the stored one. The others are new, on the CPU.
+
+        Raises:
+            CheckpointError: A tensor to fill has another dtype than the stored one.
+        """
+        state: OrderedDict[str, Any] = OrderedDict()
+        for key, info in self.index.items():
+            if key.startswith(WEIGHTS_PREFIX):
+                name = key.removeprefix(WEIGHTS_PREFIX)
+                live = into.get(name)
+                state[name] = live if isinstance(live, Tensor) and live.shape == info.shape else info.empty()
+        self.load({f"{WEIGHTS_PREFIX}{name}": tensor for name, tensor in state.items()})
+        if (rest := self.state.get("model")) is not None:  # older checkpoints have tensors only
+            extra = {f"{EXTRA_OF_MODEL}{key}": value for key, value in self.tensors(EXTRA_OF_MODEL).items()}
+            state.update(disk.put_together(rest["values"], extra))
+            state._metadata = rest["metadata"]  # type: ignore[attr-defined]
+        return state
+
     def load(self, into: Mapping[str, Tensor | TensorShard]) -> None:
         """Fill tensors in place, from the chunks that overlap with them.
 
@@ -380,10 +409,8 @@ def load_weights(directory: StrPath) -> dict[str, Any]:
     Raises:
         CheckpointError: The checkpoint is incomplete or damaged, or holds no model.
     """
-    from .model import weights_of
-
     saved = Saved(_chosen(directory))
-    weights = weights_of(saved, {})
+    weights = saved.weights({})
     if not weights:
         raise CheckpointError(f"{saved.folder} holds no model: no key starts with {WEIGHTS_PREFIX!r}.")
     return weights

@@ -7,17 +7,13 @@ are stored as JSON, and the tensors in them under ``model.extra/<key>/``.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from .. import checkpoint
 from .._torch import is_dtensor, unwrapped_name
-from .files import CheckpointError, check_tensor
-
-_TENSOR = "__tensor__"
-_EXTRA = "model.extra/"
+from .files import EXTRA_OF_MODEL, WEIGHTS_PREFIX, CheckpointError, check_tensor, taken_apart
 
 
 def model_state(module: nn.Module, tensors: dict[str, Any], *, rank: int) -> dict[str, Any]:
@@ -41,14 +37,14 @@ def model_state(module: nn.Module, tensors: dict[str, Any], *, rank: int) -> dic
     for name, value in state.items():
         key = unwrapped_name(name)
         if not isinstance(value, Tensor):
-            values[key] = taken_apart(value, f"{_EXTRA}{key}", tensors if rank == 0 else {})
+            values[key] = taken_apart(value, f"{EXTRA_OF_MODEL}{key}", tensors if rank == 0 else {})
             continue
-        check_tensor(f"{checkpoint.WEIGHTS_PREFIX}{key}", value)
+        check_tensor(f"{WEIGHTS_PREFIX}{key}", value)
         if rank == 0 or is_dtensor(value) or value.untyped_storage().data_ptr() in replicated:
-            tensors[f"{checkpoint.WEIGHTS_PREFIX}{key}"] = value
+            tensors[f"{WEIGHTS_PREFIX}{key}"] = value
     # Versions of modules, which their loaders read. Nearly all are 1.
     metadata = {
-        _unwrapped(prefix): taken_apart(entry, f"{_EXTRA}{prefix}", {})
+        _unwrapped(prefix): taken_apart(entry, f"{EXTRA_OF_MODEL}{prefix}", {})
         for prefix, entry in getattr(state, "_metadata", {}).items()
         if entry != {"version": 1}
     }
@@ -65,12 +61,12 @@ def load_model(saved: checkpoint.Saved, module: nn.Module) -> None:
         CheckpointError: Keys are missing or left over, or a tensor does not fit. The message names them.
     """
     live = module.state_dict()
-    state = weights_of(saved, {unwrapped_name(name): value for name, value in live.items()})
     names = {unwrapped_name(name): name for name in live}
-    state = OrderedDict((names.get(key, key), value) for key, value in state.items())
-    metadata = getattr(live, "_metadata", {})
-    if (known := saved.state.get("model")) is not None:  # older checkpoints don't have it
-        metadata = {prefix: known["metadata"].get(_unwrapped(prefix), {"version": 1}) for prefix in metadata}
+    weights = saved.weights({key: live[name] for key, name in names.items()})
+    state = OrderedDict((names.get(key, key), value) for key, value in weights.items())
+    metadata, known = getattr(live, "_metadata", {}), getattr(weights, "_metadata", None)
+    if known is not None:
+        metadata = {prefix: known.get(_unwrapped(prefix), {"version": 1}) for prefix in metadata}
     state._metadata = metadata  # type: ignore[attr-defined]
     try:
         module.load_state_dict(state)
@@ -81,74 +77,6 @@ def load_model(saved: checkpoint.Saved, module: nn.Module) -> None:
         ) from e
 
 
-def weights_of(saved: checkpoint.Saved, into: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return the model's state dict from a checkpoint.
-
-    Args:
-        saved: The checkpoint.
-        into: Tensors to fill, by key, where their shape is the stored one. The others are new, on the CPU.
-
-    Raises:
-        CheckpointError: A tensor to fill has another dtype than the stored one.
-    """
-    prefix = checkpoint.WEIGHTS_PREFIX
-    state: OrderedDict[str, Any] = OrderedDict()
-    for key, info in saved.index.items():
-        if key.startswith(prefix):
-            name = key.removeprefix(prefix)
-            live = into.get(name)
-            fits = isinstance(live, Tensor) and live.shape == info.shape
-            state[name] = live if fits else info.empty()
-    saved.load({f"{prefix}{name}": tensor for name, tensor in state.items()})
-    if (rest := saved.state.get("model")) is not None:
-        extra = {f"{_EXTRA}{key}": value for key, value in saved.tensors(_EXTRA).items()}
-        state.update(put_together(rest["values"], extra))
-        state._metadata = rest["metadata"]  # type: ignore[attr-defined]
-    return state
-
-
 def _unwrapped(prefix: str) -> str:
     """Return a module's name in ``_metadata`` without the parts that wrappers have added."""
     return unwrapped_name(f"{prefix}.").removesuffix(".")
-
-
-def taken_apart(state: Any, key: str, tensors: dict[str, Any]) -> Any:
-    """Return a nested state as JSON values, with a placeholder for each tensor.
-
-    Args:
-        state: Dicts with strings as keys, lists, tuples (loaded as lists), tensors, and JSON values.
-        key: The key of the state in the checkpoint.
-        tensors: Receives the tensors, by key.
-
-    Raises:
-        TypeError: The state has a value of another type. The message names its key.
-    """
-    if isinstance(state, Tensor):
-        if type(state) not in (Tensor, nn.Parameter):
-            raise TypeError(f"Invalid {key}: a {type(state).__name__}. Must be a plain tensor, whole on each worker.")
-        tensors[key] = state.detach()
-        return {_TENSOR: key}
-    if isinstance(state, Mapping):
-        wrong = next((name for name in state if not isinstance(name, str) or name == _TENSOR), None)
-        if wrong is not None:
-            raise TypeError(f"Invalid key {wrong!r} in {key}. Must be a string other than {_TENSOR!r}.")
-        return {name: taken_apart(value, f"{key}/{name}", tensors) for name, value in state.items()}
-    if isinstance(state, list | tuple):
-        return [taken_apart(value, f"{key}/{i}", tensors) for i, value in enumerate(state)]
-    if state is None or isinstance(state, bool | int | float | str):
-        return state
-    raise TypeError(
-        f"Invalid {key}: a {type(state).__name__}. Must be tensors and JSON values in the state of extra_state and in a module's "
-        "get_extra_state(), because nothing in a checkpoint is pickled."
-    )
-
-
-def put_together(state: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the nested state from the JSON values and tensors of :func:`taken_apart`."""
-    if isinstance(state, Mapping):
-        if set(state) == {_TENSOR}:
-            return tensors[state[_TENSOR]]
-        return {name: put_together(value, tensors) for name, value in state.items()}
-    if isinstance(state, list):
-        return [put_together(value, tensors) for value in state]
-    return state

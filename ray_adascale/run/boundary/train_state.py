@@ -19,7 +19,8 @@ from ... import checkpoint
 from ..._version import __version__
 from ..._warn import warn_at_user
 from ...batch import BatchPlan
-from ...checkpoint.model import load_model, model_state, put_together, taken_apart
+from ...checkpoint.files import put_together, taken_apart
+from ...checkpoint.model import load_model, model_state
 from ...checkpoint.optimizer import hyperparameters, load_hyperparameters, load_optimizer, optimizer_tensors
 from ...checkpoint.rng import capture_rng, empty_rng, restore_rng
 from ...data.source import BatchSource
