@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -166,7 +167,7 @@ def _doubts_about(scheduler: LRScheduler | None, schedule: BaseSchedule, batch: 
     return [sentence for sentence in found if sentence is not None]
 
 
-def check_rule(config: AdaScaleConfig, curve: list[list[float]]) -> None:
+def check_rule(config: AdaScaleConfig, curve: Sequence[Sequence[float]]) -> None:
     """Let the scaling rule warn of a schedule that does the same as the rule: LEGW has a warm-up of its own."""
     check = getattr(make_rule(config.rule), "check_curve", None)  # a plain callable has none
     if check is not None:

@@ -715,7 +715,7 @@ def _recipe_of(run: Run) -> Recipe:
         metric="loss",
         mode="min",
         score=0.1,
-        lr_curve=run.base_schedule.lr_curve,
+        lr_curve=list(map(list, run.base_schedule.lr_curve)),
         noise=[],
         seed=0,
         search={},

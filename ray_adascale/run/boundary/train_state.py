@@ -27,7 +27,7 @@ from ...data.source import BatchSource
 from ...optim.adascale import AdaScale
 from ...optim.algorithm import of_other_base_batch
 from ...optim.curves import curve_difference
-from ...optim.schedule import BaseSchedule, EffectiveSchedule
+from ...optim.schedule import BaseSchedule, EffectiveSchedule, LRCurves
 from .stage import LoopState, Stage
 
 _log = logging.getLogger(__name__)
@@ -88,7 +88,10 @@ class TrainState:
         if (place := self.source.own_state()) is not None:
             out[f"data/{self.rank}/place"] = place
         base = self.base_schedule
-        out["schedule/lr_curve"] = torch.tensor(base.lr_curve, dtype=torch.float64)
+        curves = base.lr_curve
+        assert isinstance(curves, LRCurves)
+        out["schedule/lr_curve"] = torch.from_numpy(curves.rows)
+        out["schedule/lr_groups"] = torch.tensor(curves.groups, dtype=torch.float64)
         of_stages = {key: value for stage in self.stages for key, value in stage.state_dict().items()}
         return out, {
             **vars(self.loop),
@@ -192,8 +195,8 @@ class TrainState:
         Raises:
             ValueError: They were changed, and ``accept`` is False.
         """
-        saved, curve = whole.state, whole.tensors("schedule/")["lr_curve"]
-        changed = changes_since(saved_schedule(saved, curve.tolist()), self.base_schedule)
+        saved = whole.state
+        changed = changes_since(saved_schedule(saved, whole.tensors("schedule/")), self.base_schedule)
         if not changed:
             return False
         what = f"The run was changed since its checkpoint {whole.folder.name}: {'; '.join(changed)}."
@@ -217,14 +220,18 @@ def load_rng(saved: checkpoint.Saved, rank: int, device: torch.device) -> None:
     restore_rng(rng, device)
 
 
-def saved_schedule(state: Mapping[str, Any], lr_curve: list[list[float]]) -> BaseSchedule:
-    """Return the base run's schedule from a checkpoint's state and LR curve."""
+def saved_schedule(state: Mapping[str, Any], curves: Mapping[str, Tensor]) -> BaseSchedule:
+    """Return the base run's schedule from a checkpoint's state and LR curves."""
+    rows = curves["lr_curve"]
+    groups = curves["lr_groups"].tolist() if "lr_groups" in curves else [(i, 1.0) for i in range(len(rows))]
     return BaseSchedule(
         base_batch_size=state["plan"]["base_batch_size"],
         total_steps=state["total_steps"],
         scheduler_unit=state["scheduler_unit"],
         base_steps_per_epoch=state["base_steps_per_epoch"],
-        lr_curve=lr_curve,
+        lr_curve=LRCurves(
+            rows.numpy(), [(int(row), factor) for row, factor in groups]
+        ),  # older ones have a row for each
     )
 
 
@@ -250,7 +257,7 @@ def _differing_points(was: BaseSchedule, now: BaseSchedule, shown: int = 5) -> l
     end = min(was.total_steps, now.total_steps)
     taus = sorted({int(i * end / 200) for i in range(200)})
     for group in range(len(was.lr_curve)):
-        rates = {tau: (was.lr_at(group, tau), now.lr_at(group, tau)) for tau in taus}
+        rates = dict(zip(taus, zip(was.lrs_at(group, taus), now.lrs_at(group, taus), strict=True), strict=True))
         differing = [tau for tau, (before, after) in rates.items() if abs(before - after) > 1e-6 * abs(before)]
         if differing:
             picked = sorted({differing[i * (len(differing) - 1) // (shown - 1)] for i in range(shown)})
