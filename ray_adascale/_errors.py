@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -69,6 +69,12 @@ def typed(name: str, value: Any, between: str = "=") -> str:
 
 class RecipeError(ValueError):
     """A recipe can't be used or can't be written. The message names the field."""
+
+
+def few(names: Iterable[str]) -> str:
+    """Return the first three names, and the number of the others."""
+    quoted = [repr(name) for name in dict.fromkeys(names)]
+    return ", ".join(quoted[:3]) + (f" and {len(quoted) - 3} more" if len(quoted) > 3 else "")
 
 
 def check_count(name: str, value: Any, minimum: int | None = 1) -> int:

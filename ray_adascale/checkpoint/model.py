@@ -77,6 +77,11 @@ def load_model(saved: checkpoint.Saved, module: nn.Module) -> None:
         ) from e
 
 
+def frozen_names(module: nn.Module) -> set[str]:
+    """Return the names of the parameters whose ``requires_grad`` is False."""
+    return {unwrapped_name(name) for name, p in module.named_parameters() if not p.requires_grad}
+
+
 def _unwrapped(prefix: str) -> str:
     """Return a module's name in ``_metadata`` without the parts that wrappers have added."""
     return unwrapped_name(f"{prefix}.").removesuffix(".")

@@ -13,6 +13,7 @@ from torch import nn
 from .._errors import SettingError
 from .._files import TRACE
 from ..batch import BatchFollower, BatchPlan
+from ..checkpoint.model import frozen_names
 from ..config import AdaScaleConfig, read_settings
 from ..data import make_source
 from ..data.iterables import known_length
@@ -136,6 +137,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         recipe=None if recipe is None else recipe.fingerprint,
         rank=rank,
         device=device,
+        frozen=frozen_names(module),
         extra=pieces.extra_state or {},
     )
     if backend.keeps_checkpoints:

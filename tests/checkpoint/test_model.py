@@ -326,3 +326,113 @@ def test_rank_0s_averages_are_saved_whatever_their_names(pool: Any, tmp_path: Pa
     (first, saved, again), (other, _, others) = pool(2).run(averages, kind, str(tmp_path), sharding)
     assert first != other
     assert saved == again == others == first
+
+
+# ---- requires_grad -----------------------------------------------------------------------------------------------------------
+
+
+def with_frozen(*names: str) -> nn.Sequential:
+    model = net(nn.LayerNorm(8))
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+def frozen(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def train_with_change(run: Run, until: int) -> list[Tensor]:
+    """Take steps, and unfreeze the first weight, and freeze the last bias, before step 3."""
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        run.step()
+        if run.state.iterations == 2:
+            run.module.get_parameter("0.weight").requires_grad_(True)
+            run.module.get_parameter("3.bias").requires_grad_(False)
+            run.save_checkpoint()
+        if run.state.iterations == until:
+            break
+    return [p.detach().clone() for p in run.module.parameters()]
+
+
+def test_what_the_loop_has_unfrozen_stays_unfrozen_in_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(folder: Path) -> Run:
+        return run_of(with_frozen("0.weight", "0.bias"), WaitingBackend(folder), adamw=True)
+
+    whole = train_with_change(run(tmp_path / "whole"), 6)
+    train_with_change(run(tmp_path / "cut"), 4)
+    for _ in range(2):  # the second one resumes from the first one's checkpoints
+        resumed = run(tmp_path / "cut")
+        assert frozen(resumed.module) == {"0.bias", "3.bias"}
+        with caplog.at_level("INFO"):
+            steps(resumed, 1)
+    assert all(torch.equal(p, q) for p, q in zip(resumed.module.parameters(), whole, strict=True))
+    with caplog.at_level("INFO"):
+        run(tmp_path / "cut")
+    assert "requires_grad of '0.weight', '3.bias' is the checkpoint's, as the loop had set it" in caplog.text
+
+
+def test_what_the_program_freezes_otherwise_than_before_stays_so_and_is_named(tmp_path: Path) -> None:
+    train_with_change(run_of(with_frozen("0.weight", "0.bias"), WaitingBackend(tmp_path)), 3)
+    with pytest.warns(
+        UserWarning, match=r"requires_grad of '0\.bias', '1\.weight' is the program's.*other than in the"
+    ):
+        run = run_of(with_frozen("0.weight", "1.weight"), WaitingBackend(tmp_path))
+    assert frozen(run.module) == {"1.weight", "3.bias"}  # the loop's own change is restored all the same
+    steps(run, 1)
+    assert frozen(run_of(with_frozen("0.weight", "1.weight"), WaitingBackend(tmp_path)).module) == {
+        "1.weight",
+        "3.bias",
+    }
+    # Unfrozen by the loop and now by the program: no difference is left.
+    assert frozen(run_of(with_frozen("1.weight"), WaitingBackend(tmp_path)).module) == {"1.weight", "3.bias"}
+
+
+def unfrozen_in_mid_run(folder: str, sharding: str, stop: int) -> list[float]:
+    run = run_of(
+        with_frozen("0.weight", "0.bias"),
+        WaitingBackend(folder, device="cpu"),
+        adamw=True,
+        sharding=sharding,
+        per_worker_batch_size=4,
+    )
+    train_with_change(run, stop)
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in run.module.parameters()]
+    return [v for p in whole for v in p.flatten().tolist()]
+
+
+@pytest.mark.parametrize("sharding", ["zero2", "fsdp2"])
+def test_an_unfrozen_layer_goes_on_over_a_restart_of_two_workers(pool: Any, tmp_path: Path, sharding: str) -> None:
+    whole = pool(2).run(unfrozen_in_mid_run, str(tmp_path / "whole"), sharding, 6)
+    cut = pool(2).run(unfrozen_in_mid_run, str(tmp_path / "cut"), sharding, 4)
+    resumed = pool(2).run(unfrozen_in_mid_run, str(tmp_path / "cut"), sharding, 6)
+    assert resumed == whole
+    assert resumed[0] == resumed[1] != cut[0]
+
+
+# ---- parameter groups ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["the run's optimizer", "the user's"])
+def test_a_group_that_the_loop_adds_is_refused_at_once(tmp_path: Path, by: str) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    model[2].requires_grad_(False)
+    config = AdaScaleConfig(base_batch_size=4, total_steps=40)
+    run = Run(model, optimizer, None, data(), config, backend=WaitingBackend(tmp_path))
+    added = run.optimizer if by == "the run's optimizer" else optimizer
+    group = {"params": list(model[2].requires_grad_(True).parameters())}
+    with pytest.raises(RuntimeError, match=r"add_param_group.*when it is built.*requires_grad_\(False\)"):
+        added.add_param_group(group)
+    model[2].requires_grad_(False)
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        run.step()
+        with pytest.raises(RuntimeError, match="add_param_group"):
+            added.add_param_group(group)
+        break
+    assert len(run.optimizer.param_groups) == 1
+    optimizer.add_param_group(group)  # after the loop the optimizer is the user's again

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ... import checkpoint
+from ..._errors import few
+from ..._torch import unwrapped_name
 from ..._version import __version__
 from ..._warn import warn_at_user
 from ...batch import BatchPlan
 from ...checkpoint.files import put_together, taken_apart
-from ...checkpoint.model import load_model, model_state
+from ...checkpoint.model import frozen_names, load_model, model_state
 from ...checkpoint.optimizer import hyperparameters, load_hyperparameters, load_optimizer, optimizer_tensors
 from ...checkpoint.rng import capture_rng, empty_rng, restore_rng
 from ...data.source import BatchSource
@@ -56,6 +58,7 @@ class TrainState:
         recipe: The recipe's fingerprint, or None.
         rank: This worker's number.
         device: The device of this worker.
+        frozen: Names of the parameters that the program had frozen when the run was built.
         extra: The user's objects with ``state_dict`` and ``load_state_dict``, by name.
     """
 
@@ -72,6 +75,7 @@ class TrainState:
     recipe: str | None
     rank: int
     device: torch.device
+    frozen: set[str]
     extra: Mapping[str, Any]
 
     def content(self, plan: BatchPlan) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -108,6 +112,7 @@ class TrainState:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "recipe": self.recipe,
             **self.users_state(out),
+            "frozen": {"at_first": sorted(self.frozen), "changed": sorted(self.frozen ^ frozen_names(self.module))},
             "versions": {"ray_adascale": __version__, "torch": torch.__version__},
         }
 
@@ -144,6 +149,7 @@ class TrainState:
         changed = self._changed_on_purpose(whole, accept_changes)
         statistics = whole.tensors("adascale/")
         load_model(whole, self.module)
+        self._load_requires_grad(saved)
         load_optimizer(whole, self.optimizer, self.parameter_names)
         if changed:  # the new settings apply from this τ on
             self.schedule.load_state_dict({"calls": self.schedule.due(saved["effective_steps"])})
@@ -170,6 +176,23 @@ class TrainState:
         if workers == self.world_size:
             load_rng(whole, self.rank, self.device)
         return workers
+
+    def _load_requires_grad(self, saved: Mapping[str, Any]) -> None:
+        """Freeze and unfreeze what the loop had before the checkpoint, except where the program itself was changed since."""
+        if "frozen" not in saved:  # an older checkpoint
+            return
+        before, changed = set(saved["frozen"]["at_first"]), set(saved["frozen"]["changed"])
+        edited = before ^ self.frozen
+        for name, p in self.module.named_parameters():
+            if (key := unwrapped_name(name)) in changed:
+                p.requires_grad_(key in before)
+        if self.rank == 0 and changed - edited:
+            _log.info("requires_grad of %s is the checkpoint's, as the loop had set it.", few(sorted(changed - edited)))
+        if self.rank == 0 and edited - changed:
+            warn_at_user(
+                f"requires_grad of {few(sorted(edited - changed))} is the program's, other than in the checkpoint and in the "
+                "program that began the run."
+            )
 
     def _load_extra(self, whole: checkpoint.Saved) -> None:
         saved = whole.state["extra"]
