@@ -170,7 +170,7 @@ class EffectiveSchedule:
         self._composite = len(self._parts) > 1
         self._left_at, self._left_lrs = self._counts(), self.lrs
         # Copied while the scheduler is fresh, because a curve may be computed later and begins at call 0.
-        self._fresh = None if scheduler is None else _dry_copy(scheduler)
+        self._fresh = None if scheduler is None else dry_copy(scheduler)
         self._last_call = None if total_steps is None else self._calls_before(_last_step(total_steps))
 
     @property
@@ -249,7 +249,7 @@ class EffectiveSchedule:
         """Return the learning rates of the base run, of shape ``(calls, groups)``."""
         if self._fresh is None:
             return np.array([self.lrs])
-        scheduler = _dry_copy(self._fresh)
+        scheduler = dry_copy(self._fresh)
         _join_groups(scheduler)
         groups = scheduler.optimizer.param_groups
         calls = self._calls_before(_last_step(total_steps))
@@ -307,7 +307,7 @@ class EffectiveSchedule:
         if self._scheduler is None or self._fresh is None:
             self._left_lrs = self.lrs  # the state's
             return
-        dry = _dry_copy(self._fresh)
+        dry = dry_copy(self._fresh)
         start, now = self._fresh.optimizer.param_groups, dry.optimizer.param_groups
         constant = [group.keys() - {"params"} for group in start]
         values: list[dict[str, Any]] = []
@@ -384,7 +384,7 @@ class _Standin(Optimizer):
         raise AssertionError("a dry run takes no optimizer step")
 
 
-def _dry_copy(scheduler: LRScheduler) -> LRScheduler:
+def dry_copy(scheduler: LRScheduler) -> LRScheduler:
     """Return a copy of the scheduler that drives a stand-in for its optimizer.
 
     Raises:
