@@ -74,11 +74,6 @@ class LRCurves(Sequence[list[float]]):
         row, factor = self.groups[group]
         return (factor * self.rows[row]).tolist()
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BaseSchedule:

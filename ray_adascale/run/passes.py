@@ -28,17 +28,14 @@ _DEPENDS_ON_NOTHING = (
     "inference_mode(), or from detached tensors or numbers (.detach(), .item())? Or is every parameter frozen?"
 )
 
-_ADDED_GROUP = (
-    "optimizer.add_param_group() was called on the optimizer of a run: checkpoints, the schedule and the other workers would not "
-    "have the group. Give the optimizer all groups when it is built, and freeze with part.requires_grad_(False) what is to be "
-    "trained later."
-)
-
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:
-    raise RuntimeError(_ADDED_GROUP)
+    raise RuntimeError(
+        "optimizer.add_param_group() was called on the optimizer of a run. A resume would not have the group. Give the optimizer "
+        "all groups when it is built, and freeze what is to be trained later: part.requires_grad_(False)."
+    )
 
 
 class Passes:

@@ -92,10 +92,9 @@ class TrainState:
         if (place := self.source.own_state()) is not None:
             out[f"data/{self.rank}/place"] = place
         base = self.base_schedule
-        curves = base.lr_curve
-        assert isinstance(curves, LRCurves)
-        out["schedule/lr_curve"] = torch.from_numpy(curves.rows)
-        out["schedule/lr_groups"] = torch.tensor(curves.groups, dtype=torch.float64)
+        assert isinstance(base.lr_curve, LRCurves)
+        out["schedule/lr_curve"] = torch.from_numpy(base.lr_curve.rows)
+        out["schedule/lr_groups"] = torch.tensor(base.lr_curve.groups, dtype=torch.float64)
         of_stages = {key: value for stage in self.stages for key, value in stage.state_dict().items()}
         return out, {
             **vars(self.loop),
@@ -179,9 +178,8 @@ class TrainState:
 
     def _load_requires_grad(self, saved: Mapping[str, Any]) -> None:
         """Freeze and unfreeze what the loop had before the checkpoint, except where the program itself was changed since."""
-        if "frozen" not in saved:  # an older checkpoint
-            return
-        before, changed = set(saved["frozen"]["at_first"]), set(saved["frozen"]["changed"])
+        known = saved.get("frozen", {"at_first": self.frozen, "changed": ()})  # older checkpoints don't have it
+        before, changed = set(known["at_first"]), set(known["changed"])
         edited = before ^ self.frozen
         for name, p in self.module.named_parameters():
             if (key := unwrapped_name(name)) in changed:

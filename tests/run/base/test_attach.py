@@ -42,7 +42,7 @@ def test_epochs_are_counted_by_the_datasets_length() -> None:
     )
     _, schedule = attach(model, optimizer, scheduler, config)
     assert schedule.base_schedule.total_steps == 37
-    assert schedule.base_schedule.lr_curve == [[0.05, 0.025, 0.0125]]
+    assert [*schedule.base_schedule.lr_curve] == [[0.05, 0.025, 0.0125]]
 
 
 def under_ddp(total_steps: int, examples: int) -> tuple[Notes, Notes]:
@@ -119,7 +119,7 @@ def test_the_curve_must_be_the_recipes() -> None:
     config = AdaScaleConfig(per_worker_batch_size=4, accumulation=2)
     adascale, schedule = attach(built.model, built.optimizer, built.scheduler, config, recipe)
     assert schedule.base_schedule.total_steps == recipe.total_steps
-    assert schedule.base_schedule.lr_curve == recipe.lr_curve
+    assert [*schedule.base_schedule.lr_curve] == recipe.lr_curve
     assert adascale.scale == 2.0
 
     other = regression({"total_steps": 12})
