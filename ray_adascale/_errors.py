@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -71,12 +71,6 @@ class RecipeError(ValueError):
     """A recipe can't be used or can't be written. The message names the field."""
 
 
-def few(names: Iterable[str]) -> str:
-    """Return the first three names, and the number of the others."""
-    quoted = [repr(name) for name in dict.fromkeys(names)]
-    return ", ".join(quoted[:3]) + (f" and {len(quoted) - 3} more" if len(quoted) > 3 else "")
-
-
 def check_count(name: str, value: Any, minimum: int | None = 1) -> int:
     """Return an argument as an int. NumPy's integers are accepted; True and False are not.
 
@@ -108,6 +102,11 @@ def check_type(name: str, value: Any, kind: Any, remedy: str) -> None:
     """
     if not isinstance(value, kind):
         raise ValueError(f"Invalid {name} of type {type(value).__name__}. {remedy}")
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return the number of parameters, and the names of the first ones: "2 parameters: 'a', 'b'"."""
+    return f"{len(names)} parameters: {', '.join(map(repr, names[:most]))}{', ...' if len(names) > most else ''}"
 
 
 def kind_of(value: Any) -> str:

@@ -20,7 +20,7 @@ import json
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +35,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .._errors import few
 from .._torch import unwrapped_name
 from . import files as disk
 from .files import CheckpointError, FileDigest, TensorShard
@@ -388,8 +387,13 @@ class Reader(FileSystemReader):
             try:
                 super().read_data(dataclasses.replace(plan, items=items), planner).wait()
             except Exception as e:
-                keys = few(item.dest_index.fqn for item in items)
+                keys = _few(item.dest_index.fqn for item in items)
                 raise CheckpointError(
                     f"{self._directory / name} cannot be read into {keys}: {type(e).__name__}: {e}"
                 ) from e
         return _done(None)
+
+
+def _few(keys: Iterable[str]) -> str:
+    names = [repr(key) for key in dict.fromkeys(keys)]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

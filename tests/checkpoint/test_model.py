@@ -346,7 +346,8 @@ def train_with_change(run: Run, until: int) -> list[Tensor]:
     """Take steps, and unfreeze the first weight, and freeze the last bias, before step 3."""
     for x, y in run:
         run.backward(F.cross_entropy(run.model(x), y))
-        run.step()
+        if not run.step():
+            continue
         if run.state.iterations == 2:
             run.module.get_parameter("0.weight").requires_grad_(True)
             run.module.get_parameter("3.bias").requires_grad_(False)
@@ -356,11 +357,13 @@ def train_with_change(run: Run, until: int) -> list[Tensor]:
     return [p.detach().clone() for p in run.module.parameters()]
 
 
+@pytest.mark.parametrize("passes", [1, 2])
 def test_what_the_loop_has_unfrozen_stays_unfrozen_in_a_resume(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, passes: int
 ) -> None:
     def run(folder: Path) -> Run:
-        return run_of(with_frozen("0.weight", "0.bias"), WaitingBackend(folder), adamw=True)
+        net = with_frozen("0.weight", "0.bias")
+        return run_of(net, WaitingBackend(folder), adamw=True, per_worker_batch_size=4, accumulation=passes)
 
     whole = train_with_change(run(tmp_path / "whole"), 6)
     train_with_change(run(tmp_path / "cut"), 4)
@@ -372,14 +375,12 @@ def test_what_the_loop_has_unfrozen_stays_unfrozen_in_a_resume(
     assert all(torch.equal(p, q) for p, q in zip(resumed.module.parameters(), whole, strict=True))
     with caplog.at_level("INFO"):
         run(tmp_path / "cut")
-    assert "requires_grad of '0.weight', '3.bias' is the checkpoint's, as the loop had set it" in caplog.text
+    assert "the checkpoint's, as the loop had set it, of 2 parameters: '0.weight', '3.bias'" in caplog.text
 
 
 def test_what_the_program_freezes_otherwise_than_before_stays_so_and_is_named(tmp_path: Path) -> None:
     train_with_change(run_of(with_frozen("0.weight", "0.bias"), WaitingBackend(tmp_path)), 3)
-    with pytest.warns(
-        UserWarning, match=r"requires_grad of '0\.bias', '1\.weight' is the program's.*other than in the"
-    ):
+    with pytest.warns(UserWarning, match=r"is the program's, other than.*of 2 parameters: '0\.bias', '1\.weight'"):
         run = run_of(with_frozen("0.weight", "1.weight"), WaitingBackend(tmp_path))
     assert frozen(run.module) == {"1.weight", "3.bias"}  # the loop's own change is restored all the same
     steps(run, 1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import checkpoint
-from ..._errors import few
+from ..._errors import listed
 from ..._torch import unwrapped_name
 from ..._version import __version__
 from ..._warn import warn_at_user
@@ -180,16 +180,20 @@ class TrainState:
         """Freeze and unfreeze what the loop had before the checkpoint, except where the program itself was changed since."""
         known = saved.get("frozen", {"at_first": self.frozen, "changed": ()})  # older checkpoints don't have it
         before, changed = set(known["at_first"]), set(known["changed"])
-        edited = before ^ self.frozen
         for name, p in self.module.named_parameters():
             if (key := unwrapped_name(name)) in changed:
                 p.requires_grad_(key in before)
+        if changed:
+            self.optimizer.set_batch()  # watches the gradients of what is trainable now
+        edited = before ^ self.frozen
         if self.rank == 0 and changed - edited:
-            _log.info("requires_grad of %s is the checkpoint's, as the loop had set it.", few(sorted(changed - edited)))
+            _log.info(
+                "requires_grad is the checkpoint's, as the loop had set it, of %s", listed(sorted(changed - edited))
+            )
         if self.rank == 0 and edited - changed:
             warn_at_user(
-                f"requires_grad of {few(sorted(edited - changed))} is the program's, other than in the checkpoint and in the "
-                "program that began the run."
+                "requires_grad is the program's, other than in the checkpoint and in the program that began the run, of "
+                f"{listed(sorted(edited - changed))}"
             )
 
     def _load_extra(self, whole: checkpoint.Saved) -> None:
