@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, checkpoint, load_weights
 from ray_adascale.checkpoint import CheckpointError
+from ray_adascale.checkpoint.model import load_model, model_state
 
 from ..samples_of import WaitingBackend
 
@@ -100,6 +101,20 @@ def test_a_hook_that_copies_and_renames_is_called(tmp_path: Path) -> None:
 
     resumed(make, tmp_path)
     assert "halves" in load_weights(tmp_path)
+
+
+def test_a_model_is_not_held_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, again = net(nn.BatchNorm1d(8)), net(nn.BatchNorm1d(8))
+    with torch.no_grad():
+        for p in again.parameters():
+            p.zero_()
+    tensors: dict[str, Any] = {}
+    state = {"model": model_state(first, tensors, rank=0)}
+    checkpoint.save(tmp_path / "one", tensors, state)
+    monkeypatch.setattr(checkpoint.TensorInfo, "empty", lambda _: pytest.fail("a tensor beside the live one"))
+    load_model(checkpoint.Saved(tmp_path / "one"), again)
+    for (name, p), q in zip(first.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(p, q), name
 
 
 # ---- extra state -----------------------------------------------------------------------------------------------------------
