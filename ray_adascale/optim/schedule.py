@@ -249,17 +249,13 @@ class EffectiveSchedule:
         groups = scheduler.optimizer.param_groups
         calls = self._calls_before(_last_step(total_steps))
         rates = np.empty((calls + 1, len(self.lrs)))
-
-        def note(call: int) -> None:
-            rates[call] = groups[0]["lr"] if len(groups) == 1 else [float(group["lr"]) for group in groups]
-
-        note(0)
         with warnings.catch_warnings():
             _ignore_order_warnings()
-            for call in range(calls):
-                with noted(lambda call=call: self._call_note(call, calls)):  # type: ignore[misc]
-                    scheduler.step()
-                note(call + 1)
+            for call in range(calls + 1):
+                if call:
+                    with noted(lambda call=call: self._call_note(call - 1, calls)):  # type: ignore[misc]
+                        scheduler.step()
+                rates[call] = groups[0]["lr"] if len(groups) == 1 else [float(group["lr"]) for group in groups]
         return rates
 
     def state_dict(self) -> dict[str, int]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -214,10 +214,10 @@ def _as_torchs(scheduler: Any, unit: SchedulerUnit | None) -> Any:
     fresh = dry_copy(counted)
     fresh.last_epoch = -1
     fresh.step()
-    for group, at_first in zip(scheduler.optimizer.param_groups, fresh.optimizer.param_groups, strict=True):
-        if not math.isclose(group["lr"], at_first["lr"], rel_tol=1e-5):  # a tanh does not begin exactly at the base LR
-            raise ValueError(
-                f"The {kind} was stepped already: the LR is {group['lr']:g}, and {at_first['lr']:g} at the first step. "
-                "Give a fresh scheduler and never call its step(). The schedule calls it by τ, also after a resume."
-            )
+    now, first = ([group["lr"] for group in each.optimizer.param_groups] for each in (counted, fresh))
+    if not np.allclose(now, first, rtol=1e-5, atol=0):  # a tanh does not begin exactly at the base LR
+        raise ValueError(
+            f"The {kind} was stepped already: the LRs are {now}, and {first} at its first step. Give a fresh scheduler and "
+            "never call its step(). The schedule calls it by τ, also after a resume."
+        )
     return counted

@@ -94,12 +94,11 @@ def attach(
     check_count("starting_step", starting_step, 0)
     if starting_step and isinstance(scheduler, LRScheduler):
         check_initial_rates(optimizer, scheduler)
-    elif not starting_step and any(entry.get("step", 1) > 0 for entry in optimizer.state.values() if entry):
+    elif not starting_step and any(map(_has_stepped, optimizer.state.values())):
         raise ValueError(
-            "The optimizer has state of earlier steps, and τ would begin at 0. τ is in the state of the optimizer that attach() "
-            "returns: call attach() before the loop loads a checkpoint, and save and load the returned optimizer (in timm's "
-            "train.py: create the scheduler and attach above resume_checkpoint() and CheckpointSaver()). If another program "
-            "has trained k base steps: attach(..., starting_step=k)."
+            "The optimizer has state of earlier steps, and τ would begin at 0. Call attach() before the loop loads a checkpoint, "
+            "and save and load the optimizer that it returns, which has τ. In timm's train.py attach above resume_checkpoint() and "
+            "CheckpointSaver(). If another program has trained k base steps: attach(..., starting_step=k)."
         )
     plan = config.batch.plan(workers)
     per_epoch = None if config.dataset_length is None else config.dataset_length / plan.base_batch_size
@@ -121,6 +120,11 @@ def attach(
         schedule.step()
     check_schedule(scheduler, schedule.base_schedule, config, recipe, plan.global_batch_size)
     return adascale, schedule
+
+
+def _has_stepped(state: Any) -> bool:
+    """Return whether the state of a parameter is of a step. Some optimizers make one when they are built."""
+    return bool(state) and (not isinstance(state, dict) or bool(state.get("step", 1) > 0))
 
 
 def _workers() -> int:
