@@ -97,8 +97,8 @@ def attach(
     elif not starting_step and any(map(_has_stepped, optimizer.state.values())):
         raise ValueError(
             "The optimizer has state of earlier steps, and τ would begin at 0. Call attach() before the loop loads a checkpoint, "
-            "and save and load the optimizer that it returns, which has τ. In timm's train.py attach above resume_checkpoint() and "
-            "CheckpointSaver(). If another program has trained k base steps: attach(..., starting_step=k)."
+            "and save and load the optimizer that it returns, which has τ. In timm's train.py attach above resume_checkpoint() "
+            "and CheckpointSaver(). If another program has trained k base steps: attach(..., starting_step=k)."
         )
     plan = config.batch.plan(workers)
     per_epoch = None if config.dataset_length is None else config.dataset_length / plan.base_batch_size
