@@ -371,6 +371,23 @@ def test_a_model_with_a_contract_of_its_own_resumes_under_every_sharding(
     assert [calls for _, calls in resumed] == [5, 5]
 
 
+def states_by_rank(folder: str) -> None:
+    rank = torch.distributed.get_rank()
+    kinds = [(lambda _: {"rank": rank, "of": torch.tensor(rank)}, int), (lambda _: torch.tensor(rank), int)]
+    model = nn.Sequential(*(Counting(*kind) for kind in kinds * 3))
+    tensors: dict[str, Any] = {}
+    state = {"model": model_state(model, tensors, rank=rank)}
+    checkpoint.save(folder, tensors, state)
+
+
+def test_extra_state_is_rank_0s(pool: Any, tmp_path: Path) -> None:
+    pool(2).run(states_by_rank, str(tmp_path))
+    found = load_weights(tmp_path)
+    assert len(found) == 6
+    for value in found.values():
+        assert value == 0 if is_tensor(value) else value == {"rank": 0, "of": 0}
+
+
 # ---- requires_grad -----------------------------------------------------------------------------------------------------------
 
 
