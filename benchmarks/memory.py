@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py                       # 25 M parameters, SGD(momentum) and AdamW, 2 workers
     python benchmarks/memory.py --kinds ddp sharded --optimizers adamw --width 2048 --workers 4
+    python benchmarks/memory.py --resume --depth 96   # the peak while a model's weights are loaded from a checkpoint
 
 Every kind runs in fresh processes. The peak is the growth of the worker's resident memory (on a GPU: of the allocator's) in
 three steps, beyond model and data. It contains gradients, state, buffers and activations.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ray_adascale import OSS, AdaScale
+from ray_adascale import OSS, AdaScale, checkpoint
+from ray_adascale.checkpoint.model import load_model, model_state
 
 _STEPS = 3
 _MIB = 1 << 20
@@ -132,6 +135,74 @@ def worker(rank: int, workers: int, scratch: str, kind: str, optimizer: str, arg
     leave_group()
 
 
+def _copying(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+    """As a state dict hook: its tensors are copies."""
+    state.update({key: value.clone() for key, value in state.items()})
+
+
+_LOADS = {
+    "torch.load and load_state_dict": "a copy of the model on the CPU",
+    "checkpoint": "the live tensors are filled",
+    "checkpoint, state_dict() of copies": "the copies are filled",
+    "checkpoint, fsdp2": "each worker's shards are filled",
+}
+"""Ways to load a model's weights, and what is held beside it."""
+
+
+def load_worker(rank: int, workers: int, scratch: str, how: str, folder: str, args: argparse.Namespace) -> None:
+    """Save the model (``how`` is "save"), or load it in one way; rank 0 leaves the bytes of all workers."""
+    join_group(rank, workers, scratch, "cpu")
+    torch.manual_seed(0)
+    model, row = mlp(args.depth, args.width), {}
+    if how == "save":
+        tensors: dict[str, Any] = {}
+        state = {"model": model_state(model, tensors, rank=rank)}
+        checkpoint.save(f"{folder}/checkpoint", tensors, state)
+        if rank == 0:
+            torch.save(model.state_dict(), f"{folder}/model.pt")
+        dist.barrier()
+    else:
+        if "fsdp2" in how:
+            for block in (*model.children(), model):
+                fully_shard(block, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (workers,)))
+        if "copies" in how:
+            model.register_state_dict_post_hook(_copying)
+        saved = checkpoint.Saved(f"{folder}/checkpoint")
+        assert saved.index
+        gc.collect()
+        before = reset_peak(torch.device("cpu"))
+        if how.startswith("torch"):
+            model.load_state_dict(torch.load(f"{folder}/model.pt", map_location="cpu", weights_only=True))
+        else:
+            load_model(saved, model)
+        row = {
+            "parameters": sum(_local(p.detach()).nbytes for p in model.parameters()),
+            "peak": resident("VmHWM") - before,
+        }
+    rows: list[Any] = [None] * workers
+    dist.all_gather_object(rows, row)
+    if rank == 0:
+        leave(scratch, rows)
+    dist.barrier()
+    leave_group()
+
+
+def measure_loads(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Print a table of the ways to load a model's weights, and return its rows."""
+    print("| weights loaded by | beside the model | parameters | peak beyond them |\n|---|---|---|---|")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        run_workers(load_worker, args.workers, "save", folder, args)
+        for how, beside in _LOADS.items():
+            each = run_workers(load_worker, args.workers, how, folder, args)
+            largest = {key: max(row[key] for row in each) for key in each[0]}
+            rows.append({"how": how, **largest})
+            print(
+                f"| {how} | {beside} | {' | '.join(f'{value / _MIB:.1f}' for value in largest.values())} |", flush=True
+            )
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kinds", nargs="+", choices=list(_MEASURED), default=list(_MEASURED))
@@ -141,6 +212,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--resume", action="store_true", help="measure ways to load a model's weights instead (CPU)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model: only check that it runs")
     args = parser.parse_args()
     if args.smoke:
@@ -148,6 +220,11 @@ def main() -> int:
     reasons = {kind: _MEASURED[kind].unavailable(args.device) for kind in args.kinds}
     print(in_words(machine()))
     print(f"{args.workers} workers; MiB a worker, the largest of all workers\n")
+    if args.resume:
+        rows = measure_loads(args)
+        if args.json is not None:
+            write_json(args.json, rows)
+        return 0
     print("| optimizer | kind | parameters | gradients after backward | optimizer state | peak of a step |")
     print("|---|---|---|---|---|---|")
     rows = []

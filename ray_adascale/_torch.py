@@ -60,9 +60,12 @@ def called_to_make_state(optimizer: Optimizer) -> bool:
     return frame is not None
 
 
-def uncompiled_name(name: str) -> str:
-    """Return the name of a parameter or buffer without the parts that ``torch.compile`` of its modules has added."""
-    return name.replace("_orig_mod.", "")
+def unwrapped_name(name: str) -> str:
+    """Return the name of a parameter or buffer without the parts that wrappers of its modules have added.
+
+    The wrappers are those of ``torch.compile`` and of torch's ``checkpoint_wrapper``.
+    """
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def count_of_writes(tensor: Tensor) -> int:

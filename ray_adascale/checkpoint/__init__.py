@@ -18,6 +18,7 @@ import difflib
 import os
 import shutil
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,15 +32,21 @@ from torch import Tensor
 
 from .._warn import warn_at_user
 from . import files as disk
-from .files import MANIFEST, STATE, CheckpointError, FileDigest, NoUsableCheckpoint, TensorShard
+from .files import (
+    EXTRA_OF_MODEL,
+    MANIFEST,
+    STATE,
+    WEIGHTS_PREFIX,
+    CheckpointError,
+    FileDigest,
+    NoUsableCheckpoint,
+    TensorShard,
+)
 from .ranks import Ranks
 
 if TYPE_CHECKING:  # DCP takes most of a second, so `dcp`, which imports it, is imported where it is needed
     from torch.distributed.checkpoint import Metadata, SavePlan
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-WEIGHTS_PREFIX = "model/"
-"""Prefix of the keys of the model's own state dict. ``load_weights`` finds the model by it."""
 
 StrPath = str | os.PathLike[str]
 _Candidate = TypeVar("_Candidate")
@@ -51,6 +58,10 @@ class TensorInfo:
 
     dtype: torch.dtype
     shape: torch.Size
+
+    def empty(self) -> Tensor:
+        """Return a tensor to load it into, on the CPU."""
+        return torch.empty(self.shape, dtype=self.dtype)
 
 
 def save(
@@ -322,11 +333,31 @@ class Saved:
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Load all tensors whose keys begin with a prefix, on the CPU; return them by the rest of their keys."""
-        into = {
-            key: torch.empty(info.shape, dtype=info.dtype) for key, info in self.index.items() if key.startswith(prefix)
-        }
+        into = {key: info.empty() for key, info in self.index.items() if key.startswith(prefix)}
         self.load(into)
         return {key.removeprefix(prefix): value for key, value in into.items()}
+
+    def weights(self, into: Mapping[str, Any]) -> OrderedDict[str, Any]:
+        """Load the model's state dict; empty where the checkpoint holds no model.
+
+        Args:
+            into: Tensors to fill, by key, where their shape is the stored one. The others are new, on the CPU.
+
+        Raises:
+            CheckpointError: A tensor to fill has another dtype than the stored one.
+        """
+        state: OrderedDict[str, Any] = OrderedDict()
+        for key, info in self.index.items():
+            if key.startswith(WEIGHTS_PREFIX):
+                name = key.removeprefix(WEIGHTS_PREFIX)
+                live = into.get(name)
+                state[name] = live if isinstance(live, Tensor) and live.shape == info.shape else info.empty()
+        self.load({f"{WEIGHTS_PREFIX}{name}": tensor for name, tensor in state.items()})
+        if (rest := self.state.get("model")) is not None:  # older checkpoints have tensors only
+            extra = {f"{EXTRA_OF_MODEL}{key}": value for key, value in self.tensors(EXTRA_OF_MODEL).items()}
+            state.update(disk.put_together(rest["values"], extra))
+            state._metadata = rest["metadata"]  # type: ignore[attr-defined]
+        return state
 
     def load(self, into: Mapping[str, Tensor | TensorShard]) -> None:
         """Fill tensors in place, from the chunks that overlap with them.
@@ -365,10 +396,11 @@ class Saved:
         reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
-def load_weights(directory: StrPath) -> dict[str, Tensor]:
+def load_weights(directory: StrPath) -> dict[str, Any]:
     """Verify a checkpoint and read the model's plain state dict, on the CPU, for ``model.load_state_dict``.
 
-    No process group is needed. The names are those of the model before ``torch.compile``: load them before it is compiled.
+    No process group is needed. The names are those of the model before ``torch.compile``: load them before it is compiled. All
+    values are tensors, but for a module's extra state.
 
     Args:
         directory: A checkpoint's folder, or a run's folder for its newest usable checkpoint. A RuntimeWarning names each newer
@@ -378,7 +410,7 @@ def load_weights(directory: StrPath) -> dict[str, Tensor]:
         CheckpointError: The checkpoint is incomplete or damaged, or holds no model.
     """
     saved = Saved(_chosen(directory))
-    weights = saved.tensors(WEIGHTS_PREFIX)
+    weights = saved.weights({})
     if not weights:
         raise CheckpointError(f"{saved.folder} holds no model: no key starts with {WEIGHTS_PREFIX!r}.")
     return weights

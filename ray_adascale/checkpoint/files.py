@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._files import write_atomically
 from .._torch import is_dtensor
@@ -33,6 +33,11 @@ VERSION = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
 TENSORS = "tensors.json"
+WEIGHTS_PREFIX = "model/"
+"""Prefix of the keys of the model's state dict. ``load_weights`` finds the model by it."""
+EXTRA_OF_MODEL = "model.extra/"
+"""Prefix of the keys of tensors in other values of the model's state dict."""
+_TENSOR = "__tensor__"
 
 
 class CheckpointError(RuntimeError):
@@ -244,3 +249,49 @@ def read_json(directory: Path, expected: FileDigest) -> dict[str, Any]:
     """Read the object in a JSON file, after a comparison of size and digest with the manifest."""
     check_file(directory, expected)
     return _parse_json(directory / expected.name, (directory / expected.name).read_bytes())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Nested states
+
+
+def taken_apart(state: Any, key: str, tensors: dict[str, Any]) -> Any:
+    """Return a nested state as JSON values, with a placeholder for each tensor.
+
+    Args:
+        state: Dicts with strings as keys, lists, tuples (loaded as lists), tensors, and JSON values.
+        key: The key of the state in the checkpoint.
+        tensors: Receives the tensors, by key.
+
+    Raises:
+        TypeError: The state has a value of another type. The message names its key.
+    """
+    if isinstance(state, Tensor):
+        if type(state) not in (Tensor, nn.Parameter):
+            raise TypeError(f"Invalid {key}: a {type(state).__name__}. Must be a plain tensor, whole on each worker.")
+        tensors[key] = state.detach()
+        return {_TENSOR: key}
+    if isinstance(state, Mapping):
+        wrong = next((name for name in state if not isinstance(name, str) or name == _TENSOR), None)
+        if wrong is not None:
+            raise TypeError(f"Invalid key {wrong!r} in {key}. Must be a string other than {_TENSOR!r}.")
+        return {name: taken_apart(value, f"{key}/{name}", tensors) for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [taken_apart(value, f"{key}/{i}", tensors) for i, value in enumerate(state)]
+    if state is None or isinstance(state, bool | int | float | str):
+        return state
+    raise TypeError(
+        f"Invalid {key}: a {type(state).__name__}. Must be tensors and JSON values in the state of extra_state and in a module's "
+        "get_extra_state(), because nothing in a checkpoint is pickled."
+    )
+
+
+def put_together(state: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the nested state from the JSON values and tensors of :func:`taken_apart`."""
+    if isinstance(state, Mapping):
+        if set(state) == {_TENSOR}:
+            return tensors[state[_TENSOR]]
+        return {name: put_together(value, tensors) for name, value in state.items()}
+    if isinstance(state, list):
+        return [put_together(value, tensors) for value in state]
+    return state

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import checkpoint
-from .._torch import is_dtensor, uncompiled_name
+from .._torch import is_dtensor, unwrapped_name
 from .._warn import warn_at_user
 from ..chain import parts_of
 from ..optim.adascale import AdaScale
@@ -45,7 +45,7 @@ _WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers with entri
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
     """Return the name of each of the optimizer's parameters: the model's name, or a number for other parameters."""
-    names: dict[Tensor, str] = {param: uncompiled_name(name) for name, param in model.named_parameters()}
+    names: dict[Tensor, str] = {param: unwrapped_name(name) for name, param in model.named_parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     # A number starts with a dot, which no parameter of a module can.
     return {p: names.get(p, f".{i}") for i, p in enumerate(params)}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
@@ -35,13 +35,13 @@ def curve_difference(
     lengths = [(len(e), len(a)) for e, a in zip(expected, actual, strict=True)]
     first: tuple[int, int] | None = None
     differing = 0
-    for group, (e_curve, a_curve) in enumerate(zip(expected, actual, strict=True)):
-        floor = rtol * 1e-3 * max((abs(e) for e in e_curve), default=0.0)
-        for call, (e, a) in enumerate(zip(e_curve, a_curve, strict=False)):
-            same_nan = math.isnan(e) and math.isnan(a)
-            if not same_nan and not math.isclose(e, a, rel_tol=rtol, abs_tol=floor):
-                first = first or (group, call)
-                differing += 1
+    for group, (e, a) in enumerate(zip(map(np.asarray, expected), map(np.asarray, actual), strict=True)):
+        both = min(len(e), len(a))
+        floor = rtol * 1e-3 * np.abs(np.nan_to_num(e)).max(initial=0.0)
+        wrong = ~np.isclose(e[:both], a[:both], rtol=rtol, atol=floor, equal_nan=True)
+        if first is None and wrong.any():
+            first = group, int(np.argmax(wrong))
+        differing += int(wrong.sum())
     if first is not None:
         group, call = first
         compared = sum(min(pair) for pair in lengths)
@@ -120,8 +120,9 @@ def _own_ends(scheduler: LRScheduler, begins: int = 0) -> Iterator[tuple[type[LR
 
 def _calls_at_zero(curve: Sequence[float]) -> int:
     """Return the number of equal values at the end of a curve, if they are at most a millionth of its peak; else 0."""
-    peak, last = max(map(abs, curve)), curve[-1]
+    rates = np.asarray(curve)
+    peak, last = np.abs(rates).max(), rates[-1]
     if abs(last) > 1e-6 * peak:
         return 0
-    different = (i for i, lr in enumerate(reversed(curve)) if abs(lr - last) > 1e-9 * peak)
-    return next(different, len(curve))
+    different = np.flatnonzero(np.abs(rates - last) > 1e-9 * peak)
+    return len(curve) - 1 - int(different[-1]) if len(different) else len(curve)

@@ -11,10 +11,12 @@ import copy
 import math
 import types
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     LRScheduler,
@@ -33,6 +35,46 @@ _ORDER_WARNINGS = (
 )
 
 
+class LRCurves(Sequence[list[float]]):
+    """``curves[group][call]``: learning rates after ``call`` scheduler calls. Groups with proportional curves share one.
+
+    A shared curve times a group's factor is right to 10⁻¹² of its peak; equal curves are equal to the last bit.
+
+    Attributes:
+        rows: The curves, of shape ``(rows, calls)``.
+        groups: For each parameter group the index of its row, and the factor on it.
+    """
+
+    def __init__(self, rows: np.ndarray, groups: Sequence[tuple[int, float]]) -> None:
+        self.rows, self.groups = rows, groups
+
+    @classmethod
+    def of(cls, rates: np.ndarray) -> LRCurves:
+        """Return the curves of learning rates of shape ``(calls, groups)``."""
+        rows: list[np.ndarray] = []
+        groups: list[tuple[int, float]] = []
+        some, whole = slice(None, None, len(rates) // 16 + 1), slice(None)
+        for curve in rates.T:
+            at = int(np.argmax(np.abs(curve)))
+            peak = float(curve[at]) or 1.0
+            for row, other in enumerate(rows):  # noqa: B007 (used after the loop)
+                factor = peak / (float(other[at]) or 1.0)
+                if all(np.abs(factor * other[part] - curve[part]).max() <= 1e-12 * abs(peak) for part in (some, whole)):
+                    break
+            else:
+                row, factor = len(rows), 1.0
+                rows.append(curve)
+            groups.append((row, factor))
+        return cls(np.array(rows), groups)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, group: Any) -> Any:
+        row, factor = self.groups[group]
+        return (factor * self.rows[row]).tolist()
+
+
 @dataclass(frozen=True, kw_only=True)
 class BaseSchedule:
     """The schedule of the base run. A run at any scale follows it; recipe and checkpoint must agree with it.
@@ -49,7 +91,7 @@ class BaseSchedule:
     total_steps: int
     scheduler_unit: SchedulerUnit | None
     base_steps_per_epoch: float | None
-    lr_curve: list[list[float]]
+    lr_curve: Sequence[Sequence[float]]
 
     @property
     def highest_at(self) -> float:
@@ -61,10 +103,10 @@ class BaseSchedule:
     def _steps_per_call(self) -> float:
         return self.base_steps_per_epoch if self.scheduler_unit == "epoch" and self.base_steps_per_epoch else 1
 
-    def lr_at(self, group: int, effective_steps: float) -> float:
-        """Return the learning rate of a parameter group at τ, before the gain."""
+    def lrs_at(self, group: int, taus: Sequence[float]) -> list[float]:
+        """Return the learning rates of a parameter group at each τ, before the gain."""
         curve = self.lr_curve[group]
-        return curve[min(int(effective_steps / self._steps_per_call), len(curve) - 1)]
+        return [curve[min(int(tau / self._steps_per_call), len(curve) - 1)] for tau in taus]
 
 
 class EffectiveSchedule:
@@ -123,7 +165,7 @@ class EffectiveSchedule:
         self._composite = len(self._parts) > 1
         self._left_at, self._left_lrs = self._counts(), self.lrs
         # Copied while the scheduler is fresh, because a curve may be computed later and begins at call 0.
-        self._fresh = None if scheduler is None else _dry_copy(scheduler)
+        self._fresh = None if scheduler is None else dry_copy(scheduler)
         self._last_call = None if total_steps is None else self._calls_before(_last_step(total_steps))
 
     @property
@@ -184,7 +226,7 @@ class EffectiveSchedule:
         """Return each part's own count of its steps."""
         return [getattr(part, "last_epoch", None) for part in self._parts]
 
-    def curve(self, total_steps: float) -> list[list[float]]:
+    def curve(self, total_steps: float) -> LRCurves:
         """Return the learning rates of the whole base run, ``curve[group][call]`` for calls 0 ... ``due(total_steps − 1)``.
 
         They come from a dry run on copies, from call 0 on. The live scheduler and optimizer do not change, and no parameter or
@@ -196,19 +238,25 @@ class EffectiveSchedule:
         """
         if not (0 < total_steps < math.inf):
             raise ValueError(f"Invalid {total_steps=}. Must be positive and finite.")
+        return LRCurves.of(self._rates(total_steps))
+
+    def _rates(self, total_steps: float) -> np.ndarray:
+        """Return the learning rates of the base run, of shape ``(calls, groups)``."""
         if self._fresh is None:
-            return [[lr] for lr in self.lrs]
-        scheduler = _dry_copy(self._fresh)
+            return np.array([self.lrs])
+        scheduler = dry_copy(self._fresh)
+        _join_groups(scheduler)
         groups = scheduler.optimizer.param_groups
-        points = [[float(group["lr"]) for group in groups]]
+        calls = self._calls_before(_last_step(total_steps))
+        rates = np.empty((calls + 1, len(self.lrs)))
         with warnings.catch_warnings():
             _ignore_order_warnings()
-            calls = self._calls_before(_last_step(total_steps))
-            for call in range(calls):
-                with noted(lambda call=call: self._call_note(call, calls)):  # type: ignore[misc]
-                    scheduler.step()
-                points.append([float(group["lr"]) for group in groups])
-        return [list(group) for group in zip(*points, strict=True)]
+            for call in range(calls + 1):
+                if call:
+                    with noted(lambda call=call: self._call_note(call - 1, calls)):  # type: ignore[misc]
+                        scheduler.step()
+                rates[call] = groups[0]["lr"] if len(groups) == 1 else [float(group["lr"]) for group in groups]
+        return rates
 
     def state_dict(self) -> dict[str, int]:
         """Return ``{"calls": number of scheduler calls}``. A scheduler, also a LambdaLR, is a function of this number."""
@@ -250,7 +298,7 @@ class EffectiveSchedule:
         if self._scheduler is None or self._fresh is None:
             self._left_lrs = self.lrs  # the state's
             return
-        dry = _dry_copy(self._fresh)
+        dry = dry_copy(self._fresh)
         start, now = self._fresh.optimizer.param_groups, dry.optimizer.param_groups
         constant = [group.keys() - {"params"} for group in start]
         values: list[dict[str, Any]] = []
@@ -327,7 +375,7 @@ class _Standin(Optimizer):
         raise AssertionError("a dry run takes no optimizer step")
 
 
-def _dry_copy(scheduler: LRScheduler) -> LRScheduler:
+def dry_copy(scheduler: LRScheduler) -> LRScheduler:
     """Return a copy of the scheduler that drives a stand-in for its optimizer.
 
     Raises:
@@ -351,6 +399,44 @@ def _dry_copy(scheduler: LRScheduler) -> LRScheduler:
             f"Cannot copy the {type(scheduler).__name__} for a dry run ({error!r}). A scheduler must be deep-copyable:"
             " keep file handles, locks and the like out of its attributes and its callable objects."
         ) from error
+
+
+# Attributes of torch's schedulers that have a value for each parameter group.
+_PER_GROUP = ("base_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas", "_last_lr")
+
+
+def _join_groups(scheduler: LRScheduler) -> None:
+    """Make the groups of a dry copy one, with arrays as values, so that a call costs as much as for one group.
+
+    torch's own schedulers do the same arithmetic for each group, and NumPy's float64 is Python's float. The copy stays as it is
+    where a scheduler is not torch's, or groups differ in other things than numbers.
+    """
+    parts, groups = list(nested_schedulers(scheduler)), scheduler.optimizer.param_groups
+    if any(type(part).__module__ != LRScheduler.__module__ for part in parts):
+        return
+    try:
+        one = {key: _joined([group[key] for group in groups]) for key in groups[0] if key != "params"}
+        found = [(part, name) for part in parts for name in _PER_GROUP if getattr(part, name, None)]
+        values = [_joined(getattr(part, name)) for part, name in found]
+    except (KeyError, TypeError):
+        return
+    groups[:] = [one]
+    for (part, name), value in zip(found, values, strict=True):
+        setattr(part, name, [value])
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    """Return one value for those of all groups: the same, or an array.
+
+    Raises:
+        TypeError: There is none.
+    """
+    first = values[0]
+    if all(value is first or (isinstance(value, int | float | str | tuple) and value == first) for value in values):
+        return first
+    if all(isinstance(value, int | float) for value in values):
+        return np.array(values, dtype=np.float64)
+    raise TypeError
 
 
 def _restore(group: dict[str, Any], key: str, value: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -12,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from .._torch import called_to_make_state
 from ..batch import BatchPlan
 from .adascale import AdaScale
-from .schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit
+from .schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit, dry_copy
 
 
 class TauSchedule(LRScheduler):
@@ -209,4 +210,14 @@ def _as_torchs(scheduler: Any, unit: SchedulerUnit | None) -> Any:
             f"Invalid {unit=}: this {kind} has t_in_epochs={in_epochs}, so its unit is {right!r}. With the other unit it would "
             "never change the learning rate."
         )
-    return _Counted(scheduler, unit)
+    counted = _Counted(scheduler, unit)
+    fresh = dry_copy(counted)
+    fresh.last_epoch = -1
+    fresh.step()
+    now, first = ([group["lr"] for group in each.optimizer.param_groups] for each in (counted, fresh))
+    if not np.allclose(now, first, rtol=1e-5, atol=0):  # a tanh does not begin exactly at the base LR
+        raise ValueError(
+            f"The {kind} was stepped already: the LRs are {now}, and {first} at its first step. Give a fresh scheduler and "
+            "never call its step(). The schedule calls it by τ, also after a resume."
+        )
+    return counted

@@ -13,6 +13,7 @@ from torch import nn
 from .._errors import SettingError
 from .._files import TRACE
 from ..batch import BatchFollower, BatchPlan
+from ..checkpoint.model import frozen_names
 from ..config import AdaScaleConfig, read_settings
 from ..data import make_source
 from ..data.iterables import known_length
@@ -136,8 +137,11 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         recipe=None if recipe is None else recipe.fingerprint,
         rank=rank,
         device=device,
+        frozen=frozen_names(module),
         extra=pieces.extra_state or {},
     )
+    if backend.keeps_checkpoints:
+        train_state.users_state({})  # raises now and not at the first checkpoint
     start = _start_of(pieces.starting_step, train_state, evaluation)
     plan, trace, listeners = _resume(backend, config, recipe, train_state, (batch, evaluation), plan, start)
     # Built last, because their intervals begin now.

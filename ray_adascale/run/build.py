@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,15 +77,16 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, 
 
 
 def warn_of_state_dict_hooks(optimizer: Optimizer) -> None:
-    """Warn if the optimizer has hooks around its state dict: the run's checkpoints are of tensors, and call none."""
+    """Warn if the optimizer has hooks around its state dict, or more in it: the run's checkpoints save tensors of parameters."""
+    parts = [part for part, _ in parts_of(optimizer)]
     if any(
         getattr(part, f"_optimizer_{name}_hooks")
-        for part in (optimizer, *(part for part, _ in parts_of(optimizer)))
+        for part in (optimizer, *parts)
         for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
-    ):
+    ) or any(part.state_dict().keys() - {"state", "param_groups"} for part in parts):
         warn_on_first_worker(
-            f"{type(optimizer).__name__} has hooks around its state dict. The run's checkpoints don't call them, so what they "
-            "add is not saved. Give it as extra_state=, an object with state_dict() and load_state_dict()."
+            f"{type(optimizer).__name__} has hooks around its state dict, or entries of its own in it. The run's checkpoints "
+            "lack what they add. Give it as extra_state=, an object with state_dict() and load_state_dict()."
         )
 
 
@@ -166,7 +168,7 @@ def _doubts_about(scheduler: LRScheduler | None, schedule: BaseSchedule, batch: 
     return [sentence for sentence in found if sentence is not None]
 
 
-def check_rule(config: AdaScaleConfig, curve: list[list[float]]) -> None:
+def check_rule(config: AdaScaleConfig, curve: Sequence[Sequence[float]]) -> None:
     """Let the scaling rule warn of a schedule that does the same as the rule: LEGW has a warm-up of its own."""
     check = getattr(make_rule(config.rule), "check_curve", None)  # a plain callable has none
     if check is not None:

@@ -31,6 +31,13 @@ _DEPENDS_ON_NOTHING = (
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def _refuse_group(param_group: dict[str, Any]) -> None:
+    raise RuntimeError(
+        "optimizer.add_param_group() was called on the optimizer of a run. A resume would not have the group. Give the optimizer "
+        "all groups when it is built, and freeze what is to be trained later: part.requires_grad_(False)."
+    )
+
+
 class Passes:
     """Runs the passes of each optimizer step, and the step itself.
 
@@ -69,6 +76,7 @@ class Passes:
         self._optimizer = optimizer
         self.scaler = scaler
         self._guarded = guarded
+        guarded.add_param_group = _refuse_group  # type: ignore[method-assign]
         self._dtype = _DTYPES.get(precision)
         self._device = device
         self._fully_sharded = fully_sharded
@@ -99,13 +107,18 @@ class Passes:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Return a context in which the user's own optimizer refuses to step by itself. It closes an open pass at its end."""
+        """Return a context in which the user's own optimizer refuses to step by itself, and refuses further groups.
+
+        It closes an open pass at its end.
+        """
         self._optimizer.zero_grad()  # gradients of before the loop, or of a loop that was left within a step
         hook = self._guarded.register_step_pre_hook(self._check_stepping)
+        self._guarded.add_param_group = _refuse_group  # type: ignore[method-assign]
         try:
             yield
         finally:
             hook.remove()
+            del self._guarded.add_param_group
             self._autocast.close()
             self._no_sync.close()
 

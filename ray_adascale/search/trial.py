@@ -184,6 +184,7 @@ class _TuneBackend(Backend):
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         # A trial may be paused at its last report, too.
         self.report_policy = ReportPolicy(save_evaluations=checkpoints, save_end=checkpoints)
+        self.keeps_checkpoints = checkpoints
         self._collected = collected
 
     @contextmanager

@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 from .. import checkpoint
 from .._files import TRACE, room_in_words
+from .._warn import warn_at_user
+from ..checkpoint.files import MANIFEST, STATE, TENSORS
 from ..run.boundary.backend import Backend, ReportPolicy
 from ..run.boundary.stage import StepReport
 from ..run.observe.eta import EtaTracker
@@ -35,6 +37,12 @@ _log = logging.getLogger(__name__)
 _UPLOAD_PAUSES_S = (1.0, 2.0)  # between tries, as Ray's own
 _PREEMPTION_POLL_S = 5.0
 """A poll is a barrier of 3 to 4 ms: below a thousandth of the time. Notices come 30 s or more ahead."""
+
+
+def _is_a_runs(candidate: ray.train.Checkpoint) -> bool:
+    """Return whether a checkpoint has a file of the format, so that it is a run's, if perhaps a damaged one."""
+    files = [f"{candidate.path}/{name}" for name in (MANIFEST, STATE, TENSORS)]
+    return any(file.type != pyarrow.fs.FileType.NotFound for file in candidate.filesystem.get_file_info(files))
 
 
 class RayTrainBackend(Backend):
@@ -74,19 +82,23 @@ class RayTrainBackend(Backend):
             found: list[str | None] = [None, None]  # the path, or an error
             if self.rank == 0:
                 try:
-                    found[0] = self._newest_usable(newest, held).path
-                except checkpoint.CheckpointError as e:
+                    usable = self._newest_usable(newest, held)
+                    found[0] = None if usable is None else usable.path
+                except (checkpoint.CheckpointError, OSError) as e:  # not to leave the other workers waiting
                     found[1] = str(e)
             if self.world_size > 1:
                 dist.broadcast_object_list(found, src=0)
             path, error = found
-            if path is None:
+            if error is not None:
                 raise checkpoint.NoUsableCheckpoint(error)
-            filesystem = self._storage.storage_filesystem
-            yield Path(held.enter_context(ray.train.Checkpoint(path, filesystem).as_directory()))
+            chosen = None if path is None else ray.train.Checkpoint(path, self._storage.storage_filesystem)
+            yield None if chosen is None else Path(held.enter_context(chosen.as_directory()))
 
-    def _newest_usable(self, newest: ray.train.Checkpoint | None, held: ExitStack) -> ray.train.Checkpoint:
-        """Return the newest checkpoint that verifies. Called on rank 0, since it reads the whole checkpoint."""
+    def _newest_usable(self, newest: ray.train.Checkpoint | None, held: ExitStack) -> ray.train.Checkpoint | None:
+        """Return the newest checkpoint that verifies; None if all are others' than the run's, so that it begins anew.
+
+        Called on rank 0, since it reads the whole checkpoint.
+        """
         filesystem = self._storage.storage_filesystem
         steps = {unlisted.path: unlisted.step for unlisted in self.unlisted}
         candidates = [ray.train.Checkpoint(path, filesystem) for path in steps]
@@ -98,15 +110,24 @@ class RayTrainBackend(Backend):
         candidates.sort(key=lambda c: steps[c.path])
         if newest is not None:
             candidates.append(newest)
+        own = list(filter(_is_a_runs, candidates))
+        if not own:
+            warn_at_user(
+                f"The {len(candidates)} checkpoints of run {self._name!r} are not the run's own, so it begins anew. The loop has "
+                "reported them with ray.train.report(checkpoint=...), which a run does by itself. Give it the loop's state as "
+                "extra_state=.",
+                RuntimeWarning,
+            )
+            return None
         found = checkpoint.latest_valid(
-            candidates,
+            own,
             fetch=lambda candidate: held.enter_context(candidate.as_directory()),
             called=lambda candidate: f"{candidate.path} of optimizer step {steps.get(candidate.path, '?')}",
         )
         if found is not None:
             return found
         raise checkpoint.NoUsableCheckpoint(
-            f"None of the {len(candidates)} checkpoints of run {self._name!r} can be used; the warnings say why. Put a good "
+            f"None of the {len(own)} checkpoints of run {self._name!r} can be used; the warnings say why. Put a good "
             "copy back, or begin anew under another RunConfig(name)."
         )
 

@@ -165,6 +165,36 @@ class _Mlp(nn.Sequential):
         return super().forward(x)
 
 
+class _Hooked(_Mlp):
+    """Saves halves of its weights, which are no live tensors, under other names, and extra state with tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor: float | None = 1.5
+        self.register_state_dict_post_hook(_in_halves)
+        self.register_load_state_dict_pre_hook(_in_one)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return super().forward(x, tokens) * self.factor
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"factor": self.factor, "of": [torch.ones(2)]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        assert [each.tolist() for each in state["of"]] == [[1.0, 1.0]]
+        self.factor = state["factor"]
+
+
+def _in_halves(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for key in [key for key in state if not key.endswith("_extra_state")]:
+        state[f"{prefix}saved.{key.removeprefix(prefix)}"] = state.pop(key) / 2
+
+
+def _in_one(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for key in [key for key in state if key.startswith(f"{prefix}saved.")]:
+        state[f"{prefix}{key.removeprefix(f'{prefix}saved.')}"] = state.pop(key) * 2
+
+
 class _Conv(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Conv1d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
@@ -214,13 +244,14 @@ class _Branch(nn.Module):
 
 NETS = {
     "mlp": _Mlp,
+    "hooked": _Hooked,
     "conv": _Conv,
     "words": lambda: _Words(False),
     "tied": lambda: _Words(True),
     "twice": _Twice,
     "branch": _Branch,
 }
-COVERED = ("mlp", "conv", "words", "twice")  # nets whose noise can be measured by single examples
+COVERED = ("mlp", "hooked", "conv", "words", "twice")  # nets whose noise can be measured by single examples
 
 
 def net(case: Case) -> nn.Module:

@@ -133,9 +133,13 @@ def allowed(case: Case) -> bool:
         # DDP does not reduce parameters that were frozen when it was built
         case.frozen is None
         or all(
-            not case.frozen[0] <= start < case.frozen[1] or leg.workers == 1 or leg.sharding in ("zero2", "fsdp2")
+            not case.frozen[0] <= (0 if run else start) < case.frozen[1]
+            or leg.workers == 1
+            or leg.sharding in ("zero2", "fsdp2")
             for start, leg in zip(starts, legs, strict=True)
         ),
+        # only Run saves and loads a model
+        case.net != "hooked" or run,
         case.added is None
         or (shardings <= {"zero2"} and not several and default("frozen", "scheduler", "noise", "changes")),
         case.added is None or (case.debias and case.optimizer != "muon" and case.net in ("mlp", "conv", "words")),

@@ -180,7 +180,7 @@ def _weights(module: nn.Module) -> Tensor:
 def _run_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row], Tensor]:
     leg = case.legs[number]
     module, optimizer, schedule = _built(case, leg)
-    _freeze(case, module, taken)
+    _freeze(case, module, 0)  # the program's, at each start; the loop freezes and unfreezes once
     config = AdaScaleConfig(
         base_batch_size=leg.base,
         total_steps=leg.total,
@@ -227,7 +227,7 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row
     seen: list[list[int]] = []
     for x, tokens, y, index in run:
         step = taken + len(rows)
-        if not seen:
+        if not seen and case.frozen is not None and step in case.frozen:
             _freeze(case, module, step)
         loss = loss_of(case, run.model, x, tokens, y)
         run.backward(_poisoned(case, step, not seen, loss))

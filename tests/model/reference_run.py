@@ -302,8 +302,9 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
         if base != leg.base:
             r, held = averages.rebase(base / leg.base, r), None if held is None else [s * base / leg.base for s in held]
         first, base = len(rows), leg.base
-        held = held if frozen_names(case, first) == frozen else None  # a start loads σ² of the same parameters
-        frozen = frozen_names(case, first)
+        if case.client != "run":  # whose checkpoints have what is frozen
+            held = held if frozen_names(case, first) == frozen else None  # a start loads σ² of the same parameters
+            frozen = frozen_names(case, first)
         while tau < leg.total and (leg.steps is None or len(rows) < first + leg.steps):
             step = len(rows)
             # ---- what the step consists of
@@ -318,7 +319,8 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             hooks = shape.full, round(scale * shape.full / shape.passes, 9)  # of a full step
             if hooks != hooked_for or step in dict(case.changes):
                 # Hooks are set anew, and a frozen parameter can't carry one.
-                unhooked = set(frozen_names(replace(case, added=None), step - (hooked_for is not None)))
+                as_before = hooked_for is not None or (case.client == "run" and step > 0)
+                unhooked = set(frozen_names(replace(case, added=None), step - as_before))
                 hooked_for = hooks
             if step == case.added:
                 groups.append(added_group(case, module))

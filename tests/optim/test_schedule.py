@@ -14,13 +14,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim import lr_scheduler as L
 
 from ray_adascale.optim.curves import curve_difference, other_length
-from ray_adascale.optim.schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit
+from ray_adascale.optim.schedule import BaseSchedule, EffectiveSchedule, LRCurves, SchedulerUnit
 
 T = 120
 MOVED = ("lr", "momentum", "betas")
@@ -225,10 +226,12 @@ def test_the_curve_is_the_base_runs_and_leaves_everything_untouched(name: str) -
     assert live() == before
     assert groups == [id(g) for g in optimizer.param_groups]
     assert lr_objects == [id(g["lr"]) for g in optimizer.param_groups]
-    assert curve == [[seen[g]["lr"] for seen in base] for g in range(len(groups))]
+    assert schedule._rates(T).T.tolist() == [[seen[g]["lr"] for seen in base] for g in range(len(groups))]
+    for group, rates in zip(curve, schedule._rates(T).T, strict=True):
+        assert group == pytest.approx(rates, abs=1e-11)
 
     schedule.advance_to(17.3)  # later on it still begins at call 0
-    assert schedule.curve(T) == curve
+    assert [*schedule.curve(T)] == [*curve]
     assert snapshot(optimizer) == base[17]
 
 
@@ -257,7 +260,7 @@ def test_without_a_scheduler_the_learning_rates_are_constant() -> None:
     schedule = EffectiveSchedule(sgd(), None)
     schedule.advance_to(50.0)
     assert (schedule.calls, schedule.due(50.0), schedule.lrs) == (0, 0, [0.1, 0.05])
-    assert schedule.curve(T) == [[0.1], [0.05]]
+    assert [*schedule.curve(T)] == [[0.1], [0.05]]
     schedule.load_state_dict(schedule.state_dict())
     with pytest.raises(ValueError, match="this run has no scheduler"):
         schedule.load_state_dict({"calls": 3})
@@ -298,7 +301,7 @@ def test_loading_keeps_a_tensor_learning_rate_in_place() -> None:
     schedule.load_state_dict({"calls": 5})
     assert optimizer.param_groups[0]["lr"] is lr
     assert lr.item() == curve[0][5]
-    assert schedule.curve(T) == curve
+    assert [*schedule.curve(T)] == [*curve]
 
 
 @pytest.mark.parametrize("state", [{}, {"calls": -1}, {"calls": 2.0}, {"calls": True}])
@@ -422,8 +425,8 @@ def test_the_rate_at_an_effective_step(tau: float, call: int) -> None:
         base_steps_per_epoch=10.0,
         lr_curve=[[9.0], [0.0, 1.0, 2.0, 3.0]],
     )
-    assert by_epoch.lr_at(1, tau) == call
-    assert replace(by_epoch, scheduler_unit="step").lr_at(1, tau / 10) == call
+    assert by_epoch.lrs_at(1, [tau]) == [call]
+    assert replace(by_epoch, scheduler_unit="step").lrs_at(1, [tau / 10]) == [call]
 
 
 def test_the_effective_step_of_the_highest_rate() -> None:
@@ -437,6 +440,19 @@ def test_the_effective_step_of_the_highest_rate() -> None:
     assert warm_up.highest_at == 10
     assert replace(warm_up, scheduler_unit="step").highest_at == 1
     assert replace(warm_up, scheduler_unit=None, lr_curve=[[3.0]]).highest_at == 0
+
+
+def test_groups_with_proportional_curves_share_one() -> None:
+    shape = [0.1, 0.3, 0.2]
+    curves = [shape, [3.0 * lr for lr in shape], [0.0] * 3, shape, [0.1, 0.3, 0.2 + 1e-11], [0.0] * 3, [math.nan] * 3]
+    found = LRCurves.of(np.array(curves).T)
+    assert [row for row, _ in found.groups] == [0, 0, 1, 0, 2, 1, 3]
+    assert found[0] == found[3] == shape  # to the last bit
+    assert found[1] == pytest.approx(curves[1], rel=1e-12)
+    assert found[2] == found[5] == curves[2]
+    assert found[4] == curves[4]
+    assert len(found) == 7
+    assert [*LRCurves.of(np.array(curves[:-1]).T)] == [*found][:-1]
 
 
 # ---- a schedule of another length than T -----------------------------------------------------------------------------

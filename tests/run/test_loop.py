@@ -575,6 +575,18 @@ def test_hooks_that_checkpoints_do_not_call_are_warned_of() -> None:
         Run(net, optimizer, None, dataset(), config)
 
 
+class _Counting(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": 0}
+
+
+def test_entries_of_an_optimizers_state_dict_that_checkpoints_do_not_have_are_warned_of() -> None:
+    net = model()
+    config = AdaScaleConfig(base_batch_size=4, total_steps=4)
+    with pytest.warns(UserWarning, match=r"_Counting has .*entries of its own in it.*extra_state="):
+        Run(net, _Counting(net.parameters(), lr=0.1), None, dataset(), config)
+
+
 @pytest.mark.parametrize("part", ["model", "layer"])
 @pytest.mark.parametrize("compiled_at_first", [True, False])
 def test_a_run_resumes_and_is_read_with_and_without_compile(tmp_path: Path, part: str, compiled_at_first: bool) -> None:
@@ -715,7 +727,7 @@ def _recipe_of(run: Run) -> Recipe:
         metric="loss",
         mode="min",
         score=0.1,
-        lr_curve=run.base_schedule.lr_curve,
+        lr_curve=list(map(list, run.base_schedule.lr_curve)),
         noise=[],
         seed=0,
         search={},

@@ -255,3 +255,30 @@ def test_the_newest_usable_of_rays_checkpoints_is_found(tmp_path: Path, monkeypa
     backend.unlisted = ()
     with backend.latest_checkpoint() as path:
         assert path is None
+
+
+def test_checkpoints_of_the_loops_own_do_not_keep_the_run_from_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop may report a checkpoint of its own with ``ray.train.report`` before the run's first one."""
+    reported = []
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+        torch.save({"epoch": number}, tmp_path / str(number) / "model.pt")
+        (tmp_path / str(number) / ".metadata").write_bytes(b"")
+        reported.append(_Reported(tmp_path / str(number), number))
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: reported[-1].checkpoint)
+    monkeypatch.setattr(ray.train, "get_all_reported_checkpoints", lambda **_: reported)
+    backend = object.__new__(worker.RayTrainBackend)
+    backend.rank, backend.world_size, backend._name = 0, 1, "mine"
+    backend._storage = SimpleNamespace(storage_filesystem=pyarrow.fs.LocalFileSystem())
+    not_own = pytest.warns(RuntimeWarning, match="2 checkpoints of run 'mine' are not the run's own")
+    with not_own, backend.latest_checkpoint() as path:
+        assert path is None
+    # A damaged one of the run's own is another matter: it never begins anew over that.
+    checkpoint.save(tmp_path / "3", {"x": torch.ones(1)})
+    (tmp_path / "3" / "manifest.json").unlink()
+    reported.insert(0, _Reported(tmp_path / "3", 0))
+    damaged = pytest.raises(checkpoint.NoUsableCheckpoint, match="None of the 1 checkpoints")
+    with pytest.warns(RuntimeWarning), damaged, backend.latest_checkpoint():
+        pass

@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from ..._errors import SettingError, clip_multiple
+from ..._errors import SettingError, check_count, clip_multiple
 from ..._torch import is_dtensor
 from ...config import AdaScaleConfig, read_settings
 from ...optim.adascale import AdaScale
+from ...optim.scheduler_checks import check_initial_rates
 from ...optim.tau_schedule import TauSchedule
 from ...recipe import Recipe
 from ...sharding.sharded_ddp import ShardedDataParallel
@@ -29,6 +31,7 @@ def attach(
     recipe: Recipe | None = None,
     *,
     grad_scaler: torch.amp.GradScaler | None = None,
+    starting_step: int = 0,
 ) -> tuple[AdaScale, TauSchedule]:
     """Build AdaScale and its schedule for the training loop of another library, with the checks of :class:`ray_adascale.Run`.
 
@@ -40,7 +43,8 @@ def attach(
         while not schedule.finished: ...
 
     The loop has to do the rest of a Run's work: the order of examples, unequal micro-batches
-    (:attr:`AdaScale.sample_weights`), steps with fewer passes (:meth:`AdaScale.expect_passes`), and resuming.
+    (:attr:`AdaScale.sample_weights`), steps with fewer passes (:meth:`AdaScale.expect_passes`), and resuming. τ is in the state
+    of the returned optimizer, so save and load that one: call attach before anything gets the bare optimizer.
 
     Args:
         model: The model, bare or in DistributedDataParallel.
@@ -52,6 +56,7 @@ def attach(
             the loop, and are compared with the recipe's. Other settings are not used.
         recipe: The result of a search. Base batch, T and LR curve must be the recipe's.
         grad_scaler: The loop's scaler of the loss, for fp16.
+        starting_step: τ at which the loop begins, if weights and optimizer were trained up to there with a batch of B0.
 
     Raises:
         ValueError: A setting, the model, the optimizer or the scheduler can't work. The message names it and a remedy.
@@ -86,9 +91,20 @@ def attach(
             "Leave it out, or use ray_adascale.Run.",
             **{name: value for name, value in chosen.items() if value is not None},
         )
+    check_count("starting_step", starting_step, 0)
+    if starting_step and isinstance(scheduler, LRScheduler):
+        check_initial_rates(optimizer, scheduler)
+    elif not starting_step and any(map(_has_stepped, optimizer.state.values())):
+        raise ValueError(
+            "The optimizer has state of earlier steps, and τ would begin at 0. Call attach() before the loop loads a checkpoint, "
+            "and save and load the optimizer that it returns, which has τ. In timm's train.py attach above resume_checkpoint() "
+            "and CheckpointSaver(). If another program has trained k base steps: attach(..., starting_step=k)."
+        )
     plan = config.batch.plan(workers)
     per_epoch = None if config.dataset_length is None else config.dataset_length / plan.base_batch_size
     total_steps = config.resolve_total_steps(per_epoch)
+    if starting_step >= total_steps:
+        raise ValueError(f"Invalid {starting_step=}: the run has {total_steps} effective steps.")
     adascale = adascale_of(optimizer, config, plan, total_steps=total_steps, grad_scaler=grad_scaler, model=bare)
     schedule = TauSchedule(
         adascale,
@@ -99,8 +115,16 @@ def attach(
         base_batch_size=plan.base_batch_size,
     )
     schedule.plan = plan
+    if starting_step:
+        adascale.effective_steps = starting_step
+        schedule.step()
     check_schedule(scheduler, schedule.base_schedule, config, recipe, plan.global_batch_size)
     return adascale, schedule
+
+
+def _has_stepped(state: Any) -> bool:
+    """Return whether the state of a parameter is of a step. Some optimizers make one when they are built."""
+    return bool(state) and (not isinstance(state, dict) or bool(state.get("step", 1) > 0))
 
 
 def _workers() -> int:

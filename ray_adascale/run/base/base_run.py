@@ -202,7 +202,7 @@ def freeze(
         metric=outcome.metric,
         mode=outcome.mode,
         score=outcome.score,
-        lr_curve=schedule.lr_curve,
+        lr_curve=list(map(list, schedule.lr_curve)),
         noise=outcome.noise,
         seed=config.seed,
         search={

@@ -57,6 +57,7 @@ class Backend(ABC):
         device: The device of this worker.
         report_policy: When to report, and when to save a checkpoint.
         preemption_poll_s: Seconds between calls of :meth:`preemption_notice`; inf for never.
+        keeps_checkpoints: Whether :meth:`checkpoint_folder` returns folders.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class Backend(ABC):
     device: torch.device
     report_policy: ReportPolicy = ReportPolicy()
     preemption_poll_s: float = math.inf
+    keeps_checkpoints: bool = True
 
     @abstractmethod
     def latest_checkpoint(self) -> Any:
@@ -158,6 +160,7 @@ class LocalBackend(Backend):
         self.world_size = dist.get_world_size() if initialized else 1
         self.device = _own_device(device)
         self.folder = None if folder is None else Path(folder)
+        self.keeps_checkpoints = self.folder is not None
         if self.folder is not None:
             try:
                 check_folder(self.folder)

@@ -296,4 +296,4 @@ class Checkpointing(Stage):
 
     def _content(self, plan: BatchPlan) -> Content:
         files = {} if self._trace is None else self._trace.files()
-        return self._train_state.tensors(), self._train_state.state(plan), files
+        return *self._train_state.content(plan), files

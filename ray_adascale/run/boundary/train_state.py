@@ -7,7 +7,7 @@ The loop itself has a few numbers, its :class:`LoopState`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from ... import checkpoint
-from ..._torch import uncompiled_name
+from ..._errors import listed
+from ..._torch import unwrapped_name
 from ..._version import __version__
 from ..._warn import warn_at_user
 from ...batch import BatchPlan
+from ...checkpoint.files import put_together, taken_apart
+from ...checkpoint.model import frozen_names, load_model, model_state
 from ...checkpoint.optimizer import hyperparameters, load_hyperparameters, load_optimizer, optimizer_tensors
 from ...checkpoint.rng import capture_rng, empty_rng, restore_rng
 from ...data.source import BatchSource
 from ...optim.adascale import AdaScale
 from ...optim.algorithm import of_other_base_batch
 from ...optim.curves import curve_difference
-from ...optim.schedule import BaseSchedule, EffectiveSchedule
+from ...optim.schedule import BaseSchedule, EffectiveSchedule, LRCurves
 from .stage import LoopState, Stage
 
 _log = logging.getLogger(__name__)
@@ -35,7 +38,6 @@ INTERRUPTED = "interrupted"
 """The reason for the end of a start that a later start resumes. Its checkpoint is that of a running run."""
 
 _EXTRA = "extra/"
-_TENSOR = "__tensor__"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,7 @@ class TrainState:
         recipe: The recipe's fingerprint, or None.
         rank: This worker's number.
         device: The device of this worker.
+        frozen: Names of the parameters that the program had frozen when the run was built.
         extra: The user's objects with ``state_dict`` and ``load_state_dict``, by name.
     """
 
@@ -72,32 +75,28 @@ class TrainState:
     recipe: str | None
     rank: int
     device: torch.device
+    frozen: set[str]
     extra: Mapping[str, Any]
 
-    def tensors(self) -> dict[str, Any]:
-        """Return this worker's share of a checkpoint's tensors. They are the live tensors, not copies."""
-        # Parameters are equal on all workers. Buffers (BatchNorm's averages) differ, and DDP continues with rank 0's.
-        own = {name for name, _ in self.module.named_buffers()} if self.rank > 0 else ()
-        out = _weights(self.module, without=own)
-        out.update(optimizer_tensors(self.optimizer, self.parameter_names))
-        out.update({f"adascale/{key}": value for key, value in self.optimizer.statistics_state().items()})
-        out.update({f"rng/{self.rank}/{key}": value for key, value in capture_rng(self.device).items()})
-        if (place := self.source.own_state()) is not None:
-            out[f"data/{self.rank}/place"] = place
-        for name, stateful in self.extra.items():
-            taken_apart(stateful.state_dict(), f"{_EXTRA}{name}", out)
-        out["schedule/lr_curve"] = torch.tensor(self.base_schedule.lr_curve, dtype=torch.float64)
-        return out
+    def content(self, plan: BatchPlan) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return this worker's share of a checkpoint's tensors, which are the live ones, and the state beside them.
 
-    def state(self, plan: BatchPlan) -> dict[str, Any]:
-        """Return the state of a checkpoint beside the tensors: JSON values, the same on all workers.
+        The state consists of JSON values, the same on all workers.
 
         Args:
             plan: The batch of the next step.
         """
+        out = optimizer_tensors(self.optimizer, self.parameter_names)
+        out.update({f"adascale/{key}": value for key, value in self.optimizer.statistics_state().items()})
+        out.update({f"rng/{self.rank}/{key}": value for key, value in capture_rng(self.device).items()})
+        if (place := self.source.own_state()) is not None:
+            out[f"data/{self.rank}/place"] = place
         base = self.base_schedule
+        assert isinstance(base.lr_curve, LRCurves)
+        out["schedule/lr_curve"] = torch.from_numpy(base.lr_curve.rows)
+        out["schedule/lr_groups"] = torch.tensor(base.lr_curve.groups, dtype=torch.float64)
         of_stages = {key: value for stage in self.stages for key, value in stage.state_dict().items()}
-        return {
+        return out, {
             **vars(self.loop),
             **of_stages,
             "stopped": None if self.loop.stopped == INTERRUPTED else self.loop.stopped,
@@ -111,10 +110,23 @@ class TrainState:
             "param_groups": hyperparameters(self.optimizer),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "recipe": self.recipe,
-            "extra": {
-                name: taken_apart(stateful.state_dict(), f"{_EXTRA}{name}", {}) for name, stateful in self.extra.items()
-            },
+            **self.users_state(out),
+            "frozen": {"at_first": sorted(self.frozen), "changed": sorted(self.frozen ^ frozen_names(self.module))},
             "versions": {"ray_adascale": __version__, "torch": torch.__version__},
+        }
+
+    def users_state(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Return the states of the model and of ``extra``, and add this worker's share of their tensors.
+
+        Raises:
+            TypeError: A checkpoint can't hold a value in them. The message names it.
+        """
+        return {
+            "model": model_state(self.module, tensors, rank=self.rank),
+            "extra": {
+                name: taken_apart(stateful.state_dict(), f"{_EXTRA}{name}", tensors)
+                for name, stateful in self.extra.items()
+            },
         }
 
     def load(self, folder: Path, *, accept_changes: bool) -> int:
@@ -135,7 +147,8 @@ class TrainState:
         saved = whole.state
         changed = self._changed_on_purpose(whole, accept_changes)
         statistics = whole.tensors("adascale/")
-        whole.load(_weights(self.module))
+        load_model(whole, self.module)
+        self._load_requires_grad(saved)
         load_optimizer(whole, self.optimizer, self.parameter_names)
         if changed:  # the new settings apply from this τ on
             self.schedule.load_state_dict({"calls": self.schedule.due(saved["effective_steps"])})
@@ -163,6 +176,26 @@ class TrainState:
             load_rng(whole, self.rank, self.device)
         return workers
 
+    def _load_requires_grad(self, saved: Mapping[str, Any]) -> None:
+        """Freeze and unfreeze what the loop had before the checkpoint, except where the program itself was changed since."""
+        known = saved.get("frozen", {"at_first": self.frozen, "changed": ()})  # older checkpoints don't have it
+        before, changed = set(known["at_first"]), set(known["changed"])
+        for name, p in self.module.named_parameters():
+            if (key := unwrapped_name(name)) in changed:
+                p.requires_grad_(key in before)
+        if changed:
+            self.optimizer.set_batch()  # watches the gradients of what is trainable now
+        edited = before ^ self.frozen
+        if self.rank == 0 and changed - edited:
+            _log.info(
+                "requires_grad is the checkpoint's, as the loop had set it, of %s", listed(sorted(changed - edited))
+            )
+        if self.rank == 0 and edited - changed:
+            warn_at_user(
+                "requires_grad is the program's, other than in the checkpoint and in the program that began the run, of "
+                f"{listed(sorted(edited - changed))}"
+            )
+
     def _load_extra(self, whole: checkpoint.Saved) -> None:
         saved = whole.state["extra"]
         for name, state in saved.items():
@@ -187,8 +220,8 @@ class TrainState:
         Raises:
             ValueError: They were changed, and ``accept`` is False.
         """
-        saved, curve = whole.state, whole.tensors("schedule/")["lr_curve"]
-        changed = changes_since(saved_schedule(saved, curve.tolist()), self.base_schedule)
+        saved = whole.state
+        changed = changes_since(saved_schedule(saved, whole.tensors("schedule/")), self.base_schedule)
         if not changed:
             return False
         what = f"The run was changed since its checkpoint {whole.folder.name}: {'; '.join(changed)}."
@@ -204,58 +237,6 @@ class TrainState:
         return True
 
 
-def _weights(module: nn.Module, without: Collection[str] = ()) -> dict[str, Any]:
-    """Return a model's weights by their keys in a checkpoint, which don't depend on ``torch.compile``."""
-    weights = module.state_dict()
-    return {
-        f"{checkpoint.WEIGHTS_PREFIX}{uncompiled_name(key)}": value
-        for key, value in weights.items()
-        if key not in without
-    }
-
-
-def taken_apart(state: Any, key: str, tensors: dict[str, Any]) -> Any:
-    """Return a nested state as JSON values, with a placeholder for each tensor.
-
-    Args:
-        state: Dicts with strings as keys, lists, tuples (loaded as lists), tensors, and JSON values.
-        key: The key of the state in the checkpoint.
-        tensors: Receives the tensors, by key.
-
-    Raises:
-        TypeError: The state has a value of another type. The message names its key.
-    """
-    if isinstance(state, Tensor):
-        if type(state) not in (Tensor, nn.Parameter):
-            raise TypeError(f"Invalid {key}: a {type(state).__name__}. Must be a plain tensor, whole on each worker.")
-        tensors[key] = state.detach()
-        return {_TENSOR: key}
-    if isinstance(state, Mapping):
-        wrong = next((name for name in state if not isinstance(name, str) or name == _TENSOR), None)
-        if wrong is not None:
-            raise TypeError(f"Invalid key {wrong!r} in {key}. Must be a string other than {_TENSOR!r}.")
-        return {name: taken_apart(value, f"{key}/{name}", tensors) for name, value in state.items()}
-    if isinstance(state, list | tuple):
-        return [taken_apart(value, f"{key}/{i}", tensors) for i, value in enumerate(state)]
-    if state is None or isinstance(state, bool | int | float | str):
-        return state
-    raise TypeError(
-        f"Invalid {key}: a {type(state).__name__}. Must be tensors and JSON values in the state_dict of extra_state, because "
-        "nothing in a checkpoint is pickled."
-    )
-
-
-def put_together(state: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the nested state from the JSON values and tensors of :func:`taken_apart`."""
-    if isinstance(state, Mapping):
-        if set(state) == {_TENSOR}:
-            return tensors[state[_TENSOR]]
-        return {name: put_together(value, tensors) for name, value in state.items()}
-    if isinstance(state, list):
-        return [put_together(value, tensors) for value in state]
-    return state
-
-
 def load_rng(saved: checkpoint.Saved, rank: int, device: torch.device) -> None:
     """Load the state of a worker's random number generators."""
     prefix = f"rng/{rank}/"
@@ -264,14 +245,18 @@ def load_rng(saved: checkpoint.Saved, rank: int, device: torch.device) -> None:
     restore_rng(rng, device)
 
 
-def saved_schedule(state: Mapping[str, Any], lr_curve: list[list[float]]) -> BaseSchedule:
-    """Return the base run's schedule from a checkpoint's state and LR curve."""
+def saved_schedule(state: Mapping[str, Any], curves: Mapping[str, Tensor]) -> BaseSchedule:
+    """Return the base run's schedule from a checkpoint's state and LR curves."""
+    rows = curves["lr_curve"]
+    groups = curves["lr_groups"].tolist() if "lr_groups" in curves else [(i, 1.0) for i in range(len(rows))]
     return BaseSchedule(
         base_batch_size=state["plan"]["base_batch_size"],
         total_steps=state["total_steps"],
         scheduler_unit=state["scheduler_unit"],
         base_steps_per_epoch=state["base_steps_per_epoch"],
-        lr_curve=lr_curve,
+        lr_curve=LRCurves(
+            rows.numpy(), [(int(row), factor) for row, factor in groups]
+        ),  # older ones have a row for each
     )
 
 
@@ -297,7 +282,7 @@ def _differing_points(was: BaseSchedule, now: BaseSchedule, shown: int = 5) -> l
     end = min(was.total_steps, now.total_steps)
     taus = sorted({int(i * end / 200) for i in range(200)})
     for group in range(len(was.lr_curve)):
-        rates = {tau: (was.lr_at(group, tau), now.lr_at(group, tau)) for tau in taus}
+        rates = dict(zip(taus, zip(was.lrs_at(group, taus), now.lrs_at(group, taus), strict=True), strict=True))
         differing = [tau for tau, (before, after) in rates.items() if abs(before - after) > 1e-6 * abs(before)]
         if differing:
             picked = sorted({differing[i * (len(differing) - 1) // (shown - 1)] for i in range(shown)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ray_adascale import OSS, AdaScale, AdaScaleConfig, TauSchedule, attach, record_recipe
 
 from ...integrations.problem import BATCH, Notes, assert_same_run, by_run, dataset, loss_of, make, settings
+from ...optim.test_tau_schedule import Timms
 from ...samples_of import regression
 
 
@@ -40,7 +42,7 @@ def test_epochs_are_counted_by_the_datasets_length() -> None:
     )
     _, schedule = attach(model, optimizer, scheduler, config)
     assert schedule.base_schedule.total_steps == 37
-    assert schedule.base_schedule.lr_curve == [[0.05, 0.025, 0.0125]]
+    assert [*schedule.base_schedule.lr_curve] == [[0.05, 0.025, 0.0125]]
 
 
 def under_ddp(total_steps: int, examples: int) -> tuple[Notes, Notes]:
@@ -117,7 +119,7 @@ def test_the_curve_must_be_the_recipes() -> None:
     config = AdaScaleConfig(per_worker_batch_size=4, accumulation=2)
     adascale, schedule = attach(built.model, built.optimizer, built.scheduler, config, recipe)
     assert schedule.base_schedule.total_steps == recipe.total_steps
-    assert schedule.base_schedule.lr_curve == recipe.lr_curve
+    assert [*schedule.base_schedule.lr_curve] == recipe.lr_curve
     assert adascale.scale == 2.0
 
     other = regression({"total_steps": 12})
@@ -147,3 +149,71 @@ def test_a_loop_that_cannot_cut_its_batches_says_so() -> None:
         attach(model, optimizer, scheduler, settings(10, grad_clip="2x"))
     with pytest.raises(ValueError, match="sharding='zero2'"):
         attach(model, optimizer, scheduler, settings(10, accumulation=2, sharding="zero2"))
+
+
+# ---- loops that save and resume ------------------------------------------------------------------------------------------
+
+
+def timms_loop(checkpoint: dict[str, Any], updates: int) -> tuple[AdaScale, TauSchedule, list[Any]]:
+    """timm's train.py, in the documented order: scheduler and attach() above resume_checkpoint() and CheckpointSaver()."""
+    model, optimizer, _ = make(40)
+    adascale, schedule = attach(model, optimizer, Timms(optimizer), settings(40, accumulation=2))
+    start = 0
+    if checkpoint:  # resume_checkpoint(model, path, optimizer=optimizer)
+        model.load_state_dict(checkpoint["state_dict"])
+        adascale.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))
+        start = checkpoint["updates"]
+        schedule.step_update(start)  # as train.py does with start_epoch
+    x, y = dataset(160).tensors
+    for update in range(start, updates):
+        for i in (2 * update, 2 * update + 1):
+            (loss_of(model, (x[i * BATCH : (i + 1) * BATCH], y[i * BATCH : (i + 1) * BATCH])) / 2).backward()
+        adascale.step()
+        adascale.zero_grad()
+        schedule.step_update(update + 1)
+    checkpoint.update(state_dict=model.state_dict(), optimizer=adascale.state_dict(), updates=updates)
+    return adascale, schedule, [p.tolist() for p in model.parameters()]
+
+
+def test_timms_loop_resumes_in_the_documented_order() -> None:
+    whole, _, weights = timms_loop({}, 12)
+    saved: dict[str, Any] = {}
+    timms_loop(saved, 7)
+    resumed, schedule, again = timms_loop(saved, 12)
+    assert again == weights
+    assert resumed.effective_steps == schedule.effective_steps == whole.effective_steps > 12
+
+
+@pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD")
+@pytest.mark.parametrize("kind", [SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_an_optimizer_with_state_of_earlier_steps_needs_a_starting_step(kind: Any) -> None:
+    model, _, _ = make(40)
+    optimizer = kind(model.parameters(), lr=0.05, **({"momentum": 0.9} if kind is SGD else {}))
+    scheduler = LambdaLR(optimizer, lambda step: 0.9**step)
+    attach(model, optimizer, scheduler, settings(40))  # fresh: Adagrad has state all the same
+    loss_of(model, dataset(4).tensors).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match=r"has state of earlier steps.*τ would begin at 0.*starting_step="):
+        attach(model, optimizer, scheduler, settings(40))
+    adascale, schedule = attach(model, optimizer, scheduler, settings(40), starting_step=3)
+    assert adascale.effective_steps == 3
+    assert schedule.get_last_lr() == [0.05 * 0.9**3]
+    with pytest.raises(ValueError, match="Invalid starting_step=40: the run has 40 effective steps"):
+        attach(model, optimizer, scheduler, settings(40), starting_step=40)
+
+
+def test_a_loaded_learning_rate_does_not_count_as_the_base_runs() -> None:
+    model, optimizer, _ = make(40)
+    scheduler = LambdaLR(optimizer, lambda step: 0.9**step)
+    optimizer.param_groups[0]["lr"] /= 4  # as optimizer.load_state_dict() leaves it
+    with pytest.raises(ValueError, match="has loaded those of another step"):
+        attach(model, optimizer, scheduler, settings(40), starting_step=2)
+
+
+def test_a_scheduler_like_timms_that_was_stepped_is_refused() -> None:
+    model, optimizer, _ = make(40)
+    scheduler = Timms(optimizer)
+    scheduler.step_update(1)
+    with pytest.raises(ValueError, match=r"Timms was stepped already.*fresh scheduler"):
+        attach(model, optimizer, scheduler, settings(40))
