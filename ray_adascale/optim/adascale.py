@@ -418,6 +418,14 @@ class AdaScale(OptimizerWrapper):
             raise ValueError(f"Invalid payload of shape {tuple(payload.shape)}. Must be 1-D.")
         self._statistics.payload = payload
 
+    @property
+    def replicated_sq_norms(self) -> Tensor | None:
+        """‖ḡ‖² of the last backward pass of a step, per group with the loss scale: equal on all workers, which took it by themselves.
+
+        None if workers took shares of it, or there is only one. No host synchronization.
+        """
+        return self._statistics.replicated
+
     # ---- the steps so far ----------------------------------------------------------------------------------------
 
     @property

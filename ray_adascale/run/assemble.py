@@ -43,6 +43,7 @@ from .observe.metrics import METRICS
 from .observe.step import Listener
 from .observe.trace import TraceFile, read_trace
 from .passes import Passes
+from .replicas import Replicas
 from .unit_weights import UnitWeights
 
 
@@ -58,6 +59,7 @@ class Parts:
         advice: Doubts about the schedule and the base batch, a sentence each. Rank 0 has warned of them.
         model: The model to call.
         passes: Runs the passes of each step, and the step.
+        replicas: Compares the copies that the workers have of weights and gradients.
         stages: The stages of a step boundary, in order.
         evaluation: The stage that evaluates.
         clipping: Clips gradients.
@@ -74,6 +76,7 @@ class Parts:
     advice: list[str]
     model: nn.Module
     passes: Passes
+    replicas: Replicas
     stages: tuple[Stage, ...]
     evaluation: Evaluation
     clipping: Clipping
@@ -140,6 +143,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     )
     start = _start_of(pieces.starting_step, train_state, evaluation)
     plan, trace, listeners = _resume(backend, config, recipe, train_state, (batch, evaluation), plan, start)
+    copies = 1 if wrapped.sharding == "fsdp2" else plan.world_size
     # Built last, because their intervals begin now.
     every_s = config.checkpoint_every_s
     checkpointing = Checkpointing(backend, train_state, trace, every_s=every_s, process_group=on_cpu)
@@ -153,6 +157,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         advice=advice,
         model=wrapped.model,
         passes=passes,
+        replicas=Replicas(module, wrapped.optimizer, rank, copies, device),
         stages=stages,
         evaluation=evaluation,
         clipping=clipping,

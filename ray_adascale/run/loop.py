@@ -24,6 +24,7 @@ from ..data.sampling import Sampling
 from ..data.source import MicroBatch
 from ..gain import advanced
 from ..optim.step_shape import StepResult
+from ..optim.step_sums import constant
 from ..recipe import Recipe
 from ..workload import Pieces, Workload, with_unit
 from .after_step import AfterStep
@@ -382,11 +383,13 @@ class Run:
             return False
         self.schedule.check()
         self._synchronize()  # read step k − 1, whose τ gives the LR of this step k
+        self.parts.replicas.check()
         self.parts.clipping.clip(passes, self.plan, self.optimizer.average_moments)
         self._taken = self._take_step(own)
         if self._must_synchronize():  # else step k is read as step k + 1 begins to step
             self._synchronize()
             self._pulse.end_step(self.state.iterations)
+            self.parts.replicas.check()
             self._run_stages()
         else:
             self._pulse.end_step(self.state.iterations)
@@ -407,12 +410,14 @@ class Run:
         return TakenStep(number, self.plan, lr, before.effective_steps, position, flags, own, recorded)
 
     def _payload(self) -> Tensor:
-        """Return the payload of the step's all-reduce: this worker's loss and its boundary flags."""
+        """Return the payload of the step's all-reduce: this worker's loss, its boundary flags, the numbers of its replicas."""
         loss = self.parts.passes.loss
         if self.plan.world_size == 1:
             return loss.reshape(1)
-        # Filled on the device: a copy from the host would wait for the device.
-        return torch.stack([loss, torch.full_like(loss, self._own_flags())])
+        flags = constant(float(self._own_flags()), loss.device)[
+            0
+        ]  # on the device: a copy from the host would wait for it
+        return torch.stack([loss, flags, *self.parts.replicas.numbers()])
 
     def _own_flags(self) -> int:
         """Return the flags of this worker's stages. Other workers than rank 0 send BUSY only."""
@@ -442,6 +447,7 @@ class Run:
         clipped = self.parts.clipping.read(last)
         loss, *summed = last.payload
         self._flags |= BoundaryFlags.from_sum(summed[0]) if summed else taken.flags
+        self.parts.replicas.read(summed[1:])
         if last.skipped:
             self._skipped.count(loss, taken.number, last.effective_steps)
         else:
