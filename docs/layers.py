@@ -69,12 +69,12 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "run",
             "the loop of one worker",
-            "loop assemble build evidence passes replicas after_step unit_weights clipping skipped",
+            "loop assemble build evidence passes after_step unit_weights clipping skipped",
         ),
         Package(
             "run.boundary",
             "what acts at a step boundary",
-            "evaluation batch notices checkpointing reporting train_state backend stage",
+            "evaluation batch notices checkpointing reporting train_state replicas backend stage",
         ),
         Package("run.observe", "what only observes a run", "advice trace failure pulse metrics eta step"),
     ],

@@ -340,13 +340,8 @@ class AdaScale(OptimizerWrapper):
         self._declare(declared.passes if passes is None else passes, declared.scale if scale is None else scale)
 
     def _declare(self, passes: int, scale: float) -> None:
-        shape = StepShape(
-            passes,
-            self._statistics.workers.count,
-            float(scale),
-            loss_divisor=passes if self._is_scaled_loss else 1,
-            to_mean=self._is_scaled_loss,
-        )
+        scaled, workers = self._is_scaled_loss, self._statistics.workers.count
+        shape = StepShape(passes, workers, float(scale), loss_divisor=passes if scaled else 1, to_mean=scaled)
         self._choose_samples(shape)
         self._statistics.declare(shape)
 
@@ -420,10 +415,7 @@ class AdaScale(OptimizerWrapper):
 
     @property
     def replicated_sq_norms(self) -> Tensor | None:
-        """‖ḡ‖² of the last backward pass of a step, per group with the loss scale: equal on all workers, which took it by themselves.
-
-        None if workers took shares of it, or there is only one. No host synchronization.
-        """
+        """‖ḡ‖² of the last complete step per group, as measured on this worker's copy of ḡ; None where there are no copies."""
         return self._statistics.replicated
 
     # ---- the steps so far ----------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from .boundary.batch import StepBatch
 from .boundary.checkpointing import Checkpointing
 from .boundary.evaluation import Evaluation
 from .boundary.notices import Interrupt, Preemption
+from .boundary.replicas import Replicas
 from .boundary.reporting import Reporting
 from .boundary.stage import LoopState, Stage
 from .boundary.train_state import TrainState, log_start
@@ -43,7 +44,6 @@ from .observe.metrics import METRICS
 from .observe.step import Listener
 from .observe.trace import TraceFile, read_trace
 from .passes import Passes
-from .replicas import Replicas
 from .unit_weights import UnitWeights
 
 
@@ -144,9 +144,12 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     start = _start_of(pieces.starting_step, train_state, evaluation)
     plan, trace, listeners = _resume(backend, config, recipe, train_state, (batch, evaluation), plan, start)
     copies = 1 if wrapped.sharding == "fsdp2" else plan.world_size
+    replicas = Replicas(
+        module, wrapped.optimizer, train_state.extra, rank=rank, workers=copies, device=device, process_group=on_cpu
+    )
     # Built last, because their intervals begin now.
     every_s = config.checkpoint_every_s
-    checkpointing = Checkpointing(backend, train_state, trace, every_s=every_s, process_group=on_cpu)
+    checkpointing = Checkpointing(backend, train_state, replicas, trace, every_s=every_s, process_group=on_cpu)
     reporting = Reporting(backend, config.report_every_s, evaluation, checkpointing)
     stages = (batch, Interrupt(backend), evaluation, Preemption(backend), checkpointing, reporting)
     return Parts(
@@ -157,7 +160,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         advice=advice,
         model=wrapped.model,
         passes=passes,
-        replicas=Replicas(module, wrapped.optimizer, rank, copies, device),
+        replicas=replicas,
         stages=stages,
         evaluation=evaluation,
         clipping=clipping,

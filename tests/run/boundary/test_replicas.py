@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,7 +84,7 @@ def test_one_bit_of_one_weight_is_found_within_two_steps(pool: Any, sharding: st
         assert steps <= FAULT + 1
         assert "replicas are no longer equal: the weights of the workers differ" in error
         if sharding == "none":  # else the step after has copied the owner's weights to all
-            assert "First difference: the weight '2.weight' on rank 1" in error
+            assert "First difference: the weight '2.weight', on ranks 0 and 1" in error
 
 
 def _unreduced(sharding: str, fused: bool | None) -> tuple[int, str]:
@@ -134,3 +134,80 @@ def _no_fault(sharding: str, settings: dict[str, Any]) -> tuple[int, str]:
 )
 def test_equal_replicas_are_no_error(pool: Any, sharding: str, settings: dict[str, Any]) -> None:
     assert pool(3).run(_no_fault, sharding, settings) == [(STEPS, "")] * 3
+
+
+# ---- at a checkpoint -------------------------------------------------------------------------------------------------
+
+
+def _frozen_differs(folder: str, sharding: str) -> str:
+    """A frozen weight of one worker is changed just before a checkpoint."""
+    net = network()
+    net[0].requires_grad_(False)
+    run = make_run(net, folder=folder, sharding=sharding)
+    for x, y in run:
+        run.backward(mse(run.model, x, y))
+        run.step()
+        break
+    if dist.get_rank() == 1:
+        net[0].bias.data[2] += 1e-7
+    try:
+        run.save_checkpoint()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("sharding", ["none", "oss", "zero2"])
+def test_a_checkpoint_of_unequal_weights_is_refused(pool: Any, tmp_path: Path, sharding: str) -> None:
+    for error in pool(2).run(_frozen_differs, str(tmp_path), sharding):
+        assert "No checkpoint was written: the workers' weights differ" in error
+        assert "First difference: the weight '0.bias', on ranks 0 and 1" in error
+    assert not list(tmp_path.glob("checkpoint_*"))
+
+
+class Average:
+    """An average of the weights, as loops keep one."""
+
+    def __init__(self) -> None:
+        self.weight = torch.zeros(2, 8)
+
+    def update(self, model: Any) -> None:
+        self.weight.lerp_(model[2].weight.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weight = state["weight"]
+
+
+def _average(folder: str, updated: str, given: str) -> str:
+    average, rank = Average(), dist.get_rank()
+    extra = {"average": average} if given == "everywhere" or rank == 0 else None
+    own = average.update if updated == "everywhere" or rank == 0 else None
+    run = make_run(network(), folder=folder, extra_state=extra, after_step=own)
+    for x, y in run:
+        run.backward(mse(run.model, x, y))
+        run.step()
+        break
+    try:
+        run.save_checkpoint()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("updated", "given", "message"),
+    [
+        ("rank 0", "everywhere", "First difference: average/weight, on ranks 0 and 1. Update it alike on all workers"),
+        ("rank 0", "rank 0", ""),
+        ("everywhere", "everywhere", ""),
+    ],
+)
+def test_an_average_that_only_one_worker_updates_is_refused(
+    pool: Any, tmp_path: Path, updated: str, given: str, message: str
+) -> None:
+    for error in pool(2).run(_average, str(tmp_path), updated, given):
+        assert message in error
+        assert bool(message) == bool(error)

@@ -6,15 +6,17 @@ reduced, or one flipped bit, would stay unnoticed. Under FSDP2 there are no copi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..optim.adascale import AdaScale
-from ..optim.step_sums import constant
-from ..sharding.buckets import memory_order, memory_view
+from ...optim.adascale import AdaScale
+from ...optim.step_sums import constant
+from ...sharding.buckets import memory_order, memory_view
+from .train_state import taken_apart
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ELEMENTS, _ELEMENTS_ON_GPU, _TENSORS = 1 << 16, 1 << 22, 64
@@ -30,9 +32,9 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def sum_of(bits: Tensor) -> Tensor:
-    """Return a sum of :func:`bits_of` modulo a power of two; float64, 0-dim, |sum| ≤ 2³¹. The order of the elements is irrelevant.
+    """Return a sum of :func:`bits_of` modulo a power of two; float64, 0-dim, |sum| ≤ 2³¹.
 
-    Each flipped bit changes it, and sums over thousands of workers are exact.
+    It does not depend on the order of the elements, each flipped bit changes it, and sums over thousands of workers are exact.
     """
     total = bits.sum(dtype=bits.dtype)
     return (total.remainder(1 << 31) if bits.dtype is torch.int64 else total).double()
@@ -94,14 +96,26 @@ class Replicas:
     Args:
         module: The bare model.
         optimizer: The optimizer of the run.
+        extra: The user's objects with ``state_dict``, by name.
         rank: This worker.
         workers: Number of workers that have copies; 1 where nothing is to be compared.
         device: Device of the numbers.
+        process_group: The workers, for objects. Default: the default group.
     """
 
-    def __init__(self, module: nn.Module, optimizer: AdaScale, rank: int, workers: int, device: torch.device) -> None:
-        self._module, self._optimizer = module, optimizer
-        self._rank, self._workers, self._device = rank, workers, device
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: AdaScale,
+        extra: Mapping[str, Any],
+        *,
+        rank: int,
+        workers: int,
+        device: torch.device,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._module, self._optimizer, self._extra = module, optimizer, extra
+        self._rank, self._workers, self._device, self._group = rank, workers, device, process_group
         self._pieces = _pieces(module.parameters()) if workers > 1 else []
         self._next = 0
         self._found: str | None = None
@@ -138,40 +152,55 @@ class Replicas:
         if self._found is None:
             return
         of = dict(self._module.named_parameters())
-        digests = {f"the weight {name!r}": p for name, p in of.items()}
-        digests |= {f"the gradient of {name!r}": p.grad for name, p in of.items()}
-        where = first_difference(gathered(digest(digests.values()), None), list(digests))
+        named: dict[str, Tensor | None] = {f"the weight {name!r}": p for name, p in of.items()}
+        named |= {f"the gradient of {name!r}": p.grad for name, p in of.items()}
         raise RuntimeError(
-            f"The workers' replicas are no longer equal: {self._found}. "
-            + ("" if where is None else f"First difference: {where}. ")
-            + _CAUSES
+            f"The workers' replicas are no longer equal: {self._found}. {self._difference(named) or ''}{_CAUSES}"
         )
+
+    def compare(self) -> None:
+        """Compare all weights and extra states. Collective, before a checkpoint.
+
+        Raises:
+            RuntimeError: They differ. A checkpoint would have parts of several workers.
+        """
+        if self._workers == 1:
+            return
+        named: dict[str, Tensor | None] = {f"the weight {name!r}": p for name, p in self._module.named_parameters()}
+        where = self._difference(named)
+        if where is not None:
+            raise RuntimeError(f"No checkpoint was written: the workers' weights differ. {where}{_CAUSES}")
+        tensors: dict[str, Any] = {}
+        for name, stateful in self._extra.items():
+            taken_apart(stateful.state_dict(), name, tensors)
+        where = self._difference(tensors)
+        if where is not None:
+            raise RuntimeError(
+                "No checkpoint was written: extra_state differs between workers, and each tensor would be one worker's. "
+                f"{where}Update it alike on all workers, without `if rank == 0`, or give it on rank 0 alone: "
+                "extra_state={...} if rank == 0 else None."
+            )
+
+    def _difference(self, named: Mapping[str, Tensor | None]) -> str | None:
+        """Return a sentence on the first tensor that differs between the workers that have it, or None. Collective."""
+        rows: list[dict[str, float]] = [{}] * dist.get_world_size(self._group)
+        dist.all_gather_object(rows, _digests(named), self._group)
+        for name in dict.fromkeys(name for row in rows for name in row):
+            having = [rank for rank, row in enumerate(rows) if name in row]
+            for rank in having:
+                if rows[rank][name] != rows[having[0]][name]:
+                    return f"First difference: {name}, on ranks {having[0]} and {rank}. "
+        return None
 
 
 _CAUSES = (
-    "Likely causes: the loop calls the bare model in place of run.model(...); weights are changed in the loop, or by an optimizer "
-    "that draws random numbers, otherwise on each worker; a rank skips a backward pass; a worker's memory is faulty. Without the "
-    "cause, the run resumes from its last checkpoint."
+    "Likely causes: the loop calls the bare model in place of run.model(...); the loop, or an optimizer with random numbers, "
+    "changes weights otherwise on each worker; a rank skips a backward pass; a worker's memory is faulty. Without the cause, the "
+    "run resumes from its last checkpoint."
 )
 
 
-def digest(tensors: Iterable[Tensor | None]) -> Tensor:
-    """Return a number for each tensor, which depends on all of its bits; float64, on the CPU. 0 for None and for what is not dense."""
-    dense = [t if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided else None for t in tensors]
-    return torch.tensor([0.0 if t is None else float(sum_of(bits_of(t))) for t in dense], dtype=torch.float64)
-
-
-def gathered(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Return a tensor of the CPU of all workers, in rank order. Collective."""
-    everyone: list[Tensor] = [torch.empty(0)] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group)
-    return everyone
-
-
-def first_difference(rows: Sequence[Tensor], names: Sequence[str]) -> str | None:
-    """Return the name of the first column in which a row differs from the first row, with the rank; None without one."""
-    for i, name in enumerate(names):
-        for rank, row in enumerate(rows):
-            if row[i] != rows[0][i]:
-                return f"{name} on rank {rank}, compared with rank 0"
-    return None
+def _digests(named: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """Return a number for each dense tensor, which depends on all of its bits."""
+    plain = {name: t for name, t in named.items() if t is not None and type(t) in (Tensor, nn.Parameter)}
+    return {name: float(sum_of(bits_of(t))) for name, t in plain.items() if t.layout is torch.strided}
