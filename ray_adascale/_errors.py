@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -102,6 +102,11 @@ def check_type(name: str, value: Any, kind: Any, remedy: str) -> None:
     """
     if not isinstance(value, kind):
         raise ValueError(f"Invalid {name} of type {type(value).__name__}. {remedy}")
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return the number of parameters, and the names of the first ones: "2 parameters: 'a', 'b'"."""
+    return f"{len(names)} parameters: {', '.join(map(repr, names[:most]))}{', ...' if len(names) > most else ''}"
 
 
 def kind_of(value: Any) -> str:

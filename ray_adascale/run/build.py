@@ -217,7 +217,7 @@ def wrap(
         plan,
         total_steps=total_steps,
         grad_scaler=scaler,
-        model=module,
+        model=model if isinstance(model, DistributedDataParallel) else module,
     )
     return Wrapped(model, adascale, names, scaler, sharding)
 

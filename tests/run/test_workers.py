@@ -1,0 +1,233 @@
+"""Loops on two workers that leave work to one of them alone: they do what the loop means, or are refused before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ray_adascale import AdaScaleConfig, LocalBackend, Run
+from ray_adascale._torch import is_dtensor
+
+from ..pool import RankFailed
+
+ALL = ["none", "oss", "zero2", "fsdp2"]
+STEPS = 6
+
+
+class Net(nn.Module):
+    """Two layers, a head that some losses leave out, and a method beside forward()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last, self.aside = nn.Linear(6, 8), nn.Linear(8, 2), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x).relu()
+        return self.last(hidden), self.aside(hidden)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        out, aside = self(x)
+        return (out - y).square().mean() + aside.square().mean()
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randn(64, 6, generator=generator), torch.randn(64, 2, generator=generator))
+
+
+def make_run(model: nn.Module, optimizer: Any = None, dataset: Any = None, **settings: Any) -> Run:
+    if optimizer is None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    config = AdaScaleConfig(**({"base_batch_size": 4, "per_worker_batch_size": 4, "total_steps": 60} | settings))
+    backend = LocalBackend(device="cpu")
+    return Run(model, optimizer, None, data() if dataset is None else dataset, config, backend=backend)
+
+
+def both(run: Run, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of all outputs."""
+    out, aside = run.model(x)
+    return (out - y).square().mean() + aside.square().mean()
+
+
+def one(run: Run, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of one output."""
+    return (run.model(x)[0] - y).square().mean()
+
+
+def whole(module: nn.Module) -> Tensor:
+    params = [p.detach() for p in module.parameters()]
+    return torch.cat([(p.full_tensor() if is_dtensor(p) else p).reshape(-1) for p in params])  # type: ignore[operator]
+
+
+def train(run: Run, loss: Callable[[Run, Tensor, Tensor], Tensor], before: Any = None) -> tuple[int, str, list[float]]:
+    """Return the steps that were taken, the error, or "" without one, and the weights; ``before(step)`` precedes each pass."""
+    steps = 0
+    try:
+        for x, y in run:
+            if before is not None:
+                before(steps + 1)
+            run.backward(loss(run, x, y))
+            steps += run.step()
+            if steps == STEPS:
+                break
+    except (RuntimeError, ValueError) as error:
+        return steps, str(error), whole(run.module).tolist()
+    return steps, "", whole(run.module).tolist()
+
+
+def assert_trained(results: list[Any], like: tuple[int, str, list[float]]) -> None:
+    """Assert that all workers have the weights of a run in one process."""
+    for steps, error, weights in results:
+        assert (steps, error) == like[:2] == (STEPS, "")
+        # The workers add up gradients in another order; six steps of float32 differ by less than 1e-6.
+        torch.testing.assert_close(torch.tensor(weights), torch.tensor(like[2]), rtol=1e-5, atol=1e-6)
+        assert weights == results[0][2]
+
+
+# ---- the bare model --------------------------------------------------------------------------------------------------
+
+
+def _bare(how: str, sharding: str, settings: dict[str, Any]) -> Any:
+    net = Net()
+    run = make_run(net, sharding=sharding, **settings)
+
+    def loss(run: Run, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            run.model(x)  # no call that reduces
+        if how == "method":
+            return net.loss(x, y)
+        out, aside = net(x)
+        return (out - y).square().mean() + aside.square().mean()
+
+    return train(run, loss)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"accumulation": 2}, {"find_unused_parameters": True}], ids=["plain", "passes", "unused"]
+)
+@pytest.mark.parametrize("how", ["model", "method"])
+@pytest.mark.parametrize("sharding", ["none", "oss"])
+def test_the_bare_model_in_place_of_the_runs_is_refused_in_the_first_step(
+    pool: Any, sharding: str, how: str, settings: dict[str, Any]
+) -> None:
+    start = whole(Net()).tolist()
+    for steps, error, weights in pool(2).run(_bare, how, sharding, settings):
+        assert steps == 0
+        assert "run.model(...) was not called" in error
+        assert "sharding='zero2'" in error
+        assert weights == start
+
+
+def _reference(loss: Any) -> Any:
+    return train(make_run(Net(), accumulation=2, noise="samples"), loss)
+
+
+@pytest.mark.parametrize("how", ["model", "method"])
+def test_with_sharded_gradients_the_bare_model_is_reduced(pool: Any, how: str) -> None:
+    assert_trained(pool(2).run(_bare, how, "zero2", {}), _reference(both))
+
+
+def _several_calls(sharding: str) -> Any:
+    def loss(run: Run, x: Tensor, y: Tensor) -> Tensor:
+        first, second = run.model(x[:2]), run.model(x[2:])
+        outs, asides = (torch.cat([a, b]) for a, b in zip(first, second, strict=True))
+        return (outs - y).square().mean() + asides.square().mean()
+
+    return train(make_run(Net(), sharding=sharding), loss)
+
+
+@pytest.mark.parametrize("sharding", ALL)
+def test_several_calls_in_a_pass_are_one_pass(pool: Any, sharding: str) -> None:
+    assert_trained(pool(2).run(_several_calls, sharding), _reference(both))
+
+
+# ---- layers that are frozen and unfrozen in the loop -----------------------------------------------------------------
+
+
+def _unfrozen(step: int) -> bool:
+    return step >= 3
+
+
+def _frozen_later(step: int) -> bool:
+    return step < 3
+
+
+def _changed(trainable: Callable[[int], bool], settings: dict[str, Any]) -> Any:
+    net = Net()
+    net.first.requires_grad_(trainable(1))
+    # Without gains: the first step of an unfrozen layer has a sample of the noise where it is seen in time.
+    run = make_run(net, rule="unscaled", **settings)
+    return train(run, both, lambda step: net.first.requires_grad_(trainable(step)))
+
+
+@pytest.mark.parametrize("sharding", ["none", "oss"])
+@pytest.mark.parametrize(
+    ("trainable", "settings"), [(_unfrozen, {}), (_unfrozen, {"find_unused_parameters": True}), (_frozen_later, {})]
+)
+def test_a_layer_that_ddp_does_not_reduce_is_refused(
+    pool: Any, sharding: str, trainable: Callable[[int], bool], settings: dict[str, Any]
+) -> None:
+    for steps, error, _ in pool(2).run(_changed, trainable, {"sharding": sharding, **settings}):
+        assert steps == 2
+        assert "'first.weight', 'first.bias'" in error
+        assert "sharding='zero2'" in error
+
+
+@pytest.mark.parametrize("trainable", [_unfrozen, _frozen_later])
+@pytest.mark.parametrize("sharding", ALL)
+def test_a_layer_that_is_frozen_or_unfrozen_is_right(
+    pool: Any, sharding: str, trainable: Callable[[int], bool]
+) -> None:
+    settings: dict[str, Any] = {}
+    if sharding in ("none", "oss"):
+        if trainable is _unfrozen:
+            pytest.skip("refused, as the test before shows")
+        settings = {"find_unused_parameters": True}
+    like = _changed(trainable, {"accumulation": 2, "noise": "samples"})
+    assert_trained(pool(2).run(_changed, trainable, {"sharding": sharding, **settings}), like)
+
+
+# ---- parameters that a pass does not use -----------------------------------------------------------------------------
+
+
+def _unused(sharding: str, find: bool, loss: Any, accumulation: int) -> Any:
+    return train(make_run(Net(), sharding=sharding, find_unused_parameters=find, accumulation=accumulation), loss)
+
+
+@pytest.mark.parametrize("sharding", ALL)
+def test_an_output_that_the_loss_leaves_out_trains(pool: Any, sharding: str) -> None:
+    """As plain DDP does with the flag; the others need none."""
+    assert_trained(pool(2).run(_unused, sharding, True, one, 1), _reference(one))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("sharding", ["none", "oss"])
+def test_unused_parameters_without_the_flag_let_no_step_be_taken(pool: Any, sharding: str, accumulation: int) -> None:
+    start = whole(Net()).tolist()
+    for steps, error, weights in pool(2).run(_unused, sharding, False, one, accumulation):
+        assert steps == 0
+        assert "'aside.weight', 'aside.bias'" in error
+        assert "find_unused_parameters=True" in error
+        assert weights == start
+
+
+def _unused_on_rank_0(run: Run, x: Tensor, y: Tensor) -> Tensor:
+    return one(run, x, y) if dist.get_rank() == 0 else both(run, x, y)
+
+
+def test_a_parameter_that_one_worker_does_not_use_is_named_before_the_workers_wait(pool: Any) -> None:
+    with pytest.raises(RankFailed, match=r"'aside.weight', 'aside.bias'.*find_unused_parameters=True"):
+        pool(2).run(_raising, "none")
+
+
+def _raising(sharding: str) -> None:
+    _, error, _ = train(make_run(Net(), sharding=sharding), _unused_on_rank_0)
+    if error and dist.get_rank() == 0:
+        raise RuntimeError(error)
