@@ -265,10 +265,17 @@ def _choose_sharding(config: AdaScaleConfig, workers: int, optimizer: Optimizer,
             "sharding='none', or 'auto', which chooses it.",
             sharding=config.sharding,
         )
+    sparse = any(isinstance(part, torch.optim.SparseAdam) for part, _ in parts_of(optimizer))
+    if sparse and workers > 1 and config.sharding in ("zero2", "fsdp2"):
+        raise SettingError(
+            "Invalid {} with SparseAdam, which needs sparse gradients: sharded ones are dense. Use sharding='none', or 'auto', "
+            "which chooses it, or 'oss'.",
+            sharding=config.sharding,
+        )
     if adam or workers == 1:
         return "none"
     if config.sharding == "auto":
-        return "zero2" if has_state(optimizer) else "none"
+        return "zero2" if has_state(optimizer) and not sparse else "none"
     return config.sharding
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, LocalBackend, Run
+from ray_adascale import AdaScaleConfig, LocalBackend, OptimizerChain, Run
 from ray_adascale._torch import is_dtensor
 
 from ..pool import RankFailed
@@ -231,3 +232,53 @@ def _raising(sharding: str) -> None:
     _, error, _ = train(make_run(Net(), sharding=sharding), _unused_on_rank_0)
     if error and dist.get_rank() == 0:
         raise RuntimeError(error)
+
+
+# ---- sparse gradients ------------------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """A table of words with sparse gradients, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table, self.last = nn.EmbeddingBag(12, 4, sparse=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.table(x))
+
+
+def _sparse(sharding: str, chained: bool, accumulation: int = 1, **settings: Any) -> Any:
+    net = Words()
+    net.last.requires_grad_(chained)
+    optimizer: Any = torch.optim.SparseAdam(net.table.parameters(), lr=0.1)
+    if chained:
+        optimizer = OptimizerChain([optimizer, torch.optim.SGD(net.last.parameters(), lr=0.1, momentum=0.9)])
+    generator = torch.Generator().manual_seed(3)
+    words = TensorDataset(torch.randint(0, 12, (64, 3), generator=generator), torch.randn(64, 2, generator=generator))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="AdaScale is derived for SGD")
+        run = make_run(net, optimizer, words, sharding=sharding, accumulation=accumulation, **settings)
+    return train(run, lambda run, x, y: (run.model(x) - y).square().mean())
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("sharding", ["auto", "oss"])
+def test_sparse_adam_trains(pool: Any, sharding: str, chained: bool) -> None:
+    assert_trained(pool(2).run(_sparse, sharding, chained), _sparse("auto", chained, 2, noise="samples"))
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("sharding", ["zero2", "fsdp2"])
+def test_sparse_adam_with_sharded_gradients_is_refused(pool: Any, sharding: str, chained: bool) -> None:
+    for _, error, _ in pool(2).run(_sparse_refused, sharding, chained):
+        assert f"sharding='{sharding}') with SparseAdam" in error
+        assert "Use sharding='none'" in error
+
+
+def _sparse_refused(sharding: str, chained: bool) -> Any:
+    try:
+        return _sparse(sharding, chained)
+    except ValueError as error:
+        return 0, str(error), []
