@@ -143,9 +143,15 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     )
     start = _start_of(pieces.starting_step, train_state, evaluation)
     plan, trace, listeners = _resume(backend, config, recipe, train_state, (batch, evaluation), plan, start)
-    copies = 1 if wrapped.sharding == "fsdp2" else plan.world_size
     replicas = Replicas(
-        module, wrapped.optimizer, train_state.extra, rank=rank, workers=copies, device=device, process_group=on_cpu
+        module,
+        wrapped.optimizer,
+        train_state.extra,
+        copies=wrapped.sharding != "fsdp2",
+        rank=rank,
+        workers=plan.world_size,
+        device=device,
+        process_group=on_cpu,
     )
     # Built last, because their intervals begin now.
     every_s = config.checkpoint_every_s

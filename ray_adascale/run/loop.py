@@ -19,7 +19,6 @@ from ..batch import BatchPlan
 from ..checkpoint.rng import separate_streams
 from ..config import AdaScaleConfig
 from ..data import to_device
-from ..data.iterables import IterableSource
 from ..data.sampling import Sampling
 from ..data.source import MicroBatch
 from ..gain import advanced
@@ -297,7 +296,7 @@ class Run:
                     self._pulse.enter(Phase.DATA)
                     batch = next(batches)
                     self._pulse.enter(Phase.PASS)
-                    if first and isinstance(self.source, IterableSource):
+                    if first:
                         warn_of_equal_batches(batch.batch, self.plan.world_size, self.backend.device)
                     first = False
                     passes.begin(batch)
@@ -410,14 +409,14 @@ class Run:
         return TakenStep(number, self.plan, lr, before.effective_steps, position, flags, own, recorded)
 
     def _payload(self) -> Tensor:
-        """Return the payload of the step's all-reduce: this worker's loss, its boundary flags, the numbers of its replicas."""
+        """Return the payload of the step's all-reduce: this worker's loss, its boundary flags, and what is compared."""
         loss = self.parts.passes.loss
         if self.plan.world_size == 1:
             return loss.reshape(1)
         flags = constant(float(self._own_flags()), loss.device)[
             0
         ]  # on the device: a copy from the host would wait for it
-        return torch.stack([loss, flags, *self.parts.replicas.numbers()])
+        return torch.stack([loss, flags, *self.parts.replicas.numbers(loss)])
 
     def _own_flags(self) -> int:
         """Return the flags of this worker's stages. Other workers than rank 0 send BUSY only."""
@@ -447,7 +446,7 @@ class Run:
         clipped = self.parts.clipping.read(last)
         loss, *summed = last.payload
         self._flags |= BoundaryFlags.from_sum(summed[0]) if summed else taken.flags
-        self.parts.replicas.read(summed[1:])
+        self.parts.replicas.read(loss, summed[1:])
         if last.skipped:
             self._skipped.count(loss, taken.number, last.effective_steps)
         else:

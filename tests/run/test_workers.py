@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -282,3 +283,58 @@ def _sparse_refused(sharding: str, chained: bool) -> Any:
         return _sparse(sharding, chained)
     except ValueError as error:
         return 0, str(error), []
+
+
+# ---- equal data on each worker ---------------------------------------------------------------------------------------
+
+
+class Drawn(torch.utils.data.Dataset[Any]):
+    """Examples of a generator of its own with the same seed on each worker, whatever their index."""
+
+    def __init__(self, how: str) -> None:
+        self._torch, self._numpy = torch.Generator().manual_seed(0), np.random.default_rng(0)
+        self._how = how
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self._how == "torch":
+            x = torch.randn(6, generator=self._torch)
+        elif self._how == "numpy":
+            x = torch.from_numpy(self._numpy.standard_normal(6, dtype=np.float32))
+        else:
+            x = torch.full((6,), float(index))
+        return x, torch.zeros(2)
+
+
+def _warnings_of(how: str, accumulation: int, sharding: str) -> list[str]:
+    own = torch.Generator().manual_seed(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = make_run(Net(), None, Drawn(how), accumulation=accumulation, sharding=sharding, total_steps=400)
+        for step, (x, y) in enumerate(run):
+            if how == "loop":  # as the times of a diffusion model
+                x = torch.randn(x.shape, generator=own)
+            run.backward(both(run, x / x.abs().mean(), y))
+            run.step()
+            if step == 15 * accumulation:
+                break
+    return [str(each.message) for each in caught if "exceeds the gradient noise scale" not in str(each.message)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+@pytest.mark.parametrize("how", ["torch", "numpy", "loop"])
+def test_equal_data_of_generators_with_an_equal_seed_are_warned_of(pool: Any, how: str, accumulation: int) -> None:
+    told, others = pool(2).run(_warnings_of, how, accumulation, "none")
+    assert others == []
+    assert 1 <= len(told) <= 2
+    if how != "loop":
+        assert "ranks 0, 1 begin with the same micro-batch" in told[0]
+    elif accumulation > 1:
+        assert "The loss was the same on all workers in 10 steps in a row" in told[0]
+
+
+@pytest.mark.parametrize("sharding", ALL)
+def test_unequal_data_are_not_warned_of(pool: Any, sharding: str) -> None:
+    assert pool(2).run(_warnings_of, "index", 2, sharding) == [[], []]
