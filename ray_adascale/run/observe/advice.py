@@ -22,7 +22,7 @@ _WINDOWS, _STEPS = 3, 20
 
 
 _EQUAL_STEPS = 10
-_OWN_SHARE = "Give each rank its share, or each random generator of the data or the loop a seed of its own (torch.distributed.get_rank())."
+_OWN_SHARE = "Give each rank its share of them, or generators with seeds of its own (torch.distributed.get_rank())."
 
 
 def warn_of_equal_batches(batch: Any, world_size: int, device: torch.device) -> None:

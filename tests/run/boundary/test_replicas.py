@@ -82,7 +82,7 @@ def _one_bit(sharding: str, fused: bool | None) -> tuple[int, str]:
 def test_one_bit_of_one_weight_is_found_within_two_steps(pool: Any, sharding: str, fused: bool | None) -> None:
     for steps, error in pool(2).run(_one_bit, sharding, fused):
         assert steps <= FAULT + 1
-        assert "replicas are no longer equal: the weights of the workers differ" in error
+        assert "replicas are no longer equal: the workers' weights differ" in error
         if sharding == "none":  # else the step after has copied the owner's weights to all
             assert "First difference: the weight '2.weight', on ranks 0 and 1" in error
 
