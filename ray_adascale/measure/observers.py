@@ -297,7 +297,9 @@ class HookObserver(GradientObserver):
             observer = ref()
             if observer is not None:
                 observer.samples.flush()  # DDP may write the reduced gradient into the same memory
-                observer._check_gradients()
+                seen, number = observer._pass.seen, observer._pass.number
+                if observer._check_unused is not None and seen.count(number) < len(seen):
+                    observer._check_unused([p for p, last in zip(observer.hooked, seen, strict=True) if last != number])
                 queue_end_of_backward(after_reduction)
                 observer._sent_early = observer._early is None or observer._early()
                 if observer._sent_early and (listener := observer._listener()) is not None:
@@ -316,11 +318,6 @@ class HookObserver(GradientObserver):
         # reduction. A callback that is queued when it runs comes after that wait.
         queue_end_of_backward(before_reduction)
         self._pass.end = weakref.ref(before_reduction)
-
-    def _check_gradients(self) -> None:
-        seen, number = self._pass.seen, self._pass.number
-        if self._check_unused is not None and seen.count(number) < len(seen):
-            self._check_unused([p for p, last in zip(self.hooked, seen, strict=True) if last != number])
 
     @property
     def device(self) -> torch.device:

@@ -134,7 +134,7 @@ class Run:
         """Doubts about the schedule and the base batch, a sentence each. Rank 0 has warned of them."""
         self.state = own.loop
         """Step counts and metrics so far, as they go into a checkpoint."""
-        self.parts = parts
+        self.parts, self._replicas = parts, parts.replicas
         """The objects that make up this run."""
         self._after_step = AfterStep(pieces.after_step, self.module)
         self._skipped = SkippedSteps(
@@ -382,13 +382,13 @@ class Run:
             return False
         self.schedule.check()
         self._synchronize()  # read step k − 1, whose τ gives the LR of this step k
-        self.parts.replicas.check()
+        if self._replicas.found is not None:
+            self._replicas.refuse()
         self.parts.clipping.clip(passes, self.plan, self.optimizer.average_moments)
         self._taken = self._take_step(own)
         if self._must_synchronize():  # else step k is read as step k + 1 begins to step
             self._synchronize()
             self._pulse.end_step(self.state.iterations)
-            self.parts.replicas.check()
             self._run_stages()
         else:
             self._pulse.end_step(self.state.iterations)
@@ -416,7 +416,7 @@ class Run:
         flags = constant(float(self._own_flags()), loss.device)[
             0
         ]  # on the device: a copy from the host would wait for it
-        return torch.stack([loss, flags, *self.parts.replicas.numbers(loss)])
+        return torch.stack([loss, flags, *self._replicas.numbers(loss)])
 
     def _own_flags(self) -> int:
         """Return the flags of this worker's stages. Other workers than rank 0 send BUSY only."""
@@ -446,7 +446,8 @@ class Run:
         clipped = self.parts.clipping.read(last)
         loss, *summed = last.payload
         self._flags |= BoundaryFlags.from_sum(summed[0]) if summed else taken.flags
-        self.parts.replicas.read(loss, summed[1:])
+        if summed:
+            self._replicas.read(taken.plan.accumulation, loss, summed[1:])
         if last.skipped:
             self._skipped.count(loss, taken.number, last.effective_steps)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -36,6 +37,9 @@ _NOT_CALLED = (
     "in place of the bare model, also in a loss that has the model. Only its forward() counts: let forward() call the model's "
     "other methods, or use AdaScaleConfig(sharding='zero2'), which reduces gradients whichever method is called."
 )
+
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class _Called:
@@ -91,7 +95,7 @@ class Passes:
         self._reduces = isinstance(model, DistributedDataParallel | ShardedDataParallel)
         self._reduces_to_owners = isinstance(model, ShardedDataParallel)
         self._params = list(module.parameters())
-        self._trainable = [p.requires_grad for p in self._params]
+        self._trainable = [*map(_requires_grad, self._params)]
         self._called = _Called()
         if isinstance(model, DistributedDataParallel):
             model.register_forward_pre_hook(self._called)
@@ -243,7 +247,7 @@ class Passes:
         Raises:
             RuntimeError: It will not.
         """
-        trainable = [p.requires_grad for p in self._params]
+        trainable = [*map(_requires_grad, self._params)]
         if isinstance(model, ShardedDataParallel):
             if trainable != self._trainable:
                 model.refresh_trainable()  # as its forward pass would, which the loop need not call

@@ -7,7 +7,7 @@ reduced, or one flipped bit, would stay unnoticed. Under FSDP2 there are no copi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -60,12 +60,10 @@ class _Piece:
         self.parts.append(part)
         self._addresses.append(param.data_ptr())
 
-    @property
-    def moved(self) -> bool:
-        """Whether a parameter has other memory now, as after ``param.data = ...``."""
-        return [p.data_ptr() for p in self.params] != self._addresses
-
-    def sum(self) -> Tensor:
+    def sum(self) -> Tensor | None:
+        """Return the :func:`sum_of` the piece; None if a parameter has other memory now, as after ``param.data = ...``."""
+        if [*map(Tensor.data_ptr, self.params)] != self._addresses:
+            return None
         return sum_of(self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts))
 
 
@@ -101,6 +99,9 @@ class Replicas:
         workers: Number of workers.
         device: Device of the numbers.
         process_group: The workers, for objects. Default: the default group.
+
+    Attributes:
+        found: What differed in a step that was read; None if nothing did.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Replicas:
         self._pieces = _pieces(module.parameters()) if copies and workers > 1 else []
         self._next = 0
         self._losses = EqualLosses(workers)
-        self._found: str | None = None
+        self.found: str | None = None
 
     def numbers(self, loss: Tensor) -> list[Tensor]:
         """Return this worker's numbers of the coming step, float64, 0-dim, to be summed. No host synchronization.
@@ -133,44 +134,40 @@ class Replicas:
         if self._pieces:
             norms = self._optimizer.replicated_sq_norms
             norm = self._zero if norms is None else norms[0] if len(norms) == 1 else norms.sum()
-            own += [norm, self._sum_of_a_piece().to(self._zero.device)]
+            self._next = (self._next + 1) % len(self._pieces)
+            bits = self._pieces[self._next].sum()
+            if bits is None:
+                self._pieces = _pieces(self._module.parameters())
+                bits = cast(Tensor, self._pieces[self._next].sum())
+            own += [norm, bits.to(self._zero.device)]
         return [*own[1:], *(own if self._rank == 0 else [self._zero] * len(own))]
 
-    def _sum_of_a_piece(self) -> Tensor:
-        self._next = (self._next + 1) % len(self._pieces)
-        if self._pieces[self._next].moved:
-            self._pieces = _pieces(self._module.parameters())
-        return self._pieces[self._next].sum()
-
-    def read(self, loss: float, summed: Sequence[float]) -> None:
-        """Compare the numbers of a step. :meth:`check` raises.
+    def read(self, passes: int, loss: float, summed: Sequence[float]) -> None:
+        """Compare the numbers of a step.
 
         Args:
+            passes: Passes of the step.
             loss: The sum of the losses.
-            summed: The sums of the :meth:`numbers`; empty if there is one worker.
+            summed: The sums of the :meth:`numbers`.
         """
-        if not summed:
-            return
         count = len(summed) // 2
         first_loss, *firsts = summed[count:]
-        if self._optimizer.shape.passes > 1:  # else the gradient samples show it
+        if passes > 1:  # else the gradient samples show it
             self._losses.count(loss, first_loss)
         for what, total, first in zip(_COMPARED, summed[:count], firsts, strict=False):
             # In a step that all workers skip the norm is infinite or NaN.
             same = repr(total) == repr(first) or abs(total - self._workers * first) <= _COMPARED[what] * abs(total)
-            self._found = self._found or (None if same else what)
+            self.found = self.found or (None if same else what)
 
-    def check(self) -> None:
-        """Raise on all workers if the numbers of a step that was read differed. Collective where it raises.
+    def refuse(self) -> NoReturn:
+        """Raise an error that names the first difference. Collective, at the same place of the loop on all workers.
 
         Raises:
-            RuntimeError: They did.
+            RuntimeError: Always.
         """
-        if self._found is None:
-            return
         gradients = {f"the gradient of {name!r}": p.grad for name, p in self._module.named_parameters()}
         where = self._difference(self._weights() | gradients)
-        raise RuntimeError(f"The workers' replicas are no longer equal: {self._found}. {where or ''}{_CAUSES}")
+        raise RuntimeError(f"The workers' replicas are no longer equal: {self.found}. {where or ''}{_CAUSES}")
 
     def compare(self) -> None:
         """Compare all weights and extra states. Collective, before a checkpoint.
