@@ -32,7 +32,9 @@ from .boundary.stage import LoopState, Stage
 from .boundary.train_state import TrainState, log_start
 from .build import (
     check_built,
+    check_equal,
     check_schedule,
+    facts_of,
     set_batch,
     warn_of_state_dict_hooks,
     wrap,
@@ -109,6 +111,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     # By the configuration: init_process_group() without a backend leaves the name "undefined", and has NCCL alone on a GPU.
     only_nccl = plan.world_size > 1 and "gloo" not in dist.get_backend_config()
     on_cpu = dist.new_group(backend="gloo") if only_nccl else None
+    check_equal(facts_of(pieces, config, source, base_schedule, recipe), plan.world_size, on_cpu)
     wrapped = wrap(module, optimizer, config, plan, device=device, total_steps=total_steps)
     passes = Passes(
         wrapped.model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError
+from .._torch import first_difference
 from .._warn import warn_on_first_worker
 from ..batch import BatchPlan
 from ..chain import parts_of
 from ..checkpoint.optimizer import parameter_names
+from ..checkpoint.rng import digest_of
 from ..config import AdaScaleConfig
 from ..data.source import BatchSource
 from ..optim.adam_metric import adam_preconditioner
@@ -29,6 +32,7 @@ from ..recipe import Recipe
 from ..sharding.oss import OSS
 from ..sharding.partition import has_state
 from ..sharding.sharded_ddp import ShardedDataParallel
+from ..workload import Pieces
 from .evidence import doubt, recipe_doubt
 
 
@@ -73,6 +77,55 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, 
     doubts = [doubt(rule, optimizer), None if recipe is None else recipe_doubt(recipe, optimizer)]
     for sentence in filter(None, doubts):
         warn_on_first_worker(sentence)
+
+
+_NOT_COMPARED = {"seed", "shuffle", "drop_last", "rule", "num_loader_workers"}
+"""Settings that may differ between workers, with those that end in _s, or are compared as part of something else."""
+
+
+def facts_of(
+    pieces: Pieces, config: AdaScaleConfig, source: BatchSource, schedule: BaseSchedule, recipe: Recipe | None
+) -> dict[str, str]:
+    """Return what must be the same on all workers when a run is built, by name."""
+    hyperparameters = [
+        {key: value for key, value in group.items() if key != "params" and isinstance(value, int | float | str | tuple)}
+        for group in pieces.optimizer.param_groups
+    ]
+    return {
+        **{
+            f"AdaScaleConfig.{k}": repr(v)
+            for k, v in vars(config).items()
+            if k not in _NOT_COMPARED and not k.endswith("_s")
+        },
+        "The rule": config.rule if isinstance(config.rule, str) else type(config.rule).__name__,
+        "The optimizer": type(pieces.optimizer).__name__,
+        "The list of hyperparameters": repr(hyperparameters),
+        "The LR curve": f"of digest {digest_of(torch.tensor(schedule.lr_curve, dtype=torch.float64))}",
+        "The order of the data": repr(source.state_dict()),
+        "The recipe": repr(None if recipe is None else recipe.fingerprint),
+        "starting_step": repr(pieces.starting_step),
+        "The number of parameters": str(len(list(pieces.model.parameters()))),
+        "evaluate": "None" if pieces.evaluate is None else "given",
+        **{
+            f"The parameter {name!r}": f"{tuple(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
+            for name, p in pieces.model.named_parameters()
+        },
+    }
+
+
+def check_equal(facts: Mapping[str, str], workers: int, group: dist.ProcessGroup | None) -> None:
+    """Check that all workers build the same run. Collective.
+
+    Raises:
+        ValueError: They don't. The message names the first difference.
+    """
+    difference = first_difference(facts, workers, group)
+    if difference is not None:
+        name, values = difference
+        raise ValueError(
+            f"The workers build different runs. {name} is {values}. Build model, optimizer, schedule, data and settings alike on "
+            "all workers."
+        )
 
 
 def warn_of_state_dict_hooks(optimizer: Optimizer) -> None:

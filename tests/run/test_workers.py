@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -338,3 +339,54 @@ def test_equal_data_of_generators_with_an_equal_seed_are_warned_of(pool: Any, ho
 @pytest.mark.parametrize("sharding", ALL)
 def test_unequal_data_are_not_warned_of(pool: Any, sharding: str) -> None:
     assert pool(2).run(_warnings_of, "index", 2, sharding) == [[], []]
+
+
+# ---- workers that build different runs -------------------------------------------------------------------------------
+
+
+def _built_differently(what: str, sharding: str) -> str:
+    net, settings, length, gamma = Net(), {"sharding": sharding}, 64, 0.9
+    hyperparameters = {"lr": 0.1, "momentum": 0.9}
+    if dist.get_rank() == 1:
+        length = 80 if what == "length" else 64
+        gamma = 0.8 if what == "gamma" else gamma
+        if what in ("seed", "grad_clip", "accumulation", "rule", "total_steps"):
+            settings |= {what: "linear" if what == "rule" else 7}
+        if what == "weight_decay":
+            hyperparameters["weight_decay"] = 0.1
+        if what == "frozen":
+            net.first.requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), **hyperparameters)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma)
+    x, y = data().tensors
+    dataset = TensorDataset(*(torch.cat([t, t])[:length] for t in (x, y)))
+    config = AdaScaleConfig(
+        **({"base_batch_size": 4, "per_worker_batch_size": 4, "total_steps": 60, "scheduler_unit": "step"} | settings)
+    )
+    try:
+        Run(net, optimizer, scheduler, dataset, config, backend=LocalBackend(device="cpu"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("length", "The order of the data is .*80"),
+        ("seed", "The order of the data is .*'seed': 7"),
+        ("gamma", "The LR curve is of digest"),
+        ("weight_decay", "The list of hyperparameters is .*'weight_decay': 0.1"),
+        ("rule", "The rule is adascale on rank 0 and linear on rank 1"),
+        ("grad_clip", r"AdaScaleConfig\.grad_clip is None on rank 0 and 7.0 on rank 1"),
+        ("accumulation", r"AdaScaleConfig\.accumulation is 1 on rank 0 and 7 on rank 1"),
+        ("total_steps", r"AdaScaleConfig\.total_steps is 60 on rank 0 and 7 on rank 1"),
+        ("frozen", "The parameter 'first.weight' is .*trainable on rank 0 and .*frozen on rank 1"),
+        ("nothing", ""),
+    ],
+)
+@pytest.mark.parametrize("sharding", ["none", "zero2", "fsdp2"])
+def test_workers_that_build_different_runs_are_refused(pool: Any, sharding: str, what: str, named: str) -> None:
+    for error in pool(2).run(_built_differently, what, sharding):
+        assert bool(error) == bool(named)
+        assert re.search(named, error)

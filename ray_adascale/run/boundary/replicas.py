@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._torch import first_difference
 from ...optim.adascale import AdaScale
 from ...optim.step_sums import constant
 from ...sharding.buckets import memory_order, memory_view
@@ -194,15 +195,13 @@ class Replicas:
 
     def _difference(self, named: Mapping[str, Tensor | None]) -> str | None:
         """Return a sentence on the first tensor that differs between the workers that have it, or None. Collective."""
-        rows: list[dict[str, float]] = [{}] * self._workers
-        own = {name: float(sum_of(bits_of(t))) for name, t in named.items() if t is not None and _is_dense(t)}
-        dist.all_gather_object(rows, own, self._group)
-        for name in dict.fromkeys(name for row in rows for name in row):
-            first, *others = (rank for rank, row in enumerate(rows) if name in row)
-            for rank in others:
-                if rows[rank][name] != rows[first][name]:
-                    return f"First difference: {name}, on ranks {first} and {rank}. "
-        return None
+        own = {name: sum_of(bits_of(t)).item() for name, t in named.items() if t is not None and _is_dense(t)}
+        difference = first_difference(own, self._workers, self._group)
+        return (
+            None
+            if difference is None
+            else f"First difference: {difference[0]} (its bits have the sums {difference[1]}). "
+        )
 
 
 def _is_dense(tensor: Tensor) -> bool:

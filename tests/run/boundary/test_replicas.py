@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def test_one_bit_of_one_weight_is_found_within_two_steps(pool: Any, sharding: st
         assert steps <= FAULT + 1
         assert "replicas are no longer equal: the workers' weights differ" in error
         if sharding == "none":  # else the step after has copied the owner's weights to all
-            assert "First difference: the weight '2.weight', on ranks 0 and 1" in error
+            assert re.search("First difference: the weight '2.weight' .*on rank 0 and .* on rank 1", error)
 
 
 def _unreduced(sharding: str, fused: bool | None) -> tuple[int, str]:
@@ -161,7 +162,7 @@ def _frozen_differs(folder: str, sharding: str) -> str:
 def test_a_checkpoint_of_unequal_weights_is_refused(pool: Any, tmp_path: Path, sharding: str) -> None:
     for error in pool(2).run(_frozen_differs, str(tmp_path), sharding):
         assert "No checkpoint was written: the workers' weights differ" in error
-        assert "First difference: the weight '0.bias', on ranks 0 and 1" in error
+        assert "First difference: the weight '0.bias' " in error
     assert not list(tmp_path.glob("checkpoint_*"))
 
 
@@ -200,7 +201,7 @@ def _average(folder: str, updated: str, given: str) -> str:
 @pytest.mark.parametrize(
     ("updated", "given", "message"),
     [
-        ("rank 0", "everywhere", "First difference: average/weight, on ranks 0 and 1. Update it alike on all workers"),
+        ("rank 0", "everywhere", "First difference: average/weight .*Update it alike on all workers"),
         ("rank 0", "rank 0", ""),
         ("everywhere", "everywhere", ""),
     ],
@@ -209,5 +210,5 @@ def test_an_average_that_only_one_worker_updates_is_refused(
     pool: Any, tmp_path: Path, updated: str, given: str, message: str
 ) -> None:
     for error in pool(2).run(_average, str(tmp_path), updated, given):
-        assert message in error
         assert bool(message) == bool(error)
+        assert re.search(message, error)
