@@ -415,7 +415,7 @@ class AdaScale(OptimizerWrapper):
 
     @property
     def replicated_sq_norms(self) -> Tensor | None:
-        """‖ḡ‖² of the last complete step per group, as measured on this worker's copy of ḡ; None where there are no copies."""
+        """‖ḡ‖² of the last complete step, or a part of it, as measured on this worker's copy; None without copies."""
         return self._statistics.replicated
 
     # ---- the steps so far ----------------------------------------------------------------------------------------

@@ -47,8 +47,8 @@ class GradientStatistics:
         passes: Backward passes so far in this step.
         sums: The sums of the step, once its last pass has ended.
         left_out: Whether a GradScaler left out the last complete step, as the clearing of its gradients shows.
-        replicated: C of the last complete step, per parameter group as measured, if each of several workers took it from its own
-            copy of the reduced gradient; else None.
+        replicated: Numbers of the last complete step that each worker took from its own copy of the reduced gradient: C per
+            parameter group as measured, or the norm of one gradient; None without copies.
     """
 
     def __init__(
@@ -411,6 +411,11 @@ class GradientStatistics:
         if work is not None:
             work.wait()
             self.replicated = own.get("c")
+            if (
+                not own and type(observer).reduced_everywhere
+            ):  # workers took shares of C: the smallest gradient stands for all
+                whole = [p.grad for p in self.params if p.grad is not None]
+                self.replicated = take_norm(min(whole, key=Tensor.numel)).double().view(1) if whole else None
         if self._grad_scaler is not None and self._scales_loss:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
             own["loss_scale"] = self._grad_scaler.scale(constant(1.0, parts["a"].device))

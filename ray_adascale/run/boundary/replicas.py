@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._torch import first_difference
+from ..._warn import warn_on_first_worker
 from ...optim.adascale import AdaScale
 from ...optim.step_sums import constant
 from ...sharding.buckets import memory_order, memory_view
@@ -87,9 +88,9 @@ def _pieces(params: Iterable[Tensor]) -> list[_Piece]:
 class Replicas:
     """Compares the workers: their copies of the weights and of the reduced gradient, and their losses.
 
-    In each step it compares ‖ḡ‖² of the step before, as each worker took it from its own copy, and one piece of the weights after
-    the other. So a gradient that was not reduced is found in the step after, and one bit of one weight after as many steps as
-    there are pieces: one if the weights have at most 65,536 elements, on a GPU 4 million.
+    In each step it compares ‖ḡ‖² (or a part of it) of the step before, as each worker took it from its own copy, and one piece of
+    the weights after the other. So a gradient that was not reduced is found in the step after, and one bit of one weight after as
+    many steps as there are pieces: one if the weights have at most 65,536 elements, on a GPU 4 million.
 
     Args:
         module: The bare model.
@@ -121,7 +122,8 @@ class Replicas:
         self._rank, self._workers, self._group = rank, workers, process_group
         self._zero = constant(0.0, device)[0]
         self._pieces = _pieces(module.parameters()) if copies and workers > 1 else []
-        self._next = 0
+        self._steps = 0
+        self._buffers = {name for name, _ in module.named_buffers()}
         self._losses = EqualLosses(workers)
         self.found: str | None = None
 
@@ -132,16 +134,30 @@ class Replicas:
             loss: This worker's loss of the step.
         """
         own = [loss]
+        self._steps += 1
+        if self._steps == 2:
+            self._check_late_buffers()
         if self._pieces:
             norms = self._optimizer.replicated_sq_norms
             norm = self._zero if norms is None else norms[0] if len(norms) == 1 else norms.sum()
-            self._next = (self._next + 1) % len(self._pieces)
-            bits = self._pieces[self._next].sum()
+            bits = self._pieces[self._steps % len(self._pieces)].sum()
             if bits is None:
                 self._pieces = _pieces(self._module.parameters())
-                bits = cast(Tensor, self._pieces[self._next].sum())
+                bits = cast(Tensor, self._pieces[self._steps % len(self._pieces)].sum())
             own += [norm, bits.to(self._zero.device)]
         return [*own[1:], *(own if self._rank == 0 else [self._zero] * len(own))]
+
+    def _check_late_buffers(self) -> None:
+        """Warn if the first step has made buffers, to be saved, that differ between workers. Collective."""
+        late = {name: b for name, b in self._module.named_buffers() if name not in self._buffers}
+        saved = self._module.state_dict().keys() if late else ()
+        made = {f"the buffer {name!r}": b for name, b in late.items() if name in saved}
+        if (where := self._difference(made)) is not None:
+            warn_on_first_worker(
+                f"A forward pass has made buffers that differ between workers. {where}DDP sends only those of the built model. "
+                "A checkpoint has rank 0's, with which all workers would resume. Make it before the run, or draw it from a "
+                "generator with a fixed seed."
+            )
 
     def read(self, passes: int, loss: float, summed: Sequence[float]) -> None:
         """Compare the numbers of a step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(64, 6, generator=generator), torch.randn(64, 2, generator=generator))
 
 
-def network() -> nn.Sequential:
+def network(width: int = 8) -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 2))
 
 
 def make_run(
@@ -88,7 +89,7 @@ def test_one_bit_of_one_weight_is_found_within_two_steps(pool: Any, sharding: st
             assert re.search("First difference: the weight '2.weight' .*on rank 0 and .* on rank 1", error)
 
 
-def _unreduced(sharding: str, fused: bool | None) -> tuple[int, str]:
+def _unreduced(sharding: str, fused: bool | None, width: int) -> tuple[int, str]:
     """Rank 1 keeps its own gradient of one step."""
     now = 0
 
@@ -99,8 +100,8 @@ def _unreduced(sharding: str, fused: bool | None) -> tuple[int, str]:
         result.set_result(own if now == FAULT and dist.get_rank() == 1 else reduced / 2)
         return result
 
-    net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    net = network(width)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1 / width, momentum=0.9, fused=fused)
     run = make_run(net, optimizer=optimizer, sharding=sharding)
     run.model.register_comm_hook(None, hook)  # type: ignore[operator]
 
@@ -111,14 +112,56 @@ def _unreduced(sharding: str, fused: bool | None) -> tuple[int, str]:
     return outcome(run, before)
 
 
+@pytest.mark.parametrize("width", [8, 120_000])  # of a million weights workers share the norm's work
 @pytest.mark.parametrize("fused", [None, True])
 @pytest.mark.parametrize("sharding", ["none", "oss"])
 def test_a_rank_that_skips_one_reduction_is_found_within_two_steps(
-    pool: Any, sharding: str, fused: bool | None
+    pool: Any, sharding: str, fused: bool | None, width: int
 ) -> None:
-    for steps, error in pool(2).run(_unreduced, sharding, fused):
+    for steps, error in pool(2).run(_unreduced, sharding, fused, width):
         assert steps <= FAULT + 1
         assert "replicas are no longer equal" in error
+
+
+class Projection(nn.Module):
+    """Makes a random projection in its first forward pass, with each worker's own stream."""
+
+    def __init__(self, statistics: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.last = nn.Linear(4, 2)
+        self.register_buffer("projection", None)
+        self.statistics = nn.BatchNorm1d(2) if statistics else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.projection is None:
+            self.projection = torch.randn(6, 4)
+        return self.statistics(self.last(x @ self.projection))
+
+
+def _drawn_buffer(sharding: str, statistics: bool) -> list[tuple[int, str]]:
+    found: list[tuple[int, str]] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = make_run(Projection(statistics), sharding=sharding)
+        steps = 0
+        for x, y in run:
+            run.backward(mse(run.model, x, y))
+            steps += run.step()
+            found += [(steps, str(each.message)) for each in caught[len(found) :]]
+            if steps == STEPS:
+                return found
+    return found
+
+
+@pytest.mark.parametrize("sharding", ["none", "oss", "zero2", "fsdp2"])
+def test_a_buffer_that_each_worker_draws_for_itself_is_warned_of_within_two_steps(pool: Any, sharding: str) -> None:
+    told, others = pool(2).run(_drawn_buffer, sharding, False)
+    assert others == []
+    ((step, text),) = told
+    assert step == 2
+    assert "the buffer 'projection'" in text
+    assert "rank 0's" in text
 
 
 def _no_fault(sharding: str, settings: dict[str, Any]) -> tuple[int, str]:
