@@ -24,12 +24,12 @@ from .train_state import taken_apart
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ELEMENTS, _ELEMENTS_ON_GPU, _TENSORS = 1 << 16, 1 << 22, 64
 """Most elements and tensors of the weights that are compared in a step: to read them takes as long as a few small calls."""
-_COMPARED = {"a step's reduced gradient has unequal norms on the workers": 1e-9, "the workers' weights differ": 0.0}
-"""What is compared, and the relative difference that is none. Processors of unequal kinds may round norms otherwise."""
+_COMPARED = {"a step's reduced gradient has unequal norms on the workers": 1e-4, "the workers' weights differ": 0.0}
+"""What is compared, and the relative difference that is none. Processors of unequal kinds round float32 norms otherwise."""
 _CAUSES = (
     "Likely causes: the loop calls the bare model in place of run.model(...); the loop, or an optimizer with random numbers, "
-    "changes weights otherwise on each worker; a rank skips a backward pass; a worker's memory is faulty. Without the cause, the "
-    "run resumes from its last checkpoint."
+    "changes weights otherwise on each worker; a rank skips a backward pass; processors of unequal kinds round otherwise "
+    "(sharding='zero2' copies the weights); a worker's memory is faulty. A new start resumes from the last checkpoint."
 )
 
 
