@@ -411,9 +411,8 @@ class GradientStatistics:
         if work is not None:
             work.wait()
             self.replicated = own.get("c")
-            if (
-                not own and type(observer).reduced_everywhere
-            ):  # workers took shares of C: the smallest gradient stands for all
+            if not own and type(observer).reduced_everywhere:
+                # Workers took shares of C. The smallest gradient, which all of them have, stands for it.
                 whole = [p.grad for p in self.params if p.grad is not None]
                 self.replicated = take_norm(min(whole, key=Tensor.numel)).double().view(1) if whole else None
         if self._grad_scaler is not None and self._scales_loss:

@@ -21,8 +21,8 @@ from ...sharding.buckets import memory_order, memory_view
 from ..observe.advice import EqualLosses
 from .train_state import taken_apart
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ELEMENTS, _ELEMENTS_ON_GPU, _TENSORS = 1 << 16, 1 << 22, 64
+_INTEGERS = {1: torch.int8, 2: torch.int16}
+_ELEMENTS, _ELEMENTS_ON_GPU, _TENSORS = 1 << 16, 1 << 22, 32
 """Most elements and tensors of the weights that are compared in a step: to read them takes as long as a few small calls."""
 _COMPARED = {"a step's reduced gradient has unequal norms on the workers": 1e-4, "the workers' weights differ": 0.0}
 """What is compared, and the relative difference that is none. Processors of unequal kinds round float32 norms otherwise."""
@@ -34,10 +34,10 @@ _CAUSES = (
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's numbers, in memory order if it is dense, read as integers of their size; 1-D."""
+    """Return a tensor's numbers, in memory order if it is dense, read as integers of at most 32 bits; 1-D."""
     numbers = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     flat = numbers.reshape(-1) if memory_order(numbers) is None else memory_view(numbers)
-    return flat.view(_INTEGERS[flat.element_size()])
+    return flat.view(_INTEGERS.get(flat.element_size(), torch.int32))
 
 
 def sum_of(bits: Tensor) -> Tensor:
@@ -45,8 +45,7 @@ def sum_of(bits: Tensor) -> Tensor:
 
     It does not depend on the order of the elements, each flipped bit changes it, and sums over thousands of workers are exact.
     """
-    total = bits.sum(dtype=bits.dtype)
-    return (total.remainder(1 << 31) if bits.dtype is torch.int64 else total).double()
+    return bits.sum(dtype=bits.dtype).double()
 
 
 class _Piece:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run
+from ray_adascale.run.boundary.replicas import bits_of, sum_of
 
 STEPS, FAULT = 8, 3  # the fault is in this step, counted from 1
 
@@ -61,6 +62,26 @@ def outcome(run: Run, before: Callable[[Run, int], object], loss: Callable[..., 
     except (RuntimeError, ValueError) as error:
         return steps, str(error)
     return steps, ""
+
+
+# ---- sums of bits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.uint8, torch.bool]
+)
+def test_each_bit_counts_and_no_order_does(dtype: torch.dtype) -> None:
+    tensor = (torch.arange(60).view(3, 4, 5) % 7).to(dtype)
+    before = sum_of(bits_of(tensor))
+    assert before.dtype is torch.float64
+    assert sum_of(bits_of(tensor.permute(2, 0, 1))) == before  # another layout of the same numbers
+    assert sum_of(bits_of(tensor.transpose(0, 2).contiguous())) == before
+    assert sum_of(bits_of(tensor[:, ::2])) == sum_of(bits_of(tensor[:, ::2].contiguous()))
+    for byte in range(tensor.element_size()):
+        for bit in range(1 if dtype is torch.bool else 8):
+            other = tensor.clone()
+            other.view(-1).view(torch.uint8)[37 * tensor.element_size() + byte] ^= 1 << bit
+            assert sum_of(bits_of(other)) != before, (byte, bit)
 
 
 # ---- planted faults --------------------------------------------------------------------------------------------------
