@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from bench import in_words, join_group, leave, leave_group, machine, run_workers, write_json
 from kinds import KINDS, FairScaleKind, Kind, Place, Stepper, ddp, mlp
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 

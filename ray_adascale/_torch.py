@@ -123,3 +123,20 @@ def sum_over_workers(values: Mapping[str, float | Tensor], device: torch.device,
         dist.all_reduce(total)
     sums = dict(zip(names, total.tolist(), strict=True))
     return {name: sums[name] for name in values}
+
+
+def first_difference(own: Mapping[str, Any], workers: int, group: dist.ProcessGroup | None) -> tuple[str, str] | None:
+    """Compare named values, which can be pickled, between the workers that have them. Collective.
+
+    Returns:
+        The name of the first value that differs, and the words "A on rank 0 and B on rank 1"; None if none does.
+    """
+    rows: list[Mapping[str, Any]] = [own] * workers
+    if workers > 1:
+        dist.all_gather_object(rows, own, group)
+    for name in dict.fromkeys(name for row in rows for name in row):
+        first, *others = ((rank, row[name]) for rank, row in enumerate(rows) if name in row)
+        for rank, value in others:
+            if value != first[1]:
+                return name, f"{first[1]} on rank {first[0]} and {value} on rank {rank}"
+    return None

@@ -85,10 +85,11 @@ _REENTRANT = (
 class _Pass:
     """The running backward pass, as each parameter's hook sees it; it holds nothing alive."""
 
-    __slots__ = ("end", "number")
+    __slots__ = ("end", "number", "seen")
 
     def __init__(self) -> None:
         self.number = 0
+        self.seen: list[int] = []  # the last pass in which each hook ran
         # Autograd holds the callback of the end while the pass runs, and drops it where an exception ends the pass.
         self.end: weakref.ref[Callable[[], None]] | None = None
 
@@ -181,6 +182,7 @@ class HookObserver(GradientObserver):
         precondition: Maps (parameter, gradient) to the tensor that the norm is taken of.
         early: Whether ``on_local`` is called before the reduction has come to its end, which hides the time of what the
             listener sends; asked at the end of each pass. Default: it is.
+        check_unused: Called at the end of a pass, before anything is sent, with the hooked parameters that it gave no gradient.
 
     Attributes:
         last_pass: Whether the running pass is the last of an optimizer step.
@@ -194,11 +196,13 @@ class HookObserver(GradientObserver):
         local: bool = True,
         precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
         early: Callable[[], bool] | None = None,
+        check_unused: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
         super().__init__(listener)
         self.last_pass = True
         self._local = local
         self._early, self._sent_early = early, False
+        self._check_unused = check_unused
         self._precondition = precondition
         self.groups = [list(params) for params in groups]
         self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
@@ -246,21 +250,23 @@ class HookObserver(GradientObserver):
 
     def hook(self, param: Tensor, leaf: Tensor) -> None:
         """Watch the gradients of ``leaf`` as those of ``param``."""
-        ref, take, current, seen = weakref.ref(self), self.taker(param), self._pass, 0
-        slot = self.slot(param)
+        ref, take, current, slot = weakref.ref(self), self.taker(param), self._pass, self.slot(param)
         dtype = None if slot is None else slot.dtype
+        seen, index = current.seen, len(current.seen)
+        seen.append(0)
 
-        def hook(grad: Tensor) -> None:
-            nonlocal seen
+        def hook(grad: Tensor | None) -> None:
             end = current.end
             if end is None or end() is None:
                 observer = ref()
                 if observer is None:
                     return
                 observer.start_pass()
-            if seen == current.number:
+            if seen[index] == current.number:
                 raise RuntimeError(_REENTRANT)  # of a parameter in two checkpointed parts
-            seen = current.number
+            seen[index] = current.number
+            if grad is None:  # of an output that the loss does not use; a norm of zero
+                return
             if grad.requires_grad:
                 grad = grad.detach()
             if grad.dtype is dtype and grad.layout is torch.strided and grad.is_cpu:
@@ -291,6 +297,9 @@ class HookObserver(GradientObserver):
             observer = ref()
             if observer is not None:
                 observer.samples.flush()  # DDP may write the reduced gradient into the same memory
+                seen, number = observer._pass.seen, observer._pass.number
+                if observer._check_unused is not None and seen.count(number) < len(seen):
+                    observer._check_unused([p for p, last in zip(observer.hooked, seen, strict=True) if last != number])
                 queue_end_of_backward(after_reduction)
                 observer._sent_early = observer._early is None or observer._early()
                 if observer._sent_early and (listener := observer._listener()) is not None:
@@ -351,3 +360,4 @@ class HookObserver(GradientObserver):
         for handle in self.hooked.values():
             handle.remove()
         self.hooked.clear()
+        self._pass.seen = []

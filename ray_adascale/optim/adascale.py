@@ -340,13 +340,8 @@ class AdaScale(OptimizerWrapper):
         self._declare(declared.passes if passes is None else passes, declared.scale if scale is None else scale)
 
     def _declare(self, passes: int, scale: float) -> None:
-        shape = StepShape(
-            passes,
-            self._statistics.workers.count,
-            float(scale),
-            loss_divisor=passes if self._is_scaled_loss else 1,
-            to_mean=self._is_scaled_loss,
-        )
+        scaled, workers = self._is_scaled_loss, self._statistics.workers.count
+        shape = StepShape(passes, workers, float(scale), loss_divisor=passes if scaled else 1, to_mean=scaled)
         self._choose_samples(shape)
         self._statistics.declare(shape)
 
@@ -417,6 +412,11 @@ class AdaScale(OptimizerWrapper):
         if payload is not None and payload.dim() != 1:
             raise ValueError(f"Invalid payload of shape {tuple(payload.shape)}. Must be 1-D.")
         self._statistics.payload = payload
+
+    @property
+    def replicated_sq_norms(self) -> Tensor | None:
+        """‖ḡ‖² of the last complete step, or a part of it, as measured on this worker's copy; None without copies."""
+        return self._statistics.replicated
 
     # ---- the steps so far ----------------------------------------------------------------------------------------
 

@@ -47,6 +47,8 @@ class GradientStatistics:
         passes: Backward passes so far in this step.
         sums: The sums of the step, once its last pass has ended.
         left_out: Whether a GradScaler left out the last complete step, as the clearing of its gradients shows.
+        replicated: Numbers of the last complete step that each worker took from its own copy of the reduced gradient: C per
+            parameter group as measured, or the norm of one gradient; None without copies.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class GradientStatistics:
         self.passes = 0
         self.sums: StepSums | None = None
         self.left_out = False
+        self.replicated: Tensor | None = None
         self._stepped_with: tuple[int, int] | None = None
         self.begin_step()
         if isinstance(optimizer, OSS):
@@ -407,6 +410,11 @@ class GradientStatistics:
             parts, numbers, work = self._send({"c": observer.reduced_sq_norms(rank, world_size)})
         if work is not None:
             work.wait()
+            self.replicated = own.get("c")
+            if not own and type(observer).reduced_everywhere:
+                # Workers took shares of C. The smallest gradient, which all of them have, stands for it.
+                whole = [p.grad for p in self.params if p.grad is not None]
+                self.replicated = take_norm(min(whole, key=Tensor.numel)).double().view(1) if whole else None
         if self._grad_scaler is not None and self._scales_loss:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
             own["loss_scale"] = self._grad_scaler.scale(constant(1.0, parts["a"].device))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from .._errors import listed
 from .._torch import is_dtensor
 from ..measure.observers import GradientObserver, HookObserver, PassListener
 from ..sharding.observers import GradientReducer
@@ -45,7 +46,8 @@ def make_observer(
         workers: Workers that share the batch.
         local: Whether a step needs the norm of each gradient sample.
         one_pass: Whether each step is known to have a single pass.
-        model: The model; of a DistributedDataParallel the communication hook is respected.
+        model: The model. Of a DistributedDataParallel the communication hook is respected, and unused parameters are refused
+            if it does not look for them.
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of.
 
     Raises:
@@ -64,7 +66,12 @@ def make_observer(
         return cast(GradientReducer, oss.reducer).observe(listener, accumulating=not one_pass)
     ref = weakref.ref(model) if isinstance(model, DistributedDataParallel) else lambda: None
     return HookObserver(
-        groups, listener, local=local, precondition=precondition, early=lambda: _reduces_in_one_round(ref())
+        groups,
+        listener,
+        local=local,
+        precondition=precondition,
+        early=lambda: _reduces_in_one_round(ref()),
+        check_unused=lambda unused: _check_unused(ref(), unused),
     )
 
 
@@ -76,6 +83,22 @@ def _reduces_in_one_round(model: DistributedDataParallel | None) -> bool:
     """
     # torch has no public name for the hooks that were passed to register_comm_hook.
     return model is None or not model._comm_hooks
+
+
+def _check_unused(model: DistributedDataParallel | None, unused: Sequence[Tensor]) -> None:
+    """Raise if DDP does not reduce the gradients of a pass that did not use these parameters.
+
+    Raises:
+        RuntimeError: DDP would wait for their gradients, leave others unreduced, and raise in the next forward pass.
+    """
+    if model is None or not model.require_backward_grad_sync or model.find_unused_parameters or model.static_graph:
+        return
+    names = [name for name, p in model.module.named_parameters() if any(p is one for one in unused)]
+    raise RuntimeError(
+        f"A step's last backward pass gave no gradient to {listed(names)}. DistributedDataParallel then leaves other gradients "
+        "unreduced. Use AdaScaleConfig(find_unused_parameters=True), in a loop of your own the argument of "
+        "DistributedDataParallel; or sharding='zero2', which needs none; or freeze them before the run."
+    )
 
 
 def _refuse(precondition: object, needs: str) -> None:

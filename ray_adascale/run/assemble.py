@@ -27,12 +27,15 @@ from .boundary.batch import StepBatch
 from .boundary.checkpointing import Checkpointing
 from .boundary.evaluation import Evaluation
 from .boundary.notices import Interrupt, Preemption
+from .boundary.replicas import Replicas
 from .boundary.reporting import Reporting
 from .boundary.stage import LoopState, Stage
 from .boundary.train_state import TrainState, log_start
 from .build import (
     check_built,
+    check_equal,
     check_schedule,
+    facts_of,
     set_batch,
     warn_of_state_dict_hooks,
     wrap,
@@ -59,6 +62,7 @@ class Parts:
         advice: Doubts about the schedule and the base batch, a sentence each. Rank 0 has warned of them.
         model: The model to call.
         passes: Runs the passes of each step, and the step.
+        replicas: Compares the copies that the workers have of weights and gradients.
         stages: The stages of a step boundary, in order.
         evaluation: The stage that evaluates.
         clipping: Clips gradients.
@@ -75,6 +79,7 @@ class Parts:
     advice: list[str]
     model: nn.Module
     passes: Passes
+    replicas: Replicas
     stages: tuple[Stage, ...]
     evaluation: Evaluation
     clipping: Clipping
@@ -107,6 +112,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     # By the configuration: init_process_group() without a backend leaves the name "undefined", and has NCCL alone on a GPU.
     only_nccl = plan.world_size > 1 and "gloo" not in dist.get_backend_config()
     on_cpu = dist.new_group(backend="gloo") if only_nccl else None
+    check_equal(facts_of(pieces, config, source, base_schedule, recipe), plan.world_size, on_cpu)
     wrapped = wrap(module, optimizer, config, plan, device=device, total_steps=total_steps)
     passes = Passes(
         wrapped.model,
@@ -144,9 +150,19 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         train_state.users_state({})  # raises now and not at the first checkpoint
     start = _start_of(pieces.starting_step, train_state, evaluation)
     plan, trace, listeners = _resume(backend, config, recipe, train_state, (batch, evaluation), plan, start)
+    replicas = Replicas(
+        module,
+        wrapped.optimizer,
+        train_state.extra,
+        copies=wrapped.sharding != "fsdp2",
+        rank=rank,
+        workers=plan.world_size,
+        device=device,
+        process_group=on_cpu,
+    )
     # Built last, because their intervals begin now.
     every_s = config.checkpoint_every_s
-    checkpointing = Checkpointing(backend, train_state, trace, every_s=every_s, process_group=on_cpu)
+    checkpointing = Checkpointing(backend, train_state, replicas, trace, every_s=every_s, process_group=on_cpu)
     reporting = Reporting(backend, config.report_every_s, evaluation, checkpointing)
     stages = (batch, Interrupt(backend), evaluation, Preemption(backend), checkpointing, reporting)
     return Parts(
@@ -157,6 +173,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         advice=advice,
         model=wrapped.model,
         passes=passes,
+        replicas=replicas,
         stages=stages,
         evaluation=evaluation,
         clipping=clipping,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,22 +14,25 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError
+from .._torch import first_difference
 from .._warn import warn_on_first_worker
 from ..batch import BatchPlan
 from ..chain import parts_of
 from ..checkpoint.optimizer import parameter_names
+from ..checkpoint.rng import digest_of
 from ..config import AdaScaleConfig
 from ..data.source import BatchSource
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
 from ..optim.curves import curve_difference, other_length
 from ..optim.rules import betas_of, make_rule, metric_of
-from ..optim.schedule import BaseSchedule
+from ..optim.schedule import BaseSchedule, LRCurves
 from ..optim.wrapper import check_parameters, check_wrappable
 from ..recipe import Recipe
 from ..sharding.oss import OSS
 from ..sharding.partition import has_state
 from ..sharding.sharded_ddp import ShardedDataParallel
+from ..workload import Pieces
 from .evidence import doubt, recipe_doubt
 
 
@@ -74,6 +77,58 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, 
     doubts = [doubt(rule, optimizer), None if recipe is None else recipe_doubt(recipe, optimizer)]
     for sentence in filter(None, doubts):
         warn_on_first_worker(sentence)
+
+
+_NOT_COMPARED = {"seed", "shuffle", "drop_last", "rule", "num_loader_workers"}
+"""Settings that may differ between workers, with those that end in _s, or are compared as part of something else."""
+
+
+def facts_of(
+    pieces: Pieces, config: AdaScaleConfig, source: BatchSource, schedule: BaseSchedule, recipe: Recipe | None
+) -> dict[str, str]:
+    """Return what must be the same on all workers when a run is built, by name."""
+    hyperparameters = [
+        {key: value for key, value in group.items() if key != "params" and isinstance(value, int | float | str | tuple)}
+        for group in pieces.optimizer.param_groups
+    ]
+    curves = schedule.lr_curve
+    assert isinstance(curves, LRCurves)
+    return {
+        **{
+            f"AdaScaleConfig.{k}": repr(v)
+            for k, v in vars(config).items()
+            if k not in _NOT_COMPARED and not k.endswith("_s")
+        },
+        "The rule": config.rule if isinstance(config.rule, str) else type(config.rule).__name__,
+        "The optimizer": type(pieces.optimizer).__name__,
+        "The list of hyperparameters": repr(hyperparameters),
+        "The LR curve": f"of digest {digest_of(torch.from_numpy(curves.rows))}",
+        "The list of LR factors": repr(curves.groups),
+        "The order of the data": repr(source.state_dict()),
+        "The recipe": repr(None if recipe is None else recipe.fingerprint),
+        "starting_step": repr(pieces.starting_step),
+        "The number of parameters": str(len(list(pieces.model.parameters()))),
+        "evaluate": "None" if pieces.evaluate is None else "given",
+        **{
+            f"The parameter {name!r}": f"{tuple(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
+            for name, p in pieces.model.named_parameters()
+        },
+    }
+
+
+def check_equal(facts: Mapping[str, str], workers: int, group: dist.ProcessGroup | None) -> None:
+    """Check that all workers build the same run. Collective.
+
+    Raises:
+        ValueError: They don't. The message names the first difference.
+    """
+    difference = first_difference(facts, workers, group)
+    if difference is not None:
+        name, values = difference
+        raise ValueError(
+            f"The workers build different runs. {name} is {values}. Build model, optimizer, schedule, data and settings alike on "
+            "all workers."
+        )
 
 
 def warn_of_state_dict_hooks(optimizer: Optimizer) -> None:
@@ -219,7 +274,7 @@ def wrap(
         plan,
         total_steps=total_steps,
         grad_scaler=scaler,
-        model=module,
+        model=model if isinstance(model, DistributedDataParallel) else module,
     )
     return Wrapped(model, adascale, names, scaler, sharding)
 
@@ -267,10 +322,17 @@ def _choose_sharding(config: AdaScaleConfig, workers: int, optimizer: Optimizer,
             "sharding='none', or 'auto', which chooses it.",
             sharding=config.sharding,
         )
+    sparse = any(isinstance(part, torch.optim.SparseAdam) for part, _ in parts_of(optimizer))
+    if sparse and workers > 1 and config.sharding in ("zero2", "fsdp2"):
+        raise SettingError(
+            "Invalid {} with SparseAdam, which needs sparse gradients: sharded ones are dense. Use sharding='none', or 'auto', "
+            "which chooses it, or 'oss'.",
+            sharding=config.sharding,
+        )
     if adam or workers == 1:
         return "none"
     if config.sharding == "auto":
-        return "zero2" if has_state(optimizer) else "none"
+        return "zero2" if has_state(optimizer) and not sparse else "none"
     return config.sharding
 
 

@@ -19,11 +19,11 @@ from ..batch import BatchPlan
 from ..checkpoint.rng import separate_streams
 from ..config import AdaScaleConfig
 from ..data import to_device
-from ..data.iterables import IterableSource
 from ..data.sampling import Sampling
 from ..data.source import MicroBatch
 from ..gain import advanced
 from ..optim.step_shape import StepResult
+from ..optim.step_sums import constant
 from ..recipe import Recipe
 from ..workload import Pieces, Workload, with_unit
 from .after_step import AfterStep
@@ -134,7 +134,7 @@ class Run:
         """Doubts about the schedule and the base batch, a sentence each. Rank 0 has warned of them."""
         self.state = own.loop
         """Step counts and metrics so far, as they go into a checkpoint."""
-        self.parts = parts
+        self.parts, self._replicas = parts, parts.replicas
         """The objects that make up this run."""
         self._after_step = AfterStep(pieces.after_step, self.module)
         self._skipped = SkippedSteps(
@@ -296,7 +296,7 @@ class Run:
                     self._pulse.enter(Phase.DATA)
                     batch = next(batches)
                     self._pulse.enter(Phase.PASS)
-                    if first and isinstance(self.source, IterableSource):
+                    if first:
                         warn_of_equal_batches(batch.batch, self.plan.world_size, self.backend.device)
                     first = False
                     passes.begin(batch)
@@ -382,6 +382,8 @@ class Run:
             return False
         self.schedule.check()
         self._synchronize()  # read step k − 1, whose τ gives the LR of this step k
+        if self._replicas.found is not None:
+            self._replicas.refuse()
         self.parts.clipping.clip(passes, self.plan, self.optimizer.average_moments)
         self._taken = self._take_step(own)
         if self._must_synchronize():  # else step k is read as step k + 1 begins to step
@@ -407,12 +409,14 @@ class Run:
         return TakenStep(number, self.plan, lr, before.effective_steps, position, flags, own, recorded)
 
     def _payload(self) -> Tensor:
-        """Return the payload of the step's all-reduce: this worker's loss and its boundary flags."""
+        """Return the payload of the step's all-reduce: this worker's loss, its boundary flags, and what is compared."""
         loss = self.parts.passes.loss
         if self.plan.world_size == 1:
             return loss.reshape(1)
-        # Filled on the device: a copy from the host would wait for the device.
-        return torch.stack([loss, torch.full_like(loss, self._own_flags())])
+        flags = constant(float(self._own_flags()), loss.device)[
+            0
+        ]  # on the device: a copy from the host would wait for it
+        return torch.stack([loss, flags, *self._replicas.numbers(loss)])
 
     def _own_flags(self) -> int:
         """Return the flags of this worker's stages. Other workers than rank 0 send BUSY only."""
@@ -442,6 +446,8 @@ class Run:
         clipped = self.parts.clipping.read(last)
         loss, *summed = last.payload
         self._flags |= BoundaryFlags.from_sum(summed[0]) if summed else taken.flags
+        if summed:
+            self._replicas.read(taken.plan.accumulation, loss, summed[1:])
         if last.skipped:
             self._skipped.count(loss, taken.number, last.effective_steps)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .._errors import noted
+from .._errors import listed, noted
 from .._torch import count_of_writes
 from .._warn import warn_on_first_worker
 from ..batch import BatchPlan
@@ -29,6 +30,25 @@ _DEPENDS_ON_NOTHING = (
 )
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+_NOT_CALLED = (
+    "run.model(...) was not called in the last pass of a step, so the workers would not exchange gradients. Call run.model(...) "
+    "in place of the bare model, also in a loss that has the model. Only its forward() counts: let forward() call the model's "
+    "other methods, or use AdaScaleConfig(sharding='zero2'), which reduces gradients whichever method is called."
+)
+
+
+_requires_grad = attrgetter("requires_grad")
+
+
+class _Called:
+    """Whether the wrapped model was called with gradients in this pass: a hook before its forward pass."""
+
+    yes = False
+
+    def __call__(self, *_: object) -> None:
+        self.yes = self.yes or torch.is_grad_enabled()
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:
@@ -83,6 +103,10 @@ class Passes:
         self._reduces = isinstance(model, DistributedDataParallel | ShardedDataParallel)
         self._reduces_to_owners = isinstance(model, ShardedDataParallel)
         self._params = list(module.parameters())
+        self._trainable = [*map(_requires_grad, self._params)]
+        self._called = _Called()
+        if isinstance(model, DistributedDataParallel):
+            model.register_forward_pre_hook(self._called)
         self._zero = self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self._batch: MicroBatch | None = None
         self._weights: list[float] = []
@@ -127,7 +151,7 @@ class Passes:
         if batch.pass_index == 0:
             self._weights = []
         self._batch = batch
-        self._backward_done = False
+        self._backward_done = self._called.yes = False
         self._weights.append(batch.weight)
         # Gradients are reduced in the step's last pass. The model reads this setting in its forward pass.
         if self._reduces and not batch.is_last:
@@ -203,6 +227,8 @@ class Passes:
         """Run the backward pass. The loss is weighted by the examples or units of the micro-batch, and scaled for fp16."""
         batch = self._batch
         assert batch is not None
+        if batch.is_last and self._reduces:
+            self._check_reduction(self._model)
         # DDP averages over workers and passes add up, so ḡ = Σ w_i g_i needs each loss times n·w_i/passes.
         factor = plan.num_samples * batch.examples / (plan.global_batch_size * plan.accumulation)
         if batch.by_units:
@@ -227,6 +253,35 @@ class Passes:
             mark_gradients_elsewhere(self._params)
         if not batch.is_last:
             self._no_sync.close()
+
+    def _check_reduction(self, model: nn.Module) -> None:
+        """Check that the backward pass will reduce the gradients of all trainable parameters.
+
+        Raises:
+            RuntimeError: It will not.
+        """
+        trainable = [*map(_requires_grad, self._params)]
+        if isinstance(model, ShardedDataParallel):
+            if trainable != self._trainable:
+                model.refresh_trainable()  # as its forward pass would, which the loop need not call
+                self._trainable = trainable
+            return
+        assert isinstance(model, DistributedDataParallel)
+        if not self._called.yes:
+            raise RuntimeError(_NOT_CALLED)
+        if trainable == self._trainable:
+            return
+        changed = [
+            name
+            for (name, _), now, built in zip(self._module.named_parameters(), trainable, self._trainable, strict=True)
+            if now > built or (now < built and not model.find_unused_parameters)
+        ]
+        if changed:
+            raise RuntimeError(
+                f"The loop has frozen or unfrozen {listed(changed)}. DistributedDataParallel reduces gradients of what was "
+                "trainable when the run was built. Use AdaScaleConfig(sharding='zero2'), which follows. Or build the run with "
+                "all of them trainable and find_unused_parameters=True, and freeze layers afterwards."
+            )
 
     def check_backward(self, caller: str) -> None:
         """Check that the backward pass of the micro-batch has run.

@@ -83,6 +83,7 @@ class Case:
         batches: Batch schedule: (τ, examples) pairs.
         efficiency: Target of a batch that follows the noise. The model is given the batch of each step.
         evaluate: Effective steps between evaluations; None for none.
+        bare_model: The loop calls ``run.module`` in place of ``run.model``.
         smoothing: Bare: θ; None for max(1 − n/1000, 0).
         effective: Bare: average over effective time instead.
         debias, clip_samples, floor, single_gain, scaled_loss: Bare: as in AdaScale.
@@ -125,6 +126,7 @@ class Case:
     batches: tuple[tuple[int, int], ...] = ()
     efficiency: float | None = None
     evaluate: float | None = None
+    bare_model: bool = False
     smoothing: float | None = None
     effective: bool = False
     debias: bool = True

@@ -48,6 +48,10 @@ def refusal(case: Case) -> str | None:
             ),
             (measured and case.noise == "per_example" and case.net == "tied", "per-example|per_example"),
             (
+                case.bare_model and leg.workers > 1 and sharding in ("none", "oss"),
+                r"run\.model\(\.\.\.\) was not called",
+            ),
+            (
                 run and not leg.accept and _fixed(leg) != _fixed(before),
                 "The run was changed since",
             ),
@@ -71,7 +75,7 @@ def allowed(case: Case) -> bool:
         "smoothing", "effective", "debias", "clip_samples", "floor", "single_gain", "scaled_loss", "changes", "short",
         "rescaled", "added",
     )  # fmt: skip
-    of_run = ("iterable", "loaders", "batches", "efficiency", "evaluate")
+    of_run = ("iterable", "loaders", "batches", "efficiency", "evaluate", "bare_model")
 
     def default(*names: str) -> bool:
         return all(getattr(case, name) == getattr(plain, name) for name in names)
@@ -145,6 +149,8 @@ def allowed(case: Case) -> bool:
         case.added is None or (case.debias and case.optimizer != "muon" and case.net in ("mlp", "conv", "words")),
         case.added is None or (not betas and case.rule not in ("adamscale", "legw")),
         not case.rescaled or (case.noise == "samples" and default("changes", "short")),
+        # refused in the first step, to which a start after T does not come
+        not case.bare_model or not several,
         # batches of the run's own
         not case.iterable or (not several and default("drop_last", "shuffle", "loaders", "batches", "efficiency")),
         not case.iterable or (legs[0].batch is None and case.length // legs[0].workers >= (legs[0].per_worker or 0)),
@@ -245,6 +251,7 @@ def _any_case(rng: random.Random) -> Case:
             "loaders": maybe(0.015, 1, 0),
             "batches": maybe(0.1, batches, ()),
             "efficiency": maybe(0.1, rng.choice((0.4, 0.6, 0.8, 1.0)), None),
+            "bare_model": maybe(0.05, True, False),
             "evaluate": maybe(0.2, rng.choice((1.0, 2.5)), None),
         }
         if more["batches"] or more["efficiency"] or more["iterable"]:
@@ -369,6 +376,7 @@ def values(case: Case) -> dict[str, str]:
         else "fixed",
         "loaders": str(case.loaders),
         "evaluate": str(case.evaluate is not None),
+        "bare model": str(case.bare_model),
     }
 
 

@@ -98,7 +98,7 @@ class Refused(Exception):
     """An error that a worker raised, with its traceback as text.
 
     Attributes:
-        expectable: Whether it is a ``ValueError``, as for settings that can't work.
+        expectable: Whether it is one of settings that can't work, or of the bare model: the other workers raise it, too.
     """
 
     def __init__(self, text: str, expectable: bool) -> None:
@@ -116,7 +116,8 @@ def _leg(case: Case, number: int, taken: int, folder: str) -> Any:
         try:
             return {"run": _run_leg, "base": _base_run, "adascale": _bare_leg}[case.client](case, number, taken, folder)
         except Exception as error:
-            return Refused(traceback.format_exc(), isinstance(error, ValueError))
+            expectable = isinstance(error, ValueError) or "run.model(...) was not called" in str(error)
+            return Refused(traceback.format_exc(), expectable)
 
 
 def _built(case: Case, leg: Leg) -> tuple[nn.Module, Optimizer, Any]:
@@ -229,7 +230,7 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row
         step = taken + len(rows)
         if not seen and case.frozen is not None and step in case.frozen:
             _freeze(case, module, step)
-        loss = loss_of(case, run.model, x, tokens, y)
+        loss = loss_of(case, run.module if case.bare_model else run.model, x, tokens, y)
         run.backward(_poisoned(case, step, not seen, loss))
         seen.append(index.tolist())
         if run.step():

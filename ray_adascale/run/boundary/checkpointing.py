@@ -24,6 +24,7 @@ from ..._files import room_in_words
 from ...batch import BatchPlan
 from ..observe.trace import TraceFile
 from .backend import Backend
+from .replicas import Replicas
 from .stage import BoundaryFlags, IntervalTimer, RunAtBoundary, Stage, StepReport
 from .train_state import TrainState
 
@@ -235,6 +236,7 @@ class Checkpointing(Stage):
     Args:
         backend: Stores the checkpoints.
         train_state: The state to save.
+        replicas: Compares the state of the workers before it is saved.
         trace: The trace, saved with the state; None without one.
         every_s: Seconds between checkpoints.
         process_group: The workers, for tensors on the CPU too. Default: the default group.
@@ -244,6 +246,7 @@ class Checkpointing(Stage):
         self,
         backend: Backend,
         train_state: TrainState,
+        replicas: Replicas,
         trace: TraceFile | None,
         *,
         every_s: float,
@@ -252,6 +255,7 @@ class Checkpointing(Stage):
         self.saver = Saver(backend, process_group)
         self._backend = backend
         self._train_state = train_state
+        self._replicas = replicas
         self._trace = trace
         self._timer = IntervalTimer(every_s)
 
@@ -271,6 +275,7 @@ class Checkpointing(Stage):
 
     def begin(self, run: RunAtBoundary) -> None:
         """Begin a checkpoint in the background. Collective."""
+        self._replicas.compare()
         self.saver.begin(self._boundary(run), lambda: self._content(run.plan), run.step_report())
         self._timer.restart()
 
@@ -285,6 +290,7 @@ class Checkpointing(Stage):
         Returns:
             The checkpoint's folder, not reported yet; None if the backend keeps no checkpoints.
         """
+        self._replicas.compare()
         return self.saver.save(self._boundary(run), lambda: self._content(run.plan))
 
     def restart_interval(self) -> None:

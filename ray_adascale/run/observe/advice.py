@@ -21,20 +21,52 @@ _WINDOWS, _STEPS = 3, 20
 """Windows of the averages, and optimizer steps, after which the averages are reliable enough for a warning."""
 
 
+_EQUAL_STEPS = 10
+_OWN_SHARE = "Give each rank its share of them, or generators with seeds of its own (torch.distributed.get_rank())."
+
+
 def warn_of_equal_batches(batch: Any, world_size: int, device: torch.device) -> None:
-    """Warn if several workers' own data begin with the same micro-batch. Collective."""
+    """Warn if the data of several workers begin with the same micro-batch of unequal examples. Collective."""
     if world_size == 1:
         return
-    own = torch.tensor(digest_of(*_tensors_of(batch)), dtype=torch.int64, device=device)
+    tensors = _tensors_of(batch)
+    unequal = any(t.dim() > 0 and bool((t != t[:1]).any()) for t in tensors)
+    own = torch.tensor(digest_of(*tensors) if unequal else -1, dtype=torch.int64, device=device)
     digests = [torch.empty_like(own) for _ in range(world_size)]
     dist.all_gather(digests, own)
     found = [int(digest) for digest in digests]
-    equal = [rank for rank in range(world_size) if found.count(found[rank]) > 1]
+    equal = [rank for rank in range(world_size) if found[rank] >= 0 and found.count(found[rank]) > 1]
     if equal:
         warn_on_first_worker(
             f"The data of ranks {', '.join(map(str, equal))} begin with the same micro-batch: they read the same examples, so "
-            "more workers help nothing. Give each rank its share, or a seed of its own (torch.distributed.get_rank())."
+            f"more workers help nothing. {_OWN_SHARE}"
         )
+
+
+class EqualLosses:
+    """Warns if the loss was the same on all workers in ten steps in a row, so that they compute with equal data.
+
+    Args:
+        workers: Number of workers.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers, self._in_a_row = workers, 0
+
+    def count(self, total: float, first: float) -> None:
+        """Count a step.
+
+        Args:
+            total: Sum of the losses of all workers.
+            first: The loss of rank 0.
+        """
+        equal = total != 0 and abs(total - self._workers * first) <= 1e-12 * abs(total)
+        self._in_a_row = self._in_a_row + 1 if equal else 0
+        if self._in_a_row == _EQUAL_STEPS:
+            warn_on_first_worker(
+                f"The loss was the same on all workers in {_EQUAL_STEPS} steps in a row: they compute with equal data, so more "
+                f"workers help nothing. {_OWN_SHARE}"
+            )
 
 
 def _tensors_of(batch: Any) -> list[Tensor]:

@@ -76,7 +76,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def checkpointing(backend: LocalBackend) -> Checkpointing:
     state: Any = None
-    return Checkpointing(backend, state, None, every_s=300.0, process_group=None)
+    replicas: Any = SimpleNamespace(compare=lambda: None)
+    return Checkpointing(backend, state, replicas, None, every_s=300.0, process_group=None)
 
 
 def evaluating(metric: dict[str, float] | None = None, **settings: Any) -> Evaluation:
@@ -163,7 +164,7 @@ def test_when_a_boundary_is_reported(flags: int, evaluated: bool, policy: Report
     backend.report_policy = replace(policy, in_background=False)
     run, evaluation = FakeRun(backend), evaluating()
     evaluation.evaluated_step = 7 if evaluated else 6
-    saving = Saving(backend, state, None, every_s=300.0, process_group=None)
+    saving = Saving(backend, state, state, None, every_s=300.0, process_group=None)
     stage = Reporting(backend, 10.0, evaluation, saving)
     stage.act(run, flags)  # type: ignore[arg-type]
     assert made == reports

@@ -1,0 +1,278 @@
+"""The workers' copies of weights and gradients are compared: faults that are planted on one of two workers are found."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ray_adascale import AdaScaleConfig, LocalBackend, Run
+from ray_adascale.run.boundary.replicas import bits_of, sum_of
+
+STEPS, FAULT = 8, 3  # the fault is in this step, counted from 1
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randn(64, 6, generator=generator), torch.randn(64, 2, generator=generator))
+
+
+def network(width: int = 8) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 2))
+
+
+def make_run(
+    model: nn.Module, *, optimizer: Any = None, dataset: Any = None, folder: str | None = None, **settings: Any
+) -> Run:
+    if optimizer is None:
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    extra = {key: settings.pop(key) for key in ("extra_state", "after_step", "evaluate") if key in settings}
+    defaults: dict[str, Any] = {"base_batch_size": 4, "per_worker_batch_size": 4, "total_steps": 60}
+    config = AdaScaleConfig(**(defaults | settings))
+    return Run(
+        model, optimizer, None, data() if dataset is None else dataset, config, backend=LocalBackend(folder), **extra
+    )
+
+
+def mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x) - y).square().mean()
+
+
+def outcome(run: Run, before: Callable[[Run, int], object], loss: Callable[..., Tensor] = mse) -> tuple[int, str]:
+    """Return the steps that were taken and the error, or "" without one; ``before`` is called before each step's passes."""
+    steps, first = 0, True
+    try:
+        for x, y in run:
+            if first:
+                before(run, steps + 1)
+            run.backward(loss(run.model, x, y))
+            first = run.step()
+            steps += first
+            if steps == STEPS:
+                return steps, ""
+    except (RuntimeError, ValueError) as error:
+        return steps, str(error)
+    return steps, ""
+
+
+# ---- sums of bits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.uint8, torch.bool]
+)
+def test_each_bit_counts_and_no_order_does(dtype: torch.dtype) -> None:
+    tensor = (torch.arange(60).view(3, 4, 5) % 7).to(dtype)
+    before = sum_of(bits_of(tensor))
+    assert before.dtype is torch.float64
+    assert sum_of(bits_of(tensor.permute(2, 0, 1))) == before  # another layout of the same numbers
+    assert sum_of(bits_of(tensor.transpose(0, 2).contiguous())) == before
+    assert sum_of(bits_of(tensor[:, ::2])) == sum_of(bits_of(tensor[:, ::2].contiguous()))
+    for byte in range(tensor.element_size()):
+        for bit in range(1 if dtype is torch.bool else 8):
+            other = tensor.clone()
+            other.view(-1).view(torch.uint8)[37 * tensor.element_size() + byte] ^= 1 << bit
+            assert sum_of(bits_of(other)) != before, (byte, bit)
+
+
+# ---- planted faults --------------------------------------------------------------------------------------------------
+
+
+def _flip(run: Run, step: int) -> None:
+    if step == FAULT and dist.get_rank() == 1:
+        weight = run.module[2].weight.detach()
+        weight.view(torch.int32)[1, 3] ^= 1
+
+
+def _one_bit(sharding: str, fused: bool | None) -> tuple[int, str]:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    return outcome(make_run(net, optimizer=optimizer, sharding=sharding), _flip)
+
+
+@pytest.mark.also_simulated("none-True")
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("sharding", ["none", "oss", "zero2"])
+def test_one_bit_of_one_weight_is_found_within_two_steps(pool: Any, sharding: str, fused: bool | None) -> None:
+    for steps, error in pool(2).run(_one_bit, sharding, fused):
+        assert steps <= FAULT + 1
+        assert "replicas are no longer equal: the workers' weights differ" in error
+        if sharding == "none":  # else the step after has copied the owner's weights to all
+            assert re.search("First difference: the weight '2.weight' .*on rank 0 and .* on rank 1", error)
+
+
+def _unreduced(sharding: str, fused: bool | None, width: int) -> tuple[int, str]:
+    """Rank 1 keeps its own gradient of one step."""
+    now = 0
+
+    def hook(_, bucket):  # type: ignore[no-untyped-def] # torch reads annotations, and wants no strings
+        own, reduced = bucket.buffer().clone(), bucket.buffer()
+        dist.all_reduce(reduced)
+        result: torch.futures.Future[Tensor] = torch.futures.Future()
+        result.set_result(own if now == FAULT and dist.get_rank() == 1 else reduced / 2)
+        return result
+
+    net = network(width)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1 / width, momentum=0.9, fused=fused)
+    run = make_run(net, optimizer=optimizer, sharding=sharding)
+    run.model.register_comm_hook(None, hook)  # type: ignore[operator]
+
+    def before(_: Run, step: int) -> None:
+        nonlocal now
+        now = step
+
+    return outcome(run, before)
+
+
+@pytest.mark.parametrize("width", [8, 120_000])  # of a million weights workers share the norm's work
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("sharding", ["none", "oss"])
+def test_a_rank_that_skips_one_reduction_is_found_within_two_steps(
+    pool: Any, sharding: str, fused: bool | None, width: int
+) -> None:
+    for steps, error in pool(2).run(_unreduced, sharding, fused, width):
+        assert steps <= FAULT + 1
+        assert "replicas are no longer equal" in error
+
+
+class Projection(nn.Module):
+    """Makes a random projection in its first forward pass, with each worker's own stream."""
+
+    def __init__(self, statistics: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.last = nn.Linear(4, 2)
+        self.register_buffer("projection", None)
+        self.statistics = nn.BatchNorm1d(2) if statistics else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.projection is None:
+            self.projection = torch.randn(6, 4)
+        return self.statistics(self.last(x @ self.projection))
+
+
+def _drawn_buffer(sharding: str, statistics: bool) -> list[tuple[int, str]]:
+    found: list[tuple[int, str]] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = make_run(Projection(statistics), sharding=sharding)
+        steps = 0
+        for x, y in run:
+            run.backward(mse(run.model, x, y))
+            steps += run.step()
+            found += [(steps, str(each.message)) for each in caught[len(found) :]]
+            if steps == STEPS:
+                return found
+    return found
+
+
+@pytest.mark.parametrize("sharding", ["none", "oss", "zero2", "fsdp2"])
+def test_a_buffer_that_each_worker_draws_for_itself_is_warned_of_within_two_steps(pool: Any, sharding: str) -> None:
+    told, others = pool(2).run(_drawn_buffer, sharding, False)
+    assert others == []
+    ((step, text),) = told
+    assert step == 2
+    assert "the buffer 'projection'" in text
+    assert "rank 0's" in text
+
+
+def _no_fault(sharding: str, settings: dict[str, Any]) -> tuple[int, str]:
+    net = network().to(settings.pop("dtype", torch.float32))
+    x, y = (t.to(next(net.parameters()).dtype) for t in data().tensors)
+    return outcome(make_run(net, sharding=sharding, dataset=TensorDataset(x, y), **settings), lambda *_: None)
+
+
+@pytest.mark.parametrize("sharding", ["none", "oss", "zero2", "fsdp2"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"accumulation": 2}, {"dtype": torch.float64}, {"dtype": torch.bfloat16}],
+    ids=["plain", "passes", "fp64", "bf16"],
+)
+def test_equal_replicas_are_no_error(pool: Any, sharding: str, settings: dict[str, Any]) -> None:
+    assert pool(3).run(_no_fault, sharding, settings) == [(STEPS, "")] * 3
+
+
+# ---- at a checkpoint -------------------------------------------------------------------------------------------------
+
+
+def _frozen_differs(folder: str, sharding: str) -> str:
+    """A frozen weight of one worker is changed just before a checkpoint."""
+    net = network()
+    net[0].requires_grad_(False)
+    run = make_run(net, folder=folder, sharding=sharding)
+    for x, y in run:
+        run.backward(mse(run.model, x, y))
+        run.step()
+        break
+    if dist.get_rank() == 1:
+        net[0].bias.data[2] += 1e-7
+    try:
+        run.save_checkpoint()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("sharding", ["none", "oss", "zero2"])
+def test_a_checkpoint_of_unequal_weights_is_refused(pool: Any, tmp_path: Path, sharding: str) -> None:
+    for error in pool(2).run(_frozen_differs, str(tmp_path), sharding):
+        assert "No checkpoint was written: the workers' weights differ" in error
+        assert "First difference: the weight '0.bias' " in error
+    assert not list(tmp_path.glob("checkpoint_*"))
+
+
+class Average:
+    """An average of the weights, as loops keep one."""
+
+    def __init__(self) -> None:
+        self.weight = torch.zeros(2, 8)
+
+    def update(self, model: Any) -> None:
+        self.weight.lerp_(model[2].weight.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weight = state["weight"]
+
+
+def _average(folder: str, updated: str, given: str) -> str:
+    average, rank = Average(), dist.get_rank()
+    extra = {"average": average} if given == "everywhere" or rank == 0 else None
+    own = average.update if updated == "everywhere" or rank == 0 else None
+    run = make_run(network(), folder=folder, extra_state=extra, after_step=own)
+    for x, y in run:
+        run.backward(mse(run.model, x, y))
+        run.step()
+        break
+    try:
+        run.save_checkpoint()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("updated", "given", "message"),
+    [
+        ("rank 0", "everywhere", "First difference: average/weight .*Update it alike on all workers"),
+        ("rank 0", "rank 0", ""),
+        ("everywhere", "everywhere", ""),
+    ],
+)
+def test_an_average_that_only_one_worker_updates_is_refused(
+    pool: Any, tmp_path: Path, updated: str, given: str, message: str
+) -> None:
+    for error in pool(2).run(_average, str(tmp_path), updated, given):
+        assert bool(message) == bool(error)
+        assert re.search(message, error)
