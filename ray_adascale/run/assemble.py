@@ -20,7 +20,7 @@ from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MapSource
 from ..optim.schedule import BaseSchedule, EffectiveSchedule
 from ..recipe import Recipe
-from ..workload import Pieces
+from ..workload import Pieces, Workload
 from .boundary.backend import Backend
 from .boundary.batch import StepBatch
 from .boundary.checkpointing import Checkpointing
@@ -119,7 +119,11 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     )
     batch = StepBatch(follower, wrapped.optimizer, splits=isinstance(source, MapSource))
     evaluation = Evaluation(
-        pieces.evaluate, module, every=config.evaluate_every or total_steps / 10, early_stop=config.early_stop
+        pieces.evaluate,
+        module,
+        every=config.evaluate_every or total_steps / 10,
+        early_stop=config.early_stop,
+        metric=pieces.metric if isinstance(pieces, Workload) else None,
     )
     clipping = Clipping(config, recipe, total_steps=total_steps)
     train_state = TrainState(

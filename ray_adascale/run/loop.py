@@ -67,7 +67,8 @@ class Run:
         sampler: Draws the examples of each epoch; see :class:`ray_adascale.Workload`.
         collate_fn: As in ``DataLoader``.
         evaluate: ``evaluate(model) -> dict`` of metrics, called every ``config.evaluate_every`` effective steps and at the
-            end, on all workers, with the bare model in eval mode and without gradients. The metrics of rank 0 count.
+            end, on all workers, with the bare model in eval mode and without gradients. The metrics of rank 0 count. It is first
+            called before the first step, to check what it returns.
         recipe: The result of a search. A schedule with another LR curve than the recipe's is refused.
         extra_state: Further objects with ``state_dict()`` and ``load_state_dict()`` for the checkpoints, by name, such as an
             average of the weights. Their states are nested dicts and lists of tensors and JSON values, equal on all
@@ -291,6 +292,11 @@ class Run:
         passes, first = self.parts.passes, True
         try:
             with passes.guard(), self.backend.watch(self._pulse):
+                if self.state.attempt == 0 and self.state.iterations == 0:
+                    self._pulse.enter(Phase.BOUNDARY)
+                    untrained = self.parts.evaluation.try_out(self.backend.device)
+                    if untrained and self.backend.rank == 0:
+                        _log.info("The untrained model: %s.", ", ".join(f"{k} {v}" for k, v in untrained.items()))
                 # The known τ decides: a step after which τ may have reached T is read at once.
                 while self.stopped is None and self.optimizer.known_effective_steps < self.total_steps:
                     self._pulse.enter(Phase.DATA)

@@ -11,7 +11,7 @@ import math
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -115,7 +115,10 @@ class Collected:
 
         def evaluate(model: nn.Module) -> Mapping[str, float]:
             found = {} if workload.evaluate is None else workload.evaluate(model)
-            self.evaluated = tuple(found)
+            if isinstance(found, Mapping):  # else the run refuses it
+                if not self.evaluated and self._metric not in ("loss", *found):
+                    raise self._missing(found)
+                self.evaluated = tuple(found)
             return found
 
         return evaluate
@@ -133,11 +136,7 @@ class Collected:
             report["loss"] = float(self._loss) / self._losses
         self._loss, self._losses = 0.0, 0
         if self._metric not in report:
-            found = ", ".join(map(repr, self.evaluated)) or "nothing"
-            raise MissingMetric(
-                f"Invalid metric={self._metric!r}: evaluate returned {found}. Name one of them in "
-                "Workload(metric=...), or 'loss' for the training loss."
-            )
+            raise self._missing(self.evaluated)
         value = float(report[self._metric])
         if not math.isfinite(value):
             raise FloatingPointError(
@@ -148,6 +147,9 @@ class Collected:
         if schedule.base_steps_per_epoch is not None:
             report[EPOCHS] = outcome.effective_steps / schedule.base_steps_per_epoch
         if outcome.stopped is not None:
+            if self.evaluated and self._metric not in ("loss", *self.evaluated):
+                text = f"evaluate did not return {self._metric!r} at the end: the score is the value of an earlier evaluation."
+                self.advice = [*self.advice, text]
             ended = BaseResult(
                 metric=self._metric,
                 mode=self._mode,
@@ -162,6 +164,12 @@ class Collected:
             )
             report[RESULT] = ended.to_json()
         return report
+
+    def _missing(self, found: Iterable[str]) -> MissingMetric:
+        return MissingMetric(
+            f"Invalid metric={self._metric!r}: evaluate returned {', '.join(map(repr, found)) or 'nothing'}. Name one of them in "
+            "Workload(metric=...), or 'loss' for the training loss."
+        )
 
     def save(self, folder: Path) -> None:
         """Write the data so far into a checkpoint's folder."""
