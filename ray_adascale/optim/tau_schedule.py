@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -10,9 +13,35 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .._torch import called_to_make_state
+from .._warn import warn_on_first_worker
 from ..batch import BatchPlan
 from .adascale import AdaScale
 from .schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit
+
+
+@dataclass
+class _Reached:
+    """How far a schedule has come: τ as the host has last read it, and S."""
+
+    total: float | None
+    tau: float = 0.0
+    scale: float = 1.0
+
+
+_REACHED: list[_Reached] = []
+"""Of each schedule of this process that has a T."""
+
+
+@atexit.register
+def _warn_of_early_end() -> None:
+    """Warn of the last schedule that was stepped and dropped before T, unless an exception has ended the process."""
+    early = [each for each in _REACHED if each.total and 0 < each.tau < each.total - max(each.scale, 1.0)]
+    if early and not hasattr(sys, "last_value"):
+        warn_on_first_worker(
+            f"The training loop has ended at effective step {early[-1].tau:.0f} of {early[-1].total:g}, so the learning rate has "
+            "not reached the end of its schedule. With larger batches T takes more epochs. Loop until T, with a last evaluation "
+            "after the loop: while not schedule.finished."
+        )
 
 
 class TauSchedule(LRScheduler):
@@ -23,7 +52,8 @@ class TauSchedule(LRScheduler):
     optimizer on a GPU they change once the host has read the step: before the next optimizer step at the latest, and at once in
     :meth:`get_last_lr`.
 
-    At T and beyond they stay those of the base run's last step.
+    At T and beyond they stay those of the base run's last step. If the process ends before T, there is a warning. Names that this
+    class lacks are the user's scheduler's.
 
     Args:
         optimizer: The AdaScale with the clock τ.
@@ -70,6 +100,9 @@ class TauSchedule(LRScheduler):
         self.plan: BatchPlan | None = None
         """The batch of a step; None unless :func:`ray_adascale.attach` has set it."""
         self._step_count = 0
+        self._reached = _Reached(total=total_steps)
+        if total_steps is not None:
+            _REACHED.append(self._reached)
         self._advance()
         ref = weakref.ref(self)
 
@@ -161,7 +194,14 @@ class TauSchedule(LRScheduler):
     get_lr = get_last_lr
 
     def _advance(self) -> None:
-        self._schedule.advance_to(self._adascale.effective_steps)
+        self._reached.tau, self._reached.scale = self._adascale.effective_steps, self._adascale.scale
+        self._schedule.advance_to(self._reached.tau)
+
+    def __getattr__(self, name: str) -> Any:
+        scheduler = self.__dict__.get("scheduler")
+        if scheduler is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(scheduler, name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"calls": n}``. The scheduler is a function of the number of its calls, and τ is in AdaScale's state."""
