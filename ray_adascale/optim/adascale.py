@@ -497,6 +497,20 @@ class AdaScale(OptimizerWrapper):
         """Backward passes since gradients were last stepped with or cleared."""
         return self._statistics.passes
 
+    @property
+    def counts_passes(self) -> bool:
+        """Whether the backward passes from now on are those of steps. Set it to False around a pass that is not."""
+        return self._statistics.counts
+
+    @counts_passes.setter
+    def counts_passes(self, counts: bool) -> None:
+        self._statistics.counts = counts
+
+    @property
+    def has_foreign_gradients(self) -> bool:
+        """Whether a backward pass has added to the gradients while :attr:`counts_passes` was False."""
+        return self._statistics.foreign
+
     def discard_samples(self) -> None:
         """Clear the passes of an unfinished or skipped step, and leave gradients unchanged."""
         self._statistics.begin_step()

@@ -102,9 +102,11 @@ class Passes:
         """Return a context in which the user's own optimizer refuses to step by itself. It closes an open pass at its end."""
         self._optimizer.zero_grad()  # gradients of before the loop, or of a loop that was left within a step
         hook = self._guarded.register_step_pre_hook(self._check_stepping)
+        self._optimizer.counts_passes = False
         try:
             yield
         finally:
+            self._optimizer.counts_passes = True
             hook.remove()
             self._autocast.close()
             self._no_sync.close()
@@ -135,23 +137,24 @@ class Passes:
                 "A micro-batch went by without run.step(). Call run.backward() and run.step() for each micro-batch."
             )
 
-    def _check_only_backward(self, batch: MicroBatch) -> None:
-        """Check that no backward pass has run since the last ``run.backward()``.
+    def _check_only_backward(self, *, first: bool = False) -> None:
+        """Check that the loop has not called ``loss.backward()``.
 
-        Before the first pass of a step gradients show it: ``torch.autograd.grad`` counts as a pass and leaves none. At S = 1 on
-        one worker nothing counts the passes, and they are looked for in the first steps of a start.
+        At S = 1 on one worker nothing watches the passes, and gradients are looked for in the first steps of a start.
+
+        Args:
+            first: No pass of this step has run.
 
         Raises:
-            RuntimeError: The loop has run one.
+            RuntimeError: It has.
         """
-        found = self._optimizer.passes > batch.pass_index
-        if batch.pass_index == 0 and (found or self._steps < _CHECKED_STEPS):
-            found = any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
+        found = self._optimizer.has_foreign_gradients
+        if first and self._steps < _CHECKED_STEPS:
+            found |= any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
         if found:
             raise RuntimeError(
-                "loss.backward(), or torch.autograd.grad() of parameters between the passes of a step, was called in the loop "
-                "beside run.backward(), so a micro-batch has several backward passes. Add the losses, and call run.backward() "
-                "once: run.backward(loss + other_loss)."
+                "loss.backward() was called in the loop beside run.backward(), so a micro-batch has several backward passes. "
+                "Add the losses, and call run.backward() once: run.backward(loss + other_loss)."
             )
 
     def begin_backward(self, loss: Tensor) -> None:
@@ -167,7 +170,7 @@ class Passes:
         batch = self._batch
         if batch is None or self._backward_done:
             raise RuntimeError("Call run.backward() once for each micro-batch of the loop, before run.step().")
-        self._check_only_backward(batch)
+        self._check_only_backward(first=batch.pass_index == 0)
         if not isinstance(loss, Tensor):
             raise ValueError(
                 f"Invalid loss of type {type(loss).__name__}. Must be a scalar tensor, the mean over the examples, as the loss "
@@ -199,11 +202,13 @@ class Passes:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         self._optimizer.sample_weights = self._weights
+        self._optimizer.counts_passes = True
         if loss.requires_grad:
             loss.backward()
         else:
             with noted(lambda: _DEPENDS_ON_NOTHING):
                 loss.backward()
+        self._optimizer.counts_passes = False  # torch.autograd.grad() in the loop's loss is no pass
         self._backward_done = True
         # Between passes FSDP2 keeps gradients where the loop can't reach them.
         if not batch.is_last and self._steps < _CHECKED_STEPS and not self._fully_sharded:
@@ -249,6 +254,7 @@ class Passes:
 
     def step(self) -> None:
         """Take the optimizer step."""
+        self._check_only_backward()
         if self._reduces_to_owners:
             unmark_gradients(self._params)
         self._stepping = True

@@ -522,3 +522,62 @@ def test_step_hooks_of_an_optimizer_that_is_sharded_are_warned_of(pool: Any) -> 
     assert [text.startswith("SGD has hooks around its step. With sharded state") for text in told] == [True]
     assert others == []
     assert whole == [[], []]
+
+
+# ---- passes of the loop's own ----------------------------------------------------------------------------------------
+
+
+def _adaptive_weight(inside: bool, sharding: str, accumulation: int) -> list[float]:
+    """A loss whose weight comes from torch.autograd.grad() of a parameter, as in VQGAN and GradNorm; here it comes to 1."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    run = make_run(model, sharding=sharding, accumulation=accumulation, per_worker_batch_size=BATCH // 2)
+    gains = []
+    for x, y in run:
+        loss = F.cross_entropy(run.model(x), y)
+        if inside:
+            (grad,) = torch.autograd.grad(loss, model[2].weight, retain_graph=True)
+            loss = loss * (grad.norm() / grad.norm().clamp(min=1e-12)).detach()
+        run.backward(loss)
+        run.step()
+        gains.append(run.gain)
+    return [*gains, run.effective_steps, *torch.cat([p.detach().flatten() for p in run.module.parameters()]).tolist()]
+
+
+@pytest.mark.parametrize("sharding", ["none", "oss"])
+@pytest.mark.parametrize(("workers", "accumulation"), [(1, 4), (2, 1), (2, 2)])
+def test_a_gradient_that_the_loss_needs_is_no_pass(pool: Any, workers: int, accumulation: int, sharding: str) -> None:
+    plain = pool(workers).run(_adaptive_weight, False, sharding, accumulation)
+    inside = pool(workers).run(_adaptive_weight, True, sharding, accumulation)
+    assert inside == plain
+
+
+def _own_backward(sharding: str, accumulation: int, after: bool, at: int) -> str:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    run = make_run(
+        model, sharding=sharding, accumulation=accumulation, per_worker_batch_size=BATCH // 2, total_steps=40
+    )
+    try:
+        for i, (x, y) in enumerate(run):
+            loss = F.cross_entropy(run.model(x), y)
+            if i == at and not after:
+                (loss * 2).backward(retain_graph=True)
+            run.backward(loss)
+            if i == at and after:
+                run.model(x).square().mean().backward()
+            run.step()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("at", [0, 9])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("sharding", ["none", "oss"])
+@pytest.mark.parametrize(("workers", "accumulation"), [(1, 4), (2, 1), (2, 2)])
+def test_a_backward_pass_of_the_loops_own_is_refused(
+    pool: Any, workers: int, accumulation: int, sharding: str, after: bool, at: int
+) -> None:
+    for told in pool(workers).run(_own_backward, sharding, accumulation, after, at):
+        assert "backward" in told
