@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScale, AdaScaleConfig, LocalBackend, Run, attach
+from ray_adascale import AdaScale, AdaScaleConfig, LocalBackend, OptimizerChain, Run, attach
 from ray_adascale.data.order import epoch_order
 from ray_adascale.optim.tau_schedule import TauSchedule
 from ray_adascale.run.boundary import checkpointing
@@ -581,3 +581,35 @@ def test_a_backward_pass_of_the_loops_own_is_refused(
 ) -> None:
     for told in pool(workers).run(_own_backward, sharding, accumulation, after, at):
         assert "backward" in told
+
+
+@pytest.mark.parametrize("chain", [False, True])
+@pytest.mark.parametrize("how", ["setting", "call"])
+def test_clipping_at_the_base_batch_is_the_plain_loops_whatever_the_groups(how: str, chain: bool) -> None:
+    """``clip_grad_norm_(model.parameters())`` sums in the model's order; the groups here have another one."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(6, 6), nn.Tanh())), nn.Linear(6, 2))
+        weights, biases = ([p for p in model.parameters() if (p.dim() > 1) == decays] for decays in (True, False))
+        if chain:
+            return model, OptimizerChain([torch.optim.SGD(biases, lr=0.1), torch.optim.SGD(weights, lr=0.1)])
+        groups = [{"params": biases}, {"params": weights, "weight_decay": 0.1}]
+        return model, torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    plain, optimizer = build()
+    x, y = data().tensors
+    for indices in epoch_order(len(x), seed=0, epoch=0).reshape(STEPS, BATCH).tolist():
+        F.cross_entropy(plain(x[indices]), y[indices]).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = build()
+    run = make_run(model, optimizer=optimizer, grad_clip=0.1 if how == "setting" else None)
+    for batch_x, batch_y in run:
+        run.backward(F.cross_entropy(run.model(batch_x), batch_y))
+        if how == "call":
+            run.clip_grad_norm_(0.1)
+        run.step()
+    assert same_weights(model, plain)
