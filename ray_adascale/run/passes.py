@@ -19,6 +19,7 @@ from ..data.source import MicroBatch
 from ..optim.adascale import AdaScale
 from ..sharding.elsewhere import mark_gradients_elsewhere, unmark_gradients
 from ..sharding.sharded_ddp import ShardedDataParallel
+from .observe.advice import warn_of_micro_batch
 
 _CHECKED_STEPS = 3
 """Steps of a start in which gradients are checked between passes. A loop that changes them does so from its first step on."""
@@ -193,6 +194,8 @@ class Passes:
         """Run the backward pass. The loss is weighted by the examples or units of the micro-batch, and scaled for fp16."""
         batch = self._batch
         assert batch is not None
+        if self._steps == 0 and batch.pass_index == 0:
+            warn_of_micro_batch(self._module, loss, batch.examples, plan.base_batch_size)
         # DDP averages over workers and passes add up, so ḡ = Σ w_i g_i needs each loss times n·w_i/passes.
         factor = plan.num_samples * batch.examples / (plan.global_batch_size * plan.accumulation)
         if batch.by_units:

@@ -522,6 +522,7 @@ def test_a_checkpoint_says_what_made_it(tmp_path: Path) -> None:
     assert {"rng/0/python", "rng/0/numpy", "rng/0/torch"} <= set(checkpoint.Saved(newest).index)
 
 
+@pytest.mark.filterwarnings("ignore:Batch norm")
 def test_a_checkpoint_says_the_batch_that_the_run_has_come_to(tmp_path: Path) -> None:
     # Labels that have nothing to do with the inputs, at an LR that learns nothing: noise, so the batch grows when it is first
     # looked at.

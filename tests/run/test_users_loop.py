@@ -613,3 +613,66 @@ def test_clipping_at_the_base_batch_is_the_plain_loops_whatever_the_groups(how: 
             run.clip_grad_norm_(0.1)
         run.step()
     assert same_weights(model, plain)
+
+
+# ---- what depends on the size of a micro-batch -------------------------------------------------------------------------
+
+
+def _loss_of(how: str, out: Tensor, y: Tensor) -> Tensor:
+    return {
+        "mean": lambda: F.cross_entropy(out, y),
+        "sum": lambda: F.cross_entropy(out, y, reduction="sum"),
+        "sum of a vector": lambda: F.cross_entropy(out, y, reduction="none").sum(),
+        "sum and a penalty": lambda: 0.1 * out.square().sum() + F.cross_entropy(out, y, reduction="sum"),
+        "sum, divided": lambda: F.cross_entropy(out, y, reduction="sum") / len(y),
+        "mean of sums": lambda: (out - y[:, None]).square().sum(1).mean(),
+        "sum of means": lambda: (out - y[:, None]).square().mean(0).sum(),
+        "mean and a penalty": lambda: F.cross_entropy(out, y) + 0.1 * out.square().sum(),
+    }[how]()
+
+
+@pytest.mark.parametrize(("size", "passes"), [(BATCH, 2), (2 * BATCH, 2), (BATCH // 2, 4), (BATCH // 2, 2)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "mean",
+        "sum",
+        "sum of a vector",
+        "sum and a penalty",
+        "sum, divided",
+        "mean of sums",
+        "sum of means",
+        "mean and a penalty",
+    ],
+)
+def test_a_summed_loss_is_warned_of_once_where_the_micro_batch_is_not_the_base_batch(
+    how: str, size: int, passes: int
+) -> None:
+    run = make_run(nn.Linear(6, 2), per_worker_batch_size=size, accumulation=passes, total_steps=20)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for x, y in run:
+            run.backward(_loss_of(how, run.model(x), y))
+            run.step()
+    told = [str(each.message) for each in heard if "looks like a sum" in str(each.message)]
+    summed = how in ("sum", "sum of a vector", "sum and a penalty")
+    assert len(told) == (summed and size != BATCH)
+
+
+@pytest.mark.parametrize(("size", "told"), [(BATCH, 0), (BATCH // 2, 1)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_batch_norm_with_fewer_examples_than_the_base_batch_is_warned_of_once(
+    frozen: bool, size: int, told: int
+) -> None:
+    model = transfer_model()
+    run = make_run(model, per_worker_batch_size=size, accumulation=4)
+    if frozen:
+        model[0].eval()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        drive(run)
+    found = [str(each.message) for each in heard if str(each.message).startswith("Batch norm")]
+    assert len(found) == (0 if frozen else told)
+    assert all(
+        "('0.1') has the statistics of a micro-batch of 4 examples, and in the base run of 8" in m for m in found
+    )

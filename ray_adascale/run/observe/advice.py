@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._warn import warn_at_user, warn_on_first_worker
 from ...checkpoint.rng import digest_of
@@ -45,6 +45,43 @@ def _tensors_of(batch: Any) -> list[Tensor]:
         return [torch.from_numpy(batch)]
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
     return [tensor for part in parts for tensor in _tensors_of(part)]
+
+
+_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_SUM = 2  # torch's number of reduction="sum"
+
+
+def warn_of_micro_batch(module: nn.Module, loss: Tensor, examples: int, base_batch_size: int) -> None:
+    """Warn if batch norm, or a loss that is a sum, makes the run differ from the base run.
+
+    Args:
+        module: The bare model.
+        loss: The loss of a micro-batch.
+        examples: Examples of the micro-batch.
+        base_batch_size: B0.
+    """
+    norms = [name for name, part in module.named_modules() if isinstance(part, _BATCH_NORM) and part.training]
+    if norms and examples < base_batch_size:
+        warn_on_first_worker(
+            f"Batch norm ({norms[0]!r}) has the statistics of a micro-batch of {examples} examples, and in the base run of "
+            f"{base_batch_size}, so weights and accuracy may differ. Use per_worker_batch_size={base_batch_size} where it fits, "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or a norm of single examples (GroupNorm)."
+        )
+    if examples != base_batch_size and _is_sum(loss.grad_fn, examples):
+        warn_on_first_worker(
+            f"The loss looks like a sum over the {examples} examples of a micro-batch. It must be the mean (reduction='mean'), "
+            "else the learning rate grows with the micro-batch."
+        )
+
+
+def _is_sum(node: Any, examples: int) -> bool:
+    """Return whether a loss, or a loss that it adds, ends in a sum over the examples."""
+    if node is None:
+        return False
+    if node.name() == "AddBackward0":
+        return any(_is_sum(term, examples) for term, _ in node.next_functions)
+    sizes = getattr(node, "_saved_self_sym_sizes", ()) if node.name() == "SumBackward0" else ()
+    return getattr(node, "_saved_reduction", None) == _SUM or tuple(sizes[:1]) == (examples,)
 
 
 class NoiseWarning(Listener):
