@@ -494,23 +494,9 @@ class AdaScale(OptimizerWrapper):
         return self._statistics.accumulating
 
     @property
-    def passes(self) -> int:
-        """Backward passes since gradients were last stepped with or cleared."""
-        return self._statistics.passes
-
-    @property
-    def counts_passes(self) -> bool:
-        """Whether the backward passes from now on are those of steps. Set it to False around a pass that is not."""
-        return self._statistics.counts
-
-    @counts_passes.setter
-    def counts_passes(self, counts: bool) -> None:
-        self._statistics.counts = counts
-
-    @property
-    def has_foreign_gradients(self) -> bool:
-        """Whether a backward pass has added to the gradients while :attr:`counts_passes` was False."""
-        return self._statistics.foreign
+    def gradient_statistics(self) -> GradientStatistics:
+        """The gradient samples of the step under way."""
+        return self._statistics
 
     def discard_samples(self) -> None:
         """Clear the passes of an unfinished or skipped step, and leave gradients unchanged."""

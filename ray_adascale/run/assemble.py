@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from .._errors import SettingError
 from .._files import TRACE
 from ..batch import BatchFollower, BatchPlan
+from ..checkpoint.per_worker import has_state
 from ..config import AdaScaleConfig, read_settings
 from ..data import make_source
 from ..data.iterables import known_length
@@ -97,6 +98,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     check_built(model, optimizer, config, recipe)
     warn_of_state_dict_hooks(optimizer)
     _check_early_stop(config, pieces.evaluate)
+    _check_extra_state(pieces.extra_state or {})
     source, follower, total_steps = _data_of(pieces, config, backend)
     plan = follower.plan
     schedule, base_schedule = _schedules_of(pieces, config, source, total_steps)
@@ -294,6 +296,15 @@ def _check_early_stop(config: AdaScaleConfig, evaluate: object) -> None:
             f"Invalid EarlyStop(metric={stop.metric!r}): the {stop.metric} of one step is mostly noise. Must be a metric that "
             "evaluate returns."
         )
+
+
+def _check_extra_state(extra: Mapping[str, Any]) -> None:
+    for name, stateful in extra.items():
+        if not has_state(stateful):
+            raise ValueError(
+                f"Invalid extra_state={{{name!r}: ...}} of type {type(stateful).__name__}. Must have state_dict() and "
+                "load_state_dict(). A torch.Generator or numpy.random.Generator is each worker's own: PerWorker(generator)."
+            )
 
 
 def _open_trace(backend: Backend, rows: list[dict[str, Any]], *, ended: bool) -> TraceFile | None:

@@ -67,7 +67,7 @@ class Passes:
     ) -> None:
         self._model = model
         self._module = module
-        self._optimizer = optimizer
+        self._optimizer, self._samples = optimizer, optimizer.gradient_statistics
         self.scaler = scaler
         self._guarded = guarded
         self._dtype = _DTYPES.get(precision)
@@ -103,11 +103,11 @@ class Passes:
         """Return a context in which the user's own optimizer refuses to step by itself. It closes an open pass at its end."""
         self._optimizer.zero_grad()  # gradients of before the loop, or of a loop that was left within a step
         hook = self._guarded.register_step_pre_hook(self._check_stepping)
-        self._optimizer.counts_passes = False
+        self._samples.counts = False
         try:
             yield
         finally:
-            self._optimizer.counts_passes = True
+            self._samples.counts = True
             hook.remove()
             self._autocast.close()
             self._no_sync.close()
@@ -149,7 +149,7 @@ class Passes:
         Raises:
             RuntimeError: It has.
         """
-        found = self._optimizer.has_foreign_gradients
+        found = self._samples.foreign
         if first and self._steps < _CHECKED_STEPS:
             found |= any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
         if found:
@@ -205,13 +205,13 @@ class Passes:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         self._optimizer.sample_weights = self._weights
-        self._optimizer.counts_passes = True
+        self._samples.counts = True
         if loss.requires_grad:
             loss.backward()
         else:
             with noted(lambda: _DEPENDS_ON_NOTHING):
                 loss.backward()
-        self._optimizer.counts_passes = False  # torch.autograd.grad() in the loop's loss is no pass
+        self._samples.counts = False  # torch.autograd.grad() in the loop's loss is no pass
         self._backward_done = True
         # Between passes FSDP2 keeps gradients where the loop can't reach them.
         if not batch.is_last and self._steps < _CHECKED_STEPS and not self._fully_sharded:

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScale, AdaScaleConfig, LocalBackend, OptimizerChain, Run, attach
+from ray_adascale import AdaScale, AdaScaleConfig, LocalBackend, OptimizerChain, PerWorker, Run, attach
 from ray_adascale.data.order import epoch_order
 from ray_adascale.optim.tau_schedule import TauSchedule
 from ray_adascale.run.boundary import checkpointing
@@ -676,3 +677,121 @@ def test_batch_norm_with_fewer_examples_than_the_base_batch_is_warned_of_once(
     assert all(
         "('0.1') has the statistics of a micro-batch of 4 examples, and in the base run of 8" in m for m in found
     )
+
+
+# ---- state of the user's own -------------------------------------------------------------------------------------------
+
+
+class _Teacher(nn.Module):
+    def __init__(self, student: nn.Module) -> None:
+        super().__init__()
+        self.net = copy.deepcopy(student).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self, student: nn.Module) -> None:
+        for mine, its in zip(self.net.parameters(), student.parameters(), strict=True):
+            mine.data = 0.9 * mine.data + 0.1 * its.data  # as BYOL's code has it
+
+
+@pytest.mark.parametrize(("where", "told"), [("after run.step()", 1), ("before run.step()", 0), ("after_step", 0)])
+def test_a_teacher_that_moves_after_the_step_is_warned_of_once(where: str, told: int) -> None:
+    model = nn.Linear(6, 2)
+    teacher = _Teacher(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = Run(
+        model,
+        optimizer,
+        None,
+        data(),
+        AdaScaleConfig(base_batch_size=BATCH, total_steps=STEPS),
+        extra_state={"teacher": teacher, "own": PerWorker(torch.Generator())},
+        after_step=teacher.follow if where == "after_step" else None,
+    )
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for x, y in run:
+            run.backward(F.cross_entropy(run.model(x), y))
+            if where == "before run.step()":
+                teacher.follow(model)
+            run.step()
+            if where == "after run.step()":
+                teacher.follow(model)
+    found = [str(each.message) for each in heard if "extra_state" in str(each.message)]
+    assert len(found) == told
+    assert all("'teacher' has changed between run.step() and the next micro-batch" in text for text in found)
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.drawn, self.last = 0, torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn, "last": self.last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn, self.last = state["drawn"], state["last"]
+
+
+def _own_generators(folder: str | None, stop: int | None, declared: bool = True) -> list[Any]:
+    """Augment by each worker's own generators, and count. Return what they would draw next, and the weights."""
+    rank = dist.get_rank()
+    torch_s, numpy_s, counter = torch.Generator().manual_seed(rank), np.random.default_rng(rank), _Counter()
+    legacy = np.random.Generator(np.random.MT19937(rank))
+    torch.manual_seed(1)
+    model = nn.Linear(6, 2)
+    own: dict[str, Any] = {"torch": torch_s, "numpy": numpy_s, "count": counter, "legacy": legacy}
+    extra = {name: PerWorker(each) for name, each in own.items()}
+    run = Run(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        None,
+        data(),
+        AdaScaleConfig(base_batch_size=BATCH, total_steps=STEPS),
+        extra_state=extra,
+        backend=None if folder is None else LocalBackend(folder),
+    )
+    for x, y in run:
+        noise = torch.randn(x.shape, generator=torch_s) + float(numpy_s.random()) + float(legacy.random())
+        counter.drawn, counter.last = counter.drawn + 1 + rank, noise[0, :2]
+        run.backward(F.cross_entropy(run.model(x + 0.1 * noise), y))
+        run.step()
+        if run.state.iterations == stop:
+            run.save_checkpoint()
+            break
+    drawn = [torch.rand(3, generator=torch_s).tolist(), numpy_s.random(3).tolist(), legacy.random(2).tolist()]
+    return [drawn, counter.drawn, counter.last.tolist(), model.weight.tolist()]
+
+
+def test_each_worker_resumes_with_its_own_generators(pool: Any, tmp_path: Path) -> None:
+    whole = pool(2).run(_own_generators, None, None)
+    assert whole[0][:2] != whole[1][:2]
+    pool(2).run(_own_generators, str(tmp_path), 5)
+    assert pool(2).run(_own_generators, str(tmp_path), None) == whole
+
+
+def _told_of_other_number(folder: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        _own_generators(folder, None)
+    return [str(each.message) for each in heard if "extra_state" in str(each.message)]
+
+
+def test_on_another_number_of_workers_a_workers_own_state_begins_anew_and_that_is_told(
+    pool: Any, tmp_path: Path
+) -> None:
+    pool(2).run(_own_generators, str(tmp_path), 5)
+    ((told,),) = pool(1).run(_told_of_other_number, str(tmp_path))
+    assert (
+        "of 2 workers has no extra_state 'count', 'legacy', 'numpy', 'torch' for 1 workers: it begins as built" in told
+    )
+
+
+@pytest.mark.parametrize("what", [torch.Generator(), np.random.default_rng(), object()])
+def test_what_has_no_state_is_refused_as_the_run_is_built(what: Any) -> None:
+    model = nn.Linear(6, 2)
+    config = AdaScaleConfig(base_batch_size=BATCH, total_steps=STEPS)
+    with pytest.raises(ValueError, match=r"extra_state=\{'a': \.\.\.\} of type \w+\. Must have state_dict.*PerWorker"):
+        Run(model, torch.optim.SGD(model.parameters(), lr=0.1), None, data(), config, extra_state={"a": what})
+    if not hasattr(what, "bit_generator") and not isinstance(what, torch.Generator):
+        with pytest.raises(ValueError, match="PerWorker of a object"):
+            PerWorker(what)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from ...checkpoint.rng import capture_rng, restore_rng
 from ...config import EarlyStop
 from ..observe.metrics import plain_numbers
 from .stage import BoundaryFlags, RunAtBoundary, Stage
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -66,13 +69,14 @@ class Evaluation(Stage):
         self.best_at = -1.0
         self.evaluated_step = -1
 
-    def try_out(self, device: torch.device) -> dict[str, Any]:
+    def try_out(self, device: torch.device, *, log: bool = False) -> dict[str, Any]:
         """Evaluate the untrained model, so that a mistake in ``evaluate`` shows before the first step.
 
         Random streams stay as they are, and the metrics don't count. A second call does nothing.
 
         Args:
             device: The device of this worker.
+            log: Log the metrics.
 
         Returns:
             The metrics.
@@ -82,6 +86,8 @@ class Evaluation(Stage):
         streams = capture_rng(device)
         metrics = self._evaluated(self._evaluate)
         restore_rng(streams, device)
+        if log and metrics:
+            _log.info("The untrained model: %s.", ", ".join(f"{name} {value}" for name, value in metrics.items()))
         unknown = [name for name, value in metrics.items() if isinstance(value, float) and math.isnan(value)]
         if unknown:
             warn_on_first_worker(f"evaluate returned NaN for the untrained model: {', '.join(map(repr, unknown))}.")

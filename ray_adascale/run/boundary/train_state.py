@@ -6,6 +6,7 @@ The loop itself has a few numbers, its :class:`LoopState`.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -21,6 +22,7 @@ from ..._version import __version__
 from ..._warn import warn_at_user
 from ...batch import BatchPlan
 from ...checkpoint.optimizer import hyperparameters, load_hyperparameters, load_optimizer, optimizer_tensors
+from ...checkpoint.per_worker import PerWorker
 from ...checkpoint.rng import capture_rng, empty_rng, restore_rng
 from ...data.source import BatchSource
 from ...optim.adascale import AdaScale
@@ -35,7 +37,7 @@ INTERRUPTED = "interrupted"
 """The reason for the end of a start that a later start resumes. Its checkpoint is that of a running run."""
 
 _EXTRA = "extra/"
-_TENSOR = "__tensor__"
+_TENSOR, _JSON = "__tensor__", "__json__"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,10 @@ class TrainState:
         if (place := self.source.own_state()) is not None:
             out[f"data/{self.rank}/place"] = place
         for name, stateful in self.extra.items():
-            taken_apart(stateful.state_dict(), f"{_EXTRA}{name}", out)
+            key = self._own(name) if isinstance(stateful, PerWorker) else f"{_EXTRA}{name}"
+            state = taken_apart(stateful.state_dict(), key, out)
+            if isinstance(stateful, PerWorker):  # its JSON, too, is this worker's
+                out[f"{key}/{_JSON}"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
         out["schedule/lr_curve"] = torch.tensor(self.base_schedule.lr_curve, dtype=torch.float64)
         return out
 
@@ -112,7 +117,9 @@ class TrainState:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "recipe": self.recipe,
             "extra": {
-                name: taken_apart(stateful.state_dict(), f"{_EXTRA}{name}", {}) for name, stateful in self.extra.items()
+                name: taken_apart(stateful.state_dict(), f"{_EXTRA}{name}", {})
+                for name, stateful in self.extra.items()
+                if not isinstance(stateful, PerWorker)
             },
             "versions": {"ray_adascale": __version__, "torch": torch.__version__},
         }
@@ -155,7 +162,7 @@ class TrainState:
             setattr(self.loop, each.name, saved[each.name])
         for stage in self.stages:
             stage.load_state_dict(saved)
-        self._load_extra(whole)
+        self._load_extra(whole, workers)
         self.loop.attempt += 1
         if self.optimizer.effective_steps < self.base_schedule.total_steps:
             self.loop.stopped = None  # the run had ended, and T is larger now
@@ -163,8 +170,19 @@ class TrainState:
             load_rng(whole, self.rank, self.device)
         return workers
 
-    def _load_extra(self, whole: checkpoint.Saved) -> None:
+    def _own(self, name: str) -> str:
+        return f"extra_of/{self.rank}/{name}"
+
+    def _load_extra(self, whole: checkpoint.Saved, workers: int) -> None:
         saved = whole.state["extra"]
+        loaded = set(saved)
+        for name, stateful in self.extra.items():
+            prefix = f"{self._own(name)}/"
+            if isinstance(stateful, PerWorker) and workers == self.world_size and f"{prefix}{_JSON}" in whole.index:
+                tensors = {f"{prefix}{key}": value for key, value in whole.tensors(prefix).items()}
+                text = bytes(tensors[f"{prefix}{_JSON}"].tolist())
+                stateful.load_state_dict(put_together(json.loads(text), tensors))
+                loaded.add(name)
         for name, state in saved.items():
             if name not in self.extra:
                 if self.rank == 0:
@@ -175,10 +193,12 @@ class TrainState:
             prefix = f"{_EXTRA}{name}/"
             tensors = {f"{prefix}{key}": value for key, value in whole.tensors(prefix).items()}
             self.extra[name].load_state_dict(put_together(state, tensors))
-        missing = sorted(self.extra.keys() - saved.keys())
+        missing = sorted(self.extra.keys() - loaded)
         if missing and self.rank == 0:
+            of = "" if workers == self.world_size else f" of {workers} workers"
             warn_at_user(
-                f"The checkpoint {whole.folder.name} has no extra_state {', '.join(map(repr, missing))}: it begins as built."
+                f"The checkpoint {whole.folder.name}{of} has no extra_state {', '.join(map(repr, missing))} for "
+                f"{'this run' if not of else f'{self.world_size} workers'}: it begins as built."
             )
 
     def _changed_on_purpose(self, whole: checkpoint.Saved, accept: bool) -> bool:

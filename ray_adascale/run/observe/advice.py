@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._warn import warn_at_user, warn_on_first_worker
+from ...checkpoint.per_worker import PerWorker
 from ...checkpoint.rng import digest_of
 from ...forecast.replay import Replay
 from ...workload import ConfigAccessLog, unread_warning
 from .metrics import too_large_for_the_noise
 from .step import Listener, Step
 
+_FIRST_STEPS = 3
 _WINDOWS, _STEPS = 3, 20
 """Windows of the averages, and optimizer steps, after which the averages are reliable enough for a warning."""
 
@@ -82,6 +84,44 @@ def _is_sum(node: Any, examples: int) -> bool:
         return any(_is_sum(term, examples) for term, _ in node.next_functions)
     sizes = getattr(node, "_saved_self_sym_sizes", ()) if node.name() == "SumBackward0" else ()
     return getattr(node, "_saved_reduction", None) == _SUM or tuple(sizes[:1]) == (examples,)
+
+
+class ExtraStateHint:
+    """Warns once if ``extra_state`` changes between a step and the next pass, in the first steps of a start.
+
+    The step may have written a checkpoint, which holds the state before the change.
+
+    Args:
+        extra: The user's objects by name.
+    """
+
+    def __init__(self, extra: Mapping[str, Any]) -> None:
+        self._extra = {name: stateful for name, stateful in extra.items() if not isinstance(stateful, PerWorker)}
+        self._left = _FIRST_STEPS if self._extra else 0
+        self._before: dict[str, int] | None = None
+
+    def after_step(self) -> None:
+        """Note the states as a step has ended."""
+        if self._left:
+            self._left -= 1
+            self._before = self._states()
+
+    def before_pass(self) -> None:
+        """Compare the states before the next pass begins."""
+        before, self._before = self._before, None
+        changed = [] if before is None else [name for name, state in self._states().items() if state != before[name]]
+        if changed:
+            self._left = 0
+            warn_on_first_worker(
+                f"extra_state {changed[0]!r} has changed between run.step() and the next micro-batch, after a checkpoint that "
+                "run.step() may have written: a resumed run would differ. Change it in after_step=, which is called once a step "
+                "before its checkpoint (a teacher by beta ** gain)."
+            )
+
+    def _states(self) -> dict[str, int]:
+        """Return a digest of the first elements of each tensor."""
+        tensors = {name: _tensors_of(stateful.state_dict()) for name, stateful in self._extra.items()}
+        return {name: digest_of(*(t.detach().reshape(-1)[:256] for t in held)) for name, held in tensors.items()}
 
 
 class NoiseWarning(Listener):
