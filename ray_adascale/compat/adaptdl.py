@@ -88,10 +88,6 @@ class NoiseScale:
             )
         return StepShape(number, workers, self.scale)
 
-    def begin_pass(self, *, begins_step: bool) -> None:
-        """Count a forward pass."""
-        self.forward_passes = 1 if begins_step else self.forward_passes + 1
-
     @uncompiled  # Dynamo fails at arrays that were tensors before
     def run_step(self, scale_lr: Callable[[float], Any], *args: Any, **kwargs: Any) -> Any:
         """Take one optimizer step with each group's LR times ``scale_lr(S)``; progress advances by the gain.
@@ -267,7 +263,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass. DDP decides here, not in the backward pass, whether this pass reduces gradients."""
         if torch.is_grad_enabled():
-            self.gns.begin_pass(begins_step=self.pass_reduces)
+            self.gns.forward_passes = 1 if self.pass_reduces else self.gns.forward_passes + 1
             self.pass_reduces = self.require_backward_grad_sync
         return super().forward(*inputs, **kwargs)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,27 +17,17 @@ from ..batch import BatchPlan
 from .adascale import AdaScale
 from .schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit
 
-
-@dataclass
-class _Reached:
-    """How far a schedule has come: τ as the host has last read it, and S."""
-
-    total: float | None
-    tau: float = 0.0
-    scale: float = 1.0
-
-
-_REACHED: list[_Reached] = []
-"""Of each schedule of this process that has a T."""
+_REACHED: list[list[float]] = []
+"""Of each schedule of this process that has a T: τ as the host has last read it, S, and T. It outlives the schedule."""
 
 
 @atexit.register
 def _warn_of_early_end() -> None:
     """Warn of the last schedule that was stepped and dropped before T, unless an exception has ended the process."""
-    early = [each for each in _REACHED if each.total and 0 < each.tau < each.total - max(each.scale, 1.0)]
+    early = [(tau, total) for tau, scale, total in _REACHED if 0 < tau < total - max(scale, 1.0)]
     if early and not hasattr(sys, "last_value"):
         warn_on_first_worker(
-            f"The training loop has ended at effective step {early[-1].tau:.0f} of {early[-1].total:g}, so the learning rate has "
+            f"The training loop has ended at effective step {early[-1][0]:.0f} of {early[-1][1]:g}, so the learning rate has "
             "not reached the end of its schedule. With larger batches T takes more epochs. Loop until T, with a last evaluation "
             "after the loop: while not schedule.finished."
         )
@@ -100,9 +89,8 @@ class TauSchedule(LRScheduler):
         self.plan: BatchPlan | None = None
         """The batch of a step; None unless :func:`ray_adascale.attach` has set it."""
         self._step_count = 0
-        self._reached = _Reached(total=total_steps)
-        if total_steps is not None:
-            _REACHED.append(self._reached)
+        self._reached = [0.0, 1.0, total_steps or 0.0]
+        _REACHED.append(self._reached)
         self._advance()
         ref = weakref.ref(self)
 
@@ -194,8 +182,8 @@ class TauSchedule(LRScheduler):
     get_lr = get_last_lr
 
     def _advance(self) -> None:
-        self._reached.tau, self._reached.scale = self._adascale.effective_steps, self._adascale.scale
-        self._schedule.advance_to(self._reached.tau)
+        self._reached[:2] = self._adascale.effective_steps, self._adascale.scale
+        self._schedule.advance_to(self._reached[0])
 
     def __getattr__(self, name: str) -> Any:
         scheduler = self.__dict__.get("scheduler")

@@ -307,7 +307,7 @@ class Run:
                     passes.begin(batch)
                     yield to_device(batch.batch, self.backend.device)
                     passes.check_ended()
-                    self._extra.before_pass()
+                    self._extra.look(stepped=False)
                 self._pulse.enter(Phase.BOUNDARY)
                 if self.stopped is None:
                     self._finish(TOTAL_STEPS_REACHED)
@@ -396,7 +396,7 @@ class Run:
             self._run_stages()
         else:
             self._pulse.end_step(self.state.iterations)
-        self._extra.after_step()
+        self._extra.look(stepped=True)
         self._pulse.enter(Phase.BETWEEN)
         return True
 

@@ -11,7 +11,7 @@ import math
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,10 +36,6 @@ from ..workload import ConfigAccessLog, Workload, WorkloadFn, build
 OBJECTIVE = "objective"  # the workload's metric, negated where small is better; Tune maximises it
 EPOCHS = "epochs"  # τ in passes over the dataset: ASHA's clock where T is given in epochs
 _FILE = "trial.json"  # a trial's data so far, beside the run's own files in a checkpoint
-
-
-class MissingMetric(ValueError):
-    """The workload's metric is not measured. This is a mistake in the workload, so every trial would repeat it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +111,7 @@ class Collected:
 
         def evaluate(model: nn.Module) -> Mapping[str, float]:
             found = {} if workload.evaluate is None else workload.evaluate(model)
-            if isinstance(found, Mapping):  # else the run refuses it
-                if not self.evaluated and self._metric not in ("loss", *found):
-                    raise self._missing(found)
-                self.evaluated = tuple(found)
+            self.evaluated = tuple(found) if isinstance(found, Mapping) else ()  # which the run refuses
             return found
 
         return evaluate
@@ -127,17 +120,14 @@ class Collected:
         """Return the run's metrics with the additional keys for Tune and the search.
 
         Raises:
-            MissingMetric: The workload's metric is not measured.
-            FloatingPointError: The metric is not finite.
+            FloatingPointError: The metric is not finite, or is missing.
         """
         report, schedule = dict(outcome.metrics), outcome.schedule
         if self._losses and "loss" not in self.evaluated:
             # A single batch's loss is mostly noise: a search that compared them would pick the luckiest trial.
             report["loss"] = float(self._loss) / self._losses
         self._loss, self._losses = 0.0, 0
-        if self._metric not in report:
-            raise self._missing(self.evaluated)
-        value = float(report[self._metric])
+        value = float(report.get(self._metric, math.nan))
         if not math.isfinite(value):
             raise FloatingPointError(
                 f"{self._metric} is {value} at effective step {outcome.effective_steps:.0f} of {schedule.total_steps}."
@@ -164,12 +154,6 @@ class Collected:
             )
             report[RESULT] = ended.to_json()
         return report
-
-    def _missing(self, found: Iterable[str]) -> MissingMetric:
-        return MissingMetric(
-            f"Invalid metric={self._metric!r}: evaluate returned {', '.join(map(repr, found)) or 'nothing'}. Name one of them in "
-            "Workload(metric=...), or 'loss' for the training loss."
-        )
 
     def save(self, folder: Path) -> None:
         """Write the data so far into a checkpoint's folder."""

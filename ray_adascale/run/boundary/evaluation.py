@@ -20,6 +20,10 @@ from .stage import BoundaryFlags, RunAtBoundary, Stage
 _log = logging.getLogger(__name__)
 
 
+class MissingMetric(ValueError):
+    """The workload's metric is not measured. This is a mistake in the workload, so every trial would repeat it."""
+
+
 @contextmanager
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
     """Put a module and all modules in it in eval mode. Restore the mode of each of them: a frozen part may stay in eval mode."""
@@ -86,6 +90,11 @@ class Evaluation(Stage):
         streams = capture_rng(device)
         metrics = self._evaluated(self._evaluate)
         restore_rng(streams, device)
+        if self._metric not in (None, "loss", *metrics):
+            raise MissingMetric(
+                f"Invalid metric={self._metric!r}: evaluate returned {_names_of(metrics)}. Name one of them in "
+                "Workload(metric=...), or 'loss' for the training loss."
+            )
         if log and metrics:
             _log.info("The untrained model: %s.", ", ".join(f"{name} {value}" for name, value in metrics.items()))
         unknown = [name for name, value in metrics.items() if isinstance(value, float) and math.isnan(value)]
@@ -162,16 +171,15 @@ class Evaluation(Stage):
             metrics = evaluate(self._module)
         if not isinstance(metrics, Mapping):
             raise TypeError(f"evaluate returned a {type(metrics).__name__}. It must return a dict of metrics by name.")
-        returned = ", ".join(map(repr, metrics)) or "nothing"
         stop = self._early_stop
         if stop is not None and stop.metric not in metrics:
             raise ValueError(
-                f"Invalid EarlyStop(metric={stop.metric!r}): evaluate returned {returned}. The metric must be one of them."
-            )
-        if not self._names and self._metric not in (None, "loss", *metrics):
-            raise ValueError(
-                f"Invalid metric={self._metric!r}: evaluate returned {returned}. Name one of them in Workload(metric=...), or "
-                "'loss' for the training loss."
+                f"Invalid EarlyStop(metric={stop.metric!r}): evaluate returned {_names_of(metrics)}. The metric must be one of "
+                "them."
             )
         self._names = set(metrics)
         return plain_numbers(metrics)
+
+
+def _names_of(metrics: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, metrics)) or "nothing"

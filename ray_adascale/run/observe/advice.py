@@ -98,18 +98,18 @@ class ExtraStateHint:
     def __init__(self, extra: Mapping[str, Any]) -> None:
         self._extra = {name: stateful for name, stateful in extra.items() if not isinstance(stateful, PerWorker)}
         self._left = _FIRST_STEPS if self._extra else 0
-        self._before: dict[str, int] | None = None
+        self._after_step: dict[str, int] | None = None
 
-    def after_step(self) -> None:
-        """Note the states as a step has ended."""
-        if self._left:
-            self._left -= 1
-            self._before = self._states()
-
-    def before_pass(self) -> None:
-        """Compare the states before the next pass begins."""
-        before, self._before = self._before, None
-        changed = [] if before is None else [name for name, state in self._states().items() if state != before[name]]
+    def look(self, *, stepped: bool) -> None:
+        """Note the states as a step has ended, or compare them before the next pass begins."""
+        if not self._left:
+            return
+        plain = {n: [t for t in _tensors_of(own.state_dict()) if type(t) is Tensor] for n, own in self._extra.items()}
+        # A digest of a few elements: an update of a teacher changes all of them.
+        now = {n: digest_of(*(tensor.reshape(-1)[:256] for tensor in tensors)) for n, tensors in plain.items()}
+        before, self._after_step = self._after_step, now if stepped else None
+        changed = [n for n in now if before is not None and not stepped and now[n] != before[n]]
+        self._left -= not stepped and before is not None
         if changed:
             self._left = 0
             warn_on_first_worker(
@@ -117,11 +117,6 @@ class ExtraStateHint:
                 "run.step() may have written: a resumed run would differ. Change it in after_step=, which is called once a step "
                 "before its checkpoint (a teacher by beta ** gain)."
             )
-
-    def _states(self) -> dict[str, int]:
-        """Return a digest of the first elements of each tensor."""
-        tensors = {name: _tensors_of(stateful.state_dict()) for name, stateful in self._extra.items()}
-        return {name: digest_of(*(t.detach().reshape(-1)[:256] for t in held)) for name, held in tensors.items()}
 
 
 class NoiseWarning(Listener):
