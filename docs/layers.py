@@ -87,7 +87,11 @@ TORCH_LAYERS: list[list[Package]] = [
         Package("", "the frozen result of a search", "recipe"),
     ],
     [
-        Package("checkpoint", "what reaches a disk, and whether it is valid", "files ranks dcp model optimizer rng"),
+        Package(
+            "checkpoint",
+            "what reaches a disk, and whether it is valid",
+            "files ranks dcp model optimizer rng per_worker",
+        ),
         Package(
             "optim",
             "how weights move, and at which learning rate",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .chain import OptimizerChain as OptimizerChain
     from .checkpoint import CheckpointError as CheckpointError
     from .checkpoint import load_weights as load_weights
+    from .checkpoint.per_worker import PerWorker as PerWorker
     from .checkpoint.rng import seed_everything as seed_everything
     from .compat.adaptdl import AdaptiveDataParallel as AdaptiveDataParallel
     from .compat.fairscale import AdaScaleWrapper as AdaScaleWrapper
@@ -66,6 +67,7 @@ _NAMES = {
     "analysis.throughput": "measure_throughput",
     "chain": "OptimizerChain",
     "checkpoint": "CheckpointError load_weights",
+    "checkpoint.per_worker": "PerWorker",
     "checkpoint.rng": "seed_everything",
     "compat.adaptdl": "AdaptiveDataParallel",
     "compat.fairscale": "AdaScaleWrapper",

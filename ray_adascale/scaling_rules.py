@@ -55,6 +55,9 @@ class ScalingRuleBase:
     metric: ClassVar[Metric] = "euclidean"
     """Metric of noise and signal; "adam" divides gradients as Adam's step does."""
 
+    needs_noise: ClassVar[bool] = True
+    """Whether the rule reads the noise, so that one gradient sample a step at S ≠ 1 is refused."""
+
     # On the class, so that a subclass whose constructor forgets super().__init__() works too.
     adp: Any = None
     _stepping = _adding = False
@@ -136,8 +139,8 @@ class ScalingRuleBase:
             ValueError: The rule belongs to no ``AdaptiveDataParallel``.
         """
         adp = self._initialized()
-        # The second condition is for a `step()` after a `with model.no_sync():` block, where the flag is up again.
-        if not adp.require_backward_grad_sync or not adp.gns.should_zero_grad:
+        # The others are for a `step()` after a `with model.no_sync():` block, where the first flag is up again.
+        if not adp.require_backward_grad_sync or not adp.pass_reduces or adp.gns.statistics.accumulating:
             return None
         self._stepping = True
         try:
@@ -157,7 +160,7 @@ class ScalingRuleBase:
         """
         gns = self._initialized().gns
         if gns.should_zero_grad:
-            gns.reset_accumulation(*args, **kwargs)
+            gns.clear_gradients(*args, **kwargs)
 
 
 class AdaScale(ScalingRuleBase):
@@ -188,12 +191,16 @@ class AdamScale(AdaScale):
 class LinearScale(ScalingRuleBase):
     """Factor S, without a warm-up (AdaptDL's; the trainer's ``LinearRule`` has one). arXiv 1706.02677."""
 
+    needs_noise = False
+
     def scale_lr(self, scale: float) -> Any:
         return scale
 
 
 class SqrtScale(ScalingRuleBase):
     """Factor √S. Krizhevsky, arXiv 1404.5997."""
+
+    needs_noise = False
 
     def scale_lr(self, scale: float) -> Any:
         return math.sqrt(scale)
@@ -208,6 +215,8 @@ class LEGWScale(ScalingRuleBase):
         base_warmup_epochs: Length of the warm-up at the base batch, in epochs.
         data_size: Examples in the dataset.
     """
+
+    needs_noise = False
 
     def __init__(self, base_warmup_epochs: float, data_size: int) -> None:
         self._rule = LEGWRule(base_warmup_epochs, data_size)

@@ -1,4 +1,4 @@
-"""Check of a workload before a run: build it, prepare a run of it, and make one forward and backward pass."""
+"""Check of a workload before a run: build it, prepare a run, evaluate it, and make one forward and backward pass."""
 
 from __future__ import annotations
 
@@ -45,17 +45,21 @@ def check_workload(
     hyperparameters: Mapping[str, Any],
     config: AdaScaleConfig,
     recipe: Recipe | None = None,
+    *,
+    evaluates: bool = True,
 ) -> list[Finding]:
     """Build a workload, prepare a run at its base batch in this process, and make one pass over at most 8 examples.
 
-    Preparing a run checks the optimizer, the schedule, and the recipe's LR curve. The loss of the examples is compared with
-    that of their halves: a sum in place of a mean gives a warning. The check ends at the first failure.
+    The untrained model is evaluated. Preparing a run checks the optimizer, the schedule, and the recipe's LR curve. The loss of
+    the examples is compared with that of their halves: a sum in place of a mean gives a warning. The check ends at the first
+    failure.
 
     Args:
         workload: A function from a config to a :class:`ray_adascale.Workload`.
         hyperparameters: Its config.
         config: The settings of the run. Those of its scale are not used.
         recipe: The recipe of the run.
+        evaluates: Evaluate the untrained model. A run does so as it begins, too.
     """
     found: list[Finding] = []
     doing = "The build of the workload"
@@ -68,8 +72,15 @@ def check_workload(
                 built = build(workload, hyperparameters, settings, recipe)
                 if built.train_dataset is None or hasattr(built.train_dataset, "iter_torch_batches"):
                     return [Finding("ok", "The workload was built. Ray Data has its examples, so no pass was made.")]
+                if not evaluates:
+                    built = replace(built, evaluate=None, metric="loss")
                 doing = "The preparation of a run"
                 run = Run.of(built, settings, recipe=recipe, backend=LocalBackend())
+                doing = "The evaluation of the untrained model"
+                untrained = run.parts.evaluation.try_out(run.backend.device)
+                if untrained:
+                    text = ", ".join(f"{name} {value}" for name, value in untrained.items())
+                    found.append(Finding("ok", f"The untrained model was evaluated: {text}."))
                 doing = "The forward and backward pass"
                 found += _pass(run, built)
                 reads = built.config_reads

@@ -35,13 +35,14 @@ _LIMIT_S = 120.0
 
 @dataclass(kw_only=True)
 class Check(OfWorkload):
-    """Check a workload here, without Ray: build it, prepare a run, and make one forward and backward pass.
+    """Check a workload here, without Ray: build it, prepare a run, evaluate it, and make one forward and backward pass.
 
     ray-adascale check my/file.py:workload lr=0.1 --storage-path s3://bucket/runs
     ray-adascale check my/file.py:workload --memory
 
-    `tune`, `train` and `resume` make the same check first. Hyperparameters that are not given come from the recipe, or are
-    drawn from param_space beside the workload. Without a recipe, B0 is 8 and T is 1000 unless they are given.
+    `tune`, `train` and `resume` make the same check first, without the evaluation, with which their runs begin. Hyperparameters
+    that are not given come from the recipe, or are drawn from param_space beside the workload. Without a recipe, B0 is 8 and T
+    is 1000 unless they are given.
 
     Attributes:
         recipe: Check that the learning-rate curve is that of this recipe.
@@ -50,6 +51,7 @@ class Check(OfWorkload):
         memory: Also find the most examples of one pass that fit into memory, by steps of growing size on this machine; N workers
             share its memory or its GPU. Default: 1.
         draws: Draw the hyperparameters that are not given from the search space.
+        evaluates: Evaluate the untrained model.
     """
 
     recipe: str | None = option(None, metavar="FILE")
@@ -57,6 +59,7 @@ class Check(OfWorkload):
     param_space: str | None = option(None, metavar="FILE:NAME")
     memory: int | None = option(None, nargs="?", const=1)
     draws: bool = option(True, hidden=True)
+    evaluates: bool = option(True, hidden=True)
     shown = ("base_batch_size", "total_steps", "total_epochs", "precision", "seed")
 
     def __call__(self) -> int:
@@ -80,7 +83,9 @@ class Check(OfWorkload):
         A check that takes longer than its time limit counts as passed.
         """
         failed = False
-        for found in sorted(self.findings(_LIMIT_S), key=lambda found: found.level == "failed"):
+        for found in sorted(
+            replace(self, evaluates=False).findings(_LIMIT_S), key=lambda found: found.level == "failed"
+        ):
             if found.level == "failed" or (found.level == "warning" and not found.repeated):
                 failed = found.level == "failed"
                 tell(found.text if failed else f"warning: {found.text}")
@@ -163,7 +168,8 @@ class Check(OfWorkload):
             found += _other_workload(recipe.workload, workload)
         given = {**(recipe.hyperparameters if recipe is not None else {}), **self.hyperparameters}
         space = {} if space is None else space
-        return found + check_at_draws(workload, space, given, self.config, recipe, memory=self.memory, on_draw=on_draw)
+        how: dict[str, Any] = {"memory": self.memory, "evaluates": self.evaluates, "on_draw": on_draw}
+        return found + check_at_draws(workload, space, given, self.config, recipe, **how)
 
 
 def _child(folder: str) -> None:

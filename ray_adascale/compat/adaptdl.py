@@ -58,7 +58,7 @@ class NoiseScale:
         self._zero_grad = optimizer.zero_grad
         self._adp = weakref.ref(adp)  # it owns this object
         self.scale = self.accum_scale = accum_scale
-        self.forward_passes = 0  # since the last step
+        self.forward_passes = 0  # of the step under way
         self.variance_floor = float(variance_floor)
         self.statistics = AdaScale(
             optimizer,
@@ -79,10 +79,12 @@ class NoiseScale:
             return None
         workers = self.statistics.shape.workers
         self.scale = self.accum_scale * number
-        if workers * number == 1 and self.scale != 1:
+        if workers * number == 1 and self.scale != 1 and adp is not None and adp.scaling_rule.needs_noise:
             raise RuntimeError(
-                f"One gradient sample a step at scale {self.scale:g} tells nothing of the noise. Make two passes of half the "
-                "size: all but the last under no_sync()."
+                f"One gradient sample a step at scale {self.scale:g} tells nothing of the noise, which "
+                f"{type(adp.scaling_rule).__name__} needs. Make two passes of half the size, the first one under "
+                "model.no_sync(), with AdaptiveDataParallel(..., batch_size=half of it). Or use a rule that needs no noise: "
+                "LinearScale(), SqrtScale() or LEGWScale(...). A rule of your own that needs none has needs_noise = False."
             )
         return StepShape(number, workers, self.scale)
 
@@ -99,7 +101,9 @@ class NoiseScale:
                 factors.append(np.atleast_1d(np.asarray(scale_lr(now.scale), dtype=np.float64)).ravel())
             found = factors[0]
             if now.group is None:
-                return float(found.mean()), self.gain(now.scale)
+                # One sample a step measures no gain. Then the clock is that of the trainer's rules without noise: S a step.
+                measured = np.isfinite(self.statistics.group_moments()).all()
+                return float(found.mean()), self.gain(now.scale) if measured else now.scale
             if len(found) != 1 and now.group >= len(found):
                 raise ValueError(
                     f"scale_lr returned {len(found)} factors for at least {now.group + 1} parameter groups."
@@ -121,15 +125,18 @@ class NoiseScale:
 
     @property
     def should_zero_grad(self) -> bool:
-        """Whether the last backward pass completed a step, so that no gradients are being accumulated."""
-        adp = self._adp()
-        return not self.statistics.accumulating and (adp is None or adp.pass_reduces)
+        """Whether no gradients are being accumulated: the last backward pass that reached a parameter completed a step."""
+        return not self.statistics.accumulating
 
     def reset_accumulation(self, *args: Any, **kwargs: Any) -> None:
         """Clear gradients, and forget the passes of an unfinished step."""
+        self.clear_gradients(*args, **kwargs)
+        self.forward_passes = 0
+
+    def clear_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Clear gradients. The forward pass of the step may have run already: it counts."""
         self._zero_grad(*args, **kwargs)
         self.statistics.discard_samples()
-        self.forward_passes = 0
 
     def set_accum_scale(self, accum_scale: float) -> None:
         """Change :attr:`accum_scale` after a change of the micro-batch; from the next backward pass on.
@@ -256,8 +263,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass. DDP decides here, not in the backward pass, whether this pass reduces gradients."""
         if torch.is_grad_enabled():
+            self.gns.forward_passes = 1 if self.pass_reduces else self.gns.forward_passes + 1
             self.pass_reduces = self.require_backward_grad_sync
-            self.gns.forward_passes += 1
         return super().forward(*inputs, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -108,6 +108,7 @@ class AdaScale(OptimizerWrapper):
         super().__init__(optimizer)
         if model is not None:
             check_parameters(model, optimizer, alone=False)
+            self._models = [p for p in model.parameters() if p.requires_grad]
         check_averaging(clip, smoothing, averaging_window, total_steps, variance_floor)
         passes = check_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
         if base_batch_size is not None or batch_size is not None:
@@ -493,9 +494,9 @@ class AdaScale(OptimizerWrapper):
         return self._statistics.accumulating
 
     @property
-    def passes(self) -> int:
-        """Backward passes since gradients were last stepped with or cleared."""
-        return self._statistics.passes
+    def gradient_statistics(self) -> GradientStatistics:
+        """The gradient samples of the step under way."""
+        return self._statistics
 
     def discard_samples(self) -> None:
         """Clear the passes of an unfinished or skipped step, and leave gradients unchanged."""

@@ -49,6 +49,8 @@ class GradientStatistics:
         left_out: Whether a GradScaler left out the last complete step, as the clearing of its gradients shows.
         replicated: Numbers of the last complete step that each worker took from its own copy of the reduced gradient: C per
             parameter group as measured, or the norm of one gradient; None without copies.
+        counts: Whether the backward passes from now on are those of steps; False for what else the loop runs.
+        foreign: Whether a pass that did not count has left gradients, as ``loss.backward()`` does and ``autograd.grad`` does not.
     """
 
     def __init__(
@@ -80,7 +82,8 @@ class GradientStatistics:
         self._unhooked = False
         self.passes = 0
         self.sums: StepSums | None = None
-        self.left_out = False
+        self.left_out = self.foreign = self._ignored = False
+        self.counts = True
         self.replicated: Tensor | None = None
         self._stepped_with: tuple[int, int] | None = None
         self.begin_step()
@@ -245,6 +248,9 @@ class GradientStatistics:
         address = _local(grad).data_ptr() if grad.layout is torch.strided else 0
         return address, count_of_writes(grad)
 
+    def _writes(self) -> list[tuple[int, int] | None]:
+        return [None if p.grad is None else (id(p.grad), count_of_writes(p.grad)) for p in self.params]
+
     def _shape_if_last(self, number: int) -> StepShape | None:
         shape = self._expected or self.declared
         if number >= shape.passes:
@@ -253,6 +259,10 @@ class GradientStatistics:
 
     @without_gradients
     def on_begin(self, observer: GradientObserver) -> bool:
+        self._ignored = not self.counts
+        if self._ignored:
+            self._before = self._writes()
+            return False
         self.workers.require_group(self._process_group)
         if self.lacks_samples:
             raise self._no_samples()
@@ -273,6 +283,8 @@ class GradientStatistics:
 
     @without_gradients
     def on_local(self, observer: GradientObserver) -> None:
+        if self._ignored:
+            return
         shape, self._ending = self._ending, None
         if self.examples is None and (shape is None or shape.num_samples > 1):
             self._norms.append(observer.local_sq_norms())
@@ -286,7 +298,9 @@ class GradientStatistics:
 
     @without_gradients
     def on_reduced(self, observer: GradientObserver) -> None:
-        if self._ended is not None and self.sums is None:
+        if self._ignored:
+            self.foreign |= self._before != self._writes()
+        elif self._ended is not None and self.sums is None:
             self._finish_passes(self._gather(observer))
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import weakref
 from typing import Any
 
@@ -11,9 +13,25 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .._torch import called_to_make_state
+from .._warn import warn_on_first_worker
 from ..batch import BatchPlan
 from .adascale import AdaScale
 from .schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit, dry_copy
+
+_REACHED: list[list[float]] = []
+"""Of each schedule of this process that has a T: τ as the host has last read it, S, and T. It outlives the schedule."""
+
+
+@atexit.register
+def _warn_of_early_end() -> None:
+    """Warn of the last schedule that was stepped and dropped before T, unless an exception has ended the process."""
+    early = [(tau, total) for tau, scale, total in _REACHED if 0 < tau < total - max(scale, 1.0)]
+    if early and not hasattr(sys, "last_value"):
+        warn_on_first_worker(
+            f"The training loop has ended at effective step {early[-1][0]:.0f} of {early[-1][1]:g}, so the learning rate has "
+            "not reached the end of its schedule. With larger batches T takes more epochs. Loop until T, with a last evaluation "
+            "after the loop: while not schedule.finished."
+        )
 
 
 class TauSchedule(LRScheduler):
@@ -24,7 +42,8 @@ class TauSchedule(LRScheduler):
     optimizer on a GPU they change once the host has read the step: before the next optimizer step at the latest, and at once in
     :meth:`get_last_lr`.
 
-    At T and beyond they stay those of the base run's last step.
+    At T and beyond they stay those of the base run's last step. If the process ends before T, there is a warning. Names that this
+    class lacks are the user's scheduler's.
 
     Args:
         optimizer: The AdaScale with the clock τ.
@@ -71,6 +90,8 @@ class TauSchedule(LRScheduler):
         self.plan: BatchPlan | None = None
         """The batch of a step; None unless :func:`ray_adascale.attach` has set it."""
         self._step_count = 0
+        self._reached = [0.0, 1.0, total_steps or 0.0]
+        _REACHED.append(self._reached)
         self._advance()
         ref = weakref.ref(self)
 
@@ -162,7 +183,14 @@ class TauSchedule(LRScheduler):
     get_lr = get_last_lr
 
     def _advance(self) -> None:
-        self._schedule.advance_to(self._adascale.effective_steps)
+        self._reached[:2] = self._adascale.effective_steps, self._adascale.scale
+        self._schedule.advance_to(self._reached[0])
+
+    def __getattr__(self, name: str) -> Any:
+        scheduler = self.__dict__.get("scheduler")
+        if scheduler is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(scheduler, name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"calls": n}``. The scheduler is a function of the number of its calls, and τ is in AdaScale's state."""

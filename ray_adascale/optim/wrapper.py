@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,6 +34,9 @@ class OptimizerWrapper(Optimizer):
     """
 
     _parts: frozenset[str] = frozenset({"_optimizer"})
+
+    _models: Sequence[Tensor] = ()
+    """Trainable parameters of the model, in its order, where the model is known."""
 
     refuses_chain = "AdaScale can't be part of a chain: wrap the chain, AdaScale(OptimizerChain([...]))."
     """Error message of :class:`ray_adascale.OptimizerChain`, which does not import this class."""
@@ -106,7 +109,9 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def _params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        """The parameters, in the model's order: a norm that is summed in the groups' order would differ in its last bits."""
+        own = dict.fromkeys(p for group in self.param_groups for p in group["params"])
+        return [*dict.fromkeys([*(p for p in self._models if p in own), *own])]
 
     def __getattr__(self, name: str) -> Any:
         # Only called for names that the wrapper lacks.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from .._errors import SettingError
 from .._files import TRACE
 from ..batch import BatchFollower, BatchPlan
 from ..checkpoint.model import frozen_names
+from ..checkpoint.per_worker import has_state
 from ..config import AdaScaleConfig, read_settings
 from ..data import make_source
 from ..data.iterables import known_length
@@ -21,7 +22,7 @@ from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MapSource
 from ..optim.schedule import BaseSchedule, EffectiveSchedule
 from ..recipe import Recipe
-from ..workload import Pieces
+from ..workload import Pieces, Workload
 from .boundary.backend import Backend
 from .boundary.batch import StepBatch
 from .boundary.checkpointing import Checkpointing
@@ -103,6 +104,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     check_built(model, optimizer, config, recipe)
     warn_of_state_dict_hooks(optimizer)
     _check_early_stop(config, pieces.evaluate)
+    _check_extra_state(pieces.extra_state or {})
     source, follower, total_steps = _data_of(pieces, config, backend)
     plan = follower.plan
     schedule, base_schedule = _schedules_of(pieces, config, source, total_steps)
@@ -126,7 +128,11 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     )
     batch = StepBatch(follower, wrapped.optimizer, splits=isinstance(source, MapSource))
     evaluation = Evaluation(
-        pieces.evaluate, module, every=config.evaluate_every or total_steps / 10, early_stop=config.early_stop
+        pieces.evaluate,
+        module,
+        every=config.evaluate_every or total_steps / 10,
+        early_stop=config.early_stop,
+        metric=pieces.metric if isinstance(pieces, Workload) else None,
     )
     clipping = Clipping(config, recipe, total_steps=total_steps)
     train_state = TrainState(
@@ -311,6 +317,15 @@ def _check_early_stop(config: AdaScaleConfig, evaluate: object) -> None:
             f"Invalid EarlyStop(metric={stop.metric!r}): the {stop.metric} of one step is mostly noise. Must be a metric that "
             "evaluate returns."
         )
+
+
+def _check_extra_state(extra: Mapping[str, Any]) -> None:
+    for name, stateful in extra.items():
+        if not has_state(stateful):
+            raise ValueError(
+                f"Invalid extra_state={{{name!r}: ...}} of type {type(stateful).__name__}. Must have state_dict() and "
+                "load_state_dict(). A torch.Generator or numpy.random.Generator is each worker's own: PerWorker(generator)."
+            )
 
 
 def _open_trace(backend: Backend, rows: list[dict[str, Any]], *, ended: bool) -> TraceFile | None:

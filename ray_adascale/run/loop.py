@@ -32,7 +32,7 @@ from .boundary.backend import Backend, LocalBackend
 from .boundary.checkpointing import warns_if_alone
 from .boundary.stage import BoundaryFlags, Stage, StepReport, TakenStep
 from .build import set_batch
-from .observe.advice import UnreadHyperparameters, warn_of_equal_batches
+from .observe.advice import ExtraStateHint, UnreadHyperparameters, warn_of_equal_batches
 from .observe.metrics import plain_numbers, step_metrics
 from .observe.pulse import Phase, Pulse
 from .skipped import SkippedSteps
@@ -67,11 +67,12 @@ class Run:
         sampler: Draws the examples of each epoch; see :class:`ray_adascale.Workload`.
         collate_fn: As in ``DataLoader``.
         evaluate: ``evaluate(model) -> dict`` of metrics, called every ``config.evaluate_every`` effective steps and at the
-            end, on all workers, with the bare model in eval mode and without gradients. The metrics of rank 0 count.
+            end, on all workers, with the bare model in eval mode and without gradients. The metrics of rank 0 count. It is first
+            called before the first step, to check what it returns.
         recipe: The result of a search. A schedule with another LR curve than the recipe's is refused.
         extra_state: Further objects with ``state_dict()`` and ``load_state_dict()`` for the checkpoints, by name, such as an
             average of the weights. Their states are nested dicts and lists of tensors and JSON values, equal on all
-            workers (rank 0's JSON counts); nothing is pickled.
+            workers (rank 0's JSON counts) unless it is a :class:`ray_adascale.PerWorker`; nothing is pickled.
         after_step: ``after_step(model)`` with the bare model, called on every worker after each optimizer step (a skipped step
             too) and before a checkpoint of that step: the place to update an average of the weights. A function with a parameter
             ``gain`` also gets the advance of τ, 0 in a skipped step, for which the host waits for the device. See
@@ -137,6 +138,7 @@ class Run:
         self.parts, self._replicas = parts, parts.replicas
         """The objects that make up this run."""
         self._after_step = AfterStep(pieces.after_step, self.module)
+        self._extra = ExtraStateHint(own.extra)
         self._skipped = SkippedSteps(
             own.loop,
             parts.passes.scaler,
@@ -291,6 +293,9 @@ class Run:
         passes, first = self.parts.passes, True
         try:
             with passes.guard(), self.backend.watch(self._pulse):
+                if self.state.attempt == self.state.iterations == 0:
+                    self._pulse.enter(Phase.BOUNDARY)
+                    self.parts.evaluation.try_out(self.backend.device, log=self.backend.rank == 0)
                 # The known τ decides: a step after which τ may have reached T is read at once.
                 while self.stopped is None and self.optimizer.known_effective_steps < self.total_steps:
                     self._pulse.enter(Phase.DATA)
@@ -302,6 +307,7 @@ class Run:
                     passes.begin(batch)
                     yield to_device(batch.batch, self.backend.device)
                     passes.check_ended()
+                    self._extra.look(stepped=False)
                 self._pulse.enter(Phase.BOUNDARY)
                 if self.stopped is None:
                     self._finish(TOTAL_STEPS_REACHED)
@@ -392,6 +398,7 @@ class Run:
             self._run_stages()
         else:
             self._pulse.end_step(self.state.iterations)
+        self._extra.look(stepped=True)
         self._pulse.enter(Phase.BETWEEN)
         return True
 

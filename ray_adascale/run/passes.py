@@ -20,6 +20,7 @@ from ..data.source import MicroBatch
 from ..optim.adascale import AdaScale
 from ..sharding.elsewhere import mark_gradients_elsewhere, unmark_gradients
 from ..sharding.sharded_ddp import ShardedDataParallel
+from .observe.advice import warn_of_micro_batch
 
 _CHECKED_STEPS = 3
 """Steps of a start in which gradients are checked between passes. A loop that changes them does so from its first step on."""
@@ -93,7 +94,7 @@ class Passes:
     ) -> None:
         self._model = model
         self._module = module
-        self._optimizer = optimizer
+        self._optimizer, self._samples = optimizer, optimizer.gradient_statistics
         self.scaler = scaler
         self._guarded = guarded
         guarded.add_param_group = _refuse_group  # type: ignore[method-assign]
@@ -138,9 +139,11 @@ class Passes:
         self._optimizer.zero_grad()  # gradients of before the loop, or of a loop that was left within a step
         hook = self._guarded.register_step_pre_hook(self._check_stepping)
         self._guarded.add_param_group = _refuse_group  # type: ignore[method-assign]
+        self._samples.counts = False
         try:
             yield
         finally:
+            self._samples.counts = True
             hook.remove()
             del self._guarded.add_param_group
             self._autocast.close()
@@ -172,23 +175,24 @@ class Passes:
                 "A micro-batch went by without run.step(). Call run.backward() and run.step() for each micro-batch."
             )
 
-    def _check_only_backward(self, batch: MicroBatch) -> None:
-        """Check that no backward pass has run since the last ``run.backward()``.
+    def _check_only_backward(self, *, first: bool = False) -> None:
+        """Check that the loop has not called ``loss.backward()``.
 
-        Before the first pass of a step gradients show it: ``torch.autograd.grad`` counts as a pass and leaves none. At S = 1 on
-        one worker nothing counts the passes, and they are looked for in the first steps of a start.
+        At S = 1 on one worker nothing watches the passes, and gradients are looked for in the first steps of a start.
+
+        Args:
+            first: No pass of this step has run.
 
         Raises:
-            RuntimeError: The loop has run one.
+            RuntimeError: It has.
         """
-        found = self._optimizer.passes > batch.pass_index
-        if batch.pass_index == 0 and (found or self._steps < _CHECKED_STEPS):
-            found = any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
+        found = self._samples.foreign
+        if first and self._steps < _CHECKED_STEPS:
+            found |= any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
         if found:
             raise RuntimeError(
-                "loss.backward(), or torch.autograd.grad() of parameters between the passes of a step, was called in the loop "
-                "beside run.backward(), so a micro-batch has several backward passes. Add the losses, and call run.backward() "
-                "once: run.backward(loss + other_loss)."
+                "loss.backward() was called in the loop beside run.backward(), so a micro-batch has several backward passes. "
+                "Add the losses, and call run.backward() once: run.backward(loss + other_loss)."
             )
 
     def begin_backward(self, loss: Tensor) -> None:
@@ -204,7 +208,7 @@ class Passes:
         batch = self._batch
         if batch is None or self._backward_done:
             raise RuntimeError("Call run.backward() once for each micro-batch of the loop, before run.step().")
-        self._check_only_backward(batch)
+        self._check_only_backward(first=batch.pass_index == 0)
         if not isinstance(loss, Tensor):
             raise ValueError(
                 f"Invalid loss of type {type(loss).__name__}. Must be a scalar tensor, the mean over the examples, as the loss "
@@ -229,6 +233,8 @@ class Passes:
         assert batch is not None
         if batch.is_last and self._reduces:
             self._check_reduction(self._model)
+        if self._steps == 0 and batch.pass_index == 0:
+            warn_of_micro_batch(self._module, loss, batch.examples, plan.base_batch_size)
         # DDP averages over workers and passes add up, so ḡ = Σ w_i g_i needs each loss times n·w_i/passes.
         factor = plan.num_samples * batch.examples / (plan.global_batch_size * plan.accumulation)
         if batch.by_units:
@@ -238,11 +244,13 @@ class Passes:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         self._optimizer.sample_weights = self._weights
+        self._samples.counts = True
         if loss.requires_grad:
             loss.backward()
         else:
             with noted(lambda: _DEPENDS_ON_NOTHING):
                 loss.backward()
+        self._samples.counts = False  # torch.autograd.grad() in the loop's loss is no pass
         self._backward_done = True
         # Between passes FSDP2 keeps gradients where the loop can't reach them.
         if not batch.is_last and self._steps < _CHECKED_STEPS and not self._fully_sharded:
@@ -317,6 +325,7 @@ class Passes:
 
     def step(self) -> None:
         """Take the optimizer step."""
+        self._check_only_backward()
         if self._reduces_to_owners:
             unmark_gradients(self._params)
         self._stepping = True

@@ -30,6 +30,7 @@ def check_at_draws(
     recipe: Recipe | None = None,
     *,
     memory: int | None = None,
+    evaluates: bool = True,
     on_draw: Callable[[str], object] = lambda at: None,
 ) -> list[Finding]:
     """Check the workload at the given hyperparameters and at values drawn from the space for the others.
@@ -45,6 +46,7 @@ def check_at_draws(
         config: The settings of the run.
         recipe: The recipe of the run.
         memory: Find the largest batch that fits, where this number of workers share the memory; None to leave that out.
+        evaluates: Evaluate the untrained model.
         on_draw: Called with the values of a draw, in words, before they are tried.
     """
     if not isinstance(space, dict):
@@ -62,7 +64,7 @@ def check_at_draws(
             continue  # the space has no other values
         if at:
             on_draw(at)
-        found = check_workload(workload, drawn, config, recipe)
+        found = check_workload(workload, drawn, config, recipe, evaluates=evaluates)
         failed = " ".join(finding.text for finding in found if finding.level == "failed")
         if not failed and memory is not None:
             found.append(_memory(workload, drawn, config, recipe, memory))

@@ -38,10 +38,6 @@ EPOCHS = "epochs"  # τ in passes over the dataset: ASHA's clock where T is give
 _FILE = "trial.json"  # a trial's data so far, beside the run's own files in a checkpoint
 
 
-class MissingMetric(ValueError):
-    """The workload's metric is not measured. This is a mistake in the workload, so every trial would repeat it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrialSetup(ABC):
     """The common setup of a search's trials, which differ in their hyperparameters only.
@@ -115,7 +111,7 @@ class Collected:
 
         def evaluate(model: nn.Module) -> Mapping[str, float]:
             found = {} if workload.evaluate is None else workload.evaluate(model)
-            self.evaluated = tuple(found)
+            self.evaluated = tuple(found) if isinstance(found, Mapping) else ()  # which the run refuses
             return found
 
         return evaluate
@@ -124,21 +120,14 @@ class Collected:
         """Return the run's metrics with the additional keys for Tune and the search.
 
         Raises:
-            MissingMetric: The workload's metric is not measured.
-            FloatingPointError: The metric is not finite.
+            FloatingPointError: The metric is not finite, or is missing.
         """
         report, schedule = dict(outcome.metrics), outcome.schedule
         if self._losses and "loss" not in self.evaluated:
             # A single batch's loss is mostly noise: a search that compared them would pick the luckiest trial.
             report["loss"] = float(self._loss) / self._losses
         self._loss, self._losses = 0.0, 0
-        if self._metric not in report:
-            found = ", ".join(map(repr, self.evaluated)) or "nothing"
-            raise MissingMetric(
-                f"Invalid metric={self._metric!r}: evaluate returned {found}. Name one of them in "
-                "Workload(metric=...), or 'loss' for the training loss."
-            )
-        value = float(report[self._metric])
+        value = float(report.get(self._metric, math.nan))
         if not math.isfinite(value):
             raise FloatingPointError(
                 f"{self._metric} is {value} at effective step {outcome.effective_steps:.0f} of {schedule.total_steps}."
@@ -148,6 +137,9 @@ class Collected:
         if schedule.base_steps_per_epoch is not None:
             report[EPOCHS] = outcome.effective_steps / schedule.base_steps_per_epoch
         if outcome.stopped is not None:
+            if self.evaluated and self._metric not in ("loss", *self.evaluated):
+                text = f"evaluate did not return {self._metric!r} at the end: the score is the value of an earlier evaluation."
+                self.advice = [*self.advice, text]
             ended = BaseResult(
                 metric=self._metric,
                 mode=self._mode,

@@ -18,8 +18,9 @@ from ray import cloudpickle, tune
 from .._fields import json_value
 from ..analysis.display import SearchDisplay
 from ..run.base.base_run import RESULT, BaseResult
+from ..run.boundary.evaluation import MissingMetric
 from ..run.observe.failure import lines_of, was_building
-from .trial import MissingMetric, describe_config
+from .trial import describe_config
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ class ShardedDataParallel(nn.Module):
 
     Args:
         module: The model, on its device.
-        sharded_optimizer: The :class:`ray_adascale.OSS` of its parameters, bare or in AdaScale. Every trainable parameter must
-            be in it.
+        sharded_optimizer: The :class:`ray_adascale.OSS` of its parameters, bare or in AdaScale, or a list of this one. Every
+            trainable parameter must be in it.
         process_group: Must be the optimizer's. Default: the optimizer's.
         broadcast_buffers: Rank 0's buffers go to all before the first forward pass of a step, in training mode. Parameters that
             are frozen from the beginning are not sent, see :class:`ray_adascale.OSS`.
@@ -226,8 +226,10 @@ def _sharded(optimizer: Any) -> OSS:
         ValueError: Several optimizers are given.
     """
     if isinstance(optimizer, list | tuple):
+        if len(optimizer) == 1:
+            return _sharded(optimizer[0])
         raise ValueError(
-            f"Invalid sharded_optimizer: a {type(optimizer).__name__}. ShardedDataParallel needs one optimizer. Give OSS several "
+            f"Invalid sharded_optimizer: a {type(optimizer).__name__} of {len(optimizer)}. Must be one. Give OSS several "
             "parameter groups, OSS([{'params': ..., 'lr': ...}, ...], optim=...), or make optimizers of several classes one: "
             "OSS.wrap(OptimizerChain([...]))."
         )

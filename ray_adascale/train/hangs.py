@@ -179,6 +179,7 @@ class HangWatch:
 
     def __init__(self) -> None:
         self._since: float | None = None
+        self._told: tuple[str, int] | None = None  # node and process of the worker of the last message
         self._busy = threading.Lock()
 
     def look(self, hang: Hang | None) -> None:
@@ -201,17 +202,22 @@ class HangWatch:
     def _end(self, hang: Hang) -> None:
         try:
             worker = hang.held_up_by[0]
+            # A process that was just killed may still be found, and its hang be seen again.
+            level = logging.DEBUG if self._told == (worker.node, worker.pid) else logging.WARNING
+            self._told = worker.node, worker.pid
             try:
                 found = _on_node(worker)
             except Exception as e:
-                _log.warning(
+                _log.log(
+                    level,
                     "%s Its node can't be reached to end the process (%s), so Ray must find that out by itself.",
                     hang.in_words(),
                     type(e).__name__,
                 )
                 return
             if found:
-                _log.warning(
+                _log.log(
+                    level,
                     "%s Its process is ended, so that the workers restart from the last checkpoint. If such steps are "
                     "expected, set AdaScaleConfig(step_timeout_s=...), now %.0f s.",
                     hang.in_words(),

@@ -217,6 +217,12 @@ class AdaScaleTrainer(TorchTrainer):
         if config.total_epochs is None:
             config.resolve_total_steps(None)
         run_config = ray.train.RunConfig() if run_config is None else run_config
+        if not str(run_config.name).isascii():  # Ray's controller makes a tag of its metrics of it
+            raise SettingError(
+                "Invalid {}. Must have ASCII characters only: Ray Train fails otherwise.",
+                "RunConfig",
+                name=run_config.name,
+            )
         failures = run_config.failure_config or ray.train.FailureConfig()
         self._retry_policy = RetryPolicy(failures.max_failures, failures.max_preemption_failures)
         self._progress, self._on_start = progress, on_start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,3 +112,25 @@ def test_a_batch_that_cannot_be_cut_is_used_whole_and_a_loss_that_is_not_finite_
     (finding,) = check_workload(odd, {"lr": 0.1}, CONFIG)
     assert finding.level == "warning"
     assert finding.text.startswith("The loss of a batch is ")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "level", "words"),
+    [
+        ({"accuracy": 0.25}, "ok", "The untrained model was evaluated: accuracy 0.25."),
+        (None, "failed", "The evaluation of the untrained model failed. TypeError: evaluate returned a NoneType"),
+        ({"acc": 0.25}, "failed", "metric='accuracy': evaluate returned 'acc'"),
+        ({"accuracy": None}, "failed", "metric 'accuracy' of type NoneType"),
+        ({"accuracy": float("nan")}, "warning", "evaluate returned NaN for the untrained model: 'accuracy'"),
+    ],
+)
+def test_the_untrained_model_is_evaluated(metrics: Any, level: str, words: str) -> None:
+    calls: list[Any] = []
+
+    def evaluated(config: dict[str, Any]) -> Workload:
+        return replace(workload(config), evaluate=lambda _: calls.append(1) or metrics, metric="accuracy")
+
+    assert any(words in text for text in of(check_workload(evaluated, {"lr": 0.1}, CONFIG), level))
+    assert len(calls) == 1
+    assert not of(check_workload(evaluated, {"lr": 0.1}, CONFIG, evaluates=False), "failed")
+    assert len(calls) == 1

@@ -177,16 +177,62 @@ def test_one_worker_that_accumulates_needs_no_declared_number(pool: Any) -> None
     assert 1 < gains[-1] < 3
 
 
-def _lone_bigger_batch() -> None:
+class _Root(ScalingRuleBase):
+    """A rule of a user's own that reads no noise, and does not say so."""
+
+    def scale_lr(self, scale: float) -> float:
+        return scale**0.25
+
+
+class _KnownRoot(_Root):
+    needs_noise = False
+
+
+def _lone_bigger_batch(rule: Any) -> None:
     bare = make_model()
-    model = AdaptiveDataParallel(bare, torch.optim.SGD(bare.parameters(), lr=0.05), base_batch_size=1, batch_size=4)
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
+    model = AdaptiveDataParallel(bare, optimizer, scaling_rule=rule, base_batch_size=1, batch_size=4)
     x, y = batches(1, 4)[0]
-    with pytest.raises(RuntimeError, match=r"One gradient sample a step at scale 4 .*no_sync"):
+    with pytest.raises(
+        RuntimeError, match=r"sample a step at scale 4 .*no_sync.*batch_size=half.*LinearScale.*needs_noise"
+    ):
         F.cross_entropy(model(x), y).backward()
 
 
-def test_one_sample_a_step_is_refused_with_what_to_do(pool: Any) -> None:
-    pool(1).run(_lone_bigger_batch)
+@pytest.mark.parametrize("rule", [None, scaling_rules.AdaScale(), _Root()], ids=["default", "AdaScale", "own"])
+def test_one_sample_a_step_is_refused_with_what_to_do(pool: Any, rule: Any) -> None:
+    pool(1).run(_lone_bigger_batch, rule)
+
+
+def _lone_bigger_batch_without_noise(rule: ScalingRuleBase, factor: float) -> float:
+    ends = []
+    for wrap in (True, False):
+        bare = make_model()
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.05 if wrap else 0.05 * factor, momentum=0.9)
+        model: Any = bare
+        if wrap:
+            model = wrapped = AdaptiveDataParallel(bare, optimizer, scaling_rule=rule, base_batch_size=2, batch_size=4)
+        for x, y in batches(6, 4):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        ends.append(weights(bare))
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-14)
+    return wrapped.gns.get_progress()
+
+
+@pytest.mark.parametrize(
+    ("rule", "factor"),
+    [
+        (scaling_rules.LinearScale(), 2.0),
+        (scaling_rules.SqrtScale(), 2**0.5),
+        (scaling_rules.LEGWScale(0, 64), 2**0.5),
+        (_KnownRoot(), 2**0.25),
+    ],
+    ids=["linear", "sqrt", "legw", "own"],
+)
+def test_a_rule_without_noise_needs_one_sample_a_step(pool: Any, rule: Any, factor: float) -> None:
+    assert pool(1).run(_lone_bigger_batch_without_noise, rule, factor) == [12.0]  # 6 steps at S = 2
 
 
 def _scale_one() -> None:

@@ -188,3 +188,31 @@ def refused(config: AdaScaleConfig, accumulation: int) -> str:
 def test_settings_that_say_otherwise_are_refused(knowing: Any, more: dict[str, Any], message: str) -> None:
     for found in knowing(ADAPTER).run(refused, settings(20, **more), 3):
         assert message in found
+
+
+def _accumulates_by_itself(accumulation: int) -> str:
+    from ray_adascale.integrations.accelerate import prepare
+
+    with accelerator(gradient_accumulation_steps=accumulation) as acc:
+        model, optimizer, scheduler = make(40)
+        loader: Any = DataLoader(dataset(64), batch_size=BATCH)
+        model, optimizer, loader, schedule = prepare(acc, model, optimizer, loader, scheduler, settings(40))
+        try:
+            for i, batch in enumerate(loader):
+                acc.backward(loss_of(model, batch) / 4)
+                if i % 4 == 3:
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+        except RuntimeError as error:
+            return str(error)
+    return f"scale {schedule.optimizer.scale:g}"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_loop_that_accumulates_and_does_not_tell_the_accelerator_is_refused(
+    pool: Any, workers: int, accumulation: int
+) -> None:
+    for told in pool(workers).run(_accumulates_by_itself, accumulation):
+        assert "backward passes" in told

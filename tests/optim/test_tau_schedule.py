@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -241,3 +244,42 @@ def test_a_fused_optimizer_goes_on_at_the_lr_of_tau_in_either_order_of_saving_an
     step()
     step()
     assert used == pytest.approx([0.4 / 13, 0.4 / 17], rel=1e-6)
+
+
+def test_unknown_names_are_the_users_schedulers() -> None:
+    _, _, schedule = made(Timms)
+    assert schedule.t_in_epochs is False
+    assert hasattr(schedule, "base")
+    assert not hasattr(schedule, "_last_lr")
+    with pytest.raises(AttributeError, match="verbose"):
+        schedule.verbose  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'TauSchedule' object has no attribute 't_in_epochs'"):
+        made(None)[2].t_in_epochs  # noqa: B018
+    assert copy.copy(schedule).t_in_epochs is False
+
+
+_EPOCHS = """
+import sys, torch
+from ray_adascale import AdaScaleConfig, attach
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+config = AdaScaleConfig(base_batch_size=2, per_worker_batch_size=4, accumulation=2, total_steps=40)
+optimizer, schedule = attach(model, optimizer, None, config)
+passes = 0
+while passes < 20 if sys.argv[1] != "finished" else not schedule.finished:
+    for _ in range(2):
+        (model(torch.randn(4, 2)).square().mean() / 2).backward()
+    optimizer.step(), schedule.step(), optimizer.zero_grad()
+    passes += 2
+del optimizer, schedule
+if sys.argv[1] == "raises":
+    raise KeyError("for another reason")
+"""
+
+
+@pytest.mark.parametrize(("how", "told"), [("epochs", 1), ("finished", 0), ("raises", 0)])
+def test_a_loop_that_ends_before_t_is_told_as_the_process_ends(how: str, told: int) -> None:
+    """In processes of their own, whose end it is about."""
+    ended = subprocess.run([sys.executable, "-c", _EPOCHS, how], capture_output=True, text=True)
+    assert ended.stderr.count("The training loop has ended at effective step") == told, ended.stderr
+    assert "of 40, so the learning rate has not reached" in ended.stderr or not told

@@ -32,6 +32,40 @@ def test_each_python_block_runs(pool: Any, number: int) -> None:
     pool(2).run(_run, BLOCKS[number])
 
 
+def _ported_from_adaptdl() -> list[float]:
+    """The new side of the page's diff, with a model and data, and two epochs."""
+    (diff,) = re.findall(
+        r"^```diff\n(-import adaptdl.torch\n.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
+    lines = [line[1:] for line in diff.splitlines() if not line.startswith("-")]
+    torch.manual_seed(0)
+    bare = torch.nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
+    names: dict[str, Any] = {
+        "torch": torch,
+        "F": torch.nn.functional,
+        "DataLoader": torch.utils.data.DataLoader,
+        "DistributedSampler": torch.utils.data.DistributedSampler,
+        "dataset": torch.utils.data.TensorDataset(torch.randn(600, 8), torch.randint(3, (600,))),
+        "model": bare,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+    }
+    source = "\n".join(line for line in lines if "init_process_group" not in line)  # the pool has one
+    assert "range(90)" in source
+    exec(compile(source.replace("range(90)", "range(2)"), str(PAGE), "exec"), names)
+    before, after = torch.nn.Linear(8, 3), names["model"].module
+    assert not torch.equal(before.weight, after.weight)
+    return [names["model"].gns.get_progress(), *after.weight.flatten().tolist()]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_diff_from_adaptdl_runs(pool: Any, workers: int) -> None:
+    first, *others = pool(workers).run(_ported_from_adaptdl)
+    assert first[0] > 4
+    assert all(other == first for other in others)
+
+
 def test_the_names_on_the_page_exist() -> None:
     from ray_adascale import OSS, AdaScale, AdaScaleConfig, ShardedDataParallel, scaling_rules
     from ray_adascale.compat import adaptdl

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import logging
 import math
 import time
 import warnings
@@ -178,7 +179,7 @@ def test_other_rules_take_the_steps_that_their_clock_says(rule: Any, steps: int)
     assert len(drive(make_run(model(), per_worker_batch_size=8, accumulation=2, rule=rule))) == steps
 
 
-@pytest.mark.parametrize(("every", "at"), [(39, [39, 40]), (40, [40])])
+@pytest.mark.parametrize(("every", "at"), [(39, [0, 39, 40]), (40, [0, 40])])
 def test_it_evaluates_at_the_end_however_recent_the_evaluation_before_is(every: float, at: list[int]) -> None:
     evaluated: list[float] = []
 
@@ -521,6 +522,7 @@ def test_a_checkpoint_says_what_made_it(tmp_path: Path) -> None:
     assert {"rng/0/python", "rng/0/numpy", "rng/0/torch"} <= set(checkpoint.Saved(newest).index)
 
 
+@pytest.mark.filterwarnings("ignore:Batch norm")
 def test_a_checkpoint_says_the_batch_that_the_run_has_come_to(tmp_path: Path) -> None:
     # Labels that have nothing to do with the inputs, at an LR that learns nothing: noise, so the batch grows when it is first
     # looked at.
@@ -744,3 +746,47 @@ def test_the_recipes_curve_is_enforced() -> None:
         make_run(model(), lr=0.1001, **settings)
     with pytest.raises(ValueError, match="the recipe says 40"):
         make_run(model(), **(settings | {"total_steps": 41}))
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (None, "evaluate returned a NoneType"),
+        ({"accuracy": None}, "metric 'accuracy' of type NoneType"),
+        ({"accuracy": torch.zeros(2)}, "metric 'accuracy': a Tensor of 2 numbers. Must be one"),
+        ({"accuracy": np.zeros(0)}, "metric 'accuracy': a ndarray of 0 numbers. Must be one"),
+        ({"lr": 0.5}, "metric 'lr': the run reports it itself"),
+    ],
+)
+def test_a_mistake_in_evaluate_shows_before_the_first_step(returned: Any, words: str) -> None:
+    run = make_run(model(), evaluate=lambda _: returned)
+    with pytest.raises((TypeError, ValueError), match=words):
+        drive(run)
+    assert run.state.iterations == 0
+
+
+def test_a_metric_that_is_nan_before_the_first_step_is_told() -> None:
+    run = make_run(model(), evaluate=lambda _: {"accuracy": math.nan})
+    with pytest.warns(UserWarning, match="evaluate returned NaN for the untrained model: 'accuracy'"):
+        drive(run)
+
+
+def test_the_evaluation_of_the_untrained_model_leaves_the_random_streams(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ray_adascale")
+    ends = []
+    for evaluate in (None, lambda _: {"drawn": float(torch.rand(())) + np.random.rand()}):  # noqa: NPY002
+        run = make_run(model(dropout=0.5), evaluate=evaluate, evaluate_every=1e9)  # else at the end alone
+        drive(run)
+        ends.append(flat(run.module))
+    assert torch.equal(*ends)
+    assert sum(line.startswith("The untrained model: drawn ") for line in caplog.messages) == 1
+
+
+def test_a_metric_that_is_missing_from_the_last_evaluation_is_told() -> None:
+    evaluate: Any = lambda _: {"loss": 1.0} | ({} if run.effective_steps >= 40 else {"accuracy": 0.5})  # noqa: E731
+    run = make_run(model(), evaluate=evaluate, evaluate_every=10)
+    with pytest.warns(
+        UserWarning, match=r"returned no 'accuracy' this time, at effective step 40: .* earlier evaluation"
+    ):
+        drive(run)
+    assert run.summary()["accuracy"] == 0.5

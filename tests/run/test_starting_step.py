@@ -83,7 +83,7 @@ def test_it_continues_as_the_run_of_one_piece_and_resumes(tmp_path: Path) -> Non
     later = trained(reset(from_elsewhere()), start=DONE, seen=seen)
     assert weights(later) == weights(whole)
     assert later.state.iterations == T - DONE
-    assert len(seen) == 3  # at 12, 18 and 24
+    assert len(seen) == 4  # as it begins, and at 12, 18 and 24
     trained(reset(from_elsewhere()), tmp_path, start=DONE, stop=5)
     assert weights(trained(pieces(), tmp_path, start=DONE)) == weights(whole)
 

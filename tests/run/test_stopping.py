@@ -64,7 +64,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_had_not(
     drive(run)
     assert run.stopped == "interrupted"
     assert f"Stopped after optimizer step {run.state.iterations}. Its checkpoint is being written." in caplog.messages
-    assert not evaluations  # whoever asked is waiting
+    assert len(evaluations) == 1  # as it begins; whoever asked is waiting
     assert 5 <= run.state.iterations <= 6
     assert (tmp_path / "trace.jsonl").exists()
     assert json.loads(max(tmp_path.glob("checkpoint_*/state.json")).read_text())["stopped"] is None
@@ -102,7 +102,7 @@ STOP = EarlyStop(patience=8, metric="accuracy", mode="max")
 
 def test_patience_is_counted_in_effective_steps_since_the_best(tmp_path: Path) -> None:
     # S = 1: an evaluation at τ = 4, 8, 12, ...; the best is that at 8, and at 16 there were 8 without a better one.
-    evaluate = scores(0.5, 0.7, math.nan, 0.7, 0.6, 0.9)
+    evaluate = scores(0.1, 0.5, 0.7, math.nan, 0.7, 0.6, 0.9)  # the first of the untrained model
     run = make_run(model(), backend=LocalBackend(tmp_path), evaluate=evaluate, evaluate_every=4, early_stop=STOP)
     rows = drive(run)
     assert run.stopped == "no better accuracy than 0.7 for 8 effective steps"

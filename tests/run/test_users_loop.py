@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScale, AdaScaleConfig, LocalBackend, Run, attach
+from ray_adascale import AdaScale, AdaScaleConfig, LocalBackend, OptimizerChain, PerWorker, Run, attach
 from ray_adascale.data.order import epoch_order
 from ray_adascale.optim.tau_schedule import TauSchedule
 from ray_adascale.run.boundary import checkpointing
@@ -522,3 +523,275 @@ def test_step_hooks_of_an_optimizer_that_is_sharded_are_warned_of(pool: Any) -> 
     assert [text.startswith("SGD has hooks around its step. With sharded state") for text in told] == [True]
     assert others == []
     assert whole == [[], []]
+
+
+# ---- passes of the loop's own ----------------------------------------------------------------------------------------
+
+
+def _adaptive_weight(inside: bool, sharding: str, accumulation: int) -> list[float]:
+    """A loss whose weight comes from torch.autograd.grad() of a parameter, as in VQGAN and GradNorm; here it comes to 1."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    run = make_run(model, sharding=sharding, accumulation=accumulation, per_worker_batch_size=BATCH // 2)
+    gains = []
+    for x, y in run:
+        loss = F.cross_entropy(run.model(x), y)
+        if inside:
+            (grad,) = torch.autograd.grad(loss, model[2].weight, retain_graph=True)
+            loss = loss * (grad.norm() / grad.norm().clamp(min=1e-12)).detach()
+        run.backward(loss)
+        run.step()
+        gains.append(run.gain)
+    return [*gains, run.effective_steps, *torch.cat([p.detach().flatten() for p in run.module.parameters()]).tolist()]
+
+
+@pytest.mark.parametrize("sharding", ["none", "oss"])
+@pytest.mark.parametrize(("workers", "accumulation"), [(1, 4), (2, 1), (2, 2)])
+def test_a_gradient_that_the_loss_needs_is_no_pass(pool: Any, workers: int, accumulation: int, sharding: str) -> None:
+    plain = pool(workers).run(_adaptive_weight, False, sharding, accumulation)
+    inside = pool(workers).run(_adaptive_weight, True, sharding, accumulation)
+    assert inside == plain
+
+
+def _own_backward(sharding: str, accumulation: int, after: bool, at: int) -> str:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    run = make_run(
+        model, sharding=sharding, accumulation=accumulation, per_worker_batch_size=BATCH // 2, total_steps=40
+    )
+    try:
+        for i, (x, y) in enumerate(run):
+            loss = F.cross_entropy(run.model(x), y)
+            if i == at and not after:
+                (loss * 2).backward(retain_graph=True)
+            run.backward(loss)
+            if i == at and after:
+                run.model(x).square().mean().backward()
+            run.step()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("at", [0, 9])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("sharding", ["none", "oss"])
+@pytest.mark.parametrize(("workers", "accumulation"), [(1, 4), (2, 1), (2, 2)])
+def test_a_backward_pass_of_the_loops_own_is_refused(
+    pool: Any, workers: int, accumulation: int, sharding: str, after: bool, at: int
+) -> None:
+    for told in pool(workers).run(_own_backward, sharding, accumulation, after, at):
+        assert "backward" in told
+
+
+@pytest.mark.parametrize("chain", [False, True])
+@pytest.mark.parametrize("how", ["setting", "call"])
+def test_clipping_at_the_base_batch_is_the_plain_loops_whatever_the_groups(how: str, chain: bool) -> None:
+    """``clip_grad_norm_(model.parameters())`` sums in the model's order; the groups here have another one."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(6, 6), nn.Tanh())), nn.Linear(6, 2))
+        weights, biases = ([p for p in model.parameters() if (p.dim() > 1) == decays] for decays in (True, False))
+        if chain:
+            return model, OptimizerChain([torch.optim.SGD(biases, lr=0.1), torch.optim.SGD(weights, lr=0.1)])
+        groups = [{"params": biases}, {"params": weights, "weight_decay": 0.1}]
+        return model, torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    plain, optimizer = build()
+    x, y = data().tensors
+    for indices in epoch_order(len(x), seed=0, epoch=0).reshape(STEPS, BATCH).tolist():
+        F.cross_entropy(plain(x[indices]), y[indices]).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = build()
+    run = make_run(model, optimizer=optimizer, grad_clip=0.1 if how == "setting" else None)
+    for batch_x, batch_y in run:
+        run.backward(F.cross_entropy(run.model(batch_x), batch_y))
+        if how == "call":
+            run.clip_grad_norm_(0.1)
+        run.step()
+    assert same_weights(model, plain)
+
+
+# ---- what depends on the size of a micro-batch -------------------------------------------------------------------------
+
+
+def _loss_of(how: str, out: Tensor, y: Tensor) -> Tensor:
+    return {
+        "mean": lambda: F.cross_entropy(out, y),
+        "sum": lambda: F.cross_entropy(out, y, reduction="sum"),
+        "sum of a vector": lambda: F.cross_entropy(out, y, reduction="none").sum(),
+        "sum and a penalty": lambda: 0.1 * out.square().sum() + F.cross_entropy(out, y, reduction="sum"),
+        "sum, divided": lambda: F.cross_entropy(out, y, reduction="sum") / len(y),
+        "mean of sums": lambda: (out - y[:, None]).square().sum(1).mean(),
+        "sum of means": lambda: (out - y[:, None]).square().mean(0).sum(),
+        "mean and a penalty": lambda: F.cross_entropy(out, y) + 0.1 * out.square().sum(),
+    }[how]()
+
+
+@pytest.mark.parametrize(("size", "passes"), [(BATCH, 2), (2 * BATCH, 2), (BATCH // 2, 4), (BATCH // 2, 2)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "mean",
+        "sum",
+        "sum of a vector",
+        "sum and a penalty",
+        "sum, divided",
+        "mean of sums",
+        "sum of means",
+        "mean and a penalty",
+    ],
+)
+def test_a_summed_loss_is_warned_of_once_where_the_micro_batch_is_not_the_base_batch(
+    how: str, size: int, passes: int
+) -> None:
+    run = make_run(nn.Linear(6, 2), per_worker_batch_size=size, accumulation=passes, total_steps=20)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for x, y in run:
+            run.backward(_loss_of(how, run.model(x), y))
+            run.step()
+    told = [str(each.message) for each in heard if "looks like a sum" in str(each.message)]
+    summed = how in ("sum", "sum of a vector", "sum and a penalty")
+    assert len(told) == (summed and size != BATCH)
+
+
+@pytest.mark.parametrize(("size", "told"), [(BATCH, 0), (BATCH // 2, 1)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_batch_norm_with_fewer_examples_than_the_base_batch_is_warned_of_once(
+    frozen: bool, size: int, told: int
+) -> None:
+    model = transfer_model()
+    run = make_run(model, per_worker_batch_size=size, accumulation=4)
+    if frozen:
+        model[0].eval()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        drive(run)
+    found = [str(each.message) for each in heard if str(each.message).startswith("Batch norm")]
+    assert len(found) == (0 if frozen else told)
+    assert all(
+        "('0.1') has the statistics of a micro-batch of 4 examples, and in the base run of 8" in m for m in found
+    )
+
+
+# ---- state of the user's own -------------------------------------------------------------------------------------------
+
+
+class _Teacher(nn.Module):
+    def __init__(self, student: nn.Module) -> None:
+        super().__init__()
+        self.net = copy.deepcopy(student).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self, student: nn.Module) -> None:
+        for mine, its in zip(self.net.parameters(), student.parameters(), strict=True):
+            mine.data = 0.9 * mine.data + 0.1 * its.data  # as BYOL's code has it
+
+
+@pytest.mark.parametrize(("where", "told"), [("after run.step()", 1), ("before run.step()", 0), ("after_step", 0)])
+def test_a_teacher_that_moves_after_the_step_is_warned_of_once(where: str, told: int) -> None:
+    model = nn.Linear(6, 2)
+    teacher = _Teacher(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = Run(
+        model,
+        optimizer,
+        None,
+        data(),
+        AdaScaleConfig(base_batch_size=BATCH, total_steps=STEPS),
+        extra_state={"teacher": teacher, "own": PerWorker(torch.Generator())},
+        after_step=teacher.follow if where == "after_step" else None,
+    )
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for x, y in run:
+            run.backward(F.cross_entropy(run.model(x), y))
+            if where == "before run.step()":
+                teacher.follow(model)
+            run.step()
+            if where == "after run.step()":
+                teacher.follow(model)
+    found = [str(each.message) for each in heard if "extra_state" in str(each.message)]
+    assert len(found) == told
+    assert all("'teacher' has changed between run.step() and the next micro-batch" in text for text in found)
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.drawn, self.last = 0, torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.drawn, "last": self.last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn, self.last = state["drawn"], state["last"]
+
+
+def _own_generators(folder: str | None, stop: int | None, declared: bool = True) -> list[Any]:
+    """Augment by each worker's own generators, and count. Return what they would draw next, and the weights."""
+    rank = dist.get_rank()
+    torch_s, numpy_s, counter = torch.Generator().manual_seed(rank), np.random.default_rng(rank), _Counter()
+    legacy = np.random.Generator(np.random.MT19937(rank))
+    torch.manual_seed(1)
+    model = nn.Linear(6, 2)
+    own: dict[str, Any] = {"torch": torch_s, "numpy": numpy_s, "count": counter, "legacy": legacy}
+    extra = {name: PerWorker(each) for name, each in own.items()}
+    run = Run(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        None,
+        data(),
+        AdaScaleConfig(base_batch_size=BATCH, total_steps=STEPS),
+        extra_state=extra,
+        backend=None if folder is None else LocalBackend(folder),
+    )
+    for x, y in run:
+        noise = torch.randn(x.shape, generator=torch_s) + float(numpy_s.random()) + float(legacy.random())
+        counter.drawn, counter.last = counter.drawn + 1 + rank, noise[0, :2]
+        run.backward(F.cross_entropy(run.model(x + 0.1 * noise), y))
+        run.step()
+        if run.state.iterations == stop:
+            run.save_checkpoint()
+            break
+    drawn = [torch.rand(3, generator=torch_s).tolist(), numpy_s.random(3).tolist(), legacy.random(2).tolist()]
+    return [drawn, counter.drawn, counter.last.tolist(), model.weight.tolist()]
+
+
+def test_each_worker_resumes_with_its_own_generators(pool: Any, tmp_path: Path) -> None:
+    whole = pool(2).run(_own_generators, None, None)
+    assert whole[0][:2] != whole[1][:2]
+    pool(2).run(_own_generators, str(tmp_path), 5)
+    assert pool(2).run(_own_generators, str(tmp_path), None) == whole
+
+
+def _told_of_other_number(folder: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        _own_generators(folder, None)
+    return [str(each.message) for each in heard if "extra_state" in str(each.message)]
+
+
+def test_on_another_number_of_workers_a_workers_own_state_begins_anew_and_that_is_told(
+    pool: Any, tmp_path: Path
+) -> None:
+    pool(2).run(_own_generators, str(tmp_path), 5)
+    ((told,),) = pool(1).run(_told_of_other_number, str(tmp_path))
+    assert (
+        "of 2 workers has no extra_state 'count', 'legacy', 'numpy', 'torch' for 1 workers: it begins as built" in told
+    )
+
+
+@pytest.mark.parametrize("what", [torch.Generator(), np.random.default_rng(), object()])
+def test_what_has_no_state_is_refused_as_the_run_is_built(what: Any) -> None:
+    model = nn.Linear(6, 2)
+    config = AdaScaleConfig(base_batch_size=BATCH, total_steps=STEPS)
+    with pytest.raises(ValueError, match=r"extra_state=\{'a': \.\.\.\} of type \w+\. Must have state_dict.*PerWorker"):
+        Run(model, torch.optim.SGD(model.parameters(), lr=0.1), None, data(), config, extra_state={"a": what})
+    if not hasattr(what, "bit_generator") and not isinstance(what, torch.Generator):
+        with pytest.raises(ValueError, match="PerWorker of a object"):
+            PerWorker(what)

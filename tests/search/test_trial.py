@@ -10,17 +10,18 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 
-from ray_adascale import AdaScaleConfig, CheckpointError
+from ray_adascale import AdaScaleConfig, CheckpointError, Workload
 from ray_adascale.recipe import NoiseProbe
 from ray_adascale.run.base.base_noise import NoiseEvery
 from ray_adascale.run.base.base_run import RESULT, BaseResult, base_config
+from ray_adascale.run.boundary.evaluation import MissingMetric
 from ray_adascale.run.boundary.stage import StepReport
 from ray_adascale.run.observe.failure import was_building
 from ray_adascale.run.observe.metrics import OWN_KEYS
@@ -29,7 +30,6 @@ from ray_adascale.search.trial import (
     OBJECTIVE,
     Collected,
     InOneProcess,
-    MissingMetric,
     PlannedRepeat,
     TrialSetup,
     describe_config,
@@ -106,16 +106,9 @@ def test_no_metric_of_the_user_has_a_key_of_the_search() -> None:
     assert {OBJECTIVE, EPOCHS, RESULT} <= OWN_KEYS
 
 
-def test_a_metric_that_is_not_measured_is_told_with_those_that_are() -> None:
-    collected = Collected("accuracy", "max")
-    with pytest.raises(
-        MissingMetric, match=r"metric='accuracy': evaluate returned nothing\. .*'loss' for the training loss"
-    ):
-        collected.report(outcome({"gain": 1.0}))
-    evaluated(collected, error=1.0, spread=2.0)
-    with pytest.raises(MissingMetric, match=r"evaluate returned 'error', 'spread'\."):
-        collected.report(outcome({"gain": 1.0, "error": 1.0, "spread": 2.0}))
-    assert issubclass(MissingMetric, ValueError)  # what the search takes for a mistake in the workload
+def test_a_metric_that_no_evaluation_has_returned_is_no_score() -> None:
+    with pytest.raises(FloatingPointError, match="accuracy is nan at effective step 10 of 40"):
+        Collected("accuracy", "max").report(outcome({"gain": 1.0}))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -208,6 +201,39 @@ def test_tune_hears_of_each_evaluation_and_the_end(started: Tune) -> None:
     assert (found.metric, found.mode, found.score) == ("error", "min", started.told[-1]["error"])
     assert [probe.effective_steps for probe in found.noise] == [0, 20]
     assert started.saved == []
+
+
+@pytest.mark.parametrize(
+    ("returned", "kind", "words"),
+    [
+        (None, TypeError, "evaluate returned a NoneType. It must return a dict"),
+        ({"eror": 1.0}, MissingMetric, r"metric='error': evaluate returned 'eror'\."),
+    ],
+)
+def test_a_mistake_in_evaluate_ends_a_trial_before_its_first_step(
+    started: Tune, returned: Any, kind: type[Exception], words: str
+) -> None:
+    def workload(config: dict[str, Any]) -> Workload:
+        return replace(regression(config), evaluate=lambda _: returned, loss_fn=lambda *_: pytest.fail("trained"))
+
+    with pytest.raises(kind, match=words):
+        run_trial({}, setup(workload))
+    assert started.told == []
+
+
+def test_a_score_of_an_earlier_evaluation_is_told(started: Tune) -> None:
+    calls: list[int] = []
+
+    def workload(config: dict[str, Any]) -> Workload:
+        return replace(
+            regression(config),
+            evaluate=lambda _: calls.append(1) or ({"error": 1.0} if len(calls) < 5 else {"loss": 1}),
+        )
+
+    with pytest.warns(UserWarning, match="returned no 'error' this time"):
+        run_trial({}, setup(workload, evaluate_every=10.0))
+    (advice,) = BaseResult.from_json(started.told[-1][RESULT]).advice
+    assert advice.startswith("evaluate did not return 'error' at the end")
 
 
 def test_a_trial_is_the_same_whatever_ran_in_its_process_before(started: Tune) -> None:

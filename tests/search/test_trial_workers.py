@@ -22,9 +22,10 @@ from ray_adascale import AdaScaleConfig, Run, Workload
 from ray_adascale.checkpoint.rng import seed_everything
 from ray_adascale.run.base.base_noise import NoiseEvery
 from ray_adascale.run.base.base_run import RESULT, BaseResult, base_config
+from ray_adascale.run.boundary.evaluation import MissingMetric
 from ray_adascale.run.boundary.stage import StepReport
 from ray_adascale.search import trial_workers
-from ray_adascale.search.trial import OBJECTIVE, Collected, MissingMetric
+from ray_adascale.search.trial import OBJECTIVE, Collected
 from ray_adascale.search.trial_workers import OnWorkers, _TrialBackend
 
 from ..samples_of import schedule

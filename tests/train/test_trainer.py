@@ -283,6 +283,7 @@ def test_a_file_imports_its_neighbour_and_of_the_checkpoints_the_best_evaluated_
         ({"config": {"base_batch_size": 4}}, r"Must be an AdaScaleConfig: AdaScaleConfig\(\*\*config\)"),
         ({"workload": "digits.py:workload"}, "workload"),
         ({"scaling_config": ScalingConfig(num_workers=0), "recipe": _recipe()}, "num_workers"),
+        ({"run_config": RunConfig(name="Lauf ä"), "recipe": _recipe()}, r"RunConfig\(name='Lauf ä'\). Must have ASCII"),
     ],
 )
 def test_mistakes_in_the_configuration_are_found_on_the_driver(settings: dict[str, Any], message: str) -> None:

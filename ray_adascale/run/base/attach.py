@@ -106,6 +106,8 @@ def attach(
     if starting_step >= total_steps:
         raise ValueError(f"Invalid {starting_step=}: the run has {total_steps} effective steps.")
     adascale = adascale_of(optimizer, config, plan, total_steps=total_steps, grad_scaler=grad_scaler, model=bare)
+    if plan.num_samples == 1:
+        _refuse_uncounted_passes(adascale)
     schedule = TauSchedule(
         adascale,
         scheduler,
@@ -139,6 +141,35 @@ def _workers() -> int:
             "ray_adascale.integrations."
         )
     return 1
+
+
+def _refuse_uncounted_passes(adascale: AdaScale, steps: int = 10) -> None:
+    """Raise in one of the first steps if it has several backward passes, on one worker with one declared.
+
+    At S = 1 AdaScale measures nothing and counts no passes. Elsewhere it does so itself.
+    """
+    watched = next(p for group in adascale.param_groups for p in group["params"] if p.requires_grad)
+    made, left = 0, steps
+
+    def begun(_: torch.Tensor) -> None:
+        nonlocal made
+        made = made + 1 if watched.grad is not None and bool(watched.grad.any()) else 1
+
+    def before(*_: Any) -> None:
+        nonlocal made, left
+        passes, made = made, 0
+        left -= passes > 0
+        if left <= 0:
+            hook.remove()
+        if passes > adascale.shape.passes:
+            raise RuntimeError(
+                f"This step has {passes} backward passes and the settings have one, so it would count for the examples of one. "
+                f"Set AdaScaleConfig(accumulation={passes}); with Accelerate Accelerator(gradient_accumulation_steps={passes}), "
+                "and `with accelerator.accumulate(model):` around each pass."
+            )
+
+    hook = watched.register_hook(begun)
+    adascale.register_step_pre_hook(before)
 
 
 def _check_model(model: nn.Module) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,8 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..._warn import warn_on_first_worker
+from ...checkpoint.rng import capture_rng, restore_rng
 from ...config import EarlyStop
+from ..observe.metrics import plain_numbers
 from .stage import BoundaryFlags, RunAtBoundary, Stage
+
+_log = logging.getLogger(__name__)
+
+
+class MissingMetric(ValueError):
+    """The workload's metric is not measured. This is a mistake in the workload, so every trial would repeat it."""
 
 
 @contextmanager
@@ -33,6 +44,7 @@ class Evaluation(Stage):
         module: The bare model.
         every: Effective steps between evaluations.
         early_stop: When to end the run; None for never.
+        metric: The metric that the workload is judged by; None: it is not judged.
 
     Attributes:
         evaluated_at: τ of the last evaluation; −1 before the first.
@@ -48,15 +60,47 @@ class Evaluation(Stage):
         *,
         every: float,
         early_stop: EarlyStop | None,
+        metric: str | None = None,
     ) -> None:
         self._evaluate = evaluate
         self._module = module
         self._every = every
         self._early_stop = early_stop
+        self._metric = metric
+        self._names: set[str] = set()  # of the metrics of the last evaluation
         self.evaluated_at = -1.0
         self.best: float | None = None
         self.best_at = -1.0
         self.evaluated_step = -1
+
+    def try_out(self, device: torch.device, *, log: bool = False) -> dict[str, Any]:
+        """Evaluate the untrained model, so that a mistake in ``evaluate`` shows before the first step.
+
+        Random streams stay as they are, and the metrics don't count. A second call does nothing.
+
+        Args:
+            device: The device of this worker.
+            log: Log the metrics.
+
+        Returns:
+            The metrics.
+        """
+        if self._evaluate is None or self._names:
+            return {}
+        streams = capture_rng(device)
+        metrics = self._evaluated(self._evaluate)
+        restore_rng(streams, device)
+        if self._metric not in (None, "loss", *metrics):
+            raise MissingMetric(
+                f"Invalid metric={self._metric!r}: evaluate returned {_names_of(metrics)}. Name one of them in "
+                "Workload(metric=...), or 'loss' for the training loss."
+            )
+        if log and metrics:
+            _log.info("The untrained model: %s.", ", ".join(f"{name} {value}" for name, value in metrics.items()))
+        unknown = [name for name, value in metrics.items() if isinstance(value, float) and math.isnan(value)]
+        if unknown:
+            warn_on_first_worker(f"evaluate returned NaN for the untrained model: {', '.join(map(repr, unknown))}.")
+        return metrics
 
     def multiples_by(self, effective_steps: float) -> float:
         """Return the number of multiples of the interval between the last evaluation and this τ."""
@@ -112,16 +156,30 @@ class Evaluation(Stage):
 
     def _run(self, run: RunAtBoundary) -> None:
         assert self._evaluate is not None
+        before, metrics = self._names, self._evaluated(self._evaluate)
+        if missing := before - metrics.keys():
+            warn_on_first_worker(
+                f"evaluate returned no {', '.join(map(repr, sorted(missing)))} this time, at effective step "
+                f"{run.effective_steps:.0f}: reports and the score have the value of an earlier evaluation."
+            )
+        self.evaluated_step = run.state.iterations
+        run.record(**metrics)
+        run.state.metrics.update(run.state.recorded)
+
+    def _evaluated(self, evaluate: Callable[[nn.Module], Mapping[str, float]]) -> dict[str, Any]:
         with in_eval_mode(self._module), torch.no_grad():
-            metrics = self._evaluate(self._module)
+            metrics = evaluate(self._module)
         if not isinstance(metrics, Mapping):
             raise TypeError(f"evaluate returned a {type(metrics).__name__}. It must return a dict of metrics by name.")
         stop = self._early_stop
         if stop is not None and stop.metric not in metrics:
             raise ValueError(
-                f"Invalid EarlyStop(metric={stop.metric!r}): evaluate returned {', '.join(map(repr, metrics)) or 'nothing'}. "
-                "The metric must be one of them."
+                f"Invalid EarlyStop(metric={stop.metric!r}): evaluate returned {_names_of(metrics)}. The metric must be one of "
+                "them."
             )
-        self.evaluated_step = run.state.iterations
-        run.record(**metrics)
-        run.state.metrics.update(run.state.recorded)
+        self._names = set(metrics)
+        return plain_numbers(metrics)
+
+
+def _names_of(metrics: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, metrics)) or "nothing"

@@ -6,6 +6,7 @@ The loop itself has a few numbers, its :class:`LoopState`.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -24,6 +25,7 @@ from ...batch import BatchPlan
 from ...checkpoint.files import put_together, taken_apart
 from ...checkpoint.model import frozen_names, load_model, model_state
 from ...checkpoint.optimizer import hyperparameters, load_hyperparameters, load_optimizer, optimizer_tensors
+from ...checkpoint.per_worker import PerWorker
 from ...checkpoint.rng import capture_rng, empty_rng, restore_rng
 from ...data.source import BatchSource
 from ...optim.adascale import AdaScale
@@ -38,6 +40,7 @@ INTERRUPTED = "interrupted"
 """The reason for the end of a start that a later start resumes. Its checkpoint is that of a running run."""
 
 _EXTRA = "extra/"
+_JSON = "__json__"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +124,16 @@ class TrainState:
         Raises:
             TypeError: A checkpoint can't hold a value in them. The message names it.
         """
-        return {
-            "model": model_state(self.module, tensors, rank=self.rank),
-            "extra": {
-                name: taken_apart(stateful.state_dict(), f"{_EXTRA}{name}", tensors)
-                for name, stateful in self.extra.items()
-            },
-        }
+        shared = {}
+        for name, stateful in self.extra.items():
+            own = isinstance(stateful, PerWorker)
+            key = self._own(name) if own else f"{_EXTRA}{name}"
+            state = taken_apart(stateful.state_dict(), key, tensors)
+            if own:  # its JSON, too, is this worker's
+                tensors[f"{key}/{_JSON}"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+            else:
+                shared[name] = state
+        return {"model": model_state(self.module, tensors, rank=self.rank), "extra": shared}
 
     def load(self, folder: Path, *, accept_changes: bool) -> int:
         """Load a checkpoint into a run that was just built. Not collective.
@@ -168,7 +174,7 @@ class TrainState:
             setattr(self.loop, each.name, saved[each.name])
         for stage in self.stages:
             stage.load_state_dict(saved)
-        self._load_extra(whole)
+        self._load_extra(whole, workers)
         self.loop.attempt += 1
         if self.optimizer.effective_steps < self.base_schedule.total_steps:
             self.loop.stopped = None  # the run had ended, and T is larger now
@@ -196,8 +202,19 @@ class TrainState:
                 f"{listed(sorted(edited - changed))}"
             )
 
-    def _load_extra(self, whole: checkpoint.Saved) -> None:
+    def _own(self, name: str) -> str:
+        return f"extra_of/{self.rank}/{name}"
+
+    def _load_extra(self, whole: checkpoint.Saved, workers: int) -> None:
         saved = whole.state["extra"]
+        loaded = set(saved)
+        for name, stateful in self.extra.items():
+            prefix = f"{self._own(name)}/"
+            if isinstance(stateful, PerWorker) and workers == self.world_size and f"{prefix}{_JSON}" in whole.index:
+                tensors = {f"{prefix}{key}": value for key, value in whole.tensors(prefix).items()}
+                text = bytes(tensors[f"{prefix}{_JSON}"].tolist())
+                stateful.load_state_dict(put_together(json.loads(text), tensors))
+                loaded.add(name)
         for name, state in saved.items():
             if name not in self.extra:
                 if self.rank == 0:
@@ -208,10 +225,12 @@ class TrainState:
             prefix = f"{_EXTRA}{name}/"
             tensors = {f"{prefix}{key}": value for key, value in whole.tensors(prefix).items()}
             self.extra[name].load_state_dict(put_together(state, tensors))
-        missing = sorted(self.extra.keys() - saved.keys())
+        missing = sorted(self.extra.keys() - loaded)
         if missing and self.rank == 0:
+            of = "" if workers == self.world_size else f" of {workers} workers"
             warn_at_user(
-                f"The checkpoint {whole.folder.name} has no extra_state {', '.join(map(repr, missing))}: it begins as built."
+                f"The checkpoint {whole.folder.name}{of} has no extra_state {', '.join(map(repr, missing))} for "
+                f"{'this run' if not of else f'{self.world_size} workers'}: it begins as built."
             )
 
     def _changed_on_purpose(self, whole: checkpoint.Saved, accept: bool) -> bool:

@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._warn import warn_at_user, warn_on_first_worker
+from ...checkpoint.per_worker import PerWorker
 from ...checkpoint.rng import digest_of
 from ...forecast.replay import Replay
 from ...workload import ConfigAccessLog, unread_warning
 from .metrics import too_large_for_the_noise
 from .step import Listener, Step
 
+_FIRST_STEPS = 3
 _WINDOWS, _STEPS = 3, 20
 """Windows of the averages, and optimizer steps, after which the averages are reliable enough for a warning."""
 
@@ -77,6 +79,76 @@ def _tensors_of(batch: Any) -> list[Tensor]:
         return [torch.from_numpy(batch)]
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
     return [tensor for part in parts for tensor in _tensors_of(part)]
+
+
+_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_SUM = 2  # torch's number of reduction="sum"
+
+
+def warn_of_micro_batch(module: nn.Module, loss: Tensor, examples: int, base_batch_size: int) -> None:
+    """Warn if batch norm, or a loss that is a sum, makes the run differ from the base run.
+
+    Args:
+        module: The bare model.
+        loss: The loss of a micro-batch.
+        examples: Examples of the micro-batch.
+        base_batch_size: B0.
+    """
+    norms = [name for name, part in module.named_modules() if isinstance(part, _BATCH_NORM) and part.training]
+    if norms and examples < base_batch_size:
+        warn_on_first_worker(
+            f"Batch norm ({norms[0]!r}) has the statistics of a micro-batch of {examples} examples, and in the base run of "
+            f"{base_batch_size}, so weights and accuracy may differ. Use per_worker_batch_size={base_batch_size} where it fits, "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or a norm of single examples (GroupNorm)."
+        )
+    if examples != base_batch_size and _is_sum(loss.grad_fn, examples):
+        warn_on_first_worker(
+            f"The loss looks like a sum over the {examples} examples of a micro-batch. It must be the mean (reduction='mean'), "
+            "else the learning rate grows with the micro-batch."
+        )
+
+
+def _is_sum(node: Any, examples: int) -> bool:
+    """Return whether a loss, or a loss that it adds, ends in a sum over the examples."""
+    if node is None:
+        return False
+    if node.name() == "AddBackward0":
+        return any(_is_sum(term, examples) for term, _ in node.next_functions)
+    sizes = getattr(node, "_saved_self_sym_sizes", ()) if node.name() == "SumBackward0" else ()
+    return getattr(node, "_saved_reduction", None) == _SUM or tuple(sizes[:1]) == (examples,)
+
+
+class ExtraStateHint:
+    """Warns once if ``extra_state`` changes between a step and the next pass, in the first steps of a start.
+
+    The step may have written a checkpoint, which holds the state before the change.
+
+    Args:
+        extra: The user's objects by name.
+    """
+
+    def __init__(self, extra: Mapping[str, Any]) -> None:
+        self._extra = {name: stateful for name, stateful in extra.items() if not isinstance(stateful, PerWorker)}
+        self._left = _FIRST_STEPS if self._extra else 0
+        self._after_step: dict[str, int] | None = None
+
+    def look(self, *, stepped: bool) -> None:
+        """Note the states as a step has ended, or compare them before the next pass begins."""
+        if not self._left:
+            return
+        plain = {n: [t for t in _tensors_of(own.state_dict()) if type(t) is Tensor] for n, own in self._extra.items()}
+        # A digest of a few elements: an update of a teacher changes all of them.
+        now = {n: digest_of(*(tensor.reshape(-1)[:256] for tensor in tensors)) for n, tensors in plain.items()}
+        before, self._after_step = self._after_step, now if stepped else None
+        changed = [n for n in now if before is not None and not stepped and now[n] != before[n]]
+        self._left -= not stepped and before is not None
+        if changed:
+            self._left = 0
+            warn_on_first_worker(
+                f"extra_state {changed[0]!r} has changed between run.step() and the next micro-batch, after a checkpoint that "
+                "run.step() may have written: a resumed run would differ. Change it in after_step=, which is called once a step "
+                "before its checkpoint (a teacher by beta ** gain)."
+            )
 
 
 class NoiseWarning(Listener):

@@ -118,8 +118,12 @@ def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: A name is one of :data:`OWN_KEYS`.
         TypeError: A value is neither a number nor a string.
     """
-    out = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
-    for key, value in out.items():
+    out = {}
+    for key, value in metrics.items():
+        size = math.prod(getattr(value, "shape", ()))
+        if size != 1:
+            raise TypeError(f"Invalid metric {key!r}: a {type(value).__name__} of {size} numbers. Must be one number.")
+        out[key] = value = value.item() if hasattr(value, "item") else value
         if key in OWN_KEYS:
             raise ValueError(f"Invalid metric {key!r}: the run reports it itself. Choose another name.")
         if not isinstance(value, bool | int | float | str):

@@ -151,6 +151,39 @@ def test_a_loop_that_cannot_cut_its_batches_says_so() -> None:
         attach(model, optimizer, scheduler, settings(10, accumulation=2, sharding="zero2"))
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("told", [1, 3])
+def test_passes_that_the_loop_accumulates_without_a_word_are_refused_at_the_base_batch(told: int, zeros: bool) -> None:
+    model, optimizer, scheduler = make(40)
+    adascale, _ = attach(model, optimizer, scheduler, settings(40, accumulation=told))
+    x, y = dataset(BATCH).tensors
+
+    def step(passes: int) -> None:
+        adascale.zero_grad(set_to_none=not zeros)
+        for _ in range(passes):
+            (loss_of(model, (x, y)) / passes).backward()
+        adascale.step()
+
+    step(told)
+    loss_of(model, (x, y)).backward()  # gradients that are thrown away
+    step(told)
+    if told == 1:
+        with pytest.raises(RuntimeError, match=r"3 backward passes .*accumulation=3\).*gradient_accumulation_steps=3"):
+            step(3)
+    assert adascale.steps == 2
+
+
+def test_the_passes_of_a_run_of_one_pass_are_watched_at_its_beginning_only() -> None:
+    model, optimizer, scheduler = make(40)
+    adascale, _ = attach(model, optimizer, scheduler, settings(40))
+    x, y = dataset(BATCH).tensors
+    for _ in range(11):
+        adascale.zero_grad()
+        loss_of(model, (x, y)).backward()
+        adascale.step()
+    assert not next(model.parameters())._backward_hooks
+
+
 # ---- loops that save and resume ------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend
+from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend, Workload
 from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.recipe import NoiseProbe, Repeat
 from ray_adascale.run.base.base_noise import NoiseEvery, NoiseRecorder
@@ -136,3 +136,16 @@ def test_a_skipped_step_is_not_probed_again() -> None:
     workload: Any = SimpleNamespace(loss_fn=loss, loss=loss)
     train_base(run, workload, NoiseRecorder(run, workload, NoiseEvery(2, 2), noise), lambda loss: None)
     assert [probe.effective_steps for probe in noise] == [0.0, 2.0]
+
+
+def test_a_metric_that_evaluate_does_not_return_is_refused_before_the_first_step() -> None:
+    losses: list[float] = []
+
+    def workload(config: dict[str, Any]) -> Workload:
+        built = replace(regression({"total_steps": 4}), metric="eror")
+        loss_fn = built.loss_fn
+        return replace(built, loss_fn=lambda model, batch: losses.append(0.0) or loss_fn(model, batch))
+
+    with pytest.raises(ValueError, match=r"metric='eror': evaluate returned 'error'\. Name one of them in Workload"):
+        record_recipe(workload, {}, base_batch_size=8, total_steps=4)
+    assert losses == []
