@@ -286,7 +286,7 @@ def read_index(
     tensors: dict[str, meta.TensorStorageMetadata] = {}
     stored: dict[meta.MetadataIndex, _StoredChunk] = {}
     for key, entry in disk.read_json(directory, manifest[disk.TENSORS]).items():
-        if not key.startswith(("extra/", "model.extra/")):  # whose names are in the state as well
+        if not key.startswith(("extra/", "extra_of/", "model.extra/")):  # whose names are in the state as well
             key = unwrapped_name(key)  # older checkpoints have the names of the wrapped model
         try:
             tensors[key], chunks = _decode_tensor(key, entry, manifest)

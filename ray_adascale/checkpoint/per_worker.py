@@ -54,6 +54,11 @@ class PerWorker:
             self.of.load_state_dict(state)
 
 
+def without_own(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the objects of ``extra_state`` whose states are equal on all workers."""
+    return {name: stateful for name, stateful in extra.items() if not isinstance(stateful, PerWorker)}
+
+
 def has_state(of: Any) -> bool:
     """Return whether an object can be saved: it has ``state_dict()`` and ``load_state_dict()``."""
     return callable(getattr(of, "state_dict", None)) and callable(getattr(of, "load_state_dict", None))

@@ -14,7 +14,7 @@ from .._errors import SettingError
 from .._files import TRACE
 from ..batch import BatchFollower, BatchPlan
 from ..checkpoint.model import frozen_names
-from ..checkpoint.per_worker import has_state
+from ..checkpoint.per_worker import has_state, without_own
 from ..config import AdaScaleConfig, read_settings
 from ..data import make_source
 from ..data.iterables import known_length
@@ -159,7 +159,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     replicas = Replicas(
         module,
         wrapped.optimizer,
-        train_state.extra,
+        without_own(train_state.extra),
         copies=wrapped.sharding != "fsdp2",
         rank=rank,
         workers=plan.world_size,

@@ -420,9 +420,8 @@ class Run:
         loss = self.parts.passes.loss
         if self.plan.world_size == 1:
             return loss.reshape(1)
-        flags = constant(float(self._own_flags()), loss.device)[
-            0
-        ]  # on the device: a copy from the host would wait for it
+        # On the device: a copy from the host would wait for it.
+        flags = constant(float(self._own_flags()), loss.device)[0]
         return torch.stack([loss, flags, *self._replicas.numbers(loss)])
 
     def _own_flags(self) -> int:

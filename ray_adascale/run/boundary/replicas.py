@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from ..._torch import first_difference
 from ..._warn import warn_on_first_worker
+from ...checkpoint.files import taken_apart
 from ...optim.adascale import AdaScale
 from ...optim.step_sums import constant
 from ...sharding.buckets import memory_order, memory_view
 from ..observe.advice import EqualLosses
-from .train_state import taken_apart
 
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 _ELEMENTS, _ELEMENTS_ON_GPU, _TENSORS = 1 << 16, 1 << 22, 32
@@ -94,7 +94,7 @@ class Replicas:
     Args:
         module: The bare model.
         optimizer: The optimizer of the run.
-        extra: The user's objects with ``state_dict``, by name.
+        extra: The user's objects whose ``state_dict`` is equal on all workers, by name.
         copies: Whether each worker has a copy of the weights.
         rank: This worker.
         workers: Number of workers.

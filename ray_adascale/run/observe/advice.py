@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._warn import warn_at_user, warn_on_first_worker
-from ...checkpoint.per_worker import PerWorker
+from ...checkpoint.per_worker import without_own
 from ...checkpoint.rng import digest_of
 from ...forecast.replay import Replay
 from ...workload import ConfigAccessLog, unread_warning
@@ -128,7 +128,7 @@ class ExtraStateHint:
     """
 
     def __init__(self, extra: Mapping[str, Any]) -> None:
-        self._extra = {name: stateful for name, stateful in extra.items() if not isinstance(stateful, PerWorker)}
+        self._extra = without_own(extra)
         self._left = _FIRST_STEPS if self._extra else 0
         self._after_step: dict[str, int] | None = None
 
