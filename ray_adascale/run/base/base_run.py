@@ -85,7 +85,7 @@ class BaseResult:
 
     def to_json(self) -> str:
         """Return the result as one line of JSON."""
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), default=list)  # LRCurves
 
     @classmethod
     def from_json(cls, text: str) -> BaseResult:
