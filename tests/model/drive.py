@@ -228,6 +228,7 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row
     for x, tokens, y, index in run:
         step = taken + len(rows)
         if not seen:
+            evaluations.clear()  # of the untrained model
             _freeze(case, module, step)
         loss = loss_of(case, run.model, x, tokens, y)
         run.backward(_poisoned(case, step, not seen, loss))
