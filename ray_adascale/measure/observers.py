@@ -298,7 +298,7 @@ class HookObserver(GradientObserver):
             if observer is not None:
                 observer.samples.flush()  # DDP may write the reduced gradient into the same memory
                 seen, number = observer._pass.seen, observer._pass.number
-                if observer._check_unused is not None and seen.count(number) < len(seen):
+                if observer.last_pass and observer._check_unused is not None and seen.count(number) < len(seen):
                     observer._check_unused([p for p, last in zip(observer.hooked, seen, strict=True) if last != number])
                 queue_end_of_backward(after_reduction)
                 observer._sent_early = observer._early is None or observer._early()

@@ -228,8 +228,10 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row
     seen: list[list[int]] = []
     for x, tokens, y, index in run:
         step = taken + len(rows)
-        if not seen and case.frozen is not None and step in case.frozen:
-            _freeze(case, module, step)
+        if not seen:
+            evaluations.clear()  # of the untrained model
+            if case.frozen is not None and step in case.frozen:
+                _freeze(case, module, step)
         loss = loss_of(case, run.module if case.bare_model else run.model, x, tokens, y)
         run.backward(_poisoned(case, step, not seen, loss))
         seen.append(index.tolist())
