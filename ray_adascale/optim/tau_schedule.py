@@ -19,13 +19,13 @@ from .adascale import AdaScale
 from .schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit, dry_copy
 
 _REACHED: list[list[float]] = []
-"""Of each schedule of this process that has a T: τ as the host has last read it, S, and T. It outlives the schedule."""
+"""Of each schedule of this process that has a T: τ as the host has last read it, its last advance, and T. It outlives it."""
 
 
 @atexit.register
 def _warn_of_early_end() -> None:
     """Warn of the last schedule that was stepped and dropped before T, unless an exception has ended the process."""
-    early = [(tau, total) for tau, scale, total in _REACHED if 0 < tau < total - max(scale, 1.0)]
+    early = [(tau, total) for tau, advance, total in _REACHED if 0 < tau < total - max(advance, 1.0)]
     if early and not hasattr(sys, "last_value"):
         warn_on_first_worker(
             f"The training loop has ended at effective step {early[-1][0]:.0f} of {early[-1][1]:g}, so the learning rate has "
@@ -90,7 +90,7 @@ class TauSchedule(LRScheduler):
         self.plan: BatchPlan | None = None
         """The batch of a step; None unless :func:`ray_adascale.attach` has set it."""
         self._step_count = 0
-        self._reached = [0.0, 1.0, total_steps or 0.0]
+        self._reached = [0.0, 0.0, total_steps or 0.0]
         _REACHED.append(self._reached)
         self._advance()
         ref = weakref.ref(self)
@@ -183,8 +183,10 @@ class TauSchedule(LRScheduler):
     get_lr = get_last_lr
 
     def _advance(self) -> None:
-        self._reached[:2] = self._adascale.effective_steps, self._adascale.scale
-        self._schedule.advance_to(self._reached[0])
+        tau, before = self._adascale.effective_steps, self._reached[0]
+        if tau > before:
+            self._reached[:2] = tau, tau - before
+        self._schedule.advance_to(tau)
 
     def __getattr__(self, name: str) -> Any:
         scheduler = self.__dict__.get("scheduler")

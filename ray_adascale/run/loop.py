@@ -66,17 +66,15 @@ class Run:
         config: Settings. With a recipe, base batch size and total steps are the recipe's.
         sampler: Draws the examples of each epoch; see :class:`ray_adascale.Workload`.
         collate_fn: As in ``DataLoader``.
-        evaluate: ``evaluate(model) -> dict`` of metrics, called every ``config.evaluate_every`` effective steps and at the
-            end, on all workers, with the bare model in eval mode and without gradients. The metrics of rank 0 count. It is first
-            called before the first step, to check what it returns.
+        evaluate: ``evaluate(model) -> dict`` of metrics, called before the first step, every ``config.evaluate_every`` effective
+            steps and at the end, on all workers, with the bare model in eval mode, without gradients. Rank 0's metrics count.
         recipe: The result of a search. A schedule with another LR curve than the recipe's is refused.
         extra_state: Further objects with ``state_dict()`` and ``load_state_dict()`` for the checkpoints, by name, such as an
             average of the weights. Their states are nested dicts and lists of tensors and JSON values, equal on all
             workers (rank 0's JSON counts) unless it is a :class:`ray_adascale.PerWorker`; nothing is pickled.
-        after_step: ``after_step(model)`` with the bare model, called on every worker after each optimizer step (a skipped step
-            too) and before a checkpoint of that step: the place to update an average of the weights. A function with a parameter
-            ``gain`` also gets the advance of τ, 0 in a skipped step, for which the host waits for the device. See
-            :class:`ray_adascale.EffectiveAverage`.
+        after_step: ``after_step(model)`` with the bare model, on every worker after each optimizer step, skipped ones too, and
+            before its checkpoint: the place to update an average of the weights (:class:`ray_adascale.EffectiveAverage`). With a
+            parameter ``gain`` it also gets the advance of τ, 0 in a skipped step, for which the host waits for the device.
         weight_of: ``weight_of(batch)`` is the number of units in a micro-batch over which the loss is a mean, such as its tokens
             without padding. It gets the batch as the dataset yields it, before it is moved to the device. The gradient is then
             the mean over the units of all micro-batches of the step, as of one pass over the whole batch. Default: the examples
@@ -138,7 +136,7 @@ class Run:
         self.parts, self._replicas = parts, parts.replicas
         """The objects that make up this run."""
         self._after_step = AfterStep(pieces.after_step, self.module)
-        self._extra = ExtraStateHint(own.extra)
+        self._extra = ExtraStateHint(own.extra) if own.extra else None
         self._skipped = SkippedSteps(
             own.loop,
             parts.passes.scaler,
@@ -307,7 +305,8 @@ class Run:
                     passes.begin(batch)
                     yield to_device(batch.batch, self.backend.device)
                     passes.check_ended()
-                    self._extra.look(stepped=False)
+                    if self._extra is not None:
+                        self._extra.look(stepped=False)
                 self._pulse.enter(Phase.BOUNDARY)
                 if self.stopped is None:
                     self._finish(TOTAL_STEPS_REACHED)
@@ -392,13 +391,13 @@ class Run:
             self._replicas.refuse()
         self.parts.clipping.clip(passes, self.plan, self.optimizer.average_moments)
         self._taken = self._take_step(own)
-        if self._must_synchronize():  # else step k is read as step k + 1 begins to step
+        if synchronize := self._must_synchronize():  # else step k is read as step k + 1 begins to step
             self._synchronize()
-            self._pulse.end_step(self.state.iterations)
+        self._pulse.end_step(self.state.iterations)
+        if synchronize:
             self._run_stages()
-        else:
-            self._pulse.end_step(self.state.iterations)
-        self._extra.look(stepped=True)
+        if self._extra is not None:
+            self._extra.look(stepped=True)
         self._pulse.enter(Phase.BETWEEN)
         return True
 
@@ -533,9 +532,7 @@ class Run:
         """Save a checkpoint, report it, and wait until it is stored. Collective, at a step boundary.
 
         Call it on every worker, without ``if rank == 0``: a worker that calls it alone waits for the others until the process
-        group's timeout. After half a minute it logs a warning.
-
-        The next start of the run resumes from it, if no later one follows. Under Ray Train the report is Ray's.
+        group's timeout, and logs a warning after half a minute. The next start of the run resumes from it, if no later one follows.
 
         Returns:
             The checkpoint's folder. None under Ray Train, which has its own copy, and where no checkpoints are kept.
