@@ -772,7 +772,7 @@ def test_a_metric_that_is_nan_before_the_first_step_is_told() -> None:
 
 
 def test_the_evaluation_of_the_untrained_model_leaves_the_random_streams(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "ray_adascale")
+    caplog.set_level(logging.DEBUG, "ray_adascale")
     ends = []
     for evaluate in (None, lambda _: {"drawn": float(torch.rand(())) + np.random.rand()}):  # noqa: NPY002
         run = make_run(model(dropout=0.5), evaluate=evaluate, evaluate_every=1e9)  # else at the end alone

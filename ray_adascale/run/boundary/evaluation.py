@@ -96,7 +96,7 @@ class Evaluation(Stage):
                 "Workload(metric=...), or 'loss' for the training loss."
             )
         if log and metrics:
-            _log.info("The untrained model: %s.", ", ".join(f"{name} {value}" for name, value in metrics.items()))
+            _log.debug("The untrained model: %s.", ", ".join(f"{name} {value}" for name, value in metrics.items()))
         unknown = [name for name, value in metrics.items() if isinstance(value, float) and math.isnan(value)]
         if unknown:
             warn_on_first_worker(f"evaluate returned NaN for the untrained model: {', '.join(map(repr, unknown))}.")
