@@ -343,20 +343,17 @@ class Run:
     def clip_grad_norm_(self, max_norm: float) -> Tensor | None:
         """Clip the step's gradient to a norm, between :meth:`backward` and :meth:`step`. Collective.
 
-        It does nothing before the step's last pass. The gain is that of the unclipped gradient.
+        The gain is that of the unclipped gradient.
 
         Returns:
-            The norm before clipping, on the device; None before the last pass.
+            The norm before clipping, on the device; None before the step's last pass, where it does nothing.
         """
         passes = self.parts.passes
         passes.check_backward("run.clip_grad_norm_() comes between run.backward() and run.step().")
         return passes.clip(max_norm) if passes.is_last else None
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Clip each element of the step's gradient to ±``clip_value``, between :meth:`backward` and :meth:`step`.
-
-        It does nothing before the step's last pass. The gain is that of the unclipped gradient.
-        """
+        """Clip each element of the gradient to ±``clip_value`` in a step's last pass, as :meth:`clip_grad_norm_` does."""
         passes = self.parts.passes
         passes.check_backward("run.clip_grad_value_() comes between run.backward() and run.step().")
         if passes.is_last:
@@ -532,7 +529,7 @@ class Run:
         """Save a checkpoint, report it, and wait until it is stored. Collective, at a step boundary.
 
         Call it on every worker, without ``if rank == 0``: a worker that calls it alone waits for the others until the process
-        group's timeout, and logs a warning after half a minute. The next start of the run resumes from it, if no later one follows.
+        group's timeout, and logs a warning after half a minute. The next start of the run resumes from the latest one.
 
         Returns:
             The checkpoint's folder. None under Ray Train, which has its own copy, and where no checkpoints are kept.
