@@ -18,8 +18,7 @@ from .runs import RunTrace, failure_of, is_number, load_run, workers_in_words
 
 
 def describe(path: str | os.PathLike[str]) -> tuple[str, bool]:
-    """Return a few lines for people, and whether the object is whole: no edited recipe, no damaged checkpoint, no trace that lacks
-    steps.
+    """Return a few lines for people, and whether the object is whole: not edited, not damaged, no step missing.
 
     Args:
         path: A recipe's file, a checkpoint's folder, a run's folder or its trace, a search's folder.

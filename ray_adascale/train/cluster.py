@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import copyreg
 import functools
 import importlib
 import inspect
 import operator
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -18,6 +15,7 @@ from typing import Any, TypeVar, cast
 import ray
 from ray import cloudpickle
 
+from .._files import scratch_folder
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
@@ -243,8 +241,7 @@ def _arrive(folder: str, neighbours: tuple[tuple[str, bytes], ...], pickled: byt
 @functools.cache
 def _written(neighbours: tuple[tuple[str, bytes], ...]) -> Path:
     """Return a folder with these files. It is removed with the process."""
-    folder = Path(tempfile.mkdtemp(prefix="ray_adascale-neighbours-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = scratch_folder("neighbours")
     for name, content in neighbours:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)

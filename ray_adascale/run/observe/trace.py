@@ -3,8 +3,8 @@
 Rows are appended while the run trains, so a crash loses the rows of the last second and damages at most the last line. After a
 crash the run resumes from a checkpoint, and its trace from the checkpoint's copy: steps after the checkpoint are taken again.
 
-Of several starts of a run only the newest writes: it replaces the file, and an earlier start, such as one on a machine that is cut
-off, finds that the file of that name is not its own.
+Of several starts of a run only the newest writes: it replaces the file. An earlier start, as on a machine that is cut off, then
+finds a file that is not its own.
 
 Each checkpoint has a copy, so a trace must not grow without bound. Beyond 40,000 steps every k-th step stays, with the first
 and the last row. The stride k is a power of two that depends on the newest step alone, so a trace does not depend on when it was
@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import shutil
-import tempfile
 import time
 import weakref
 from array import array
@@ -26,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..._files import TRACE, write_atomically
+from ..._files import TRACE, scratch_folder, write_atomically
 from ..._warn import warn_at_user
 from .metrics import OWN_KEYS
 from .step import Listener, Step
@@ -298,7 +297,7 @@ class TraceFile(Listener):
         self._row: dict[str, Any] | None = None  # the last step's, while metrics may be recorded for it
         self._trace: Trace | None = None  # None once another start has the file
         self._failing = False
-        self._scratch: str | None = None  # the folder of a copy for checkpoints, while the file can't be written
+        self._scratch: Path | None = None  # the folder of a copy for checkpoints, while the file can't be written
         with self._warning_on_error():
             self._trace = Trace(path, rows)
         self._write(Trace.flush)
@@ -307,11 +306,11 @@ class TraceFile(Listener):
     def scratch(cls, rows: Iterable[Mapping[str, Any]] = (), *, store: Callable[[Path], object]) -> TraceFile | None:
         """Return a trace in a temporary folder, which is removed with the object; None if there can't be a folder."""
         try:
-            folder = tempfile.mkdtemp(prefix="ray_adascale-")
+            folder = scratch_folder("trace")
         except OSError as e:
             warn_at_user(f"The run will have no trace, since it can't be written: {e}", RuntimeWarning)
             return None
-        trace = cls(Path(folder) / TRACE, rows, store=store)
+        trace = cls(folder / TRACE, rows, store=store)
         weakref.finalize(trace, shutil.rmtree, folder, ignore_errors=True)
         return trace
 
@@ -351,9 +350,9 @@ class TraceFile(Listener):
         with contextlib.suppress(OSError):  # this disk is full, too
             content = self._trace.content()
             if self._scratch is None:
-                self._scratch = tempfile.mkdtemp(prefix="ray_adascale-")
+                self._scratch = scratch_folder("trace")
                 weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
-            path = Path(self._scratch) / TRACE
+            path = self._scratch / TRACE
             write_atomically(path, [content], sync=False)
             return {TRACE: (path, len(content))}
         return {TRACE: (self._path, self._path.stat().st_size)} if self._path.exists() else {}
