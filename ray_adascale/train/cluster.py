@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import operator
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from ..workload import Workload, WorkloadFn, build
 
 WORKER_TIMEOUT_S = 300
 """Time limit for workers that wait for a hanging one. Ray's default is half an hour, even for a worker that has died."""
+
+_START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
@@ -105,10 +108,8 @@ def start_in_words(lost: Sequence[str]) -> str:
     if not lost:
         return "Ray places the workers, and they load torch; `ray status` shows what else runs."
     nodes = f"node {lost[0]} was" if len(lost) == 1 else f"nodes {', '.join(lost)} were"
-    return (
-        f"{nodes} lost. Ray may still try to place workers there, and gives up after 60 s, or after "
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S."
-    )
+    limit = float(os.environ.get(_START_TIMEOUT, 60))  # Ray Train passes the driver's variable on
+    return f"{nodes} lost. Ray may still try to place workers there, and gives up after {limit:g} s ({_START_TIMEOUT})."
 
 
 def build_on_worker(

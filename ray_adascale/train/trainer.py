@@ -415,6 +415,7 @@ class DriverMonitor:
         if before.running and not news.running:
             self._waiting_since, self._logged_at = time.monotonic(), None
         self._hangs.look(news.hang)
+        self._hangs.log_quiet(news.quiet, time.monotonic())
         for level, text in news.events:
             _log.log(level, "%s", text)
         if news.running and not before.running:
