@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -20,7 +21,7 @@ import ray.train.torch
 import torch.distributed as dist
 
 from .. import checkpoint
-from .._files import TRACE, list_names, room_in_words, scratch_folder
+from .._files import TRACE, list_names, read_text, room_in_words, scratch_folder
 from .._warn import warn_at_user
 from ..checkpoint.files import MANIFEST, STATE, TENSORS
 from ..run.boundary.backend import Backend, ReportPolicy
@@ -42,6 +43,14 @@ _UPLOAD_LIMIT_S = 600.0
 """Seconds of pauses after which the worker fails, so that Ray restarts the workers."""
 _PREEMPTION_POLL_S = 5.0
 """A poll is a barrier of 3 to 4 ms: below a thousandth of the time. Notices come 30 s or more ahead."""
+
+
+def _attempt(trace: str) -> int:
+    """Return the number of the start that wrote the last row of a trace; -1 if there is no row."""
+    try:
+        return int(json.loads(trace.rstrip().rpartition("\n")[2]).get("attempt", 0))
+    except (ValueError, AttributeError):
+        return -1
 
 
 def _is_a_runs(candidate: ray.train.Checkpoint) -> bool:
@@ -291,4 +300,11 @@ class RayTrainBackend(Backend):
 
     def trace_store(self) -> Callable[[Path], object] | None:
         target, filesystem = f"{self._storage.experiment_fs_path}/{TRACE}", self._storage.storage_filesystem
-        return lambda path: pyarrow.fs.copy_files(str(path), target, destination_filesystem=filesystem)
+
+        def store(path: Path) -> None:
+            if _attempt(read_text(target, filesystem) or "") <= _attempt(
+                path.read_text()
+            ):  # else a later start's is there
+                pyarrow.fs.copy_files(str(path), target, destination_filesystem=filesystem)
+
+        return store

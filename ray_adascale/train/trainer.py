@@ -278,7 +278,7 @@ class AdaScaleTrainer(TorchTrainer):
             try:
                 with self._display(), self._monitor:
                     return self._fit()
-            except (ray.exceptions.RayActorError, KeyboardInterrupt) as e:
+            except (ray.exceptions.RayActorError, ray.train.TrainingFailedError, KeyboardInterrupt) as e:
                 if lock.lost is None:
                     raise
                 raise RuntimeError(

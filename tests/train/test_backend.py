@@ -121,6 +121,10 @@ def test_the_trace_is_in_the_runs_folder_wherever_that_is(
     assert store is not None
     store(tmp_path / "trace.jsonl")
     assert (tmp_path / "run" / "trace.jsonl").read_text() == "{}"
+    for attempt, there in ((2, 2), (1, 2), (3, 3)):  # an earlier start does not replace the trace of a later one
+        (tmp_path / "trace.jsonl").write_text(f'{{"step": 1}}\n{{"step": 2, "attempt": {attempt}}}\n')
+        store(tmp_path / "trace.jsonl")
+        assert f'"attempt": {there}' in (tmp_path / "run" / "trace.jsonl").read_text()
 
 
 class Storage:
