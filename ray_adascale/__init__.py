@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import _warn  # noqa: F401 - its filter of warnings stands before those of the user's program
 from ._version import __version__ as __version__
 
 if TYPE_CHECKING:  # the same again, as type checkers read no tables

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
+import functools
 import json
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterable
 from datetime import datetime
@@ -23,6 +26,7 @@ ERROR = "error.txt"
 SEARCH = "search.json"
 """The description of a search, in its folder."""
 
+_SCRATCH, _SCRATCH_LOCK = "ray_adascale-scratch-", ".lock"
 
 _PLAIN_IN_URIS = "/=@:+,"
 """Characters of names that need no quotes in the path of a URI, beside letters, digits and ``_.-~``."""
@@ -84,6 +88,55 @@ def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes], *, sy
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def scratch_folder(purpose: str) -> Path:
+    """Return a new folder for temporary files. What a killed process has left is removed.
+
+    The process holds a lock, which ends with it, on the folder of all its temporary files.
+
+    Args:
+        purpose: A part of the folder's name.
+    """
+    folder = _scratch_of_process(tempfile.gettempdir(), os.getpid())
+    folder.mkdir(exist_ok=True)  # a cleaner of old files may have removed it
+    return Path(tempfile.mkdtemp(prefix=f"{purpose}-", dir=folder))
+
+
+@functools.cache
+def _scratch_of_process(place: str, process: int) -> Path:
+    """Return this process's folder. Those of processes that have ended are removed."""
+    for lock in Path(place).glob(f"{_SCRATCH}*/{_SCRATCH_LOCK}"):
+        with contextlib.suppress(OSError):  # another user's, or in use
+            descriptor = _locked(lock)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+            os.close(descriptor)
+    folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=place))
+    _locked(folder / _SCRATCH_LOCK)  # held as long as the process lives
+
+    def remove() -> None:
+        if os.getpid() == process:  # and not in a process that was forked
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
+
+
+def _locked(path: Path) -> int:
+    """Lock a file, and return its descriptor.
+
+    Raises:
+        BlockingIOError: Another process holds the lock.
+    """
+    import fcntl  # not on Windows
+
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def room_in_words(error: BaseException, path: str | os.PathLike[str]) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from ray_adascale._files import (
     list_names,
     move_if_there,
     read_json,
+    scratch_folder,
     split,
     unique_name,
     write_atomically,
@@ -146,3 +150,39 @@ def test_a_path_is_split_into_a_folder_and_a_name() -> None:
     assert split("/runs/a/") == ("/runs", "a")
     assert split("/a") == ("/", "a")
     assert split("s3://b/a/?region=x") == ("s3://b?region=x", "a")
+
+
+_STAGING = """
+import sys, tempfile, time
+from ray_adascale._files import scratch_folder
+tempfile.tempdir = sys.argv[1]
+(scratch_folder("checkpoint") / "tensors").touch()
+print("made", flush=True)
+time.sleep(60)
+"""
+
+
+def test_temporary_files_of_a_killed_process_are_removed_by_the_next_and_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "ray_adascale-mine").mkdir()  # no folder of a process
+    processes = []
+    for _ in range(2):
+        processes.append(
+            subprocess.Popen([sys.executable, "-c", _STAGING, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        )
+        assert processes[-1].stdout is not None
+        assert processes[-1].stdout.readline() == "made\n"
+    try:
+        assert len(list(tmp_path.glob("*/*/tensors"))) == 2
+        processes[0].kill()
+        processes[0].wait()
+        mine = scratch_folder("checkpoint")
+        assert scratch_folder("checkpoint") != mine
+        assert len(list(tmp_path.glob("*/*/tensors"))) == 1  # of the process that lives
+        assert (tmp_path / "ray_adascale-mine").exists()
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

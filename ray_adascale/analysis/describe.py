@@ -18,7 +18,7 @@ from .runs import RunTrace, failure_of, is_number, load_run, workers_in_words
 
 
 def describe(path: str | os.PathLike[str]) -> tuple[str, bool]:
-    """Return a few lines for people, and whether the object is whole: no edited recipe, no damaged checkpoint.
+    """Return a few lines for people, and whether the object is whole: not edited, not damaged, no step missing.
 
     Args:
         path: A recipe's file, a checkpoint's folder, a run's folder or its trace, a search's folder.
@@ -34,7 +34,7 @@ def describe(path: str | os.PathLike[str]) -> tuple[str, bool]:
     if (path / SEARCH).is_file():
         return _describe_search(path), True
     if path.suffix == ".jsonl" or path.is_dir():
-        return _describe_run(path), True
+        return _describe_run(path)
     if not path.is_file():
         raise ValueError(f"Invalid path {str(path)!r}: no such file or folder.")
     return _describe_recipe(path)
@@ -89,7 +89,7 @@ def _describe_checkpoint(path: Path) -> tuple[str, bool]:
     return "\n".join(lines), True
 
 
-def _describe_run(path: Path) -> str:
+def _describe_run(path: Path) -> tuple[str, bool]:
     failure = failure_of(path)
     failed = [] if failure is None else [f"  failed       {failure} ({ERROR} has the whole traceback)"]
     try:
@@ -97,7 +97,7 @@ def _describe_run(path: Path) -> str:
     except ValueError:
         if not failed:
             raise
-        return "\n".join([f"Run {path.resolve().name}", "  steps        none", *failed])
+        return "\n".join([f"Run {path.resolve().name}", "  steps        none", *failed]), True
     last = run.last
     lines = [
         f"Run {run.label}",
@@ -115,6 +115,7 @@ def _describe_run(path: Path) -> str:
     lines.append(f"  loss         {loss:.4g}, {speed:,.0f} examples/s")
     if math.isfinite(run.noise_scale):
         lines.append(f"  noise scale  {run.noise_scale:,.3g} examples over the whole run")
+    lines.append(f"  trace        {f'NOT WHOLE: {run.faults}' if run.faults else 'whole: a row for each step'}")
     for name in run.metrics:
         values = run.column(name)
         lines.append(f"  {name:<12} {values[values == values][-1]:.4g}")
@@ -123,7 +124,7 @@ def _describe_run(path: Path) -> str:
         found = checkpoint.in_run(path)
         whole = next((folder.name for folder in reversed(found) if checkpoint.is_complete(folder)), "none")
         lines.append(f"  checkpoints  {len(found)}, newest whole one {whole}")
-    return "\n".join([*lines, *failed])
+    return "\n".join([*lines, *failed]), not run.faults
 
 
 def _describe_search(path: Path) -> str:

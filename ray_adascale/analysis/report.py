@@ -106,6 +106,8 @@ def _render(
 
 def _unusual_steps(runs: list[RunTrace]) -> Iterator[str]:
     for run in runs:
+        if run.faults:
+            yield f"The trace of {run.label} is not whole: {run.faults}."
         if run.skipped_steps > 0:
             yield f"{run.label} skipped {run.skipped_steps} steps, whose gradients were not finite."
         if run.clipped:

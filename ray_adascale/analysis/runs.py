@@ -14,7 +14,7 @@ import numpy as np
 
 from .._files import ERROR, SEARCH, TRACE
 from ..run.observe.metrics import COUNTERS, METRICS, SHORT_STEP
-from ..run.observe.trace import read_trace
+from ..run.observe.trace import faults_of, read_trace
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ class RunTrace:
         """The number of steps that were left out, because their gradients were not finite."""
         taken = self.last["optimizer_steps"]
         return int(self.last.get("step", taken) - taken)
+
+    @property
+    def faults(self) -> str:
+        """What the trace lacks; empty if it has a row for each step."""
+        found = faults_of(self.rows)
+        return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
 
     @property
     def clipped(self) -> str:

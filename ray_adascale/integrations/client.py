@@ -230,10 +230,8 @@ class StepLog:
     def _resume(self, path: Path, number: int) -> TraceFile:
         """Open the trace with the rows before this step, the first of this start. Later rows are dropped."""
         rows = read_trace(path) if path.exists() else []
-        path.unlink(missing_ok=True)
-        trace = TraceFile(path)
         kept = [row for row in rows if row["step"] < number]
-        trace.resume(kept)
+        trace = TraceFile(path, kept)
         if rows:
             self._attempt = 1 + max(int(row.get("attempt", 0)) for row in rows)
         if kept:

@@ -334,12 +334,9 @@ def _open_trace(backend: Backend, rows: list[dict[str, Any]], *, ended: bool) ->
     if folder is not None:
         if ended and (folder / TRACE).is_file():
             return TraceFile(folder / TRACE)
-        return TraceFile.in_folder(folder, rows)
+        return TraceFile(folder / TRACE, rows)
     store = backend.trace_store()
-    trace = None if store is None else TraceFile.scratch(store=store)
-    if trace is not None:
-        trace.resume(rows)
-    return trace
+    return None if store is None else TraceFile.scratch(rows, store=store)
 
 
 def _listeners(

@@ -9,7 +9,6 @@ import gc
 import json
 import math
 import shutil
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from ray import tune
 from torch import Tensor, nn
 
 from .. import checkpoint
+from .._files import scratch_folder
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import NoiseProbe
@@ -191,7 +191,7 @@ class _TuneBackend(Backend):
             yield Path(folder)
 
     def checkpoint_folder(self, step: int) -> Path | None:
-        return Path(tempfile.mkdtemp(prefix=f"ray_adascale-trial-{step}-"))
+        return scratch_folder(f"trial-{step}")
 
     def report(self, outcome: StepReport, folder: Path | None) -> None:
         if folder is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import re
 import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +21,7 @@ import ray.train.torch
 import torch.distributed as dist
 
 from .. import checkpoint
-from .._files import TRACE, room_in_words
+from .._files import TRACE, list_names, read_text, room_in_words, scratch_folder
 from .._warn import warn_at_user
 from ..checkpoint.files import MANIFEST, STATE, TENSORS
 from ..run.boundary.backend import Backend, ReportPolicy
@@ -29,14 +30,27 @@ from ..run.observe.eta import EtaTracker
 from ..run.observe.pulse import Pulse
 from ..run.observe.step import Listener
 from .driver_channel import DriverClient
-from .ray_record import UnlistedCheckpoint
+from .ray_record import SealedCheckpoint, sealed_checkpoints
 from .worker_reports import Heartbeat, LiveMetrics, StopRequest
 
 _log = logging.getLogger(__name__)
 
-_UPLOAD_PAUSES_S = (1.0, 2.0)  # between tries, as Ray's own
+_RAYS_NAME = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_")
+"""The name of a checkpoint's folder in a Ray run: the time."""
+_UPLOAD_PAUSE_S = 30.0
+"""Longest pause between tries of an upload. Each failed try is logged."""
+_UPLOAD_LIMIT_S = 600.0
+"""Seconds of pauses after which the worker fails, so that Ray restarts the workers."""
 _PREEMPTION_POLL_S = 5.0
 """A poll is a barrier of 3 to 4 ms: below a thousandth of the time. Notices come 30 s or more ahead."""
+
+
+def _attempt(trace: str) -> int:
+    """Return the number of the start that wrote the last row of a trace; -1 if there is no row."""
+    try:
+        return int(json.loads(trace.rstrip().rpartition("\n")[2]).get("attempt", 0))
+    except (ValueError, AttributeError):
+        return -1
 
 
 def _is_a_runs(candidate: ray.train.Checkpoint) -> bool:
@@ -54,7 +68,7 @@ class RayTrainBackend(Backend):
     kept_by: str | None = None
     """The metric that decides which checkpoints Ray keeps, or None. Then each evaluation is reported with a checkpoint."""
 
-    unlisted: Sequence[UnlistedCheckpoint] = ()
+    unlisted: Sequence[SealedCheckpoint] = ()
     """Checkpoints of this run that Ray's record lacks."""
 
     driver = DriverClient(None)
@@ -75,9 +89,6 @@ class RayTrainBackend(Backend):
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:
         newest = ray.train.get_checkpoint()
-        if newest is None and not self.unlisted:
-            yield None
-            return
         with ExitStack() as held:  # a folder downloaded for the check is kept until it has been loaded
             found: list[str | None] = [None, None]  # the path, or an error
             if self.rank == 0:
@@ -110,6 +121,9 @@ class RayTrainBackend(Backend):
         candidates.sort(key=lambda c: steps[c.path])
         if newest is not None:
             candidates.append(newest)
+        later = self._unreported({c.path for c in candidates}, newest, held)
+        if later is not None or not candidates:
+            return later
         own = list(filter(_is_a_runs, candidates))
         if not own:
             warn_at_user(
@@ -131,8 +145,39 @@ class RayTrainBackend(Backend):
             "copy back, or begin anew under another RunConfig(name)."
         )
 
+    def _unreported(
+        self, registered: Set[str], newest: ray.train.Checkpoint | None, held: ExitStack
+    ) -> ray.train.Checkpoint | None:
+        """Return the newest whole checkpoint that was stored, and not reported before its start ended; None without one.
+
+        Removes the incomplete folders of ended starts, if the run's folder is locked.
+
+        Args:
+            registered: Paths of the checkpoints that count already.
+            newest: The newest reported one. An older one is not returned, nor one of an earlier start.
+            held: Holds what is downloaded.
+        """
+        folder, filesystem = self._storage.experiment_fs_path, self._storage.storage_filesystem
+        names = list_names(folder, filesystem)
+        listed = {c.path: c for c in sealed_checkpoints(filesystem, folder, names)}
+        last = None if newest is None else listed.get(newest.path)
+        later: ray.train.Checkpoint | None = None
+        for name in sorted(names, reverse=True):  # the newest first, by their time
+            path = f"{folder}/{name}"
+            if path in registered or not _RAYS_NAME.match(name):
+                continue
+            found, candidate = listed.get(path), ray.train.Checkpoint(path, filesystem)
+            if found is None or not checkpoint.is_complete(held.enter_context(candidate.as_directory())):
+                if self.channel is not None:  # the driver holds the run's lock
+                    _log.info("Removed %s, which an ended start has left incomplete.", name)
+                    filesystem.delete_dir(path)
+            elif later is None and (newest is None or (last is not None and found.place > last.place)):
+                _log.info("%s of optimizer step %s was stored, but not reported: it is used.", name, found.step)
+                later = candidate
+        return later
+
     def checkpoint_folder(self, step: int) -> Path | None:
-        return Path(tempfile.mkdtemp(prefix=f"ray_adascale-checkpoint-{step}-"))
+        return scratch_folder(f"checkpoint-{step}")
 
     def report(self, report: StepReport, folder: Path | None) -> None:
         if report.stopped is not None:
@@ -141,9 +186,12 @@ class RayTrainBackend(Backend):
             ray.train.report(dict(report.metrics))
             return
         try:
-            ray.train.report(self._compared(report), checkpoint=ray.train.Checkpoint.from_directory(str(folder)))
-        except OSError as e:
-            raise self._not_stored(e) from e
+            ray.train.report(
+                self._compared(report),
+                checkpoint=ray.train.Checkpoint.from_directory(str(folder)),
+                delete_local_checkpoint_after_upload=False,
+                checkpoint_upload_fn=self._persist,
+            )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -189,23 +237,30 @@ class RayTrainBackend(Backend):
             raise
 
     def _persist(self, local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
-        pauses = iter(_UPLOAD_PAUSES_S)
+        pause, waited = 1.0, 0.0
         while True:
             try:
                 return self._storage.persist_current_checkpoint(local, name)
             except OSError as e:  # pyarrow raises it for any kind of storage
-                pause = next(pauses, None)
-                if pause is None:
-                    raise self._not_stored(e) from e
-                _log.warning("The upload of %s failed; again in %g s. %s: %s", name, pause, type(e).__name__, e)
+                failure = self._not_stored(e)
+                if waited >= _UPLOAD_LIMIT_S:
+                    raise failure from e
+                text = (
+                    f"Worker {self.rank}, waiting: {failure} Again in {pause:g} s, for {_UPLOAD_LIMIT_S:g} s at most."
+                )
+                # Rank 0's log goes to the driver anyway.
+                if self.rank == 0 or not DriverClient(self.channel).log(logging.WARNING, text):
+                    _log.warning("%s", text)
                 time.sleep(pause)
+                waited += pause
+                pause = min(2 * pause, _UPLOAD_PAUSE_S)
 
     def _not_stored(self, error: OSError) -> checkpoint.CheckpointError:
         folder = self._storage.experiment_fs_path
         here = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
         room = room_in_words(error, folder) if here else ""
         return checkpoint.CheckpointError(
-            f"The checkpoint could not be stored in {folder}: {type(error).__name__}: {error}{room}"
+            f"The checkpoint could not be stored in {folder}: {type(error).__name__}: {error}{room}."
         )
 
     @property
@@ -245,4 +300,11 @@ class RayTrainBackend(Backend):
 
     def trace_store(self) -> Callable[[Path], object] | None:
         target, filesystem = f"{self._storage.experiment_fs_path}/{TRACE}", self._storage.storage_filesystem
-        return lambda path: pyarrow.fs.copy_files(str(path), target, destination_filesystem=filesystem)
+
+        def store(path: Path) -> None:
+            if _attempt(read_text(target, filesystem) or "") <= _attempt(
+                path.read_text()
+            ):  # else a later start's is there
+                pyarrow.fs.copy_files(str(path), target, destination_filesystem=filesystem)
+
+        return store

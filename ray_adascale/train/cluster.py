@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import copyreg
 import functools
 import importlib
 import inspect
 import operator
-import shutil
+import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -18,6 +16,7 @@ from typing import Any, TypeVar, cast
 import ray
 from ray import cloudpickle
 
+from .._files import scratch_folder
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
@@ -25,6 +24,8 @@ from ..workload import Workload, WorkloadFn, build
 
 WORKER_TIMEOUT_S = 300
 """Time limit for workers that wait for a hanging one. Ray's default is half an hour, even for a worker that has died."""
+
+_START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
@@ -107,10 +108,8 @@ def start_in_words(lost: Sequence[str]) -> str:
     if not lost:
         return "Ray places the workers, and they load torch; `ray status` shows what else runs."
     nodes = f"node {lost[0]} was" if len(lost) == 1 else f"nodes {', '.join(lost)} were"
-    return (
-        f"{nodes} lost. Ray may still try to place workers there, and gives up after 60 s, or after "
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S."
-    )
+    limit = float(os.environ.get(_START_TIMEOUT, 60))  # Ray Train passes the driver's variable on
+    return f"{nodes} lost. Ray may still try to place workers there, and gives up after {limit:g} s ({_START_TIMEOUT})."
 
 
 def build_on_worker(
@@ -243,8 +242,7 @@ def _arrive(folder: str, neighbours: tuple[tuple[str, bytes], ...], pickled: byt
 @functools.cache
 def _written(neighbours: tuple[tuple[str, bytes], ...]) -> Path:
     """Return a folder with these files. It is removed with the process."""
-    folder = Path(tempfile.mkdtemp(prefix="ray_adascale-neighbours-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = scratch_folder("neighbours")
     for name, content in neighbours:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)

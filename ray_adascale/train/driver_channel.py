@@ -37,6 +37,7 @@ class News(NamedTuple):
         events: The events since the last call: (level of ``logging``, text of one line).
         sent: Number of events so far.
         hang: The hang of the run, as far as the heartbeats show; None without one.
+        quiet: A worker that sends no heartbeats, see :meth:`ray_adascale.train.hangs.Beats.quiet`.
     """
 
     metrics: dict[str, Any] | None
@@ -44,6 +45,7 @@ class News(NamedTuple):
     events: list[tuple[int, str]]
     sent: int
     hang: Hang | None = None
+    quiet: tuple[Beat, float] | None = None
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -87,7 +89,8 @@ class DriverChannel:
     def news(self, since: int) -> News:
         """Return the news, with the events after the first ``since``."""
         events = self._events[max(len(self._events) - self._sent + since, 0) :]
-        return News(self._metrics, self._running, events, self._sent, self._beats.hang(time.monotonic()))
+        now = time.monotonic()
+        return News(self._metrics, self._running, events, self._sent, self._beats.hang(now), self._beats.quiet(now))
 
     def request_stop(self) -> None:
         """Request that the workers stop at the next step boundary."""

@@ -7,6 +7,7 @@ position in each beat.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -26,6 +27,10 @@ _REACH_S = 60.0
 """Time limit to reach the worker's node."""
 _SILENT_S = 60.0
 """Seconds without a beat after which a worker counts as silent in the description of a hang."""
+
+
+_QUIET_S, _REPEAT_S = 10.0, 30.0
+"""Seconds without a beat after which the driver logs it, and between repetitions."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,12 @@ class Beats:
         """Remove all beats, as when the workers start anew."""
         self._last.clear()
 
+    def quiet(self, now: float) -> tuple[Beat, float] | None:
+        """Return the last beat of the worker that has sent none for longest, and the seconds since; None if all send beats."""
+        last = [item for item in self._last.values() if item[0].phase is not Phase.ENDED]
+        beat, came = min(last, key=lambda item: item[1], default=(None, now))
+        return None if beat is None or now - came < _QUIET_S else (beat, now - came)
+
     def hang(self, now: float) -> Hang | None:
         """Return the hang of the run; None if there is none, as far as the beats show.
 
@@ -178,9 +189,35 @@ class HangWatch:
     """
 
     def __init__(self) -> None:
+        self._quiet_again = -math.inf  # time of the next line about a quiet worker
         self._since: float | None = None
         self._told: tuple[str, int] | None = None  # node and process of the worker of the last message
         self._busy = threading.Lock()
+
+    def log_quiet(self, quiet: tuple[Beat, float] | None, now: float) -> None:
+        """Log that a worker sends no beats, once at first and then every half minute.
+
+        Args:
+            quiet: See :meth:`Beats.quiet`.
+            now: The present time, in seconds.
+        """
+        if quiet is None:
+            self._quiet_again = -math.inf
+        elif now >= self._quiet_again:
+            self._quiet_again = now + _REPEAT_S
+            beat, seconds = quiet
+            limit = (
+                ""
+                if beat.limit_s is None
+                else f" The run itself ends a worker after {beat.limit_s:.0f} s without a step."
+            )
+            _log.warning(
+                "No heartbeat of worker %d on node %s for %.0f s. Ray takes about a minute to notice that a node is lost.%s",
+                beat.rank,
+                beat.host,
+                seconds,
+                limit,
+            )
 
     def look(self, hang: Hang | None) -> None:
         """Process the hang that the channel reports. Call it often; it waits for nothing.

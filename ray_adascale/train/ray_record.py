@@ -25,21 +25,28 @@ SET_ASIDE = "checkpoint_manager_snapshot.cut-off.json"
 
 
 @dataclass(frozen=True)
-class UnlistedCheckpoint:
-    """A complete checkpoint that Ray's record does not list.
+class SealedCheckpoint:
+    """A checkpoint in a run's folder that has its manifest.
 
     Attributes:
         path: Its folder, on the run's storage.
         step: Optimizer steps in it.
+        attempt: Number of the start that wrote it.
     """
 
     path: str
     step: int
+    attempt: int = 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its order in the course of the run: an earlier start's checkpoint comes before those of later starts."""
+        return self.attempt, self.step
 
 
 def unlisted_checkpoints(
     folder: str, name: str, filesystem: pyarrow.fs.FileSystem | None = None
-) -> list[UnlistedCheckpoint]:
+) -> list[SealedCheckpoint]:
     """Return the complete checkpoints in a run's folder if Ray's record of them is cut off or missing, else none.
 
     A record that is cut off is renamed, and a warning says so. The result is sorted by step. Contents are not verified.
@@ -55,7 +62,7 @@ def unlisted_checkpoints(
             json.loads(read_text(f"{folder}/{RECORD}", filesystem) or "")
             return []
         filesystem.move(f"{folder}/{RECORD}", f"{folder}/{SET_ASIDE}")
-    found = sorted(_complete(filesystem, folder, names), key=lambda c: c.step)
+    found = sorted(sealed_checkpoints(filesystem, folder, names), key=lambda c: c.step)
     if found:
         _log.warning(
             "Ray's record of the checkpoints of run %r %s, as after a full disk or a kill during a write. %d checkpoints were "
@@ -74,7 +81,7 @@ def has_checkpoint(folder: str, filesystem: pyarrow.fs.FileSystem | None = None)
     Args:
         folder, filesystem: As for :func:`unlisted_checkpoints`.
     """
-    return bool(_complete(*_listed(folder, filesystem)))
+    return bool(sealed_checkpoints(*_listed(folder, filesystem)))
 
 
 def _listed(folder: str, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyarrow.fs.FileSystem, str, list[str]]:
@@ -84,7 +91,8 @@ def _listed(folder: str, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyar
     return filesystem, folder, list_names(folder, filesystem)
 
 
-def _complete(filesystem: pyarrow.fs.FileSystem, folder: str, names: list[str]) -> list[UnlistedCheckpoint]:
+def sealed_checkpoints(filesystem: pyarrow.fs.FileSystem, folder: str, names: list[str]) -> list[SealedCheckpoint]:
+    """Return the checkpoints among the names in a folder that have a manifest and a step. Contents are not verified."""
     found = []
     for name in names:
         if not name.startswith("checkpoint_"):
@@ -94,5 +102,5 @@ def _complete(filesystem: pyarrow.fs.FileSystem, folder: str, names: list[str]) 
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             if MANIFEST in list_names(path, filesystem):
                 state = json.loads(read_text(f"{path}/{STATE}", filesystem) or "")
-                found.append(UnlistedCheckpoint(path, int(state["iterations"])))
+                found.append(SealedCheckpoint(path, int(state["iterations"]), int(state.get("attempt", 0))))
     return found

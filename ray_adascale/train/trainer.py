@@ -284,7 +284,7 @@ class AdaScaleTrainer(TorchTrainer):
             try:
                 with self._display(), self._monitor:
                     return self._fit()
-            except (ray.exceptions.RayActorError, KeyboardInterrupt) as e:
+            except (ray.exceptions.RayActorError, ray.train.TrainingFailedError, KeyboardInterrupt) as e:
                 if lock.lost is None:
                     raise
                 raise RuntimeError(
@@ -421,6 +421,7 @@ class DriverMonitor:
         if before.running and not news.running:
             self._waiting_since, self._logged_at = time.monotonic(), None
         self._hangs.look(news.hang)
+        self._hangs.log_quiet(news.quiet, time.monotonic())
         for level, text in news.events:
             _log.log(level, "%s", text)
         if news.running and not before.running:

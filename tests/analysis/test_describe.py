@@ -83,6 +83,7 @@ def test_a_run_by_its_folder_or_its_trace(tmp_path: Path) -> None:
         "  steps        3 for 6.0 effective ones, mean gain 2.00 at scale 4 on 1 worker",
         "  loss         0.3333, 1,000 examples/s",
         "  noise scale  24 examples over the whole run",
+        "  trace        whole: a row for each step",
         "  accuracy     0.5",
         "  τ = 2        restarted",
         "  τ = 4        resized from 2 workers (S = 4) to 1 worker (S = 4)",
@@ -100,6 +101,26 @@ def test_a_run_with_clipped_steps(tmp_path: Path) -> None:
 def test_a_run_with_skipped_steps(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "trace.jsonl", [row(1), row(2, optimizer_steps=1, skipped=True)])
     assert describe(path)[0].splitlines()[2] == "  skipped      1 steps, whose gradients were not finite"
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ([1, 2, 3], "whole: a row for each step"),
+        ([1, 2, 7, 8, 10], "NOT WHOLE: steps 3 to 6 are missing; step 9 is missing"),
+        ([3, 4], "NOT WHOLE: steps 1 to 2 are missing"),
+        ([1, 2, 3, 2, 4], "NOT WHOLE: step 2 comes after step 3"),  # an older start wrote here too
+        # Long traces are thinned:
+        ([1, *range(2, 80_001, 2)], "whole: a row for each step"),
+        ([1, *range(2, 79_000, 2), *range(79_000, 80_002)], "whole: a row for each step"),
+        ([1, *range(2, 60_001, 2), *range(60_100, 80_001, 2)], "NOT WHOLE: steps 60,001 to 60,099 are missing"),
+    ],
+)
+def test_a_trace_that_lacks_steps(tmp_path: Path, steps: list[int], told: str) -> None:
+    path = write_rows(tmp_path / "trace.jsonl", [row(step) for step in steps])
+    text, whole = describe(path)
+    assert f"  trace        {told}" in text.splitlines()
+    assert whole == told.startswith("whole")
 
 
 def test_a_run_that_failed(tmp_path: Path) -> None:

@@ -261,12 +261,16 @@ def test_the_noise_scale_is_that_of_the_whole_run(make: Callable[..., Page], tmp
 
 def test_skipped_steps_are_told(make: Callable[..., Page], tmp_path: Path) -> None:
     rows = [row(1), row(2, optimizer_steps=1, skipped=True), row(3, optimizer_steps=2, clipped=True)]
+    gap = [row(1), row(5)]
     make(
+        write_rows(tmp_path / "short" / "trace.jsonl", gap),
         write_rows(tmp_path / "bad" / "trace.jsonl", rows),
         write_rows(tmp_path / "good" / "trace.jsonl", [row(1), row(2)]),
     )
     text = (tmp_path / "out" / "report.html").read_text()
     assert text.count("whose gradients were not finite") == 1
+    assert "The trace of short is not whole: steps 2 to 4 are missing." in text
+    assert text.count("is not whole") == 1
     assert "bad skipped 1 steps, whose gradients were not finite." in text
     assert "bad clipped 33 % of the steps, at a multiple of the expected norm." in text
 

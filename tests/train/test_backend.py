@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -23,7 +24,7 @@ from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.train import backend as worker
 from ray_adascale.train import worker_reports
 from ray_adascale.train.driver_channel import DriverClient
-from ray_adascale.train.ray_record import UnlistedCheckpoint
+from ray_adascale.train.ray_record import SealedCheckpoint
 from ray_adascale.train.worker_reports import LiveMetrics
 
 from ..samples_of import schedule, step_of
@@ -120,6 +121,10 @@ def test_the_trace_is_in_the_runs_folder_wherever_that_is(
     assert store is not None
     store(tmp_path / "trace.jsonl")
     assert (tmp_path / "run" / "trace.jsonl").read_text() == "{}"
+    for attempt, there in ((2, 2), (1, 2), (3, 3)):  # an earlier start does not replace the trace of a later one
+        (tmp_path / "trace.jsonl").write_text(f'{{"step": 1}}\n{{"step": 2, "attempt": {attempt}}}\n')
+        store(tmp_path / "trace.jsonl")
+        assert f'"attempt": {there}' in (tmp_path / "run" / "trace.jsonl").read_text()
 
 
 class Storage:
@@ -179,6 +184,7 @@ def test_a_failing_upload_is_tried_again_and_at_last_says_why(
     (folder / "state.json").touch()
     backend = object.__new__(worker.RayTrainBackend)
     backend._uploading = threading.Event()
+    backend.rank = 0
     backend._storage = storage = Storage(error, times)
     storage.experiment_fs_path, storage.storage_filesystem = str(tmp_path), pyarrow.fs.LocalFileSystem()
     backend.report_in_background(outcome(), folder)
@@ -191,6 +197,89 @@ def test_a_failing_upload_is_tried_again_and_at_last_says_why(
         assert (f"the disk of {tmp_path} is full" in str(told)) == ("No space" in str(error))
     assert not folder.exists()
     assert not backend.uploading
+
+
+def test_an_upload_waits_for_the_storage_and_says_so_every_half_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    backend = object.__new__(worker.RayTrainBackend)
+    backend.rank = 0
+    backend._storage = storage = Storage(OSError(30, "Read-only file system"), 9)
+    storage.experiment_fs_path, storage.storage_filesystem = str(tmp_path), pyarrow.fs.LocalFileSystem()
+    (tmp_path / "state.json").touch()
+    with caplog.at_level(logging.WARNING, "ray_adascale"):
+        backend._persist(ray.train.Checkpoint.from_directory(str(tmp_path)), "checkpoint_1")
+    assert storage.taken == [["state.json"]]
+    assert sum(slept) > 120  # two minutes that cost no restart
+    assert max(slept) <= 30
+    assert len(caplog.messages) == 9
+    assert "Read-only file system" in caplog.messages[0]
+    assert "for 600 s at most" in caplog.messages[0]
+
+
+def test_the_report_that_the_run_waits_for_is_uploaded_in_the_same_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def report(metrics: Any, *, checkpoint: Any, checkpoint_upload_fn: Any, **_: Any) -> None:
+        checkpoint_upload_fn(checkpoint, "checkpoint_1")
+
+    monkeypatch.setattr(ray.train, "report", report)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    backend = object.__new__(worker.RayTrainBackend)
+    backend.rank = 0
+    backend._storage = storage = Storage(OSError(28, "No space left on device"), 5)
+    storage.experiment_fs_path, storage.storage_filesystem = str(tmp_path), pyarrow.fs.LocalFileSystem()
+    (tmp_path / "share").mkdir()
+    backend.report(outcome(), tmp_path / "share")
+    assert storage.taken == [[]]
+    assert not (tmp_path / "share").exists()
+
+
+def test_a_checkpoint_that_was_stored_and_not_reported_is_used_and_incomplete_ones_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stored(day: int, step: int, attempt: int = 0) -> Path:
+        folder = tmp_path / f"checkpoint_2026-11-{day}_00-00-00.000000"
+        checkpoint.save(folder, {"x": torch.ones(1)}, {"iterations": step, "attempt": attempt})
+        return folder
+
+    backend = object.__new__(worker.RayTrainBackend)
+    backend.rank, backend.world_size, backend._name = 0, 1, "mine"
+    backend._storage = SimpleNamespace(
+        storage_filesystem=pyarrow.fs.LocalFileSystem(), experiment_fs_path=str(tmp_path)
+    )
+    reported: list[_Reported] = []
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: reported[-1].checkpoint if reported else None)
+    monkeypatch.setattr(ray.train, "get_all_reported_checkpoints", lambda **_: reported)
+
+    def found() -> Path | None:
+        with backend.latest_checkpoint() as path:
+            return path
+
+    first = stored(10, 10)
+    assert found() == first  # before any was reported
+    reported.append(_Reported(first, 10))
+    whole = stored(12, 20)
+    assert found() == whole
+    cut = stored(13, 30)
+    next(cut.glob("*.distcp")).unlink()  # an upload can have its manifest before its data
+    half = tmp_path / "checkpoint_2026-11-14_00-00-00.000000"
+    half.mkdir()
+    own = tmp_path / "checkpoint_best"  # of the user
+    own.mkdir()
+    assert found() == whole
+    assert cut.exists()  # without the driver's lock
+    backend.channel = object()
+    assert found() == whole
+    assert not cut.exists()
+    assert not half.exists()
+    assert own.exists()
+    # A later start has gone on: what an earlier one stored does not count, though it is further.
+    reported.append(_Reported(stored(15, 18, attempt=1), 18))
+    assert found() == Path(reported[-1].checkpoint.path)
+    assert whole.exists()
 
 
 def test_a_report_that_raises_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +313,9 @@ def test_the_newest_usable_of_rays_checkpoints_is_found(tmp_path: Path, monkeypa
     monkeypatch.setattr(ray.train, "get_all_reported_checkpoints", lambda **_: reported)
     backend = object.__new__(worker.RayTrainBackend)
     backend.rank, backend.world_size, backend._name = 0, 1, "mine"
-    backend._storage = SimpleNamespace(storage_filesystem=pyarrow.fs.LocalFileSystem())
+    backend._storage = SimpleNamespace(
+        storage_filesystem=pyarrow.fs.LocalFileSystem(), experiment_fs_path=str(tmp_path)
+    )
 
     def found() -> str:
         with backend.latest_checkpoint() as path:
@@ -244,7 +335,7 @@ def test_the_newest_usable_of_rays_checkpoints_is_found(tmp_path: Path, monkeypa
     # Checkpoints that Ray's record lacks: an older and a newer one than those in the record.
     for number in (5, 25):
         checkpoint.save(tmp_path / str(number), {"x": torch.ones(1)})
-    backend.unlisted = [UnlistedCheckpoint(str(tmp_path / "5"), 5), UnlistedCheckpoint(str(tmp_path / "25"), 25)]
+    backend.unlisted = [SealedCheckpoint(str(tmp_path / "5"), 5), SealedCheckpoint(str(tmp_path / "25"), 25)]
     with pytest.warns(RuntimeWarning):
         assert found() == "25"
     monkeypatch.setattr(ray.train, "get_checkpoint", lambda: None)
@@ -271,7 +362,9 @@ def test_checkpoints_of_the_loops_own_do_not_keep_the_run_from_beginning(
     monkeypatch.setattr(ray.train, "get_all_reported_checkpoints", lambda **_: reported)
     backend = object.__new__(worker.RayTrainBackend)
     backend.rank, backend.world_size, backend._name = 0, 1, "mine"
-    backend._storage = SimpleNamespace(storage_filesystem=pyarrow.fs.LocalFileSystem())
+    backend._storage = SimpleNamespace(
+        storage_filesystem=pyarrow.fs.LocalFileSystem(), experiment_fs_path=str(tmp_path)
+    )
     not_own = pytest.warns(RuntimeWarning, match="2 checkpoints of run 'mine' are not the run's own")
     with not_own, backend.latest_checkpoint() as path:
         assert path is None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from ray_adascale.run.observe.pulse import Phase
-from ray_adascale.train.hangs import Beat, Beats
+from ray_adascale.train.hangs import Beat, Beats, HangWatch
 
 
 def beat(rank: int, phase: Phase, seconds: float, *, steps: int = 57, limit: float | None = 120.0, of: int = 2) -> Beat:
@@ -90,3 +92,27 @@ def test_workers_of_an_earlier_start_are_forgotten() -> None:
     assert found.hang(400.0) is None
     found.clear()
     assert found.hang(9999.0) is None
+
+
+def test_a_worker_without_news_is_told_after_ten_seconds_with_the_limit_in_force(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As after a power loss, of which Ray says nothing for a minute."""
+    found = beats((beat(0, Phase.REDUCTION, 1.0), 100.0), (beat(1, Phase.PASS, 1.0, limit=145.0), 100.0))
+    watch = HangWatch()
+    with caplog.at_level(logging.INFO, "ray_adascale"):
+        for second in range(101, 150):
+            found.add(beat(0, Phase.REDUCTION, 1.0), float(second))
+            watch.log_quiet(found.quiet(float(second)), float(second))
+        assert len(caplog.messages) == 2  # again after half a minute
+        assert caplog.messages[0] == (
+            "No heartbeat of worker 1 on node 10.0.0.1 for 10 s. Ray takes about a minute to notice that a node is lost. The "
+            "run itself ends a worker after 145 s without a step."
+        )
+        found.add(beat(1, Phase.PASS, 1.0), 150.0)
+        watch.log_quiet(found.quiet(151.0), 151.0)
+        watch.log_quiet(found.quiet(161.0), 161.0)  # worker 0 this time, at once
+    assert len(caplog.messages) == 3
+    found.add(beat(0, Phase.ENDED, 1.0), 162.0)
+    found.add(beat(1, Phase.ENDED, 1.0), 162.0)
+    assert found.quiet(300.0) is None

@@ -23,7 +23,15 @@ from ray import cloudpickle
 from ray_adascale import AdaScaleConfig
 from ray_adascale.cli.source import resolve
 from ray_adascale.train import trainer
-from ray_adascale.train.cluster import alive_nodes, build_on_worker, lacking, pickle_by_value, portable, quiet_init
+from ray_adascale.train.cluster import (
+    alive_nodes,
+    build_on_worker,
+    lacking,
+    pickle_by_value,
+    portable,
+    quiet_init,
+    start_in_words,
+)
 from ray_adascale.train.driver_channel import News
 from ray_adascale.train.trainer import DriverMonitor
 from ray_adascale.workload import Workload
@@ -324,3 +332,10 @@ def test_a_start_that_takes_long_names_the_node_that_was_lost(
             time.sleep(0.01)
         time.sleep(0.1)
     assert killed == ["the controller"]  # once: nothing of this process is written after another one has taken over
+
+
+def test_the_limit_that_is_named_is_the_one_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", raising=False)
+    assert "gives up after 60 s" in start_in_words(["a (10.0.0.1)"])
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
+    assert "gives up after 20 s" in start_in_words(["a (10.0.0.1)"])

@@ -12,12 +12,12 @@ import torch
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
 from ray_adascale import checkpoint
-from ray_adascale.train.ray_record import RECORD, SET_ASIDE, UnlistedCheckpoint, has_checkpoint, unlisted_checkpoints
+from ray_adascale.train.ray_record import RECORD, SET_ASIDE, SealedCheckpoint, has_checkpoint, unlisted_checkpoints
 
 
-def saved(run: Path, name: str, step: int) -> UnlistedCheckpoint:
+def saved(run: Path, name: str, step: int) -> SealedCheckpoint:
     checkpoint.save(run / name, {"x": torch.ones(1)}, {"iterations": step})
-    return UnlistedCheckpoint(str(run / name), step)
+    return SealedCheckpoint(str(run / name), step)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def steps(found: list[UnlistedCheckpoint]) -> list[int]:
+def steps(found: list[SealedCheckpoint]) -> list[int]:
     return [c.step for c in found]
 
 

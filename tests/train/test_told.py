@@ -28,6 +28,7 @@ from ray.train.torch import TorchTrainer
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Workload, load_weights
 from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.run.observe.trace import read_trace
+from ray_adascale.train import backend as worker
 from ray_adascale.train import trainer as module
 
 from .test_trainer import _recipe, _without_ray, flat
@@ -42,6 +43,7 @@ pytestmark = [
 
 def workload(config: dict[str, Any]) -> Workload:
     built = quiet({"lr": 0.1, **config})
+    worker._UPLOAD_LIMIT_S = config.get("upload_limit_s", worker._UPLOAD_LIMIT_S)
     own, steps = built.loss_fn, [0]
 
     def loss_fn(model: Any, batch: Any) -> Any:
@@ -235,7 +237,7 @@ def test_a_full_disk_ends_the_run_within_seconds_and_is_named(ray_session: Path,
         fit(
             "full",
             small_disk,
-            {"pause_s": 0.02, "fill_at": 10, "fill": str(small_disk)},
+            {"pause_s": 0.02, "fill_at": 10, "fill": str(small_disk), "upload_limit_s": 3.0},
             total_steps=100_000,  # hours: only an error ends it
             checkpoint_every_s=1.5,  # long after the disk was filled
         )

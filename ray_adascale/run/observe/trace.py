@@ -3,6 +3,9 @@
 Rows are appended while the run trains, so a crash loses the rows of the last second and damages at most the last line. After a
 crash the run resumes from a checkpoint, and its trace from the checkpoint's copy: steps after the checkpoint are taken again.
 
+Of several starts of a run only the newest writes: it replaces the file. An earlier start, as on a machine that is cut off, then
+finds a file that is not its own.
+
 Each checkpoint has a copy, so a trace must not grow without bound. Beyond 40,000 steps every k-th step stays, with the first
 and the last row. The stride k is a power of two that depends on the newest step alone, so a trace does not depend on when it was
 thinned.
@@ -15,15 +18,14 @@ import itertools
 import json
 import os
 import shutil
-import tempfile
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from ..._files import TRACE, write_atomically
+from ..._files import TRACE, scratch_folder, write_atomically
 from ..._warn import warn_at_user
 from .metrics import OWN_KEYS
 from .step import Listener, Step
@@ -36,24 +38,38 @@ _MOST_ROWS = 40_000
 _SCALARS = frozenset({bool, int, float, str, type(None)})
 
 
-class Trace:
-    """A trace to write. It appends to the rows of an existing file, after dropping a torn last line.
+class NotOwnError(OSError):
+    """Another start of the run has replaced the file."""
 
-    The file is open only while rows are written to it.
+
+class Trace:
+    """A trace to write. Rows that can't be written stay in memory, and are written by the next flush that succeeds.
+
+    The file is open for writing only while rows are written to it.
 
     Args:
         path: The file. It and its folder are made if missing.
+        rows: The first rows. The file then replaces another of its name. Default: the rows of the existing file, without a torn
+            last line.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]] | None = None) -> None:
         self.path = Path(path)
-        self._pending: list[bytes] = []
         self._steps = array("q")  # the step of each row
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
+        self._pending: list[bytes] = []
+        self._own: int | None = None  # a descriptor of this start's file; None before it is made
+        self._released: weakref.finalize[..., Trace] | None = None  # closes it
+        self._size = 0  # bytes of it that are whole rows
+        if rows is not None:
+            for row in rows:
+                self._pending.append(_line(row))
+                self._steps.append(row["step"])
+        elif self.path.exists():
             _mend(self.path)
+            self._hold()
             self._steps.extend(row["step"] for _, row in _rows(self.path))
-        self.flush()
+        with contextlib.suppress(OSError):  # again at the next flush, which raises
+            self.flush()
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add the row of one step. Rows are written a hundred at a time, or after a second.
@@ -75,15 +91,61 @@ class Trace:
                 _check(key, value)
         self._pending.append(_line(row))
         self._steps.append(step)
-        if len(self._pending) >= _MOST_PENDING or time.monotonic() - self._written >= _WITHIN_S:
+        if len(self._pending) >= self._most_pending or time.monotonic() - self._written >= _WITHIN_S:
             self.flush()
 
     def flush(self) -> None:
-        """Write the collected rows to the file."""
-        self._written = time.monotonic()
-        with self.path.open("ab") as file:
-            file.write(b"".join(self._pending))
+        """Write the collected rows to the file.
+
+        Raises:
+            NotOwnError: Another start has replaced the file. Nothing is written.
+            OSError: The rows could not be written. They stay in memory.
+        """
+        self._written, self._most_pending = time.monotonic(), len(self._pending) + _MOST_PENDING
+        if self._own is None:
+            self._replace(self._pending)
+        else:
+            lines = b"".join(self._pending)
+            with self._opened() as file:
+                file.truncate(self._size)  # after a write that failed halfway
+                file.seek(self._size)
+                file.write(lines)
+            self._size += len(lines)
         self._pending.clear()
+        self._most_pending = _MOST_PENDING
+
+    def content(self) -> bytes:
+        """Return all rows, those that can't be written included."""
+        written = b"" if self._own is None else os.pread(self._own, self._size, 0)
+        return written + b"".join(self._pending)
+
+    @property
+    def written(self) -> int | None:
+        """Size of the file in bytes; None if rows are missing from it."""
+        return None if self._own is None or self._pending else self._size
+
+    def _opened(self) -> BinaryIO:
+        """Open the file, and check that it is the one that this start has made."""
+        assert self._own is not None
+        file = self.path.open("r+b")
+        if not os.path.samestat(os.fstat(file.fileno()), os.fstat(self._own)):
+            file.close()
+            raise NotOwnError(f"{self.path} belongs to a later start of the run")
+        return file
+
+    def _replace(self, lines: Iterable[bytes]) -> None:
+        """Make a new file of this name."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path, lines, sync=False)  # the copy in a checkpoint is synced
+        self._hold()
+
+    def _hold(self) -> None:
+        """Hold the file of this name: as long as a descriptor is open, no other file gets its number."""
+        self._own = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        self._size = os.fstat(self._own).st_size
+        if self._released is not None:
+            self._released()
+        self._released = weakref.finalize(self, os.close, self._own)
 
     def shorten(self) -> None:
         """Write the collected rows, and leave out all but every k-th step, the first and the last row.
@@ -93,15 +155,13 @@ class Trace:
         self.flush()
         if not self._steps:
             return
-        stride = 1
-        while self._steps[-1] > _MOST_ROWS * stride:
-            stride *= 2
+        stride = _stride(self._steps[-1])
         last = len(self._steps) - 1
         stays = [step % stride == 0 or i in (0, last) for i, step in enumerate(self._steps)]
         if all(stays):
             return
-        with self.path.open("rb") as file:
-            write_atomically(self.path, _thinned(file, stays), sync=False)  # the copy in a checkpoint is synced
+        with self._opened() as file:
+            self._replace(_thinned(file, stays))
         self._steps = array("q", itertools.compress(self._steps, stays))
 
 
@@ -112,6 +172,34 @@ def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         ValueError: A line before the last one is no row: the file is damaged, or no trace.
     """
     return [row for _, row in _rows(Path(path))]
+
+
+def faults_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return what a trace lacks, a phrase each; empty if it has a row for each step.
+
+    Of a trace that :meth:`Trace.shorten` has thinned, the rows that it keeps of each k steps are looked for.
+    """
+    steps = [row["step"] for row in rows]
+    if not steps:
+        return []
+    stride = _stride(steps[-1])
+    kept = sorted({0, *(step for step in steps if step % stride == 0)})
+    found = [
+        f"steps {before + 1:,} to {now - 1:,} are missing" if now - before > 2 else f"step {now - 1:,} is missing"
+        for before, now in itertools.pairwise(kept)
+        if now - before > stride
+    ]
+    return found + [
+        f"step {now:,} comes after step {before:,}" for before, now in itertools.pairwise(steps) if now <= before
+    ]
+
+
+def _stride(last: int) -> int:
+    """Return the k of the rows that stay in a trace with this last step."""
+    stride = 1
+    while last > _MOST_ROWS * stride:
+        stride *= 2
+    return stride
 
 
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -189,53 +277,42 @@ def _check(key: object, value: Any) -> None:
 class TraceFile(Listener):
     """Writes the trace of a run, a row for each optimizer step.
 
-    A failing trace never ends a run: if a row can't be written, as on a full disk, the trace ends with one warning.
+    A failing trace never ends a run. If rows can't be written, as on a full disk, a warning says so, and they are written later.
 
     Args:
-        path: The file. New rows are appended.
+        path: The file.
+        rows: The rows of earlier starts, which replace an existing file. Default: those of the file.
         store: Function that stores the file of an ended run. Default: the file stays where it is.
     """
 
-    def __init__(self, path: Path, *, store: Callable[[Path], object] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        rows: Iterable[Mapping[str, Any]] | None = None,
+        *,
+        store: Callable[[Path], object] | None = None,
+    ) -> None:
         self._path = path
         self._store = store
         self._row: dict[str, Any] | None = None  # the last step's, while metrics may be recorded for it
-        self._trace: Trace | None = None  # None once the trace can't be written
+        self._trace: Trace | None = None  # None once another start has the file
+        self._failing = False
+        self._scratch: Path | None = None  # the folder of a copy for checkpoints, while the file can't be written
         with self._warning_on_error():
-            self._trace = Trace(path)
+            self._trace = Trace(path, rows)
+        self._write(Trace.flush)
 
     @classmethod
-    def in_folder(cls, folder: Path, rows: Sequence[Mapping[str, Any]]) -> TraceFile:
-        """Return a trace that grows in the run's own folder.
-
-        Args:
-            folder: The run's.
-            rows: The rows of earlier starts. They replace the trace of a start that failed later.
-        """
-        path = folder / TRACE
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, (_line(row) for row in rows), sync=False)
-        except OSError as e:
-            _warn_of_loss(e)
-        return cls(path)
-
-    @classmethod
-    def scratch(cls, *, store: Callable[[Path], object]) -> TraceFile | None:
+    def scratch(cls, rows: Iterable[Mapping[str, Any]] = (), *, store: Callable[[Path], object]) -> TraceFile | None:
         """Return a trace in a temporary folder, which is removed with the object; None if there can't be a folder."""
         try:
-            folder = tempfile.mkdtemp(prefix="ray_adascale-")
+            folder = scratch_folder("trace")
         except OSError as e:
-            _warn_of_loss(e)
+            warn_at_user(f"The run will have no trace, since it can't be written: {e}", RuntimeWarning)
             return None
-        trace = cls(Path(folder) / TRACE, store=store)
+        trace = cls(folder / TRACE, rows, store=store)
         weakref.finalize(trace, shutil.rmtree, folder, ignore_errors=True)
         return trace
-
-    def resume(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the rows of earlier starts."""
-        for row in rows:
-            self._write(lambda trace, row=row: trace.append(row))  # type: ignore[misc]
 
     def after_step(self, step: Step) -> None:
         """Write the previous step's row, and keep this step's row for metrics that are recorded for it."""
@@ -263,9 +340,21 @@ class TraceFile(Listener):
             warn_at_user(f"The run's trace could not be stored: {e}", RuntimeWarning)
 
     def files(self) -> dict[str, tuple[Path, int]]:
-        """Return the file with the rows up to the last step, as the ``files`` of :func:`ray_adascale.checkpoint.save`."""
+        """Return a file with the rows up to the last step, as the ``files`` of :func:`ray_adascale.checkpoint.save`."""
         self._write_row()
         self._write(Trace.shorten)
+        if self._trace is None:
+            return {}
+        if (size := self._trace.written) is not None:
+            return {TRACE: (self._path, size)}
+        with contextlib.suppress(OSError):  # this disk is full, too
+            content = self._trace.content()
+            if self._scratch is None:
+                self._scratch = scratch_folder("trace")
+                weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+            path = self._scratch / TRACE
+            write_atomically(path, [content], sync=False)
+            return {TRACE: (path, len(content))}
         return {TRACE: (self._path, self._path.stat().st_size)} if self._path.exists() else {}
 
     def failed(self) -> None:
@@ -282,19 +371,20 @@ class TraceFile(Listener):
         with self._warning_on_error():
             if self._trace is not None:
                 write(self._trace)
+                if self._trace.written is not None:
+                    self._failing = False
 
     @contextlib.contextmanager
     def _warning_on_error(self) -> Iterator[None]:
         try:
             yield
-        except OSError as e:
+        except NotOwnError as e:
             self._trace = None
-            _warn_of_loss(e)
-
-
-def _warn_of_loss(error: OSError) -> None:
-    warn_at_user(
-        f"The run's trace can't be written any more: {error}. Training goes on; the report will lack the next steps of this "
-        "start.",
-        RuntimeWarning,
-    )
+            warn_at_user(f"This start of the run writes no trace any more: {e}.", RuntimeWarning)
+        except OSError as e:
+            if not self._failing:
+                warn_at_user(
+                    f"The run's trace can't be written now: {e}. Training goes on; the rows are kept, and written later.",
+                    RuntimeWarning,
+                )
+            self._failing = True

@@ -252,8 +252,8 @@ def scratch() -> TraceFile:
     return log
 
 
-def take_steps(log: TraceFile, count: int) -> None:
-    for step in range(1, count + 1):
+def take_steps(log: TraceFile, count: int, *, first: int = 1) -> None:
+    for step in range(first, first + count):
         log.after_step(step_of(step, row={"step": step, "loss": 1 / step}))
 
 
@@ -271,31 +271,78 @@ def test_rows_hold_metrics_that_came_after_the_step() -> None:
     ]
 
 
-def _on_a_full_disk(folder: str) -> tuple[list[str], list[int], bool]:
-    """What is warned of, what the trace holds, and whether it still goes into checkpoints."""
+def _on_a_full_disk(folder: str) -> tuple[list[str], list[int], list[int], bool]:
+    """What is warned of, what the trace has meanwhile and at the end, and whether it still goes into checkpoints."""
     log = scratch()
     take_steps(log, 3)
-    path, _ = log.files()[TRACE]
+    path, size = log.files()[TRACE]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # no file of this process can grow
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 40, before[1]))  # a write fails halfway
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            take_steps(log, 1000)
-        kept = set(log.files()) == {TRACE}
-        log.ended("", {})
+            take_steps(log, 500, first=4)
+            kept = set(log.files()) == {TRACE}
+            log.ended("", {})
+        meanwhile = [row["step"] for row in read_trace(path)]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    return [str(warning.message) for warning in said], [row["step"] for row in read_trace(path)], kept
+    log.left()  # the next flush
+    return [str(warning.message) for warning in said], meanwhile, [row["step"] for row in read_trace(path)], kept
 
 
-def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path, pool: Any) -> None:
-    ((said, steps, kept),) = pool(1).run(_on_a_full_disk, str(tmp_path))  # not here: standard output may be a file
+def test_a_full_disk_ends_neither_the_run_nor_the_trace(tmp_path: Path, pool: Any) -> None:
+    ((said, meanwhile, steps, kept),) = pool(1).run(_on_a_full_disk, str(tmp_path))  # not here: stdout may be a file
     assert len(said) == 1
-    assert "trace can't be written any more: " in said[0]
+    assert "trace can't be written now: " in said[0]
     assert "File too large" in said[0]
-    assert steps == [1, 2, 3]
+    assert meanwhile == [1, 2, 3, 4]
+    assert steps == list(range(1, 504))  # without a gap, and without the torn line
     assert kept
+
+
+def test_a_start_in_a_folder_that_cannot_be_written_yet_loses_no_row(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.touch()  # no folder can be made
+    with pytest.warns(RuntimeWarning, match="trace can't be written now"):
+        log = TraceFile(folder / TRACE, rows(1, 2))
+    take_steps(log, 3, first=3)  # without a second warning, which would be an error here
+    path, size = log.files()[TRACE]  # what goes into a checkpoint meanwhile
+    assert path.stat().st_size == size
+    assert [row["step"] for row in read_trace(path)] == [1, 2, 3, 4, 5]
+    folder.unlink()
+    take_steps(log, 1, first=6)
+    log.left()
+    assert [row["step"] for row in read_trace(folder / TRACE)] == [1, 2, 3, 4, 5, 6]
+    assert log.files()[TRACE][0] == folder / TRACE
+
+
+@pytest.mark.parametrize("unwritten", [False, True])
+def test_an_older_start_writes_nothing_once_a_newer_one_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unwritten: bool
+) -> None:
+    """As on a machine that was cut off from the head, and not from the shared folder."""
+    monkeypatch.setattr(observe_trace, "_MOST_ROWS", 8)
+    older = TraceFile(tmp_path / TRACE, [])
+    take_steps(older, 5)
+    older.files()
+    begun = (tmp_path / TRACE).read_bytes()
+    newer = TraceFile(tmp_path / TRACE, rows(1, 2, 3))
+    take_steps(newer, 3, first=4)
+    if not unwritten:
+        newer.left()
+    before = (tmp_path / TRACE).read_bytes()
+    assert before != begun
+    take_steps(older, 4, first=6)
+    with pytest.warns(RuntimeWarning, match="later start"):
+        older.left()
+    take_steps(older, 20, first=10)
+    older.ended("failed", {})
+    assert older.files() == {}
+    assert (tmp_path / TRACE).read_bytes() == before
+    take_steps(newer, 13, first=7)
+    path, _ = newer.files()[TRACE]
+    assert [row["step"] for row in read_trace(path)] == [1, 4, 8, 12, 16, 19]
 
 
 def test_no_room_for_a_trace_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,11 +357,10 @@ def test_no_room_for_a_trace_from_the_start(tmp_path: Path, monkeypatch: pytest.
 def test_a_trace_that_was_never_written_is_not_stored(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     stored: list[Path] = []
-    with pytest.warns(RuntimeWarning, match="trace can't be written any more") as told:
+    with pytest.warns(RuntimeWarning, match="trace can't be written now") as told:
         trace = TraceFile(tmp_path / "file" / TRACE, store=stored.append)
     assert len(told) == 1
     take_steps(trace, 2)
-    assert trace.files() == {}
     trace.ended("done", {})  # without a second warning, which would be an error here
     assert stored == []
 
@@ -330,7 +376,7 @@ def scratch_while_running(scratch: str, backend: LocalBackend) -> list[str]:
         for x in run:
             run.backward(run.model(x).square().mean())
             run.step()
-        return [name for name in os.listdir(scratch) if name.startswith("ray_adascale-")]
+        return [name for name in os.listdir(scratch) if name.startswith("ray_adascale-")]  # a folder of the process
     finally:
         tempfile.tempdir = None
 
