@@ -6,6 +6,7 @@ filter of their own before those of the variable. A filter of the user's program
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -41,7 +42,7 @@ def warn_at_user(message: str, category: type[Warning] = UserWarning) -> None:
     """
     # torch's decorators, hooks and schedulers call this package, so their frames lie between the user's line and ours.
     files = (__file__, getattr(sys.modules.get("torch"), "__file__", None) or __file__)
-    not_the_users = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in files)
+    not_the_users = (*(os.path.dirname(os.path.abspath(file)) + os.sep for file in files), contextlib.__file__)
     level = 1
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_back is not None:

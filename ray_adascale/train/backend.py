@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -169,8 +170,9 @@ class RayTrainBackend(Backend):
             found, candidate = listed.get(path), ray.train.Checkpoint(path, filesystem)
             if found is None or not checkpoint.is_complete(held.enter_context(candidate.as_directory())):
                 if self.channel is not None:  # the driver holds the run's lock
-                    _log.info("Removed %s, which an ended start has left incomplete.", name)
-                    filesystem.delete_dir(path)
+                    with contextlib.suppress(OSError):  # read-only now; a later start removes it
+                        filesystem.delete_dir(path)
+                        _log.info("Removed %s, which an ended start has left incomplete.", name)
             elif later is None and (newest is None or (last is not None and found.place > last.place)):
                 _log.info("%s of optimizer step %s was stored, but not reported: it is used.", name, found.step)
                 later = candidate

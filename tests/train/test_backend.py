@@ -272,6 +272,15 @@ def test_a_checkpoint_that_was_stored_and_not_reported_is_used_and_incomplete_on
     assert found() == whole
     assert cut.exists()  # without the driver's lock
     backend.channel = object()
+    with monkeypatch.context() as read_only:  # the restart falls into a read-only minute
+
+        class ReadOnly(pyarrow.fs.LocalFileSystem):
+            def delete_dir(self, path: str) -> None:
+                raise OSError(30, "Read-only file system")
+
+        read_only.setattr(backend._storage, "storage_filesystem", ReadOnly())
+        assert found() == whole
+        assert cut.exists()
     assert found() == whole
     assert not cut.exists()
     assert not half.exists()

@@ -462,3 +462,51 @@ def test_the_trace_of_an_ended_run_stays_as_it_is(tmp_path: Path) -> None:
     trace.write_bytes(b"".join(trace.read_bytes().splitlines(keepends=True)[1:]))  # as a long one, which is thinned
     scratch_while_running(str(tmp_path), LocalBackend(tmp_path / "run", device="cpu"))
     assert [row["step"] for row in read_trace(trace)] == [2, 3]
+
+
+def test_a_run_beside_an_older_start_and_over_a_read_only_minute_has_one_row_for_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started() -> Run:
+        torch.manual_seed(1)
+        net = torch.nn.Linear(2, 1)
+        config = AdaScaleConfig(base_batch_size=2, total_steps=60, per_worker_batch_size=2, accumulation=2, seed=3)
+        backend = LocalBackend(tmp_path, device="cpu")
+        return Run(
+            net, torch.optim.SGD(net.parameters(), lr=0.01), None, list(torch.randn(64, 2)), config, backend=backend
+        )
+
+    def steps(run: Run, count: int) -> None:
+        end = run.state.iterations + count
+        for x in run:
+            run.backward((run.model(x) - 1).square().mean())
+            run.step()
+            if run.at_boundary and run.state.iterations == end:
+                break
+
+    def read_only(*_: Any, **__: Any) -> Any:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(observe_trace, "_WITHIN_S", 0.0)
+    older = started()
+    steps(older, 10)
+    older.save_checkpoint()
+    steps(older, 2)
+    with monkeypatch.context() as minute:  # the restart falls into it, and so do some steps
+        minute.setattr(observe_trace, "write_atomically", read_only)
+        with pytest.warns(RuntimeWarning, match="Read-only file system"):
+            run = started()
+        steps(run, 3)
+    steps(run, 5)
+    with pytest.warns(RuntimeWarning, match="later start"):
+        steps(older, 4)
+    with monkeypatch.context() as minute:
+        minute.setattr(Trace, "_opened", read_only)
+        with pytest.warns(RuntimeWarning, match="Read-only file system"):
+            steps(run, 4)
+        run.save_checkpoint()
+    steps(run, 1000)
+    found = read_trace(tmp_path / TRACE)
+    assert observe_trace.faults_of(found) == []
+    assert [row["step"] for row in found] == list(range(1, run.state.iterations + 1))
+    assert sum(row["gain"] for row in found) == pytest.approx(run.optimizer.effective_steps, rel=1e-12)
