@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import statistics
 import time
@@ -145,12 +144,11 @@ def _time_alone(
         rule="unscaled",
         precision=config.precision,
         grad_clip=config.grad_clip,
-        evaluate_every=math.inf,
         num_loader_workers=config.num_loader_workers,
         seed=config.seed,
     )
     # The weights don't matter here, and a scheduler may end too early.
-    built.scheduler = None
+    built.scheduler = built.evaluate = None
     run = Run.of(built, settings)
     stamps = [time.monotonic()]
     for batch in run:

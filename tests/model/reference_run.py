@@ -376,7 +376,8 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             if base_run:
                 noise = probe(case, module, seen[0][0]) if tau % case.probe_every == 0 else (math.nan, math.nan)
             if limit < math.inf:
-                torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], limit)
+                stepped = {p for group in groups for p in group["params"]}
+                torch.nn.utils.clip_grad_norm_([p for p in module.parameters() if p in stepped], limit)
             for group, r_group, at_base in zip(groups, result.gains, curve[calls_at(case, leg, tau)], strict=True):
                 factor, exponent = apply_rule(case, leg, r_group, scale, tau)
                 group.update({**at_base, "params": group["params"], "lr": factor * at_base["lr"]})

@@ -67,7 +67,7 @@ class Trial:
         self.saved: list[Path] = []
         keep.mkdir(exist_ok=True)
 
-        def report(metrics: Any, checkpoint: Any) -> None:
+        def report(metrics: Any, checkpoint: Any, **_: Any) -> None:
             step = metrics["optimizer_steps"]
             self.saved.append(Path(shutil.copytree(checkpoint.path, keep / f"checkpoint_{step:02d}")))
 
@@ -168,7 +168,7 @@ def test_a_trial_goes_on_from_any_checkpoint_as_if_nothing_happened(
 
 def test_other_workers_collect_nothing_and_write_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[Path] = []
-    monkeypatch.setattr(ray.train, "report", lambda metrics, checkpoint: reported.append(Path(checkpoint.path)))
+    monkeypatch.setattr(ray.train, "report", lambda metrics, checkpoint, **_: reported.append(Path(checkpoint.path)))
     backend = object.__new__(_TrialBackend)
     backend.rank, backend.collected = 1, None
     outcome = StepReport(metrics={"loss": 1.0}, effective_steps=3.0, schedule=schedule(T, B0))
