@@ -219,7 +219,8 @@ import torch
 def net(): return torch.nn.Linear(6, 2)
 """
 
-# The errors are 2 at the first evaluation, 3 and 4 at the next. There is time for checkpoints between them.
+# The errors are 2 at the first evaluation, 3 and 4 at the next; the untrained model's 1 does not count. There is time for
+# checkpoints between them.
 FILE = """
 import time
 import torch
@@ -227,7 +228,7 @@ import w_neighbour
 from ray_adascale import Workload
 def workload(config):
     model = w_neighbour.net()
-    errors = iter([2.0, 3.0, 4.0])
+    errors = iter([1.0, 2.0, 3.0, 4.0])
     def loss_fn(model, x):
         time.sleep(0.05)
         return model(x).square().mean()
