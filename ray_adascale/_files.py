@@ -112,7 +112,9 @@ def _scratch_of_process(place: str, process: int) -> Path:
             shutil.rmtree(lock.parent, ignore_errors=True)
             os.close(descriptor)
     folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=place))
-    _locked(folder / _SCRATCH_LOCK)  # held as long as the process lives
+    _locked(folder / "lock.new")  # held as long as the process lives
+    # A lock has its name only once it is held: a process that starts at this moment would remove the folder.
+    (folder / "lock.new").rename(folder / _SCRATCH_LOCK)
 
     def remove() -> None:
         if os.getpid() == process:  # and not in a process that was forked

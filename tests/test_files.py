@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -160,6 +161,24 @@ tempfile.tempdir = sys.argv[1]
 print("made", flush=True)
 time.sleep(60)
 """
+
+
+def test_a_process_that_makes_its_folder_is_not_taken_for_one_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No lock has its name before it is held: else a process that starts at that moment would remove the folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found: list[list[Path]] = []
+    flock = fcntl.flock
+
+    def spied(descriptor: int, operation: int) -> None:
+        found.append(list(tmp_path.glob("*/.lock")))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", spied)
+    scratch_folder("checkpoint")
+    assert found == [[]]
+    assert len(list(tmp_path.glob("*/.lock"))) == 1
 
 
 def test_temporary_files_of_a_killed_process_are_removed_by_the_next_and_others_stay(

@@ -165,7 +165,8 @@ def _refuse_uncounted_passes(adascale: AdaScale, steps: int = 10) -> None:
             raise RuntimeError(
                 f"This step has {passes} backward passes and the settings have one, so it would count for the examples of one. "
                 f"Set AdaScaleConfig(accumulation={passes}); with Accelerate Accelerator(gradient_accumulation_steps={passes}), "
-                "and `with accelerator.accumulate(model):` around each pass."
+                "and `with accelerator.accumulate(model):` around each pass. If the passes are of several losses of the same "
+                "examples, add the losses: (loss + other_loss).backward()."
             )
 
     hook = watched.register_hook(begun)
