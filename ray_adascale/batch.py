@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -281,7 +281,7 @@ class BatchSettings:
                     f"Invalid {{}}: smaller than base_batch_size={base}, so the scale would be below 1.",
                     global_batch_size=self.global_batch_size,
                 )
-            return self._made(self.global_batch_size, workers)
+            return _with_two_samples(self._made(self.global_batch_size, workers))
         if self.elastic:
             passes = max(passes, math.ceil(base / (per_pass * workers)))
         batch = per_pass * workers * passes
@@ -291,7 +291,12 @@ class BatchSettings:
                 f"{passes} passes. Raise per_worker_batch_size, accumulation or num_workers, so that the scale is at least 1.",
                 base_batch_size=base,
             )
-        return BatchPlan(base, batch, workers, passes)
+        return _with_two_samples(BatchPlan(base, batch, workers, passes))
+
+    def halves(self, plan: BatchPlan) -> bool:
+        """Whether the plan has two passes in place of the one that the settings give."""
+        alone = not self.changes and plan.world_size == self.accumulation == 1 and plan.accumulation == 2
+        return alone and plan.global_batch_size <= self._per_pass
 
     def _smallest(self, workers: int, fewest: int) -> BatchPlan:
         """Return the plan of the base batch, or of the next larger batch that the workers can make.
@@ -338,6 +343,11 @@ class BatchSettings:
                 break
             passes = max(passes, math.floor(plans[-1].global_batch_size * _NEAR / (workers * size))) + 1
         return plans
+
+
+def _with_two_samples(plan: BatchPlan) -> BatchPlan:
+    """Return the plan with two passes where it has one gradient sample at S > 1, which tells nothing of the noise."""
+    return replace(plan, accumulation=2) if plan.num_samples == 1 and plan.scale > 1 else plan
 
 
 def nearest_plan(plans: Sequence[BatchPlan], batch: float) -> BatchPlan:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:  # the options of the command line come from this module, and 
     from .recipe import Recipe
 
 
+PROBE_EVERY = 20
+"""Optimizer steps of a base run from one measurement of the noise to the next: each costs one more pass, 5 % of the run."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EarlyStop:
     """End a run, with a checkpoint, once its evaluations stop improving.
@@ -101,12 +105,6 @@ class AdaScaleConfig:
             the gradient of a larger batch is less noisy. A multiple does, and clips at S > 1 alone: the expected norm is the root
             of the average of ‖ḡ‖² over effective time, with ``averaging_window`` as its memory.
         averaging_window: Memory of the averages of σ² and μ² as a share of the run.
-        noise: How the noise of the gradient is measured. "samples": by the gradients of workers and passes; one worker makes two
-            passes of half the size in place of one, and a base run takes the halves of a batch. "per_example": by the gradient
-            norms of the single examples, which the backward pass yields layer by layer; a model that is not covered is refused.
-            "auto": by examples where there is one gradient sample a step and the model is covered, else by samples.
-        noise_budget: Share of the time of the steps that per-example norms may cost. So only every few steps are measured. A base
-            run measures every fifth instead.
         seed: Seed of the order of examples, and of the weights that a workload makes.
         shuffle: Draw the order of an epoch's examples from the seed, instead of the dataset's order.
         dataset_length: Examples an epoch over all workers, for datasets without a length (iterables, Ray Data).
@@ -145,8 +143,6 @@ class AdaScaleConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     grad_clip: str | float | None = None
     averaging_window: float = 0.05
-    noise: Literal["auto", "per_example", "samples"] = "auto"
-    noise_budget: float = 0.05
     seed: int = 0
     shuffle: bool = True
     dataset_length: int | None = None
@@ -169,7 +165,6 @@ class AdaScaleConfig:
         for name in (
             "total_epochs",
             "averaging_window",
-            "noise_budget",
             "evaluate_every",
             "checkpoint_every_s",
             "report_every_s",
@@ -194,7 +189,6 @@ class AdaScaleConfig:
             ("scheduler_unit", (None, "step", "epoch")),
             ("sharding", ("auto", "none", "oss", "zero2", "fsdp2")),
             ("precision", ("fp32", "bf16", "fp16")),
-            ("noise", ("auto", "per_example", "samples")),
         ):
             if getattr(self, name) not in allowed:
                 raise SettingError(f"Invalid {{}}. Must be one of {allowed}.", **{name: getattr(self, name)})

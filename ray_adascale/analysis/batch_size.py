@@ -124,8 +124,6 @@ class _Search:
             rule=copy.deepcopy(config.rule),
             precision=config.precision,
             grad_clip=config.grad_clip,
-            noise=config.noise,
-            noise_budget=math.inf,
             evaluate_every=math.inf,
             shuffle=False,
         )

@@ -13,7 +13,7 @@ import torch
 from ..batch import BatchSettings
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig, read_settings
-from ..measure.probe import examples_of, halves_of
+from ..data.cut import examples_of, halves_of
 from ..recipe import Recipe
 from ..run.boundary.backend import LocalBackend
 from ..run.boundary.evaluation import in_eval_mode

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from .._files import check_writable, unique_name
+from ..config import PROBE_EVERY
 from .checking import OnRay
 from .command import file_and_function, search_space, tell
 from .options import option
@@ -24,8 +25,8 @@ class Tune(OnRay):
     Attributes:
         num_samples: Trials.
         repeats: Run the best three again with N other seeds each, and select the best mean; narrows the forecast's interval.
-        probe_every: Optimizer steps from one measurement of the noise to the next, for the forecast. Default: 5 by per-example
-            norms, 20 by halves of batches, which cost about a step.
+        probe_every: Optimizer steps from one measurement of the noise to the next, for the forecast. Each costs one more
+            pass.
         param_space: Ray Tune's search space, a dict. Default: param_space beside the workload.
         scheduler: Asha stops trials that are behind others; none lets each one end.
         cpus_per_trial: CPUs of a trial. Default: 1.
@@ -38,7 +39,7 @@ class Tune(OnRay):
 
     num_samples: int = 8
     repeats: int = 0
-    probe_every: int | None = option(None, metavar="K")
+    probe_every: int = option(PROBE_EVERY, metavar="K")
     param_space: str | None = option(None, metavar="FILE:NAME")
     scheduler: Literal["asha", "none"] = "asha"
     cpus_per_trial: float | None = None

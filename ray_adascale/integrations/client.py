@@ -18,8 +18,7 @@ from .._warn import warn_at_user
 from ..batch import BatchPlan
 from ..config import AdaScaleConfig, read_settings
 from ..gain import advanced
-from ..measure.per_example import not_covered
-from ..measure.probe import probe_examples, probe_noise
+from ..measure.probe import BatchPair
 from ..optim.adascale import AdaScale
 from ..optim.step_shape import StepEnd, StepShape
 from ..optim.tau_schedule import TauSchedule
@@ -246,15 +245,15 @@ class StepLog:
 class RecipeRecorder:
     """Records the recipe of a client's base run: one worker at the base batch, with probes of the noise.
 
-    A probe is one more forward and backward pass over the batch: with its single examples as gradient samples, where per-example
-    norms are available for the model, else in halves. It changes no state, so the run is bit-identical to one without probes.
+    A probe compares the gradients of two consecutive batches at the weights of the first, in an extra pass for each. It changes
+    no state, so the run is bit-identical to one without probes.
 
     Args:
         loss_fn: ``loss_fn(model, batch)``, the mean loss over the batch's examples, of the bare model.
         probe_every: Optimizer steps between two probes.
     """
 
-    def __init__(self, loss_fn: Callable[[nn.Module, Any], Tensor], probe_every: int = 20) -> None:
+    def __init__(self, loss_fn: Callable[[nn.Module, Any], Tensor], probe_every: int = 40) -> None:
         self._loss_fn, self._probe_every = loss_fn, check_count("probe_every", probe_every)
         self._schedule: TauSchedule | None = None
         self._config: AdaScaleConfig | None = None
@@ -264,7 +263,8 @@ class RecipeRecorder:
     def reset(self) -> None:
         """Drop the probes. An adapter calls this before a new run."""
         self._noise: list[NoiseProbe] = []
-        self._by_examples: bool | None = None  # None before the first probe
+        self._pair: BatchPair | None = None
+        self._tau = 0.0  # of the pair
         self._started = time.monotonic()
 
     def begin(self, schedule: TauSchedule, config: AdaScaleConfig) -> None:
@@ -291,26 +291,19 @@ class RecipeRecorder:
             )
 
     def before_step(self, model: nn.Module, batch: Any) -> None:
-        """Probe the noise of a batch, if a probe is due. An adapter calls this before training on the batch."""
+        """Probe the noise, if a probe is due or begun. An adapter calls this before training on the batch."""
         assert self._schedule is not None
+        if self._pair is None:
+            self._pair = BatchPair(model, self._loss_fn)
+        if self._pair.begun:
+            sigma2, mu2 = self._pair.end(batch)
+            if math.isfinite(sigma2) and math.isfinite(mu2):
+                self._noise.append(NoiseProbe(effective_steps=self._tau, sigma2=sigma2, mu2=mu2))
         tau = self._schedule.effective_steps
-        if tau % self._probe_every or (self._noise and self._noise[-1].effective_steps >= tau):
-            return
-        trained = [p for group in self._schedule.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        if self._by_examples is None:
-            self._by_examples = not not_covered(model, [trained])
-        probed: tuple[float, float] | str | None = "not covered"
-        if self._by_examples:
-            probed = probe_examples(model, self._loss_fn, batch, parameters=trained)
-        if isinstance(probed, str):
-            self._by_examples = False
-            probed = probe_noise(model, self._loss_fn, batch, parameters=trained)
-        if probed is None:
-            warn_at_user(
-                "The batch can't be split in two, so its noise is not probed. The recipe will have no forecast."
-            )
-        elif all(map(math.isfinite, probed)):
-            self._noise.append(NoiseProbe(effective_steps=tau, sigma2=probed[0], mu2=probed[1]))
+        if tau % self._probe_every == 0 and not (self._noise and self._noise[-1].effective_steps >= tau):
+            self._tau = tau
+            trained = [p for group in self._schedule.optimizer.param_groups for p in group["params"] if p.requires_grad]
+            self._pair.begin_with(batch, trained)
 
     def recipe(
         self,
@@ -350,7 +343,6 @@ class RecipeRecorder:
                 schedule=self._schedule.base_schedule,
                 noise=self._noise,
                 momentum=self._momentum,
-                noise_source="examples" if self._by_examples else "halves",
                 noise_every=self._probe_every,
             ),
             workload=workload,

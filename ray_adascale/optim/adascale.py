@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from .._warn import warn_at_user
 from ..sharding.oss import OSS
 from .algorithm import AdaScaleAlgorithm, from_numbers, portable
 from .averages import Averages, CountDecay, Smoothing, check_averaging
-from .example_noise import NoiseChoice
 from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, ScalingRule
 from .step_shape import StepEnd, StepResult, StepShape
@@ -61,10 +60,6 @@ class AdaScale(OptimizerWrapper):
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment). Default: AdaScale's (r, r).
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of, for another metric than the Euclidean.
         model: The model. Needed for ``fully_shard``, per-example norms, and a communication hook of DDP.
-        noise: The gradient samples. "samples": the gradients of workers and passes. "per_example": the examples of the batch,
-            along the first dimension of each layer's input, by their gradient norms in each layer of ``model``. "auto": examples
-            where a step above S = 1 has one sample and they are covered.
-        noise_budget: Share of the time that per-example norms may cost: every few steps are measured.
 
     Raises:
         ValueError: An argument is out of its range, the optimizer is wrapped already, or its sharding is not supported.
@@ -102,8 +97,6 @@ class AdaScale(OptimizerWrapper):
         rule: ScalingRule | None = None,
         precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
         model: torch.nn.Module | None = None,
-        noise: Literal["auto", "per_example", "samples"] = "auto",
-        noise_budget: float = 0.05,
     ) -> None:
         super().__init__(optimizer)
         if model is not None:
@@ -119,8 +112,6 @@ class AdaScale(OptimizerWrapper):
             process_group = optimizer.group
         workers = Workers(world_size, process_group)
         self._is_scaled_loss = is_scaled_loss
-        window = None if averaging_window is None else averaging_window * cast(float, total_steps)
-        self._noise = NoiseChoice(noise, noise_budget, model if precondition is None else None, window)
         self._single_gain = single_gain
         self._statistics = GradientStatistics(
             optimizer,
@@ -207,8 +198,6 @@ class AdaScale(OptimizerWrapper):
         self._require_boundary("add_param_group")
         self._algorithm.synchronize()
         self._optimizer.add_param_group(param_group)
-        self._statistics.measure_by(None)
-        self._choose_samples(self._statistics.declared)
         self._statistics.add_group()
         if not self._single_gain:
             self._averages.add_gain(self._statistics.declared)
@@ -255,7 +244,7 @@ class AdaScale(OptimizerWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         self._algorithm.synchronize()
-        return {**super().__getstate__(), "_noise": NoiseChoice("samples", 1.0, None)}
+        return super().__getstate__()
 
     # ---- FairScale's interface -----------------------------------------------------------------------------------
 
@@ -343,13 +332,7 @@ class AdaScale(OptimizerWrapper):
     def _declare(self, passes: int, scale: float) -> None:
         scaled, workers = self._is_scaled_loss, self._statistics.workers.count
         shape = StepShape(passes, workers, float(scale), loss_divisor=passes if scaled else 1, to_mean=scaled)
-        self._choose_samples(shape)
         self._statistics.declare(shape)
-
-    def _choose_samples(self, shape: StepShape) -> None:
-        if self._statistics.uncovered is None:
-            groups = [group["params"] for group in self.param_groups]
-            self._statistics.measure_by(self._noise.examples(shape, groups, self._statistics.examples))
 
     def expect_passes(self, passes: int, *, scale: float | None = None, loss_divided_by: int | None = None) -> None:
         """Announce that one optimizer step, the one under way or else the next, has fewer backward passes than declared.

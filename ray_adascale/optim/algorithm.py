@@ -17,7 +17,6 @@ from ..gain import Average, advanced
 from ..sharding.oss import OSS
 from .averages import Averages, NoiseReadout, StepNumbers
 from .deferred import HostCopy, skippable_step, steps_on_device
-from .example_noise import no_examples
 from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, RuleInput, ScalingRule, betas_of
 from .step_counts import StepCounts
@@ -268,18 +267,12 @@ class AdaScaleAlgorithm:
     def state(self) -> dict[str, Tensor]:
         """Return averages, clock and the part of the examples: copies on the CPU. The keys are the same in all runs."""
         self.synchronize()
-        state = {
+        return {
             **self._averages.state(),
-            **self._no_examples(),
             "effective_steps": torch.tensor(self.last.effective_steps, dtype=torch.float64),
             "previous_gain": torch.tensor(self.last.gain, dtype=torch.float64),
             "steps": torch.tensor(self.last.steps),
         }
-        examples = self._statistics.examples
-        return state if examples is None else state | examples.state()
-
-    def _no_examples(self) -> dict[str, Tensor]:
-        return no_examples(self._statistics.num_gains, [p.requires_grad for p in self._statistics.params])
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Load a :meth:`state`.
@@ -289,7 +282,6 @@ class AdaScaleAlgorithm:
         """
         self._averages.check(state)
         self.synchronize()
-        state = self._no_examples() | state
         self._averages.load(state)
         self.last = replace(
             self.last,
@@ -297,16 +289,12 @@ class AdaScaleAlgorithm:
             effective_steps=float(state["effective_steps"]),
             steps=int(state["steps"]),
         )
-        if self._statistics.examples is not None:
-            self._statistics.examples.load(state, self._statistics.device)
 
     def restart(self) -> None:
         """Reset averages and clock."""
         self.synchronize()
         self._averages.restart()
         self.last = replace(self.last, gain=1.0, effective_steps=0.0, steps=0)
-        if self._statistics.examples is not None:
-            self._statistics.examples.load(self._no_examples(), self._statistics.device)
 
 
 def _scaled(lr: float | Tensor, factor: float | Tensor, scale: float) -> Any:
@@ -327,8 +315,7 @@ def portable(state: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor
     parameter group gets the numbers. ``dcp.load`` loads the keys that a fresh optimizer's state has, and raises if one is missing
     in the checkpoint.
     """
-    tensors = {k: v for k, v in state.items() if not k.startswith("examples_")}
-    return {k: v.tolist() for k, v in state.items()}, tensors
+    return {k: v.tolist() for k, v in state.items()}, state
 
 
 def from_numbers(numbers: dict[str, Any], *, like: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -351,5 +338,4 @@ def of_other_base_batch(state: dict[str, Tensor], ratio: float) -> dict[str, Ten
     old, new = ((t / state["weight"]).nan_to_num(0).clamp(min=0).sum() for t in (state["total"], total))
     if old > 0:
         changed["previous_gain"] = state["previous_gain"] * new / old
-    changed["examples_sigma2"] = state["examples_sigma2"] * ratio
     return state | changed

@@ -14,7 +14,6 @@ from .._torch import count_of_writes, is_dtensor, without_gradients
 from ..measure.norms import finite_check, take_norm
 from ..measure.observers import GradientObserver
 from ..sharding.oss import OSS
-from .example_noise import ExampleNoise, ExampleSums
 from .observing import has_dtensors, has_sharded_gradients, make_observer
 from .step_shape import StepEnd, StepShape
 from .step_sums import Parts, StepSums, constant, joined, separate
@@ -36,14 +35,11 @@ class GradientStatistics:
         model: The model, where norms may be taken of it.
 
     Attributes:
-        examples: Measures the noise by the single examples; None: by the gradient samples of workers and passes. Set it with
-            :meth:`measure_by`.
         declared: Shape of a full step. Set it with :meth:`declare`.
         step_end: Decides which pass is a step's last; None: the declared number of passes does.
         weights: w of this worker's gradient sample in each pass; None: all 1/n.
         payload: 1-D numbers that are summed over workers in the same all-reduce; None: none.
         observer: Measures the norms; None where there is nothing to measure.
-        uncovered: Why examples turned out not to be measurable; None otherwise.
         passes: Backward passes so far in this step.
         sums: The sums of the step, once its last pass has ended.
         left_out: Whether a GradScaler left out the last complete step, as the clearing of its gradients shows.
@@ -71,14 +67,12 @@ class GradientStatistics:
         self._single_gain = single_gain
         self._precondition = precondition
         self._model = model
-        self.examples: ExampleNoise | None = None
         self.declared = StepShape(1, workers.count)
         self.step_end: StepEnd | None = None
         self._expected: StepShape | None = None  # of the step under way or the next, where it differs from `declared`
         self.weights: Sequence[float] | None = None
         self.payload: Tensor | None = None
         self.observer: GradientObserver | None = None
-        self.uncovered: str | None = None
         self._unhooked = False
         self.passes = 0
         self.sums: StepSums | None = None
@@ -98,7 +92,6 @@ class GradientStatistics:
             "_model": None,
             "payload": None,
             "step_end": None,
-            "examples": None,
         }
         return {**self.__dict__, **own}
 
@@ -150,12 +143,6 @@ class GradientStatistics:
         self.declared, self._expected = shape, None
         self.attach()
 
-    def measure_by(self, examples: ExampleNoise | None) -> None:
-        """Measure the noise from the next step on by single examples; with None, by gradient samples."""
-        if self.examples is not None and self.examples is not examples:
-            self.examples.detach()
-        self.examples = examples
-
     def expect(self, shape: StepShape) -> None:
         """Set the shape of the step under way, or at a step boundary of the next one; the steps after it are full ones."""
         if self.sums is not None:
@@ -180,13 +167,11 @@ class GradientStatistics:
                 self._optimizer,
                 self,
                 workers=self.workers.count,
-                local=several and self.examples is None,
+                local=several,
                 one_pass=self.declared.passes == 1,
                 model=self._model,
                 precondition=self._precondition,
             )
-        if self.examples is not None:
-            self.examples.detach() if self.observer is None else self.examples.begin_step()
 
     on_reducer_attached = attach
     """Called by OSS when a ShardedDataParallel begins to reduce its gradients."""
@@ -195,23 +180,18 @@ class GradientStatistics:
         """Watch the parameter group that was added to the optimizer last."""
         if self.observer is not None:
             self.observer.add_group(self._optimizer.param_groups[-1]["params"])
-            if self.examples is not None:
-                self.examples.begin_step()
 
     def unhook(self) -> None:
         """Stop watching for good."""
         if self.observer is not None:
             self.observer.detach()
         self.observer = None
-        self.measure_by(None)
         self._unhooked = True
 
     # ---- the passes of a step ------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Clear the passes since the last step."""
-        if self.passes and self.examples is not None:
-            self.examples.begin_step()
         self.left_out |= self.sums is not None and self._scales_loss
         self._clear_passes()
 
@@ -227,7 +207,6 @@ class GradientStatistics:
         self._ending: StepShape | None = None  # the shape, while the pass that runs is the step's last
         self._ended: StepShape | None = None  # the shape, once the last pass has ended
         self._sent: tuple[Parts, Tensor | None, dist.Work | None] | None = None  # the all-reduce under way
-        self._examples: Tensor | None = None  # this worker's ExampleSums, as a tensor
         self.sums = None
         self._too_many = self._uncleared = False
 
@@ -236,8 +215,6 @@ class GradientStatistics:
         self._clear_passes()
         if self.observer is not None:
             self._stepped_with = self._first_gradient()
-            if self.examples is not None:
-                self.examples.end_step()
         self._expected = self.payload = None
 
     def _first_gradient(self) -> tuple[int, int] | None:
@@ -286,7 +263,7 @@ class GradientStatistics:
         if self._ignored:
             return
         shape, self._ending = self._ending, None
-        if self.examples is None and (shape is None or shape.num_samples > 1):
+        if shape is None or shape.num_samples > 1:
             self._norms.append(observer.local_sq_norms())
         self.passes += 1
         if shape is None:
@@ -306,15 +283,13 @@ class GradientStatistics:
     @property
     def lacks_samples(self) -> bool:
         """Whether the steps to come can't measure their noise: they have one gradient sample at S ≠ 1."""
-        return self.examples is None and self.declared.scale != 1 and self.declared.num_samples == 1
+        return self.declared.scale != 1 and self.declared.num_samples == 1
 
     def _no_samples(self) -> RuntimeError:
-        why = "" if self.uncovered is None else f" The single examples can't be measured: {self.uncovered}."
         return RuntimeError(
             f"One gradient sample a step at scale {self.declared.scale:g} tells nothing of the noise, so the gain is "
-            f"unknown.{why} Make two backward passes of half the size: AdaScale(..., num_gradients_to_accumulate=2), or "
-            "AdaScaleConfig(accumulation=2, per_worker_batch_size=half of it). Or give AdaScale(..., model=model), whose single "
-            "examples are measured where its layers allow it."
+            "unknown. Make two backward passes of half the size: AdaScale(..., num_gradients_to_accumulate=2), or "
+            "AdaScaleConfig(accumulation=2, per_worker_batch_size=half of it)."
         )
 
     def _finish_passes(self, sums: StepSums) -> None:
@@ -398,10 +373,6 @@ class GradientStatistics:
         else:
             local = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=self.device)
         parts = {**parts, "a": local, "complete": constant(float(self._ended is not None), local.device)}
-        if self.examples is not None and (sums := self.examples.end_passes()) is not None:
-            self._examples = sums.as_tensor()
-        if self._examples is not None:
-            parts["examples"] = self._examples
         if self.payload is not None:
             parts["payload"] = self.payload.to(local)
         if not self.workers.reduce:
@@ -432,31 +403,8 @@ class GradientStatistics:
         if self._grad_scaler is not None and self._scales_loss:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
             own["loss_scale"] = self._grad_scaler.scale(constant(1.0, parts["a"].device))
-        examples = self._covered_examples(parts.get("examples"))
         travelled = None if own else numbers
-        return StepSums(self.shape, own | parts, travelled, examples, observer.complete, self._ended is not None)
-
-    def _covered_examples(self, by_example: Tensor | None) -> ExampleNoise | None:
-        """Return :attr:`examples`. The first measured step without an overflow shows whether the model is covered.
-
-        Up to then a measured step waits for the device. A change of the trainable parameters begins that anew.
-
-        Raises:
-            RuntimeError: It can't, and the steps have no other gradient samples.
-        """
-        examples = self.examples
-        if examples is None or by_example is None or examples.settled:
-            return examples
-        if examples.settle(ExampleSums.of(by_example), self.workers.count if self.workers.reduce else 1):
-            return examples
-        why = examples.problem or "another worker can't measure, and says why"
-        if examples.required:
-            raise RuntimeError(
-                f"noise='per_example' can't be used with this model: {why}. Use noise='auto' or 'samples'."
-            )
-        self.measure_by(None)
-        self.uncovered = why
-        return None
+        return StepSums(self.shape, own | parts, travelled, observer.complete, self._ended is not None)
 
     def _sums_without_passes(self) -> StepSums:
         """Return the sums of a step without measured passes: at n = 1 and S = 1, or after :meth:`unhook`."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..gain import gradient_moments
-from .example_noise import ExampleNoise, ExampleSums
 from .step_shape import StepShape
 
 Parts = dict[str, Tensor]
@@ -54,7 +53,6 @@ class StepSums:
     shape: StepShape
     parts: Parts
     travelled: Tensor | None = None
-    examples: ExampleNoise | None = None
     watched: bool = False
     seen_here: bool = False
 
@@ -102,17 +100,9 @@ class StepSums:
             a, c = a / squared, c / squared
         if num_gains < groups:
             a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
-        if not self.watched or (self.examples is None and shape.num_samples == 1):
+        if not self.watched or shape.num_samples == 1:
             return (a + c).sum(), None, None
         usable = None if self.seen_here else self.parts["complete"][0] > 0
         ones = constant(1.0, c.device).expand(num_gains)
-        if self.examples is None:
-            sample = torch.stack([*gradient_moments(a, c, scale=shape.scale, count=shape.num_samples), ones])
-            return sample.sum(), sample, usable
-        sums, found = None, self.parts.get("examples")
-        if found is not None:
-            sums = ExampleSums.of(found)
-            sq_norms = sums.sq_norms if squared is None else sums.sq_norms / squared
-            sums = replace(sums, sq_norms=sq_norms.sum(dim=0, keepdim=True) if num_gains < groups else sq_norms)
-        moments, measured = self.examples.moments(sums, c, shape)
-        return (a + c).sum(), torch.stack([*moments, ones]), measured if usable is None else usable & measured
+        sample = torch.stack([*gradient_moments(a, c, scale=shape.scale, count=shape.num_samples), ones])
+        return sample.sum(), sample, usable

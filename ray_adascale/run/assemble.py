@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from .._errors import SettingError
 from .._files import TRACE
+from .._warn import warn_at_user
 from ..batch import BatchFollower, BatchPlan
 from ..checkpoint.model import frozen_names
 from ..checkpoint.per_worker import has_state, without_own
 from ..config import AdaScaleConfig, read_settings
-from ..data import make_source
+from ..data import is_map_style, make_source
 from ..data.iterables import known_length
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MapSource
@@ -99,8 +101,6 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     config = read_settings(config).with_recipe(recipe)
     rank, device = backend.rank, backend.device
     model, optimizer = pieces.model, pieces.optimizer
-    if pieces.weight_of is not None:
-        config = _without_examples(config)
     check_built(model, optimizer, config, recipe)
     warn_of_state_dict_hooks(optimizer)
     _check_early_stop(config, pieces.evaluate)
@@ -126,7 +126,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         device=device,
         fully_sharded=wrapped.sharding == "fsdp2",
     )
-    batch = StepBatch(follower, wrapped.optimizer, splits=isinstance(source, MapSource))
+    batch = StepBatch(follower, wrapped.optimizer)
     evaluation = Evaluation(
         pieces.evaluate,
         module,
@@ -190,16 +190,6 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     )
 
 
-def _without_examples(config: AdaScaleConfig) -> AdaScaleConfig:
-    """Return the settings of a run with ``weight_of``: single examples have unequal shares of a mean over units."""
-    if config.noise == "per_example":
-        raise SettingError(
-            "Invalid {} with weight_of: examples with unequal numbers of units are no equal gradient samples. Use 'samples'.",
-            noise=config.noise,
-        )
-    return replace(config, noise="samples")
-
-
 def _resume(
     backend: Backend,
     config: AdaScaleConfig,
@@ -217,8 +207,8 @@ def _resume(
             workers_before = train_state.load(folder, accept_changes=config.accept_changes)
         elif start is not None:
             start()
-        if batch.plan() != plan:
-            plan = batch.plan()
+        if batch.follower.plan != plan:
+            plan = batch.follower.plan
             set_batch(plan, train_state.optimizer, train_state.source, backend.rank)
         if evaluation.stalled is not None:
             train_state.loop.stopped = evaluation.stalled
@@ -250,6 +240,8 @@ def _data_of(pieces: Pieces, config: AdaScaleConfig, backend: Backend) -> tuple[
     """Return the source of the data with the first batch, the follower that chooses the batches, and T."""
     dataset, workers = pieces.train_dataset, backend.world_size
     plan = config.batch.plan(workers)
+    if config.batch.halves(plan):
+        _tell_of_two_passes(plan, dataset)
     source = make_source(
         dataset,
         plan.split(backend.rank),
@@ -273,6 +265,18 @@ def _data_of(pieces: Pieces, config: AdaScaleConfig, backend: Backend) -> tuple[
     if follower.plan != plan:
         source.set_split(follower.plan.split(backend.rank))
     return source, follower, total_steps
+
+
+def _tell_of_two_passes(plan: BatchPlan, dataset: Any) -> None:
+    """Warn that a step has two passes in place of one; raise if the data come in batches of another size."""
+    half = plan.global_batch_size // 2
+    why = f"One gradient sample a step at scale {plan.scale:g} tells nothing of the noise."
+    if not (is_map_style(dataset) or isinstance(dataset, IterableDataset) or hasattr(dataset, "iter_torch_batches")):
+        raise ValueError(
+            f"{why} Make two passes of half the size: AdaScaleConfig(accumulation=2, per_worker_batch_size={half}), with "
+            f"batches of {half} examples. A map-style dataset is split by the run itself."
+        )
+    warn_at_user(f"{why} So a step has two passes of half the size, as with accumulation=2.")
 
 
 def _schedules_of(

@@ -310,8 +310,6 @@ def adascale_of(
         batch_size=plan.global_batch_size,
         rule=rule,
         precondition=adam_preconditioner(optimizer) if metric_of(rule) == "adam" else None,
-        noise=config.noise,
-        noise_budget=config.noise_budget,
     )
 
 

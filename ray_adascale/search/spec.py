@@ -19,13 +19,9 @@ from .._errors import SettingError, check_count, check_type
 from .._fields import json_value
 from .._files import SEARCH, join, read_json, write_json
 from ..config import AdaScaleConfig, read_settings
-from ..run.base.base_noise import NoiseEvery
 from ..run.base.base_run import base_config, kept_settings, workload_name
 from ..workload import WorkloadFn
 from .trial import EPOCHS
-
-_REPEATS_DENSER = 4
-"""Probes on every 5th step bring many more forecasts within 10 % than on every 20th (benchmarks/studies/pages/forecast.md)."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -55,7 +51,7 @@ class SearchSpec:
     resources_per_trial: Mapping[str, float] | None
     scaling_config: ScalingConfig | None
     max_concurrent_trials: int | None
-    probe_every: int | None
+    probe_every: int
     trial_config: AdaScaleConfig = field(init=False)
     tune_scheduler: schedulers.TrialScheduler = field(init=False)
 
@@ -96,16 +92,6 @@ class SearchSpec:
         """Whether the scheduler may pause a trial, which then resumes from a checkpoint."""
         # ASHA and FIFO never pause a trial. Other schedulers, subclasses included, may.
         return type(self.tune_scheduler) not in (schedulers.AsyncHyperBandScheduler, schedulers.FIFOScheduler)
-
-    @property
-    def noise_every(self) -> NoiseEvery:
-        """Density of the measurements of the noise in a trial."""
-        return NoiseEvery.given(self.probe_every)
-
-    @property
-    def repeats_noise_every(self) -> NoiseEvery:
-        """Density in a repeat. The forecast uses the measurements of all repeats, and those of one trial only."""
-        return NoiseEvery.given(self.probe_every, denser=_REPEATS_DENSER)
 
     @property
     def searcher_name(self) -> str:

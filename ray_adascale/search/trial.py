@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from .. import checkpoint
 from .._files import scratch_folder
 from ..checkpoint.rng import seed_everything
-from ..config import AdaScaleConfig
+from ..config import PROBE_EVERY, AdaScaleConfig
 from ..recipe import NoiseProbe
-from ..run.base.base_noise import NoiseEvery, NoiseRecorder
+from ..run.base.base_noise import NoiseRecorder
 from ..run.base.base_run import RESULT, BaseResult, Momentum, momentum_of, train_base
 from ..run.boundary.backend import Backend, ReportPolicy
 from ..run.boundary.stage import StepReport
@@ -50,7 +50,7 @@ class TrialSetup(ABC):
 
     workload: WorkloadFn
     config: AdaScaleConfig
-    noise_every: NoiseEvery
+    noise_every: int
 
     @abstractmethod
     def train(self, hyperparameters: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ class Collected:
     def __init__(self, metric: str, mode: Literal["min", "max"]) -> None:
         self.noise: list[NoiseProbe] = []
         self.recorder: NoiseRecorder | None = None
-        self.samples_every = NoiseEvery.examples
+        self.samples_every = PROBE_EVERY
         self.evaluated: tuple[str, ...] = ()
         self.advice: list[str] = []
         self.reads: ConfigAccessLog | None = None
@@ -149,7 +149,7 @@ class Collected:
                 advice=self.advice,
                 unread={} if self.reads is None else self.reads.unread,
                 momentum=self.momentum,
-                noise_source="samples" if self.recorder is None else self.recorder.source,
+                noise_source="samples" if self.recorder is None else "pairs",
                 noise_every=self.samples_every if self.recorder is None else self.recorder.every,
             )
             report[RESULT] = ended.to_json()

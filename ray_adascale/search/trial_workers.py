@@ -152,11 +152,11 @@ class _TrialBackend(RayTrainBackend):
 def _train(given: dict[str, Any]) -> dict[str, Any]:
     """Train the base run together with the other workers. Rank 0 returns the last report."""
     setup: OnWorkers = given["setup"]
-    backend = _TrialBackend(setup.noise_every.examples, given["reports"])
+    backend = _TrialBackend(setup.noise_every, given["reports"])
     with annotate_exceptions():
         workload = build_on_worker(setup.workload, given["hyperparameters"], setup.config, backend.rank)
         collected = Collected(workload.metric, workload.mode)
-        collected.samples_every = setup.noise_every.examples
+        collected.samples_every = setup.noise_every
         if backend.rank == 0:
             backend.collected = collected
         run = make_run(workload, setup.config, collected, backend)

@@ -24,9 +24,8 @@ from ray.util.annotations import PublicAPI
 from .._errors import check_type
 from .._files import absolute, join, unique_name
 from .._warn import warn_at_user
-from ..config import AdaScaleConfig
+from ..config import PROBE_EVERY, AdaScaleConfig
 from ..recipe import Recipe, Repeat
-from ..run.base.base_noise import NoiseEvery
 from ..run.base.base_run import BaseResult, freeze
 from ..train.cluster import portable, quiet_init
 from ..train.run_lock import RunLock
@@ -63,7 +62,7 @@ def tune_recipe(
     resources_per_trial: Mapping[str, float] | None = None,
     scaling_config: ScalingConfig | None = None,
     max_concurrent_trials: int | None = None,
-    probe_every: int | None = None,
+    probe_every: int = PROBE_EVERY,
     storage_path: str | os.PathLike[str] | None = None,
     name: str | None = None,
     verbose: int = 1,
@@ -73,8 +72,8 @@ def tune_recipe(
 
     Each trial is the plain base run in one process. S = 1, so it is bit-identical to a loop without this library. It reports to
     Tune after each evaluation: every ``config.evaluate_every`` effective steps, a tenth of the run by default, and at the end.
-    The noise of the gradients is measured on every ``probe_every``-th step: by per-example norms in the step's own backward pass
-    where they cover the model, else by an extra pass over the two halves of the batch (``config.noise``).
+    The noise of the gradients is measured on every ``probe_every``-th step, by an extra pass over the next batch at the weights
+    of that step.
 
     The winner is the best of the trials that reached T, by the workload's metric at the end. With the metric ``"loss"``, a
     report holds the mean training loss since the previous report (at the end, of the last tenth of the run), because the loss
@@ -123,7 +122,7 @@ def tune_recipe(
             trial is one process. Schedulers that stop trials then need Ray's dashboard, which frees the trials' resources.
         max_concurrent_trials: Default: as many as fit on the cluster. With ``scaling_config`` the limit is at most the number
             that fits on the cluster at the start.
-        probe_every: Optimizer steps from one measurement of the noise to the next. Default: 5 by per-example norms, 20 by halves.
+        probe_every: Optimizer steps from one measurement of the noise to the next. A measurement costs one more pass.
             Halves cost as much as a step, twice as much for tiny models. With ``scaling_config`` the workers' gradient samples
             have the noise at no cost. Halves of repeats are measured four times as often, for the forecast.
         storage_path: Folder or URI for Tune's results; default ``~/ray_results``.
@@ -229,7 +228,7 @@ class _Search:
         spec = self.spec
         watch = Watch(spec.num_trials, verbose=self.verbose, earlier=self.earlier, space=spec.param_space)
         self._fit(
-            tune.with_parameters(run_trial, setup=self._setup(self.run_config.name, spec.noise_every)),
+            tune.with_parameters(run_trial, setup=self._setup(self.run_config.name)),
             spec.param_space,
             self.run_config,
             watch,
@@ -287,7 +286,7 @@ class _Search:
             describe=lambda config: str(planned[config["repeat"]]),
             best=functools.partial(best_mean_so_far, planned),
         )
-        setup = self._setup(str(where.name), spec.repeats_noise_every)
+        setup = self._setup(str(where.name))
         self._fit(
             tune.with_parameters(run_repeat, setup=setup, planned=planned),
             {"repeat": tune.grid_search(list(range(len(planned))))},
@@ -307,14 +306,14 @@ class _Search:
         repeats = [Repeat(seed=repeat.seed, score=outcome.score, noise=outcome.noise) for repeat, outcome in best]
         return best[0][0].candidate, repeats, failed
 
-    def _setup(self, name: str, noise_every: NoiseEvery) -> TrialSetup:
+    def _setup(self, name: str) -> TrialSetup:
         """Return the setup of the trials or of the repeats. Tune's folder for them has this name."""
         spec, workload = self.spec, portable(self.spec.workload)
         if spec.scaling_config is None:
             return InOneProcess(
                 workload=workload,
                 config=spec.trial_config,
-                noise_every=noise_every,
+                noise_every=spec.probe_every,
                 threads=max(1, int(spec.resources.get("CPU", 1))),
                 checkpoints=spec.may_pause,
             )
@@ -323,7 +322,7 @@ class _Search:
         return OnWorkers(
             workload=workload,
             config=spec.trial_config,
-            noise_every=noise_every,
+            noise_every=spec.probe_every,
             scaling_config=spec.scaling_config,
             folder=join(str(self.run_config.storage_path), f"{name}/workers"),
         )

@@ -294,8 +294,8 @@ used = lambda name: _table(_read(Path("/proc/self/status")), 1024)[name]
 room = 400 << 20
 limit = used("VmData") + room
 resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
-print(find_batch_size(workload, AdaScaleConfig(noise="samples"), device="cpu"))
-print(find_batch_size(workload, AdaScaleConfig(noise="samples"), device="cpu", workers=2))
+print(find_batch_size(workload, AdaScaleConfig(), device="cpu"))
+print(find_batch_size(workload, AdaScaleConfig(), device="cpu", workers=2))
 print(resource.getrlimit(resource.RLIMIT_DATA)[0] == limit)
 """
 

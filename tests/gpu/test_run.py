@@ -25,7 +25,6 @@ CASES = {
     "bf16-fused": Case(fused=True, settings={"precision": "bf16"}),
     "fp16": Case(settings={"precision": "fp16"}),
     "fp16-fused": Case(fused=True, settings={"precision": "fp16"}),
-    "examples": Case(fused=True, settings={"accumulation": 1, "base_batch_size": 8, "noise": "per_example"}),
 }
 
 

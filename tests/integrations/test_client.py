@@ -158,10 +158,9 @@ def test_a_row_is_written_before_the_next_step_and_a_skipped_step_leaves_it_alon
     assert [row["loss"] for row in read_trace(tmp_path / "trace.jsonl")][1:] == [0.25, 0.5]
 
 
-@pytest.mark.parametrize("kind", ["examples", "halves"])
-def test_a_base_run_is_probed_by_examples_where_the_model_is_covered(kind: str) -> None:
+def test_a_base_run_is_probed_by_pairs_of_batches() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), *([nn.BatchNorm1d(4)] if kind == "halves" else []), nn.Linear(4, 1))
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = AdaScaleConfig(base_batch_size=8, total_steps=4)
     adascale, schedule = attach(model, optimizer, None, config)
@@ -175,7 +174,7 @@ def test_a_base_run_is_probed_by_examples_where_the_model_is_covered(kind: str) 
         adascale.zero_grad()
     recipe = recorder.recipe({}, metric="loss", mode="min", score=0.0, workload=nn.Linear)
     assert [probe.effective_steps for probe in recipe.noise] == [0, 2]
-    assert recipe.search["noise"] == {"from": kind, "every": 2}
+    assert recipe.search["noise"] == {"from": "pairs", "every": 2}
 
 
 @pytest.mark.parametrize("resumed_at", [0, 2])

@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
+from ray_adascale.data.cut import halves_of
 from ray_adascale.gain import gradient_moments
-from ray_adascale.measure.probe import probe_examples, probe_noise
+from ray_adascale.measure.probe import BatchPair
 
 Batch = tuple[Tensor, Tensor]
 
@@ -33,28 +32,70 @@ def linear(weights: np.ndarray[Any, Any]) -> nn.Linear:
     return model
 
 
-def by_hand(
-    x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], w: np.ndarray[Any, Any], scale: float
-) -> np.ndarray[Any, Any]:
-    """σ², μ² of ½(wᵀx − y)² from two halves: the formulas of the design, section 2, with n = 2."""
-    m = len(y)
-    cut = (m + 1) // 2
-    gradients = [(xs @ w - ys) @ xs / len(ys) for xs, ys in ((x[:cut], y[:cut]), (x[cut:], y[cut:]))]
-    weights = [cut / m, 1 - cut / m]
-    mean = sum(wi * g for wi, g in zip(weights, gradients, strict=True))
-    a = sum(wi * (g @ g) for wi, g in zip(weights, gradients, strict=True))
-    c = mean @ mean
-    sigma2 = scale * (a - c)
-    return np.array([sigma2, c - sigma2 / scale])
+def probe_noise(
+    model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, parameters: Any = None
+) -> tuple[float, float]:
+    """σ² and μ² from the two halves of a batch, as two batches of half the size."""
+    halves = halves_of(batch)
+    assert halves is not None
+    pair = BatchPair(model, loss_fn)
+    pair.begin_with(halves[0][0], parameters)
+    assert pair.begun
+    found = pair.end(halves[1][0])
+    assert not pair.begun
+    return found
 
 
-@pytest.mark.parametrize(("m", "scale"), [(2, 1.0), (3, 1.0), (8, 1.0), (9, 4.0), (10, 2.5)])
-def test_a_linear_model_by_hand(m: int, scale: float) -> None:
+@pytest.mark.parametrize("m", [1, 2, 5])
+def test_a_linear_model_by_hand(m: int) -> None:
     rng = np.random.default_rng(m)
-    x, y, w = rng.normal(size=(m, 3)), rng.normal(size=m), rng.normal(size=3)
-    found = probe_noise(linear(w), mse, (torch.from_numpy(x), torch.from_numpy(y)), scale=scale)
-    # float64 throughout; the two sum in different orders.
-    np.testing.assert_allclose(np.array(found), by_hand(x, y, w, scale), rtol=1e-12)
+    x, y, w = rng.normal(size=(2 * m, 3)), rng.normal(size=2 * m), rng.normal(size=3)
+    g1, g2 = ((xs @ w - ys) @ xs / m for xs, ys in ((x[:m], y[:m]), (x[m:], y[m:])))
+    found = probe_noise(linear(w), mse, (torch.from_numpy(x), torch.from_numpy(y)))
+    # Of two independent samples: σ² = ‖g1 − g2‖²/2 and μ² = g1·g2. float64 throughout, summed in different orders.
+    np.testing.assert_allclose(np.array(found), [(g1 - g2) @ (g1 - g2) / 2, g1 @ g2], rtol=1e-12)
+
+
+def test_a_step_is_the_first_of_the_pair_at_its_own_weights() -> None:
+    seed_all()
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+    plain = copy.deepcopy(model)
+    first, second = ((torch.randn(8, 6), torch.randint(3, (8,))) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    pair, other = BatchPair(model, cross_entropy), BatchPair(plain, cross_entropy)
+    cross_entropy(model, first).backward()
+    pair.begin()
+    optimizer.step()
+    optimizer.zero_grad()
+    other.begin_with(first)
+    assert pair.end(second) == other.end(second)
+
+
+def test_it_is_unbiased_where_batch_norm_couples_the_examples() -> None:
+    """The mean of 200 pairs against the variance and the mean of 500 gradients of whole batches."""
+    seed_all()
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+    x, y = torch.randn(400, 4), torch.randint(3, (400,))
+    params = list(model.parameters())
+
+    def batch() -> Batch:
+        rows = torch.randint(400, (8,))
+        return x[rows], y[rows]
+
+    pair, pairs = BatchPair(model, cross_entropy), []
+    for _ in range(200):
+        pair.begin_with(batch())
+        pairs.append(pair.end(batch()))
+    samples = torch.stack(
+        [
+            torch.cat([g.flatten() for g in torch.autograd.grad(cross_entropy(model, batch()), params)])
+            for _ in range(500)
+        ]
+    ).double()
+    sigma2, mu2 = torch.tensor(pairs, dtype=torch.float64).mean(0).tolist()
+    assert sigma2 == pytest.approx(float(samples.var(0).sum()), rel=0.15)  # 200 pairs: a standard error of 4 %
+    error = torch.tensor(pairs, dtype=torch.float64)[:, 1].std() / 200**0.5
+    assert abs(mu2 - float(samples.mean(0).square().sum())) < 3 * error
 
 
 # --- Training doesn't notice ------------------------------------------------------------------------------------------
@@ -233,7 +274,7 @@ def test_everything_is_put_back_also_when_the_loss_raises(fails_at: int | None) 
     modes = [m.training for m in model.modules()]
     rng = generators()
     if fails_at is None:
-        assert probe_noise(model, loss_fn, batch) is not None
+        probe_noise(model, loss_fn, batch)
     else:
         with pytest.raises(Boom):
             probe_noise(model, loss_fn, batch)
@@ -259,7 +300,7 @@ def test_hooks_on_parameters_do_not_fire() -> None:
     edges = [p.view_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]  # type: ignore[union-attr]
     for accumulate in edges:  # what DDP hooks into
         accumulate.register_hook(lambda *_: fired.append("node"))  # type: ignore[union-attr]
-    assert probe_noise(model, cross_entropy, (torch.randn(8, 6), torch.randint(3, (8,)))) is not None
+    probe_noise(model, cross_entropy, (torch.randn(8, 6), torch.randint(3, (8,))))
     assert fired == []
     cross_entropy(model, (torch.randn(8, 6), torch.randint(3, (8,)))).backward()
     assert set(fired) == {"tensor", "accumulated", "node"}  # they are in place, and would have told
@@ -288,7 +329,7 @@ def slow_probe(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], ha
         for half in halves
     )
     a = (g1 @ g1 + g2 @ g2) / 2
-    sigma2, mu2 = gradient_moments(a, ((g1 + g2) / 2).square().sum(), scale=1, count=2)
+    sigma2, mu2 = gradient_moments(a, ((g1 + g2) / 2).square().sum(), scale=2, count=2)
     return sigma2.item(), mu2.item()
 
 
@@ -353,7 +394,8 @@ def mean_output(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def squared_output(model: nn.Module, x: Tensor) -> Tensor:
-    model.eval()  # batch statistics and dropout would differ between the two ways
+    model.eval()  # batch statistics and dropout would differ between the two ways, as random numbers would
+    seed_all()
     return model(x).square().mean()
 
 
@@ -381,7 +423,6 @@ def test_agrees_with_ordinary_gradients(model: Any, loss_fn: Any, batch: Any) ->
     state = copy.deepcopy(net.state_dict())
     found = probe_noise(net, loss_fn, x)
     assert all(torch.equal(net.state_dict()[k], v) for k, v in state.items())
-    assert found is not None
     # float32 gradients; the difference of the two halves' is rounded once more.
     assert found == pytest.approx(slow_probe(net, loss_fn, [x[:4], x[4:]]), rel=1e-5, abs=1e-9)
 
@@ -414,7 +455,7 @@ def test_a_model_that_shows_a_part_of_its_parameters_is_measured_by_that_part(ma
     whole.load_state_dict(model.state_dict())
     expected = probe_noise(whole, mean_output, x, parameters=list(whole.head.parameters()))
     assert probe_noise(model, mean_output, x) == expected
-    assert probe_noise(model, mean_output, x, parameters=[model.body.weight]) is not None  # type: ignore[union-attr, list-item]
+    probe_noise(model, mean_output, x, parameters=[model.body.weight])  # type: ignore[union-attr, list-item]
 
 
 class Buffered(nn.Module):
@@ -496,7 +537,7 @@ def test_half_precision_gradients_are_compared_in_higher() -> None:
     x = torch.tensor([[1.5], [2.0**-8]], dtype=torch.bfloat16)
     found = probe_noise(model, mean_output, x)
     difference = (1.5 - 2.0**-8) ** 2
-    assert found == pytest.approx((difference / 4, 1.5 * 2.0**-8), rel=1e-12)
+    assert found == pytest.approx((difference / 2, 1.5 * 2.0**-8), rel=1e-12)
 
 
 def test_only_the_parameters_asked_for_and_trainable_ones_count() -> None:
@@ -517,20 +558,19 @@ def test_only_the_parameters_asked_for_and_trainable_ones_count() -> None:
 def test_weights_outside_the_model_get_no_gradient() -> None:
     outside = nn.Parameter(torch.ones(()))
     x = torch.randn(4, 2, requires_grad=True)
-    assert probe_noise(nn.Linear(2, 1), lambda m, b: (outside * m(b)).mean(), x) is not None
+    probe_noise(nn.Linear(2, 1), lambda m, b: (outside * m(b)).mean(), x)
     assert outside.grad is None
     assert x.grad is None
 
 
 def test_works_where_gradients_are_off() -> None:
     with torch.no_grad():
-        assert probe_noise(nn.Linear(2, 1), mean_output, torch.randn(4, 2)) is not None
+        probe_noise(nn.Linear(2, 1), mean_output, torch.randn(4, 2))
         assert not torch.is_grad_enabled()
 
 
 def test_gradients_that_are_not_finite_show() -> None:
     found = probe_noise(nn.Linear(1, 1), mean_output, torch.tensor([[1.0], [torch.inf]]))
-    assert found is not None
     assert not np.isfinite(found).any()
 
 
@@ -548,70 +588,6 @@ def test_mistakes_are_named() -> None:
         probe_noise(model.requires_grad_(False), mean_output, x)
 
 
-# --- Kinds of batches -------------------------------------------------------------------------------------------------
-
-Pair = namedtuple("Pair", ["x", "rest"])
-
-
-def halves_of(batch: Any) -> list[Any]:
-    seen: list[Any] = []
-
-    def loss_fn(model: nn.Module, part: Any) -> Tensor:
-        seen.append(part)
-        return model.weight.sum()  # type: ignore[union-attr, operator]
-
-    found = probe_noise(nn.Linear(1, 1), loss_fn, batch)
-    assert (found is None) == (not seen)
-    return seen
-
-
-def test_a_nested_batch_is_cut_and_keeps_its_structure() -> None:
-    shared, temperature = object(), torch.tensor(2.0)
-    batch = {
-        "pair": Pair(torch.arange(5), [np.arange(10).reshape(5, 2), "one text for all"]),
-        "ordered": OrderedDict(a=torch.arange(5.0), b=3),
-        "counts": defaultdict(int, c=torch.arange(5)),
-        "captions": ["a", "b", "c", "d", "e"],
-        "size": (5, 5, 5, 5, 5),
-        "shared": shared,
-        "temperature": temperature,
-    }
-    first, second = halves_of(batch)
-    for part, rows in ((first, slice(0, 3)), (second, slice(3, 5))):  # as equal as possible
-        assert isinstance(part["pair"], Pair)
-        assert torch.equal(part["pair"].x, torch.arange(5)[rows])
-        np.testing.assert_array_equal(part["pair"].rest[0], np.arange(10).reshape(5, 2)[rows])
-        assert part["pair"].rest[1] == "one text for all"
-        assert isinstance(part["ordered"], OrderedDict)
-        assert torch.equal(part["ordered"]["a"], torch.arange(5.0)[rows])
-        assert isinstance(part["counts"], defaultdict)
-        assert torch.equal(part["counts"]["c"], torch.arange(5)[rows])
-        assert part["captions"] == list("abcde")[rows]
-        assert part["size"] == (5, 5, 5, 5, 5)
-        assert part["shared"] is shared
-        assert part["temperature"] is temperature
-    assert torch.equal(batch["counts"]["c"], torch.arange(5))  # type: ignore[index]  # the batch itself is untouched
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        None,
-        [],
-        "text",
-        torch.tensor(1.0),
-        torch.zeros(1, 2),
-        torch.zeros(0, 2),
-        (torch.zeros(4), torch.zeros(3)),
-        {"a": torch.zeros(4), "b": [np.zeros(5)]},
-        pack_sequence([torch.zeros(3), torch.zeros(2)]),
-        (torch.zeros(2), pack_padded_sequence(torch.zeros(2, 1), torch.tensor([2]))),
-    ],
-)
-def test_what_cannot_be_cut_is_not_probed(batch: Any) -> None:
-    assert halves_of(batch) == []
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_the_generator_and_the_statistics_are_as_on_the_cpu() -> None:
     torch.manual_seed(0)
@@ -621,71 +597,5 @@ def test_on_a_gpu_the_generator_and_the_statistics_are_as_on_the_cpu() -> None:
     assert probe_noise(model.cuda(), mean_output, x.cuda()) == pytest.approx(cpu, rel=1e-10)
     noisy = nn.Sequential(model, nn.Dropout())
     before = torch.cuda.get_rng_state()
-    assert probe_noise(noisy, mean_output, x.cuda()) is not None
+    probe_noise(noisy, mean_output, x.cuda())
     assert torch.equal(torch.cuda.get_rng_state(), before)
-
-
-# ---- by the examples of a batch ------------------------------------------------------------------------------------------
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Dropout(0.0), nn.Linear(5, 1)).double()
-
-
-def test_examples_are_the_samples_of_the_formula() -> None:
-    model, batch = network(), (torch.randn(7, 6).double(), torch.randn(7).double())
-    samples = []
-    for i in range(7):
-        grads = torch.autograd.grad(mse(model, (batch[0][i : i + 1], batch[1][i : i + 1])), list(model.parameters()))
-        samples.append(torch.cat([g.flatten() for g in grads]))
-    stacked = torch.stack(samples)
-    a, c = stacked.square().sum(1).mean(), stacked.mean(0).square().sum()
-    expected = gradient_moments(a, c, scale=1.0, count=7)
-    assert probe_examples(model, mse, batch) == pytest.approx([x.item() for x in expected], rel=1e-12)
-
-
-def test_a_part_of_the_parameters_by_examples() -> None:
-    model, batch = network(), (torch.randn(7, 6).double(), torch.randn(7).double())
-    whole = probe_examples(model, mse, batch)
-    last = probe_examples(model, mse, batch, parameters=list(model[3].parameters()))
-    model[0].requires_grad_(False)
-    assert probe_examples(model, mse, batch) == last != whole
-
-
-def test_a_probe_by_examples_leaves_no_trace() -> None:
-    model, batch = network(), (torch.randn(8, 6).double(), torch.randn(8).double())
-    mse(model, batch).backward()
-    fired: list[int] = []
-    model[0].weight.register_hook(lambda grad: fired.append(1))
-    before = [(p.detach().clone(), p.grad.clone()) for p in model.parameters()]  # type: ignore[union-attr]
-    parameters, state = list(model.parameters()), torch.get_rng_state()
-    assert isinstance(probe_examples(model, mse, batch), tuple)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not fired
-    for p, was, (weight, grad) in zip(model.parameters(), parameters, before, strict=True):
-        assert p is was
-        assert torch.equal(p, weight)
-        assert torch.equal(p.grad, grad)  # type: ignore[arg-type]
-    assert not any(module._forward_hooks for module in model.modules())
-
-
-class UsedTwice(nn.Module):
-    """A linear layer whose weight is used once more outside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6, bias=False, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(torch.tanh(self.layer(x)), self.layer.weight).sum(-1)
-
-
-def test_what_examples_can_not_measure_is_said_or_refused() -> None:
-    batch = (torch.randn(8, 6).double(), torch.randn(8).double())
-    found = probe_examples(UsedTwice(), mse, batch)
-    assert isinstance(found, str)
-    assert "used elsewhere" in found
-    assert probe_examples(network(), mse, (batch[0][:1], batch[1][:1])) == "a batch of one example"
-    with pytest.raises(ValueError, match="BatchNorm1d"):
-        probe_examples(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double(), mse, batch)

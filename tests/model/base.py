@@ -37,13 +37,23 @@ def order_of(length: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(length, generator=torch.Generator().manual_seed(hashed)).tolist()
 
 
-def batch_of(leg: Leg, batches: Sequence[tuple[int, int]] = (), tau: float = 0.0) -> tuple[int, int]:
-    """B and the passes of a step: B is given, or workers × passes × examples of a pass, or by the schedule of (τ, B)."""
+def batch_of(
+    leg: Leg, batches: Sequence[tuple[int, int]] = (), tau: float = 0.0, *, bare: bool = False
+) -> tuple[int, int]:
+    """B and the passes of a step: B is given, or workers × passes × examples of a pass, or by the schedule of (τ, B).
+
+    A run makes two passes where one on one worker would tell nothing of the noise; ``bare``: the loop makes its own.
+    """
+    batch, passes = _given_batch(leg, batches, tau)
+    return batch, 2 if not bare and leg.workers * passes == 1 and batch > leg.base else passes
+
+
+def _given_batch(leg: Leg, batches: Sequence[tuple[int, int]], tau: float) -> tuple[int, int]:
     if batches:
         now = [batch for start, batch in batches if start <= tau][-1]
         above_base = max(batch for _, batch in batches) > leg.base
         fewest = 2 if leg.workers == 1 and above_base else 1
-        return batch_of(replace(leg, batch=now, passes=max(leg.passes, fewest)))
+        return _given_batch(replace(leg, batch=now, passes=max(leg.passes, fewest)), (), 0.0)
     if leg.batch is None:
         assert leg.per_worker is not None
         return leg.workers * leg.passes * leg.per_worker, leg.passes
@@ -65,7 +75,7 @@ class Shape:
 
 def shape_of(case: Case, leg: Leg, step: int, tau: float, plan: tuple[int, int] | None) -> Shape:
     """The shape of a step; ``plan``: its (B, passes), where the noise decides."""
-    batch, passes = plan or batch_of(leg, case.batches, tau)
+    batch, passes = plan or batch_of(leg, case.batches, tau, bare=case.client == "adascale")
     full = ([passes] + [count for at, count in case.changes if step >= at])[-1]
     passes = dict(case.short).get(step, full)
     if case.client == "adascale":

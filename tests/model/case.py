@@ -66,8 +66,6 @@ class Case:
         scheduler: Name of the scheduler; None for none.
         unit: "step" or "epoch".
         rule: Name of the scaling rule.
-        noise: "samples", "per_example" or "auto".
-        every: Whether the noise of single examples is measured on every step; else as rarely as is allowed.
         probe_every: Base run: steps from one measurement to the next.
         precision: "fp32", "bf16" or "fp16"; the weights' dtype is ``dtype`` anyway.
         dtype: "float64" or "float32".
@@ -108,8 +106,6 @@ class Case:
     scheduler: str | None = None
     unit: str = "step"
     rule: str = "adascale"
-    noise: str = "samples"
-    every: bool = True
     probe_every: int = 3
     precision: str = "fp32"
     dtype: str = "float64"
@@ -253,7 +249,6 @@ NETS = {
     "twice": _Twice,
     "branch": _Branch,
 }
-COVERED = ("mlp", "hooked", "conv", "words", "twice")  # nets whose noise can be measured by single examples
 
 
 def net(case: Case) -> nn.Module:

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from .base import batch_of
-from .case import COVERED, NETS, SCHEDULERS, Case, Leg, net
+from .case import NETS, SCHEDULERS, Case, Leg, net
 
 _SHARDINGS = ("none", "oss", "zero2", "fsdp2")
 _ADAMS = ("adam", "amsgrad", "adamw")
@@ -24,7 +24,6 @@ def refusal(case: Case) -> str | None:
     for i, leg in enumerate(case.legs):
         batch, _ = batch_of(leg)
         sharding = leg.sharding if leg.workers > 1 else "none"
-        measured = leg.workers * leg.passes > 1 or batch != leg.base or bool(case.batches) or case.client == "base"
         before = case.legs[max(i - 1, 0)]
         found += [
             (not bare and case.scheduler == "plateau", "ReduceLROnPlateau"),
@@ -39,14 +38,12 @@ def refusal(case: Case) -> str | None:
             (not run and adam and sharding != "none", "precondition= needs"),
             (adam and case.optimizer not in _ADAMS, "need torch.optim.Adam"),
             (run and adam and isinstance(case.clip, str), "divided as Adam does"),
-            (adam and case.noise == "per_example", "excludes precondition"),
             (run and sharding == "fsdp2" and case.precision == "fp16", "Use precision='bf16'"),
             (sharding == "fsdp2" and case.fused and case.optimizer == "sgd", "can't step the shards of fully_shard"),
             (
                 sharding == "fsdp2" and fewest_rows < leg.workers,
                 "can't step the shards of fully_shard: .* fails with a matrix",
             ),
-            (measured and case.noise == "per_example" and case.net == "tied", "per-example|per_example"),
             (
                 case.bare_model and leg.workers > 1 and sharding in ("none", "oss"),
                 r"run\.model\(\.\.\.\) was not called",
@@ -100,8 +97,8 @@ def allowed(case: Case) -> bool:
         legs[0].lr == 1,
         # a start of a run that has ended saves nothing, so that the last checkpoint may be that of an earlier start
         all(leg.accept or len({_fixed(x) for x in legs[:i]}) <= 1 for i, leg in enumerate(legs)),
-        not base_run or (default("poison", "frozen", "precision", "window", "every") and case.rule == "unscaled"),
-        not base_run or (not several and case.noise != "auto" and legs[0].base > 1),
+        not base_run or (default("poison", "frozen", "precision", "window") and case.rule == "unscaled"),
+        not base_run or (not several and legs[0].base > 1),
         not base_run or (legs[0].workers, legs[0].passes, legs[0].per_worker) == (1, 1, legs[0].base),
         base_run or default("probe_every"),
         case.scheduler is not None or case.unit == "step",
@@ -116,11 +113,7 @@ def allowed(case: Case) -> bool:
         # torch: reduced precision is of float32 weights; fully_shard needs a gradient of every parameter
         case.precision == "fp32" or case.dtype == "float32",
         case.net != "branch" or "fsdp2" not in shardings,
-        case.net != "branch" or case.noise != "per_example",
-        not bare or case.precision == "fp32" or (case.noise == "samples" and "fsdp2" not in shardings),
-        # the noise of single examples needs two of them; one gradient sample above S = 1 is measured by them alone
-        case.noise == "samples" or all(batch_of(leg)[0] > 1 for leg in legs),
-        case.noise == "samples" or not bare or all(leg.workers * (leg.per_worker or 0) > 1 for leg in legs),
+        not bare or case.precision == "fp32" or "fsdp2" not in shardings,
         all(_measurable(case, leg) for leg in legs),
         # the state dict of an optimizer with DTensors goes through torch.distributed.checkpoint
         case.via != "state_dict" or not several or "fsdp2" not in shardings,
@@ -144,11 +137,10 @@ def allowed(case: Case) -> bool:
         ),
         # only Run saves and loads a model
         case.net != "hooked" or run,
-        case.added is None
-        or (shardings <= {"zero2"} and not several and default("frozen", "scheduler", "noise", "changes")),
+        case.added is None or (shardings <= {"zero2"} and not several and default("frozen", "scheduler", "changes")),
         case.added is None or (case.debias and case.optimizer != "muon" and case.net in ("mlp", "conv", "words")),
         case.added is None or (not betas and case.rule not in ("adamscale", "legw")),
-        not case.rescaled or (case.noise == "samples" and default("changes", "short")),
+        not case.rescaled or default("changes", "short"),
         # refused in the first step, to which a start after T does not come
         not case.bare_model or not several,
         # batches of the run's own
@@ -164,20 +156,10 @@ def allowed(case: Case) -> bool:
 
 def _measurable(case: Case, leg: Leg) -> bool:
     """Return whether the noise of a start's steps can be measured at all."""
-    if case.batches or case.efficiency:
+    if case.client == "run":
         return True  # the run makes two passes
-    counts = {batch_of(leg)[1], *(count for _, count in case.changes)}
-    for passes in (x for x in counts if leg.workers * x == 1):
-        scale = (
-            batch_of(leg)[0] / leg.base
-            if case.client == "run"
-            else leg.workers * passes * (leg.per_worker or 0) / leg.base
-        )
-        if scale != 1 or case.rescaled:
-            by_examples = case.noise == "per_example" or (case.noise == "auto" and scale > 1 and case.net in COVERED)
-            if not by_examples or case.rule == "adamscale":
-                return False
-    return True
+    counts = {leg.passes, *(count for _, count in case.changes)}
+    return all(leg.workers * passes > 1 or (leg.per_worker == leg.base and not case.rescaled) for passes in counts)
 
 
 def _leg(rng: random.Random, run: bool, base: int, total: int) -> Leg:
@@ -226,7 +208,6 @@ def _any_case(rng: random.Random) -> Case:
     sgd, momentum = optimizer == "sgd", rng.choice((0.0, 0.9, 0.5))
     nesterov = sgd and momentum > 0 and rng.random() < 0.4
     scheduler = maybe(0.85, rng.choice(SCHEDULERS), None) if rng.random() < 0.98 else "plateau"
-    noise = rng.choices(("samples", "per_example", "auto"), (60, 28, 12))[0]
     more: dict[str, Any] = {}
     if bare:
         more = {
@@ -243,7 +224,7 @@ def _any_case(rng: random.Random) -> Case:
             "added": maybe(0.2, rng.randint(1, 4), None),
         }
         if more["added"]:
-            scheduler, noise = None, "samples"
+            scheduler = None
     elif run:
         batches = ((0, rng.randint(base, 12)), (rng.randint(1, 3), rng.randint(base, 20)), (5, rng.randint(base, 30)))
         more = {
@@ -262,7 +243,7 @@ def _any_case(rng: random.Random) -> Case:
         client=client,
         legs=tuple(legs),
         via=rng.choice(("state_dict", "dcp")) if bare and len(legs) > 1 else "checkpoint",
-        net=rng.choice(COVERED if noise == "per_example" and rng.random() < 0.98 else tuple(NETS)),
+        net=rng.choice(tuple(NETS)),
         optimizer=optimizer,
         momentum=momentum if sgd else 0.0,
         nesterov=nesterov,
@@ -274,8 +255,6 @@ def _any_case(rng: random.Random) -> Case:
         scheduler=scheduler,
         unit=maybe(0.3, "epoch", "step") if scheduler and not bare else "step",
         rule=rule,
-        noise=noise,
-        every=maybe(0.5, True, False) or base_run,
         precision="fp32" if base_run else rng.choices(("fp32", "bf16", "fp16"), (8, 1, 1))[0],
         dtype=maybe(0.85, "float64", "float32"),
         clip=maybe(0.3, rng.choice((0.5, 2.0, 1e9, "1.2x" if run else 0.1, "0.9x" if run else 4.0)), None),
@@ -347,7 +326,6 @@ def values(case: Case) -> dict[str, str]:
         "scheduler": str(case.scheduler),
         "unit": case.unit,
         "rule": case.rule,
-        "noise": case.noise + ("" if case.every or case.noise != "per_example" else ", rarely"),
         "precision": case.dtype if case.precision == "fp32" else case.precision,
         "net": case.net,
         "clip": "multiple" if isinstance(case.clip, str) else str(case.clip is not None),

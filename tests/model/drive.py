@@ -47,7 +47,6 @@ from .base import Row, calls_at, examples_of, own_batches
 from .case import Case, Leg, added_group, dataset, frozen_names, in_wide_precision, loss_of, net, optimizers, scheduler
 
 Pools = Callable[[int], Any]
-TINY, HUGE = 1e-9, 1e9  # noise budgets: as rarely as allowed, on every step
 
 
 def drive(case: Case, pools: Pools) -> tuple[list[Row], Tensor]:
@@ -194,8 +193,6 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row
         precision=case.precision,
         grad_clip=case.clip,
         averaging_window=case.window,
-        noise=case.noise,
-        noise_budget=HUGE if case.every else TINY,
         seed=case.seed,
         shuffle=case.shuffle,
         drop_last=case.drop_last,
@@ -278,7 +275,6 @@ def _base_run(case: Case, number: int, taken: int, folder: str) -> tuple[list[Ro
         )
 
     config = AdaScaleConfig(
-        noise=case.noise,
         grad_clip=case.clip,
         shuffle=case.shuffle,
         drop_last=case.drop_last,
@@ -356,8 +352,6 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Ro
         rule=make_rule(_rule(case)),
         precondition=precondition,
         model=module,
-        noise=case.noise,
-        noise_budget=HUGE if case.every else TINY,
         **more,
     )
     path = Path(folder, f"leg{number - 1}.pt")

@@ -294,28 +294,22 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
     betas = {p: ([], [], [], p.detach().double().numpy().ravel().copy()) for g in groups for p in g["params"]}
     rows: list[Row] = []
     tau, r, position, loss_scale = 0.0, 1.0, 0, 65536.0 if case.precision == "fp16" else 1.0
-    base, evaluated_at, frozen = case.legs[0].base, 0.0, frozen_names(case, 0)
-    held, count = None, 0  # σ² of the single examples, steps by examples so far
+    base, evaluated_at = case.legs[0].base, 0.0
     expected = ExpectedNorm()
     for leg in case.legs:
         curve, averages.total_steps, hooked_for = base_hyperparameters(case, leg), leg.total, None
         if base != leg.base:
-            r, held = averages.rebase(base / leg.base, r), None if held is None else [s * base / leg.base for s in held]
+            r = averages.rebase(base / leg.base, r)
         first, base = len(rows), leg.base
-        if case.client != "run":  # whose checkpoints have what is frozen
-            held = held if frozen_names(case, first) == frozen else None  # a start loads σ² of the same parameters
-            frozen = frozen_names(case, first)
         while tau < leg.total and (leg.steps is None or len(rows) < first + leg.steps):
             step = len(rows)
             # ---- what the step consists of
             shape = shape_of(case, leg, step, tau, plans[min(step, len(plans) - 1)] if plans else None)
             scale, n, full_n = shape.scale, shape.workers * shape.passes, shape.workers * shape.full
-            by_examples = case.noise == "per_example" and not base_run and (full_n > 1 or scale != 1)
-            by_examples = by_examples or (case.noise == "auto" and full_n == 1 and scale > 1)
             averages.set_scale(scale)
-            averages.set_n(max(full_n, 2 if by_examples else 1))
+            averages.set_n(full_n)
             averages.smoothing = max(1 - full_n / 1000, 0.0) if case.smoothing is None else case.smoothing
-            before, frozen = frozen, frozen_names(case, step)
+            frozen = frozen_names(case, step)
             hooks = shape.full, round(scale * shape.full / shape.passes, 9)  # of a full step
             if hooks != hooked_for or step in dict(case.changes):
                 # Hooks are set anew, and a frozen parameter can't carry one.
@@ -336,12 +330,9 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             for q in module.parameters():
                 found = [w * g[q] for w, g in zip(weights, samples, strict=True) if g.get(q) is not None]
                 q.grad = sum(found[1:], found[0]) if found else None
-            held, count = (held, count + 1) if by_examples else (None, 0)
-            # A step in which parameters are frozen or unfrozen has no noise of single examples, and one in which parameters are
-            # unfrozen that carry no hook has no noise at all.
+            # A step in which parameters are unfrozen that carry no hook has no noise.
             late, unhooked = unhooked - set(frozen), unhooked & set(frozen)
-            left_out = (by_examples and frozen != before) or (late and not finds_unfrozen(leg, shape))
-            held = None if left_out else held
+            left_out = late and not finds_unfrozen(leg, shape)
             if not all(v is None or bool(v.isfinite().all()) for g in samples for v in g.values()):
                 loss_scale = loss_scale / 2 if case.precision == "fp16" else 1.0
                 rows.append(Row(True, r, tau, math.nan, math.nan, math.nan, math.nan, [], seen))
@@ -350,17 +341,7 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             flats = [[flat(case, members[0], group["params"], g) for g in samples] for group in groups]
             mean = [np.sum([w * g for w, g in zip(weights, gs, strict=True)], axis=0) for gs in flats]
             statistics = None
-            if by_examples and not left_out:
-                every = 1
-                if not case.every:  # two measured steps in the window, even if each is worth S
-                    longest = case.window * leg.total if averages.averaging == "effective" else math.inf
-                    every = int(min(max(longest / (2 * scale * shape.full / shape.passes), 1), 1e9))
-                if held is None or (count - 1) % every == 0:
-                    single = [gradient(case, module, [i]) for k in seen for p in k for i in p]
-                    flats = [[flat(case, members[0], group["params"], g) for g in single] for group in groups]
-                    held = [moments(gs, [1 / shape.batch] * shape.batch, scale)[0] for gs in flats]
-                statistics = np.array([[s, float(m @ m) - s / scale] for s, m in zip(held, mean, strict=True)])
-            elif n > 1 and not left_out:
+            if n > 1 and not left_out:
                 statistics = np.array([moments(gs, weights, scale) for gs in flats])
             # ---- the largest norm: κ times the root of the average of ‖ḡ‖² over effective time, which knows E‖ḡ‖² = μ² + σ²/S
             multiple = isinstance(case.clip, str) and scale > 1
@@ -374,7 +355,11 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             r, (_, increment) = result.gain, apply_rule(case, leg, result.gain, scale, tau)
             noise = result.sigma2, result.mu2
             if base_run:
-                noise = probe(case, module, seen[0][0]) if tau % case.probe_every == 0 else (math.nan, math.nan)
+                measured = (
+                    tau % case.probe_every == 0 and tau + 1 < leg.total
+                )  # after the last step there is no next batch
+                then, _ = examples_of(case, position, shape.batch, 1, 1)
+                noise = probe(case, module, [seen[0][0], then[0][0]]) if measured else (math.nan, math.nan)
             if limit < math.inf:
                 stepped = {p for group in groups for p in group["params"]}
                 torch.nn.utils.clip_grad_norm_([p for p in module.parameters() if p in stepped], limit)
@@ -396,10 +381,8 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
     return rows, np.concatenate([p.detach().double().numpy().ravel() for p in module.parameters()])
 
 
-def probe(case: Case, module: nn.Module, rows: list[int]) -> tuple[float, float]:
-    """σ² and μ² of a step of a base run: of its examples, or of the two halves of its batch."""
-    cut = (len(rows) + 1) // 2
-    parts = [[i] for i in rows] if case.noise == "per_example" else [rows[:cut], rows[cut:]]
+def probe(case: Case, module: nn.Module, batches: list[list[int]]) -> tuple[float, float]:
+    """σ² and μ² of a step of a base run: of its batch and the next one, at the same weights."""
     optimizer = optimizers(case, module)[0]  # for its metric only, which is the Euclidean one
-    found = [flat(case, optimizer, list(module.parameters()), gradient(case, module, part)) for part in parts]
-    return moments(found, [len(part) / len(rows) for part in parts], 1.0)
+    found = [flat(case, optimizer, list(module.parameters()), gradient(case, module, batch)) for batch in batches]
+    return moments(found, [0.5, 0.5], 2.0)

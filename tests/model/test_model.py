@@ -68,10 +68,8 @@ def test_a_refusal_must_come_where_the_draw_says_so_and_nowhere_else(
 
 def test_a_start_that_does_not_come_is_not_refused(pool: Pool) -> None:
     """T is reached before the second start, which would be refused."""
-    second = Leg(passes=2, total=2)
-    case = Case(
-        legs=(Leg(total=2, steps=3), second), client="adascale", via="state_dict", net="tied", noise="per_example"
-    )
+    second = Leg(total=2, lr=0.5, accept=False)
+    case = Case(legs=(Leg(total=2, steps=3), second))
     assert allowed(case)
     assert refusal(case) is not None
     assert check(case, pool) is None

@@ -33,7 +33,7 @@ def sample(*moments: tuple[float, float], shape: StepShape | None = None, seen: 
     c = torch.tensor([m + v / step.scale for v, m in moments], dtype=torch.float64)
     a = c + torch.tensor([(step.num_samples - 1) * v / step.scale for v, _ in moments], dtype=torch.float64)
     complete = torch.full((1,), float(seen), dtype=torch.float64)
-    return StepSums(step, {"c": c * step.multiple_of_mean**2, "a": a, "complete": complete}, None, None, True, seen)
+    return StepSums(step, {"c": c * step.multiple_of_mean**2, "a": a, "complete": complete}, None, True, seen)
 
 
 def take(into: Averages, *samples: StepSums, previous_gain: float = 1.0) -> None:

@@ -25,7 +25,7 @@ def sums(
     seen: bool = True,
     **more: Tensor,
 ) -> StepSums:
-    return StepSums(shape, {"c": c, "a": a, "complete": f64(complete), **more}, None, None, watched, seen)
+    return StepSums(shape, {"c": c, "a": a, "complete": f64(complete), **more}, None, watched, seen)
 
 
 class Calls(TorchDispatchMode):

@@ -116,11 +116,6 @@ def test_several_workers_are_one_over_the_whole_batch(pool: Any, sharding: str, 
     assert first[2] == pytest.approx(expected[2], rel=1e-9)
 
 
-def test_examples_are_no_equal_samples() -> None:
-    with pytest.raises(ValueError, match=r"noise='per_example'\) with weight_of"):
-        train(1, noise="per_example")
-
-
 @pytest.mark.parametrize(
     ("weight_of", "message"),
     [

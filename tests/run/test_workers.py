@@ -129,7 +129,7 @@ def test_the_bare_model_in_place_of_the_runs_is_refused_in_the_first_step(
 
 
 def _reference(loss: Any) -> Any:
-    return train(make_run(Net(), accumulation=2, noise="samples"), loss)
+    return train(make_run(Net(), accumulation=2), loss)
 
 
 @pytest.mark.parametrize("how", ["model", "method"])
@@ -193,7 +193,7 @@ def test_a_layer_that_is_frozen_or_unfrozen_is_right(
         if trainable is _unfrozen:
             pytest.skip("refused, as the test before shows")
         settings = {"find_unused_parameters": True}
-    like = _changed(trainable, {"accumulation": 2, "noise": "samples"})
+    like = _changed(trainable, {"accumulation": 2})
     assert_trained(pool(2).run(_changed, trainable, {"sharding": sharding, **settings}), like)
 
 
@@ -268,7 +268,7 @@ def _sparse(sharding: str, chained: bool, accumulation: int = 1, **settings: Any
 @pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("sharding", ["auto", "oss"])
 def test_sparse_adam_trains(pool: Any, sharding: str, chained: bool) -> None:
-    assert_trained(pool(2).run(_sparse, sharding, chained), _sparse("auto", chained, 2, noise="samples"))
+    assert_trained(pool(2).run(_sparse, sharding, chained), _sparse("auto", chained, 2))
 
 
 @pytest.mark.parametrize("chained", [False, True])

@@ -19,7 +19,6 @@ import torch
 
 from ray_adascale import AdaScaleConfig, CheckpointError, Workload
 from ray_adascale.recipe import NoiseProbe
-from ray_adascale.run.base.base_noise import NoiseEvery
 from ray_adascale.run.base.base_run import RESULT, BaseResult, base_config
 from ray_adascale.run.boundary.evaluation import MissingMetric
 from ray_adascale.run.boundary.stage import StepReport
@@ -139,7 +138,7 @@ def setup(workload: Any, *, checkpoints: bool = False, **config: Any) -> InOnePr
     return InOneProcess(
         workload=workload,
         config=base_config(AdaScaleConfig(**config), 8, 40, None, seed=0),
-        noise_every=NoiseEvery(20, 20),
+        noise_every=20,
         threads=1,
         checkpoints=checkpoints,
     )
@@ -296,7 +295,7 @@ class Noted(TrialSetup):
 
 def test_a_repeat_is_the_candidates_trial_with_another_seed() -> None:
     planned = [PlannedRepeat(candidate=str(c), hyperparameters={"lr": c / 10}, seed=s) for c, s in ((0, 7), (1, 8))]
-    noted = Noted(workload=regression, config=AdaScaleConfig(seed=3), noise_every=NoiseEvery(20, 20))
+    noted = Noted(workload=regression, config=AdaScaleConfig(seed=3), noise_every=20)
     run_trial({"lr": 5.0}, noted)
     run_repeat({"repeat": 1}, noted, planned)
     run_repeat({"repeat": 0}, noted, planned)

@@ -20,7 +20,6 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Run, Workload
 from ray_adascale.checkpoint.rng import seed_everything
-from ray_adascale.run.base.base_noise import NoiseEvery
 from ray_adascale.run.base.base_run import RESULT, BaseResult, base_config
 from ray_adascale.run.boundary.evaluation import MissingMetric
 from ray_adascale.run.boundary.stage import StepReport
@@ -208,9 +207,7 @@ def run_with(fit: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], ray.
     monkeypatch.setattr(trial_workers, "tune", tune)
     config = base_config(None, B0, T, None, seed=0)
     workers = ray.train.ScalingConfig(num_workers=2)
-    OnWorkers(
-        workload=make_workload, config=config, noise_every=NoiseEvery(4, 4), scaling_config=workers, folder="there"
-    ).train({})
+    OnWorkers(workload=make_workload, config=config, noise_every=4, scaling_config=workers, folder="there").train({})
     assert seen["scaling_config"] is workers
     return told, seen["run_config"]
 

@@ -31,8 +31,9 @@ from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, tune_recipe
 from ray_adascale.analysis.describe import describe
 from ray_adascale.cli.main import main
 from ray_adascale.cli.source import resolve
+from ray_adascale.data.cut import halves_of
 from ray_adascale.data.order import epoch_order
-from ray_adascale.measure.probe import probe_noise
+from ray_adascale.measure.probe import BatchPair
 from ray_adascale.run.base.base_run import BaseResult
 from ray_adascale.search.tune import _ranking, _restored
 from ray_adascale.search.watch import Finished, Watch
@@ -318,7 +319,7 @@ def test_paused_trial_resumes_where_it_was(ray_session: Path) -> None:
     assert len(scheduler.paused) == 1
     assert recipe.hyperparameters["lr"] == np.random.default_rng(5).uniform(0.01, 0.03)
     assert recipe.score == plain_loop(recipe.hyperparameters, seed=5)
-    assert [probe.effective_steps for probe in recipe.noise] == list(range(0, T, 5))
+    assert [probe.effective_steps for probe in recipe.noise] == list(range(0, T, 20))
     assert recipe.search["scheduler"] == "PauseOnce"
 
 
@@ -405,7 +406,7 @@ def test_interrupted_search_goes_on_and_repeats_decide(
     assert [(repeat.seed, repeat.score) for repeat in recipe.repeats] == [
         (seed, plain_loop({"lr": LRS[1]}, seed=seed)) for seed in (4, 5)
     ]
-    assert [len(repeat.noise) for repeat in recipe.repeats] == [T // 5] * 2  # four times as often as the trials'
+    assert [len(repeat.noise) for repeat in recipe.repeats] == [T // 20] * 2
     assert recipe.search["completed"] == 3
     with pytest.raises(ValueError, match=r"Invalid seed=9: the search in \S+ was started with 3"):
         search(seed=9)
@@ -433,12 +434,17 @@ def test_a_trial_spread_over_workers_makes_the_same_recipe(
     assert recipe.search["num_workers"] == 2
     assert len(capsys.readouterr().err.splitlines()) == 1  # a line for the trial, and nothing of Ray's
 
-    # Each step has shown its noise: two gradient samples of half the base batch, of which a probe makes the very same use.
+    # Each step has shown its noise: two gradient samples of half the base batch, as a pair of batches of that size.
     assert [probe.effective_steps for probe in recipe.noise] == list(range(0, T, 10))
     torch.manual_seed(3)
     workload = build(linear, {"lr": 0.02})
-    first = probe_noise(workload.model, loss_fn, batch_of_step(workload, 0, seed=3))
-    assert (recipe.noise[0].sigma2, recipe.noise[0].mu2) == pytest.approx(first, rel=0.05)
+    halves = halves_of(batch_of_step(workload, 0, seed=3))
+    assert halves is not None
+    (first, _), (second, _) = halves
+    pair = BatchPair(workload.model, loss_fn)
+    pair.begin_with(first)
+    sigma2, mu2 = pair.end(second)
+    assert (recipe.noise[0].sigma2, recipe.noise[0].mu2) == pytest.approx((sigma2 / 2, mu2), rel=0.05)
 
     # And a run at scale takes it.
     built = build(linear, recipe.hyperparameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ def attach(
             "and save and load the optimizer that it returns, which has τ. In timm's train.py attach above resume_checkpoint() "
             "and CheckpointSaver(). If another program has trained k base steps: attach(..., starting_step=k)."
         )
-    plan = config.batch.plan(workers)
+    plan = replace(config.batch.plan(workers), accumulation=config.accumulation)  # the loop makes the passes
     per_epoch = None if config.dataset_length is None else config.dataset_length / plan.base_batch_size
     total_steps = config.resolve_total_steps(per_epoch)
     if starting_step >= total_steps:

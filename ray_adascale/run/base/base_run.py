@@ -21,14 +21,14 @@ from ..._errors import SettingError, check_count
 from ..._version import __version__
 from ...chain import largest_part
 from ...checkpoint.rng import seed_everything
-from ...config import AdaScaleConfig, read_settings
+from ...config import PROBE_EVERY, AdaScaleConfig, read_settings
 from ...optim.schedule import BaseSchedule
 from ...recipe import SETTINGS, NoiseProbe, Recipe, Repeat
 from ...workload import Workload, WorkloadFn, build, injected_settings
 from ..boundary.backend import Backend
 from ..evidence import kind_of
 from ..loop import Run
-from .base_noise import NoiseEvery, NoiseRecorder
+from .base_noise import NoiseRecorder
 
 RESULT = "outcome"
 """The key of a trial's :class:`BaseResult`, as JSON, in its last report to Tune."""
@@ -62,8 +62,7 @@ class BaseResult:
         advice: The run's :attr:`ray_adascale.Run.advice`, because the warnings of a trial are not shown.
         unread: The hyperparameters that the workload had not read by the end, as in ``ConfigAccessLog.unread``.
         momentum: The momentum of the optimizer, see :func:`momentum_of`.
-        noise_source: What the noise was measured from: "examples" (per-example norms), "halves" of a batch, or the "samples" of
-            several workers.
+        noise_source: What the noise was measured from: "pairs" of batches, or the "samples" of several workers.
         noise_every: Optimizer steps from one measurement of the noise to the next.
     """
 
@@ -75,7 +74,7 @@ class BaseResult:
     advice: list[str] = field(default_factory=list)
     unread: dict[str, str | None] = field(default_factory=dict)
     momentum: Momentum = field(default_factory=Momentum)
-    noise_source: str = "halves"
+    noise_source: str = "pairs"
     noise_every: int = 20
 
     @property
@@ -105,7 +104,7 @@ def record_recipe(
     total_epochs: float | None = None,
     seed: int = 0,
     config: AdaScaleConfig | None = None,
-    probe_every: int | None = None,
+    probe_every: int = PROBE_EVERY,
     backend: Backend | None = None,
 ) -> Recipe:
     """Train the base run once, in this process, and return its recipe.
@@ -121,15 +120,13 @@ def record_recipe(
         total_epochs: Length of the run in passes over the dataset.
         seed: Seed of the weights and of the order of examples.
         config: Further settings of the loop, as for ``tune_recipe``.
-        probe_every: Optimizer steps from one measurement of the noise to the next. Default: 5 where per-example norms cover the
-            model (``config.noise``), else 20.
+        probe_every: Optimizer steps from one measurement of the noise to the next.
         backend: Stores checkpoints and trace, in an empty folder. Default: neither is kept.
 
     Raises:
         ValueError: A setting can't work, the folder has a run already, or the workload's metric is not measured.
     """
-    if probe_every is not None:
-        probe_every = check_count("probe_every", probe_every)
+    check_count("probe_every", probe_every)
     base = base_config(config, base_batch_size, total_steps, total_epochs, seed)
     seed_everything(seed)
     built = build(workload, hyperparameters, base)
@@ -143,7 +140,7 @@ def record_recipe(
     noise: list[NoiseProbe] = []
     losses: list[Tensor] = []
     started = time.monotonic()
-    recorder = NoiseRecorder(run, built, NoiseEvery.given(probe_every), noise)
+    recorder = NoiseRecorder(run, built, probe_every, noise)
     train_base(run, built, recorder, losses.append)
     summary = run.summary()
     if built.metric == "loss" and "loss" not in (built.evaluate(run.module) if built.evaluate else {}):
@@ -161,7 +158,6 @@ def record_recipe(
             schedule=run.base_schedule,
             noise=noise,
             momentum=momentum,
-            noise_source=recorder.source,
             noise_every=recorder.every,
         ),
         workload=workload,

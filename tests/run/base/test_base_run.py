@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend, Workload
 from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.recipe import NoiseProbe, Repeat
-from ray_adascale.run.base.base_noise import NoiseEvery, NoiseRecorder
+from ray_adascale.run.base.base_noise import NoiseRecorder
 from ray_adascale.run.base.base_run import BaseResult, base_config, freeze, kept_settings, record_recipe, train_base
 
 from ...samples_of import regression
@@ -115,15 +115,15 @@ def test_a_skipped_step_is_not_probed_again() -> None:
         module = model = net
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         effective_steps = 0.0
-        config = SimpleNamespace(noise="samples")
 
         def __iter__(self) -> Any:
-            for self.effective_steps in (0.0, 0.0, 0.0, 1.0, 2.0):
+            for self.effective_steps in (0.0, 0.0, 0.0, 1.0, 2.0, 3.0):
                 yield torch.ones(4, 2) * torch.arange(1.0, 5.0).unsqueeze(1)
 
         def observe_noise(self, sigma2: float, mu2: float) -> None: ...
 
-        def backward(self, loss: Tensor) -> None: ...
+        def backward(self, loss: Tensor) -> None:
+            loss.backward()
 
         def step(self) -> None: ...
 
@@ -134,7 +134,7 @@ def test_a_skipped_step_is_not_probed_again() -> None:
         return model(batch).square().mean()
 
     workload: Any = SimpleNamespace(loss_fn=loss, loss=loss)
-    train_base(run, workload, NoiseRecorder(run, workload, NoiseEvery(2, 2), noise), lambda loss: None)
+    train_base(run, workload, NoiseRecorder(run, workload, 2, noise), lambda loss: None)
     assert [probe.effective_steps for probe in noise] == [0.0, 2.0]
 
 
