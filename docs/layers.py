@@ -96,10 +96,10 @@ TORCH_LAYERS: list[list[Package]] = [
             "optim",
             "how weights move, and at which learning rate",
             "tau_schedule curves schedule scheduler_checks adascale algorithm step_shape gradient_statistics observing workers "
-            "averages effective_average rules betas step_counts deferred wrapper grad_scaler adam_metric example_noise step_sums",
+            "averages effective_average rules betas step_counts deferred wrapper grad_scaler adam_metric step_sums",
         ),
         Package("", "the batch of a step", "batch"),
-        Package("data", "which examples a worker sees next", "order source iterables sampling"),
+        Package("data", "which examples a worker sees next", "order source iterables sampling cut"),
         Package(
             "sharding",
             "where a tensor lives and how it travels",
@@ -110,7 +110,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "measure",
             "where squared norms of gradients are measured",
-            "norms observers fsdp2 probe layers per_example noise_meter",
+            "norms observers fsdp2 probe noise_meter",
         ),
     ],
     [

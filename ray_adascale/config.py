@@ -16,10 +16,6 @@ if TYPE_CHECKING:  # the options of the command line come from this module, and 
     from .recipe import Recipe
 
 
-PROBE_EVERY = 20
-"""Optimizer steps of a base run from one measurement of the noise to the next: each costs one more pass, 5 % of the run."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class EarlyStop:
     """End a run, with a checkpoint, once its evaluations stop improving.

@@ -7,6 +7,7 @@ must be the run that the search found.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from ._errors import RecipeError, SettingError, checked_clip
 from ._fields import Check, integer, json_object, must_be, number, one_of, optional, short, within
@@ -41,6 +44,29 @@ class NoiseProbe:
     effective_steps: float
     sigma2: float
     mu2: float
+
+
+def smoothing_width(tau: Any, total_steps: float) -> Any:
+    """Return the effective steps over which a forecast smooths the noise at τ, a number or an array.
+
+    It is 0.3·τ, but at least 0.006·T and at most 0.05·T: noise changes fastest at the beginning.
+    """
+    return np.clip(0.3 * tau, 0.006 * total_steps, 0.05 * total_steps)
+
+
+@functools.lru_cache(maxsize=4)
+def probe_steps(total_steps: int, every: int | None = None) -> frozenset[int]:
+    """Return the steps of a base run whose noise is measured.
+
+    Args:
+        total_steps: T.
+        every: Optimizer steps from one to the next. Default: a sixth of :func:`smoothing_width`, about 165 in a run.
+    """
+    steps, step = [], 0
+    while step < total_steps:
+        steps.append(step)
+        step += every or max(1, round(smoothing_width(step, total_steps) / 6))
+    return frozenset(steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,18 +462,16 @@ def _describe_settings(settings: dict[str, Any] | None) -> str:
 def _describe_noise(recipe: Recipe) -> str:
     if not recipe.noise:
         return "not probed"
-    sigma2 = sum(probe.sigma2 for probe in recipe.noise)
-    mu2 = sum(probe.mu2 for probe in recipe.noise)
-    # A ratio of means over the run: the ratio of single probes has no mean.
+    # A ratio of means over the run: the ratio of single probes has no mean. Probes are denser at the beginning.
+    tau = [probe.effective_steps for probe in recipe.noise]
+    share = np.diff([*tau, max(recipe.total_steps, tau[-1] + 1)])
+    sigma2 = float(share @ [probe.sigma2 for probe in recipe.noise])
+    mu2 = float(share @ [probe.mu2 for probe in recipe.noise])
     scale = f"about {plain_noise_scale(sigma2, mu2, recipe.base_batch_size):.3g} examples"
     if not (mu2 > 0 and sigma2 >= 0):
         scale = "unknown"
     of_repeats = sum(len(repeat.noise) for repeat in recipe.repeats)
     more = f" and {of_repeats} in the repeats" if of_repeats else ""
     how = recipe.search.get("noise")
-    source = (
-        f", from {how['from']} every {how['every']} steps"
-        if isinstance(how, dict) and {"from", "every"} <= how.keys()
-        else ""
-    )
+    source = f", from {how}" if isinstance(how, str) else ""
     return f"{len(recipe.noise)} probes{more}{source}; noise scale over the whole run {scale}"

@@ -35,8 +35,8 @@ from study import KeptRuns, announce, prepare_process, read_runs
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, seed_everything
 from ray_adascale.forecast.replay import Forecaster
-from ray_adascale.recipe import NoiseProbe
-from ray_adascale.run.base.base_noise import NoiseEvery, NoiseRecorder
+from ray_adascale.recipe import NoiseProbe, probe_steps
+from ray_adascale.run.base.base_noise import NoiseRecorder
 from ray_adascale.run.base.base_run import BaseResult, base_config, freeze, momentum_of
 from ray_adascale.run.boundary.stage import StepReport
 from ray_adascale.workload import build
@@ -216,7 +216,7 @@ def train(job: Job) -> Result:
     backend = Scores(built.metric, 1 if case.maximize else -1)
     run = Run.of(built, settings, backend=backend)
     noise: list[NoiseProbe] = []
-    recorder = NoiseRecorder(run, built, NoiseEvery.given(None), noise) if job.measured else None
+    recorder = NoiseRecorder(run, built, probe_steps(job.total_steps), noise) if job.measured else None
     clipping = Clipping(run, job.clip) if job.clip else None
     momentum, score, stopped = momentum_of(built.optimizer), None, False
     try:
@@ -242,8 +242,6 @@ def train(job: Job) -> Result:
             schedule=run.base_schedule,
             noise=noise,
             momentum=momentum,
-            noise_source=recorder.source,
-            noise_every=recorder.every,
         )
         recipe = freeze(outcome, workload=case.workload, hyperparameters=hyperparameters, config=settings, search={})
         peak = {str(scale): forecast_peak(Forecaster(recipe), recipe.lr_curve[0], scale) for scale in SCALES[1:]}

@@ -28,9 +28,7 @@ from study import announce, kept
 
 from ray_adascale import AdaScaleConfig, Recipe, Run, forecast_recipe, record_recipe, seed_everything
 from ray_adascale.forecast.replay import Forecaster
-from ray_adascale.measure.per_example import not_covered
-from ray_adascale.recipe import Repeat
-from ray_adascale.run.base.base_noise import NoiseEvery
+from ray_adascale.recipe import Repeat, probe_steps
 from ray_adascale.workload import build
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -38,7 +36,6 @@ from bench import markdown
 
 SCALES: tuple[int, ...] = (4, 16, 64)
 PASSES = 4
-RECORDED = NoiseEvery(examples=1, halves=5)  # density of the recorded noise
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5)  # of T: values of τ at which the time left is compared
 
 
@@ -51,36 +48,22 @@ def batch_of(base_batch_size: int, scale: int, seed: int = 0) -> AdaScaleConfig:
 
 
 def base_run(case: Case, seed: int) -> Recipe:
-    """Record a base run with dense noise."""
-    built = build(
-        case.workload, case.hyperparameters, AdaScaleConfig(base_batch_size=case.base_batch_size, total_steps=1)
-    )
-    covered = not not_covered(built.model, [list(built.model.parameters())])
+    """Record a base run with noise of every step."""
     return record_recipe(
         case.workload,
         case.hyperparameters,
         base_batch_size=case.base_batch_size,
         total_steps=case.total_steps,
         seed=seed,
-        probe_every=RECORDED.examples if covered else RECORDED.halves,
+        probe_every=1,
     )
 
 
-def thinned(recipe: Recipe, every: NoiseEvery) -> Recipe:
-    """Return the recipe with a part of its noise, at this density."""
-    k = every.examples if recipe.search["noise"]["from"] == "examples" else every.halves
-    return replace(recipe, noise=[p for p in recipe.noise if p.effective_steps % k == 0])
-
-
-def joined(recipes: Sequence[Recipe], first: NoiseEvery, repeats: NoiseEvery) -> Recipe:
-    """Join base runs with several seeds to one recipe with repeats, with noise at these densities."""
-    winner, *others = thinned(recipes[0], first), *(thinned(recipe, repeats) for recipe in recipes[1:])
+def joined(recipes: Sequence[Recipe], every: int | None = None) -> Recipe:
+    """Join base runs with several seeds to one recipe with repeats, with the noise that a search would have."""
+    kept = probe_steps(recipes[0].total_steps, every)
+    winner, *others = (replace(r, noise=[p for p in r.noise if p.effective_steps in kept]) for r in recipes)
     return replace(winner, repeats=[Repeat(seed=r.seed, score=r.score, noise=r.noise) for r in others])
-
-
-def as_searched(recipes: Sequence[Recipe]) -> Recipe:
-    """Return the recipe of a search with default settings: the first base run is its trial, the others its repeats."""
-    return joined(recipes, NoiseEvery.given(None), NoiseEvery.given(None, denser=4))
 
 
 def scaled_run(case: Case, recipe: Recipe, scale: int, seed: int) -> dict[str, Any]:
@@ -306,14 +289,14 @@ def report(chosen: Mapping[str, Sequence[Case]], args: argparse.Namespace, scale
                 if not seeds:
                     continue
                 runs = scaled_runs(case, args.data, scale, seeds, recipes[0])
-                rows.append(row_of(case, as_searched(recipes), scale, runs))
-                dense.append(row_of(case, joined(recipes, RECORDED, RECORDED), scale, runs))
-                single.extend(row_of(case, as_searched([one]), scale, runs) for one in recipes)
+                rows.append(row_of(case, joined(recipes), scale, runs))
+                dense.append(row_of(case, joined(recipes, 1), scale, runs))
+                single.extend(row_of(case, joined([one]), scale, runs) for one in recipes)
         if not rows:
             continue
         print(f"\n{kind}\n\n{markdown(HEADINGS, [row.cells() for row in rows])}")
         print("", *summary(rows), sep="\n")
-        print(f"Noise on every step (halves: every {RECORDED.halves}th): {summary(dense)[0]} {summary(dense)[1]}")
+        print(f"Noise of every step: {summary(dense)[0]} {summary(dense)[1]}")
         print(f"One seed alone: {summary(single)[0]} {summary(single)[2]}")
         print(f"\n{left_table(rows)}", flush=True)
 

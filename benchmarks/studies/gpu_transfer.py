@@ -196,7 +196,6 @@ class Study:
             per_worker_batch_size=batch // passes,
             accumulation=passes,
             precision="bf16" if self.device.type == "cuda" else "fp32",
-            noise="samples",
             checkpoint_every_s=self.size.checkpoint_every_s,
             **more,
         )

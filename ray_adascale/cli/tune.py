@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from .._files import check_writable, unique_name
-from ..config import PROBE_EVERY
 from .checking import OnRay
 from .command import file_and_function, search_space, tell
 from .options import option
@@ -26,7 +25,7 @@ class Tune(OnRay):
         num_samples: Trials.
         repeats: Run the best three again with N other seeds each, and select the best mean; narrows the forecast's interval.
         probe_every: Optimizer steps from one measurement of the noise to the next, for the forecast. Each costs one more
-            pass.
+            pass. Default: about 165 measurements, dense at the beginning.
         param_space: Ray Tune's search space, a dict. Default: param_space beside the workload.
         scheduler: Asha stops trials that are behind others; none lets each one end.
         cpus_per_trial: CPUs of a trial. Default: 1.
@@ -39,7 +38,7 @@ class Tune(OnRay):
 
     num_samples: int = 8
     repeats: int = 0
-    probe_every: int = option(PROBE_EVERY, metavar="K")
+    probe_every: int | None = option(None, metavar="K")
     param_space: str | None = option(None, metavar="FILE:NAME")
     scheduler: Literal["asha", "none"] = "asha"
     cpus_per_trial: float | None = None

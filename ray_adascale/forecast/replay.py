@@ -23,10 +23,8 @@ import numpy as np
 from ..batch import BatchFollower, BatchPlan, BatchSettings
 from ..gain import advanced, plain_effective_decay, plain_gain
 from ..optim.rules import RuleInput, ScalingRule, betas_of, make_rule
-from ..recipe import NoiseProbe, Recipe
+from ..recipe import NoiseProbe, Recipe, smoothing_width
 
-NARROWEST, NARROWNESS, WIDEST = 0.006, 0.3, 0.05
-"""The probes are smoothed at τ over a width of 0.3·τ, within 0.006·T and 0.05·T: noise changes fastest at the beginning."""
 _EARLY, _EARLY_POINTS, _POINTS = 0.08, 160, 400  # grid of a smoothed curve: 160 of its 400 points lie in the first 8 %
 _BATCH = 2_000_000  # weights computed at once
 _MOST_RATIO = 3.0  # largest q: the gain hardly depends on larger ones
@@ -65,7 +63,7 @@ class NoiseCurve:
     def from_probes(cls, probes: Iterable[NoiseProbe], total_steps: float) -> NoiseCurve:
         """Fit local lines to the raw probes, weighted by a Gaussian.
 
-        The Gaussian's width (its σ) at τ is 0.3·τ, but at least 0.006·T and at most 0.05·T; for ``ratio`` it is 0.05·T
+        The Gaussian's width (its σ) at τ is :func:`ray_adascale.recipe.smoothing_width`; for ``ratio`` it is that of the end
         throughout. The fit gives means, not medians: the loop's averages are means too, and single probes have long tails.
 
         Args:
@@ -89,9 +87,9 @@ class NoiseCurve:
                 [np.linspace(first, early, _EARLY_POINTS), np.linspace(early, last, _POINTS - _EARLY_POINTS)]
             )
         )
-        width = np.clip(NARROWNESS * tau, NARROWEST * total_steps, WIDEST * total_steps)
+        width = smoothing_width(tau, total_steps)
         narrow = _local_lines(points, tau, width)
-        broad = _local_lines(points, tau, np.full_like(tau, WIDEST * total_steps))
+        broad = _local_lines(points, tau, np.full_like(tau, smoothing_width(total_steps, total_steps)))
         sigma2, mu2 = broad[:, 0].clip(min=0), broad[:, 1].clip(min=0)
         ratio = np.where(mu2 >= _MOST_RATIO * sigma2, _MOST_RATIO, mu2 / np.where(sigma2 > 0, sigma2, 1))
         return cls(tau, narrow[:, 0], narrow[:, 1], np.where(mu2 > 0, ratio, 0.0))

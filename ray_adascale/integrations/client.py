@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Container, Mapping, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from ..measure.probe import BatchPair
 from ..optim.adascale import AdaScale
 from ..optim.step_shape import StepEnd, StepShape
 from ..optim.tau_schedule import TauSchedule
-from ..recipe import NoiseProbe, Recipe
+from ..recipe import NoiseProbe, Recipe, probe_steps
 from ..run.base.base_run import BaseResult, Momentum, freeze, momentum_of
 from ..run.observe.metrics import SHORT_STEP, step_metrics
 from ..run.observe.step import Step
@@ -250,11 +250,13 @@ class RecipeRecorder:
 
     Args:
         loss_fn: ``loss_fn(model, batch)``, the mean loss over the batch's examples, of the bare model.
-        probe_every: Optimizer steps between two probes.
+        probe_every: Optimizer steps between two probes. Default: about 165 probes, dense at the beginning.
     """
 
-    def __init__(self, loss_fn: Callable[[nn.Module, Any], Tensor], probe_every: int = 40) -> None:
-        self._loss_fn, self._probe_every = loss_fn, check_count("probe_every", probe_every)
+    def __init__(self, loss_fn: Callable[[nn.Module, Any], Tensor], probe_every: int | None = None) -> None:
+        self._loss_fn = loss_fn
+        self._probe_every = None if probe_every is None else check_count("probe_every", probe_every)
+        self._steps: Container[float] = ()
         self._schedule: TauSchedule | None = None
         self._config: AdaScaleConfig | None = None
         self._momentum = Momentum()
@@ -275,6 +277,7 @@ class RecipeRecorder:
         """
         self.check_base_run(schedule)
         self._schedule, self._config = schedule, config
+        self._steps = probe_steps(schedule.base_schedule.total_steps, self._probe_every)
         self._momentum = momentum_of(parts_of(schedule)[0].wrapped)
 
     def check_base_run(self, schedule: TauSchedule) -> None:
@@ -300,7 +303,7 @@ class RecipeRecorder:
             if math.isfinite(sigma2) and math.isfinite(mu2):
                 self._noise.append(NoiseProbe(effective_steps=self._tau, sigma2=sigma2, mu2=mu2))
         tau = self._schedule.effective_steps
-        if tau % self._probe_every == 0 and not (self._noise and self._noise[-1].effective_steps >= tau):
+        if tau in self._steps and not (self._noise and self._noise[-1].effective_steps >= tau):
             self._tau = tau
             trained = [p for group in self._schedule.optimizer.param_groups for p in group["params"] if p.requires_grad]
             self._pair.begin_with(batch, trained)
@@ -329,7 +332,7 @@ class RecipeRecorder:
         if self._schedule is None or self._config is None or not self._schedule.finished:
             tau = 0.0 if self._schedule is None else self._schedule.effective_steps
             raise ValueError(f"The base run has not reached its total steps: it is at effective step {tau:g}.")
-        if self._noise and self._noise[0].effective_steps >= self._probe_every:
+        if self._noise and self._noise[0].effective_steps > 0:
             warn_at_user(
                 f"The noise before effective step {self._noise[0].effective_steps:g} was not recorded, because this process "
                 "resumed the run there. A forecast from this recipe uses the noise of that step for the steps before. Record a "
@@ -343,7 +346,6 @@ class RecipeRecorder:
                 schedule=self._schedule.base_schedule,
                 noise=self._noise,
                 momentum=self._momentum,
-                noise_every=self._probe_every,
             ),
             workload=workload,
             hyperparameters=hyperparameters,

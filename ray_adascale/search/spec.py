@@ -51,7 +51,7 @@ class SearchSpec:
     resources_per_trial: Mapping[str, float] | None
     scaling_config: ScalingConfig | None
     max_concurrent_trials: int | None
-    probe_every: int
+    probe_every: int | None
     trial_config: AdaScaleConfig = field(init=False)
     tune_scheduler: schedulers.TrialScheduler = field(init=False)
 

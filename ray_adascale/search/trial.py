@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from .. import checkpoint
 from .._files import scratch_folder
 from ..checkpoint.rng import seed_everything
-from ..config import PROBE_EVERY, AdaScaleConfig
-from ..recipe import NoiseProbe
+from ..config import AdaScaleConfig
+from ..recipe import NoiseProbe, probe_steps
 from ..run.base.base_noise import NoiseRecorder
 from ..run.base.base_run import RESULT, BaseResult, Momentum, momentum_of, train_base
 from ..run.boundary.backend import Backend, ReportPolicy
@@ -45,12 +45,12 @@ class TrialSetup(ABC):
     Attributes:
         workload: A function from hyperparameters to a Workload.
         config: The settings of the base run.
-        noise_every: Density of the measurements of the noise.
+        probe_every: Optimizer steps from one measurement of the noise to the next, as in ``tune_recipe``.
     """
 
     workload: WorkloadFn
     config: AdaScaleConfig
-    noise_every: int
+    probe_every: int | None
 
     @abstractmethod
     def train(self, hyperparameters: dict[str, Any]) -> None:
@@ -81,7 +81,6 @@ class Collected:
     Attributes:
         noise: The measurements of the noise.
         recorder: Measures the noise; None where it comes from the gradient samples of several workers.
-        samples_every: Optimizer steps from one of these samples to the next.
         evaluated: The keys of the dict that the workload's ``evaluate`` has returned.
         advice: The run's warnings about the schedule.
         reads: The keys of the config that the workload's function has read.
@@ -91,7 +90,6 @@ class Collected:
     def __init__(self, metric: str, mode: Literal["min", "max"]) -> None:
         self.noise: list[NoiseProbe] = []
         self.recorder: NoiseRecorder | None = None
-        self.samples_every = PROBE_EVERY
         self.evaluated: tuple[str, ...] = ()
         self.advice: list[str] = []
         self.reads: ConfigAccessLog | None = None
@@ -150,7 +148,6 @@ class Collected:
                 unread={} if self.reads is None else self.reads.unread,
                 momentum=self.momentum,
                 noise_source="samples" if self.recorder is None else "pairs",
-                noise_every=self.samples_every if self.recorder is None else self.recorder.every,
             )
             report[RESULT] = ended.to_json()
         return report
@@ -235,7 +232,7 @@ class InOneProcess(TrialSetup):
             backend = _TuneBackend(collected, checkpoints=self.checkpoints)
             run = make_run(workload, self.config, collected, backend)
         with annotate_exceptions(lambda: (0, run.state.iterations)):
-            recorder = NoiseRecorder(run, workload, self.noise_every, collected.noise)
+            recorder = NoiseRecorder(run, workload, probe_steps(run.total_steps, self.probe_every), collected.noise)
             collected.recorder = recorder
             train_base(run, workload, recorder, collected.add_loss)
 

@@ -16,7 +16,7 @@ from ray import tune
 from ray.train.torch import TorchTrainer
 from ray.util.queue import Empty, Queue
 
-from ..recipe import NoiseProbe
+from ..recipe import NoiseProbe, probe_steps
 from ..run.boundary.backend import ReportPolicy
 from ..run.boundary.stage import StepReport
 from ..run.observe.eta import EtaTracker
@@ -90,18 +90,18 @@ class StepNoise(Listener):
 
     Args:
         collected: Gets them.
-        every: Optimizer steps between two samples of the noise.
+        probe_every: As in ``tune_recipe``.
     """
 
-    def __init__(self, collected: Collected, every: int) -> None:
+    def __init__(self, collected: Collected, probe_every: int | None) -> None:
         self._collected = collected
-        self._every = every
+        self._probe_every = probe_every
 
     def after_step(self, step: Step) -> None:
         """Collect the step's loss, and its noise where a sample is due."""
         self._collected.add_loss(step.metrics["loss"])
         known = not step.skipped and math.isfinite(step.sigma2) and math.isfinite(step.mu2)
-        if known and step.tau_before % self._every == 0:
+        if known and step.tau_before in probe_steps(step.total_steps, self._probe_every):
             noise = NoiseProbe(effective_steps=step.tau_before, sigma2=step.sigma2, mu2=step.mu2)
             self._collected.noise.append(noise)
 
@@ -112,16 +112,16 @@ class _TrialBackend(RayTrainBackend):
     # A trial that has ended is not resumed. The collected data is saved with a checkpoint, and must be of the same step.
     report_policy = ReportPolicy(save_end=False, in_background=False)
 
-    def __init__(self, noise_every: int, reports: Queue) -> None:
+    def __init__(self, probe_every: int | None, reports: Queue) -> None:
         super().__init__()
         self.collected: Collected | None = None  # on rank 0
         self.last: dict[str, Any] = {}
-        self._noise_every = noise_every
+        self._probe_every = probe_every
         self._reports = reports
 
     def listeners(self, tracker: EtaTracker) -> Sequence[Listener]:
         assert self.collected is not None
-        return [*super().listeners(tracker), StepNoise(self.collected, self._noise_every)]
+        return [*super().listeners(tracker), StepNoise(self.collected, self._probe_every)]
 
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:
@@ -152,11 +152,10 @@ class _TrialBackend(RayTrainBackend):
 def _train(given: dict[str, Any]) -> dict[str, Any]:
     """Train the base run together with the other workers. Rank 0 returns the last report."""
     setup: OnWorkers = given["setup"]
-    backend = _TrialBackend(setup.noise_every, given["reports"])
+    backend = _TrialBackend(setup.probe_every, given["reports"])
     with annotate_exceptions():
         workload = build_on_worker(setup.workload, given["hyperparameters"], setup.config, backend.rank)
         collected = Collected(workload.metric, workload.mode)
-        collected.samples_every = setup.noise_every
         if backend.rank == 0:
             backend.collected = collected
         run = make_run(workload, setup.config, collected, backend)

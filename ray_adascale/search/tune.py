@@ -24,7 +24,7 @@ from ray.util.annotations import PublicAPI
 from .._errors import check_type
 from .._files import absolute, join, unique_name
 from .._warn import warn_at_user
-from ..config import PROBE_EVERY, AdaScaleConfig
+from ..config import AdaScaleConfig
 from ..recipe import Recipe, Repeat
 from ..run.base.base_run import BaseResult, freeze
 from ..train.cluster import portable, quiet_init
@@ -62,7 +62,7 @@ def tune_recipe(
     resources_per_trial: Mapping[str, float] | None = None,
     scaling_config: ScalingConfig | None = None,
     max_concurrent_trials: int | None = None,
-    probe_every: int = PROBE_EVERY,
+    probe_every: int | None = None,
     storage_path: str | os.PathLike[str] | None = None,
     name: str | None = None,
     verbose: int = 1,
@@ -72,8 +72,7 @@ def tune_recipe(
 
     Each trial is the plain base run in one process. S = 1, so it is bit-identical to a loop without this library. It reports to
     Tune after each evaluation: every ``config.evaluate_every`` effective steps, a tenth of the run by default, and at the end.
-    The noise of the gradients is measured on every ``probe_every``-th step, by an extra pass over the next batch at the weights
-    of that step.
+    The noise of the gradients is measured at some steps, by an extra pass over the next batch at the weights of the step.
 
     The winner is the best of the trials that reached T, by the workload's metric at the end. With the metric ``"loss"``, a
     report holds the mean training loss since the previous report (at the end, of the last tenth of the run), because the loss
@@ -122,7 +121,8 @@ def tune_recipe(
             trial is one process. Schedulers that stop trials then need Ray's dashboard, which frees the trials' resources.
         max_concurrent_trials: Default: as many as fit on the cluster. With ``scaling_config`` the limit is at most the number
             that fits on the cluster at the start.
-        probe_every: Optimizer steps from one measurement of the noise to the next. A measurement costs one more pass.
+        probe_every: Optimizer steps from one measurement of the noise to the next. Each costs one more pass.
+            Default: about 165 measurements, dense at the beginning.
             Halves cost as much as a step, twice as much for tiny models. With ``scaling_config`` the workers' gradient samples
             have the noise at no cost. Halves of repeats are measured four times as often, for the forecast.
         storage_path: Folder or URI for Tune's results; default ``~/ray_results``.
@@ -313,7 +313,7 @@ class _Search:
             return InOneProcess(
                 workload=workload,
                 config=spec.trial_config,
-                noise_every=spec.probe_every,
+                probe_every=spec.probe_every,
                 threads=max(1, int(spec.resources.get("CPU", 1))),
                 checkpoints=spec.may_pause,
             )
@@ -322,7 +322,7 @@ class _Search:
         return OnWorkers(
             workload=workload,
             config=spec.trial_config,
-            noise_every=spec.probe_every,
+            probe_every=spec.probe_every,
             scaling_config=spec.scaling_config,
             folder=join(str(self.run_config.storage_path), f"{name}/workers"),
         )

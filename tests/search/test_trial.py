@@ -97,7 +97,6 @@ def test_the_last_report_alone_carries_what_the_recipe_needs() -> None:
         schedule=last.schedule,
         noise=PROBES,
         noise_source="samples",
-        noise_every=5,
     )
 
 
@@ -138,7 +137,7 @@ def setup(workload: Any, *, checkpoints: bool = False, **config: Any) -> InOnePr
     return InOneProcess(
         workload=workload,
         config=base_config(AdaScaleConfig(**config), 8, 40, None, seed=0),
-        noise_every=20,
+        probe_every=20,
         threads=1,
         checkpoints=checkpoints,
     )
@@ -295,7 +294,7 @@ class Noted(TrialSetup):
 
 def test_a_repeat_is_the_candidates_trial_with_another_seed() -> None:
     planned = [PlannedRepeat(candidate=str(c), hyperparameters={"lr": c / 10}, seed=s) for c, s in ((0, 7), (1, 8))]
-    noted = Noted(workload=regression, config=AdaScaleConfig(seed=3), noise_every=20)
+    noted = Noted(workload=regression, config=AdaScaleConfig(seed=3), probe_every=20)
     run_trial({"lr": 5.0}, noted)
     run_repeat({"repeat": 1}, noted, planned)
     run_repeat({"repeat": 0}, noted, planned)

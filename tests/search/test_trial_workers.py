@@ -75,7 +75,7 @@ class Trial:
         backend.rank, backend.world_size, backend.device = 0, 1, torch.device("cpu")
         backend._uploading = threading.Event()
         monkeypatch.setattr(trial_workers.RayTrainBackend, "listeners", lambda *_: [])  # no gauges
-        backend._noise_every, backend._reports = PROBE_EVERY, SimpleNamespace(put=self.told.append)
+        backend._probe_every, backend._reports = PROBE_EVERY, SimpleNamespace(put=self.told.append)
         backend._storage = SimpleNamespace(
             storage_filesystem=pyarrow.fs.LocalFileSystem(), experiment_fs_path=str(keep)
         )
@@ -207,7 +207,7 @@ def run_with(fit: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], ray.
     monkeypatch.setattr(trial_workers, "tune", tune)
     config = base_config(None, B0, T, None, seed=0)
     workers = ray.train.ScalingConfig(num_workers=2)
-    OnWorkers(workload=make_workload, config=config, noise_every=4, scaling_config=workers, folder="there").train({})
+    OnWorkers(workload=make_workload, config=config, probe_every=4, scaling_config=workers, folder="there").train({})
     assert seen["scaling_config"] is workers
     return told, seen["run_config"]
 

@@ -34,6 +34,7 @@ from ray_adascale.cli.source import resolve
 from ray_adascale.data.cut import halves_of
 from ray_adascale.data.order import epoch_order
 from ray_adascale.measure.probe import BatchPair
+from ray_adascale.recipe import probe_steps
 from ray_adascale.run.base.base_run import BaseResult
 from ray_adascale.search.tune import _ranking, _restored
 from ray_adascale.search.watch import Finished, Watch
@@ -319,7 +320,7 @@ def test_paused_trial_resumes_where_it_was(ray_session: Path) -> None:
     assert len(scheduler.paused) == 1
     assert recipe.hyperparameters["lr"] == np.random.default_rng(5).uniform(0.01, 0.03)
     assert recipe.score == plain_loop(recipe.hyperparameters, seed=5)
-    assert [probe.effective_steps for probe in recipe.noise] == list(range(0, T, 20))
+    assert [probe.effective_steps for probe in recipe.noise] == sorted(probe_steps(T))[:-1]
     assert recipe.search["scheduler"] == "PauseOnce"
 
 
@@ -406,7 +407,7 @@ def test_interrupted_search_goes_on_and_repeats_decide(
     assert [(repeat.seed, repeat.score) for repeat in recipe.repeats] == [
         (seed, plain_loop({"lr": LRS[1]}, seed=seed)) for seed in (4, 5)
     ]
-    assert [len(repeat.noise) for repeat in recipe.repeats] == [T // 20] * 2
+    assert [len(repeat.noise) for repeat in recipe.repeats] == [len(probe_steps(T)) - 1] * 2
     assert recipe.search["completed"] == 3
     with pytest.raises(ValueError, match=r"Invalid seed=9: the search in \S+ was started with 3"):
         search(seed=9)

@@ -21,9 +21,9 @@ from ..._errors import SettingError, check_count
 from ..._version import __version__
 from ...chain import largest_part
 from ...checkpoint.rng import seed_everything
-from ...config import PROBE_EVERY, AdaScaleConfig, read_settings
+from ...config import AdaScaleConfig, read_settings
 from ...optim.schedule import BaseSchedule
-from ...recipe import SETTINGS, NoiseProbe, Recipe, Repeat
+from ...recipe import SETTINGS, NoiseProbe, Recipe, Repeat, probe_steps
 from ...workload import Workload, WorkloadFn, build, injected_settings
 from ..boundary.backend import Backend
 from ..evidence import kind_of
@@ -63,7 +63,6 @@ class BaseResult:
         unread: The hyperparameters that the workload had not read by the end, as in ``ConfigAccessLog.unread``.
         momentum: The momentum of the optimizer, see :func:`momentum_of`.
         noise_source: What the noise was measured from: "pairs" of batches, or the "samples" of several workers.
-        noise_every: Optimizer steps from one measurement of the noise to the next.
     """
 
     metric: str
@@ -75,7 +74,6 @@ class BaseResult:
     unread: dict[str, str | None] = field(default_factory=dict)
     momentum: Momentum = field(default_factory=Momentum)
     noise_source: str = "pairs"
-    noise_every: int = 20
 
     @property
     def objective(self) -> float:
@@ -104,7 +102,7 @@ def record_recipe(
     total_epochs: float | None = None,
     seed: int = 0,
     config: AdaScaleConfig | None = None,
-    probe_every: int = PROBE_EVERY,
+    probe_every: int | None = None,
     backend: Backend | None = None,
 ) -> Recipe:
     """Train the base run once, in this process, and return its recipe.
@@ -120,13 +118,15 @@ def record_recipe(
         total_epochs: Length of the run in passes over the dataset.
         seed: Seed of the weights and of the order of examples.
         config: Further settings of the loop, as for ``tune_recipe``.
-        probe_every: Optimizer steps from one measurement of the noise to the next.
+        probe_every: Optimizer steps from one measurement of the noise to the next. Each costs one more pass. Default: about 165
+            measurements, dense at the beginning, see :func:`ray_adascale.recipe.probe_steps`.
         backend: Stores checkpoints and trace, in an empty folder. Default: neither is kept.
 
     Raises:
         ValueError: A setting can't work, the folder has a run already, or the workload's metric is not measured.
     """
-    check_count("probe_every", probe_every)
+    if probe_every is not None:
+        probe_every = check_count("probe_every", probe_every)
     base = base_config(config, base_batch_size, total_steps, total_epochs, seed)
     seed_everything(seed)
     built = build(workload, hyperparameters, base)
@@ -140,7 +140,7 @@ def record_recipe(
     noise: list[NoiseProbe] = []
     losses: list[Tensor] = []
     started = time.monotonic()
-    recorder = NoiseRecorder(run, built, probe_every, noise)
+    recorder = NoiseRecorder(run, built, probe_steps(run.total_steps, probe_every), noise)
     train_base(run, built, recorder, losses.append)
     summary = run.summary()
     if built.metric == "loss" and "loss" not in (built.evaluate(run.module) if built.evaluate else {}):
@@ -158,7 +158,6 @@ def record_recipe(
             schedule=run.base_schedule,
             noise=noise,
             momentum=momentum,
-            noise_every=recorder.every,
         ),
         workload=workload,
         hyperparameters=hyperparameters,
@@ -204,7 +203,7 @@ def freeze(
         search={
             **search,
             "handed": list(injected_settings(config)),
-            "noise": {"from": outcome.noise_source, "every": outcome.noise_every},
+            "noise": outcome.noise_source,
             "momentum_is_beta": outcome.momentum.is_beta,
             "optimizer_class": outcome.momentum.optimizer_class,
         },

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, record_recipe, seed_everything
+from ray_adascale.recipe import probe_steps, smoothing_width
 from ray_adascale.run.base.base_noise import NoiseRecorder
 from ray_adascale.run.base.base_run import base_config, train_base
 from ray_adascale.workload import build
@@ -40,12 +42,12 @@ def workload(config: dict[str, Any]) -> Workload:
     )
 
 
-def record(workload: Any = workload, probe_every: int = 20, **settings: Any) -> Recipe:
+def record(workload: Any = workload, probe_every: int | None = 20, **settings: Any) -> Recipe:
     config = AdaScaleConfig(**settings)
     return record_recipe(workload, {}, base_batch_size=B0, total_steps=T, config=config, probe_every=probe_every)
 
 
-def test_every_twentieth_step_is_measured_by_one_more_pass() -> None:
+def test_a_measurement_is_one_more_pass_and_they_are_dense_at_the_beginning() -> None:
     calls = 0
 
     def counted(config: dict[str, Any]) -> Workload:
@@ -59,10 +61,22 @@ def test_every_twentieth_step_is_measured_by_one_more_pass() -> None:
         return replace(built, loss_fn=loss_fn)
 
     found = record_recipe(counted, {}, base_batch_size=B0, total_steps=T)
-    assert calls == T + 3
-    assert [probe.effective_steps for probe in found.noise] == [0, 20, 40]
-    assert found.search["noise"] == {"from": "pairs", "every": 20}
-    assert "from pairs every 20 steps" in found.describe()
+    steps = sorted(probe_steps(T))
+    assert [probe.effective_steps for probe in found.noise] == steps[:-1] == list(range(T - 1))  # after the last is no batch
+    assert calls == 2 * T - 1
+    assert found.search["noise"] == "pairs"
+    assert "59 probes, from pairs; noise scale" in found.describe()
+    assert [probe.effective_steps for probe in record().noise] == [0, 20, 40]
+
+
+def test_measurements_are_a_sixth_of_the_width_apart_over_which_a_forecast_smooths() -> None:
+    steps = sorted(probe_steps(10_000))
+    gaps = dict(zip(steps, np.diff(steps), strict=False))
+    assert 150 <= len(steps) <= 180
+    assert (gaps[0], gaps[max(steps[:-1])]) == (10, 83)  # 0.006·T/6 and 0.05·T/6
+    assert all(gap == round(smoothing_width(step, 10_000) / 6) for step, gap in gaps.items())
+    assert probe_steps(10, 4) == {0, 4, 8}
+    assert probe_steps(3) == {0, 1, 2}
 
 
 def test_a_measurement_is_of_the_step_and_the_batch_after_it_at_the_weights_of_the_step() -> None:
@@ -115,7 +129,7 @@ def test_a_resumed_run_records_what_one_run_would_but_for_a_pair_that_it_cut(sto
                     raise Stop
                 super().begin(batch)
 
-        train_base(run, built, Stopping(run, built, 20, noise), lambda loss: None)
+        train_base(run, built, Stopping(run, built, probe_steps(T, 20), noise), lambda loss: None)
 
     whole: list[Any] = []
     train(None, whole, T)
