@@ -245,7 +245,7 @@ class RayTrainBackend(Backend):
                 return self._storage.persist_current_checkpoint(local, name)
             except OSError as e:  # pyarrow raises it for any kind of storage
                 failure = self._not_stored(e)
-                if waited >= _UPLOAD_LIMIT_S:
+                if waited >= _UPLOAD_LIMIT_S or isinstance(e, PermissionError):  # which time does not mend
                     raise failure from e
                 text = (
                     f"Worker {self.rank}, waiting: {failure} Again in {pause:g} s, for {_UPLOAD_LIMIT_S:g} s at most."
@@ -260,9 +260,11 @@ class RayTrainBackend(Backend):
     def _not_stored(self, error: OSError) -> checkpoint.CheckpointError:
         folder = self._storage.experiment_fs_path
         here = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
-        room = room_in_words(error, folder) if here else ""
+        why = room_in_words(error, folder) if here else ""
+        if isinstance(error, PermissionError):
+            why = "; this user may not write there"
         return checkpoint.CheckpointError(
-            f"The checkpoint could not be stored in {folder}: {type(error).__name__}: {error}{room}."
+            f"The checkpoint could not be stored in {folder}: {type(error).__name__}: {error}{why}."
         )
 
     @property
