@@ -106,8 +106,8 @@ def test_a_worker_without_news_is_told_after_ten_seconds_with_the_limit_in_force
             watch.log_quiet(found.quiet(float(second)), float(second))
         assert len(caplog.messages) == 2  # again after half a minute
         assert caplog.messages[0] == (
-            "No heartbeat of worker 1 on node 10.0.0.1 for 10 s. Ray takes about a minute to notice that a node is lost. The "
-            "run itself ends a worker after 145 s without a step."
+            "No heartbeat of worker 1 on node 10.0.0.1 for 10 s. Either Ray restarts the workers, as when the run grows, or the "
+            "node is lost, which Ray notices after about a minute. The run itself ends a worker after 145 s without a step."
         )
         found.add(beat(1, Phase.PASS, 1.0), 150.0)
         watch.log_quiet(found.quiet(151.0), 151.0)
