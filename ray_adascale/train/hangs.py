@@ -212,8 +212,7 @@ class HangWatch:
                 else f" The run itself ends a worker after {beat.limit_s:.0f} s without a step."
             )
             _log.warning(
-                "No heartbeat of worker %d on node %s for %.0f s. Either Ray restarts the workers, as when the run grows, or the "
-                "node is lost, which Ray notices after about a minute.%s",
+                "No heartbeat of worker %d on node %s for %.0f s. Ray takes about a minute to notice that a node is lost.%s",
                 beat.rank,
                 beat.host,
                 seconds,
