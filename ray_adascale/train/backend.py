@@ -24,7 +24,7 @@ import torch.distributed as dist
 from .. import checkpoint
 from .._files import TRACE, list_names, read_text, room_in_words, scratch_folder
 from .._warn import warn_at_user
-from ..checkpoint.files import MANIFEST, STATE, TENSORS
+from ..checkpoint.files import MANIFEST, STATE, TENSORS, NotPermitted
 from ..run.boundary.backend import Backend, ReportPolicy
 from ..run.boundary.stage import StepReport
 from ..run.observe.eta import EtaTracker
@@ -260,12 +260,10 @@ class RayTrainBackend(Backend):
     def _not_stored(self, error: OSError) -> checkpoint.CheckpointError:
         folder = self._storage.experiment_fs_path
         here = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
-        why = room_in_words(error, folder) if here else ""
+        why, kind = room_in_words(error, folder) if here else "", checkpoint.CheckpointError
         if isinstance(error, PermissionError):
-            why = "; this user may not write there"
-        return checkpoint.CheckpointError(
-            f"The checkpoint could not be stored in {folder}: {type(error).__name__}: {error}{why}."
-        )
+            why, kind = "; this user may not write there", NotPermitted
+        return kind(f"The checkpoint could not be stored in {folder}: {type(error).__name__}: {error}{why}.")
 
     @property
     def uploading(self) -> bool:
