@@ -19,6 +19,7 @@ from ..run.boundary.backend import LocalBackend
 from ..run.boundary.evaluation import in_eval_mode
 from ..run.loop import Run
 from ..run.observe.failure import annotate_exceptions, lines_of, place_of
+from ..run.observe.metrics import values_of
 from ..workload import Workload, WorkloadFn, build, unread_warning
 
 _EXAMPLES = 8
@@ -79,8 +80,7 @@ def check_workload(
                 doing = "The evaluation of the untrained model"
                 untrained = run.parts.evaluation.try_out(run.backend.device)
                 if untrained:
-                    text = ", ".join(f"{name} {value}" for name, value in untrained.items())
-                    found.append(Finding("ok", f"The untrained model was evaluated: {text}."))
+                    found.append(Finding("ok", f"The untrained model was evaluated: {values_of(untrained)}."))
                 doing = "The forward and backward pass"
                 found += _pass(run, built)
                 reads = built.config_reads

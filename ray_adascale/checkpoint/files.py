@@ -48,6 +48,10 @@ class NoUsableCheckpoint(CheckpointError):
     """A run has checkpoints, and none of them verifies. A resume would fail alike."""
 
 
+class NotPermitted(CheckpointError):
+    """A checkpoint may not be written where it is stored. A restart would fail alike."""
+
+
 @dataclass(frozen=True)
 class TensorShard:
     """Elements ``[offset, offset + len(tensor))`` of a logical one-dimensional tensor of ``numel`` elements.

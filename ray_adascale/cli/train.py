@@ -217,14 +217,13 @@ class Train(OnRay, Workers):
 def _summary(result: Result, seconds: float) -> str:
     """Return the result of a run in a line: the user's metrics, steps and gain, and why it stopped."""
     from ..run.observe.eta import LEFT
-    from ..run.observe.metrics import METRICS
+    from ..run.observe.metrics import METRICS, values_of
 
     metrics: Any = result.metrics
-    own = {key: value for key, value in metrics.items() if key not in {*METRICS, *LEFT}}
-    texts = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in own.items()]
+    own = values_of({key: value for key, value in metrics.items() if key not in {*METRICS, *LEFT}})
     steps = metrics["optimizer_steps"]
     return (
-        f"{', '.join(texts)}{'; ' * bool(texts)}loss {metrics['loss']:.4g}; {steps:,} optimizer steps for "
+        f"{own}{'; ' * bool(own)}loss {metrics['loss']:.4g}; {steps:,} optimizer steps for "
         f"{metrics['effective_steps']:,.0f} effective ones, mean gain {metrics['progress'] / steps if steps else 1:.2f}, "
         f"scale {metrics['scale']:g} at the end; {seconds:.0f} s; {result.return_value['stopped']}"
     )

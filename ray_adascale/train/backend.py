@@ -24,7 +24,7 @@ import torch.distributed as dist
 from .. import checkpoint
 from .._files import TRACE, list_names, read_text, room_in_words, scratch_folder
 from .._warn import warn_at_user
-from ..checkpoint.files import MANIFEST, STATE, TENSORS
+from ..checkpoint.files import MANIFEST, STATE, TENSORS, NotPermitted
 from ..run.boundary.backend import Backend, ReportPolicy
 from ..run.boundary.stage import StepReport
 from ..run.observe.eta import EtaTracker
@@ -245,7 +245,7 @@ class RayTrainBackend(Backend):
                 return self._storage.persist_current_checkpoint(local, name)
             except OSError as e:  # pyarrow raises it for any kind of storage
                 failure = self._not_stored(e)
-                if waited >= _UPLOAD_LIMIT_S:
+                if waited >= _UPLOAD_LIMIT_S or isinstance(e, PermissionError):  # which time does not mend
                     raise failure from e
                 text = (
                     f"Worker {self.rank}, waiting: {failure} Again in {pause:g} s, for {_UPLOAD_LIMIT_S:g} s at most."
@@ -260,10 +260,10 @@ class RayTrainBackend(Backend):
     def _not_stored(self, error: OSError) -> checkpoint.CheckpointError:
         folder = self._storage.experiment_fs_path
         here = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
-        room = room_in_words(error, folder) if here else ""
-        return checkpoint.CheckpointError(
-            f"The checkpoint could not be stored in {folder}: {type(error).__name__}: {error}{room}."
-        )
+        why, kind = room_in_words(error, folder) if here else "", checkpoint.CheckpointError
+        if isinstance(error, PermissionError):
+            why, kind = "; this user may not write there", NotPermitted
+        return kind(f"The checkpoint could not be stored in {folder}: {type(error).__name__}: {error}{why}.")
 
     @property
     def uploading(self) -> bool:

@@ -18,6 +18,8 @@ from typing import Any
 import ray.util
 from ray.train.torch import TorchConfig
 
+from .worker_reports import end_heartbeats
+
 _log = logging.getLogger(__name__)
 
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -95,7 +97,7 @@ class AddressTorchConfig(TorchConfig):
 
 
 class _AddressBackend(TorchConfig().backend_cls):  # type: ignore[misc]
-    """Ray's backend, with the interfaces chosen before it makes the process group."""
+    """Ray's backend. The interfaces are chosen before it makes the process group, and the heartbeats end before the workers."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         """Ray Train's hook, in its controller: the workers' processes have started."""
@@ -108,6 +110,11 @@ class _AddressBackend(TorchConfig().backend_cls):  # type: ignore[misc]
                 elif name is not None:
                     _log.warning("No interface of %s was found. Set %s on that node.", address, _GLOO)
         super().on_start(worker_group, backend_config)
+
+    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
+        """Ray Train's hook, in its controller: the workers' processes are about to be ended, as when the run grows."""
+        worker_group.execute_async(end_heartbeats)
+        super().on_shutdown(worker_group, backend_config)
 
 
 def with_interface(torch_config: TorchConfig | None, timeout_s: int) -> TorchConfig:

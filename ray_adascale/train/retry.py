@@ -18,6 +18,7 @@ from ray.train import UserCallback
 
 from .._errors import SettingError
 from ..checkpoint import CheckpointError
+from ..checkpoint.files import NotPermitted
 from ..run.boundary.backend import CHECKPOINT
 from ..run.observe.failure import lines_of, place_of, traceback_of, was_beginning
 from .driver_channel import DriverClient
@@ -112,8 +113,9 @@ class RetryPolicy(UserCallback):
     """Logs a line about each failure, and ends the run at a failure that every restart would repeat.
 
     These failures are: an exception of the user's code or of this package during the build or before a start's first optimizer
-    step, and an exception that was raised at the same step before. Ray's ``FailureConfig`` counts the others: lost workers, lost
-    nodes, and storage errors. A storage error ends the run at the third start that stops at the same step.
+    step, an exception that was raised at the same step before, and a checkpoint that may not be written. Ray's
+    ``FailureConfig`` counts the others: lost workers, lost nodes, and storage errors. A storage error ends the run at the third
+    start that stops at the same step.
 
     Ray counts preemptions apart from failures. From the death of a preempted worker to the end of the notice, Ray goes on
     polling, and calls :meth:`after_exception` at each poll. The first of these calls counts.
@@ -179,6 +181,8 @@ class RetryPolicy(UserCallback):
             return None
         # An exception without a note is not from the loop, so its place is unknown.
         place = place_of(error)
+        if isinstance(error, NotPermitted):
+            return place or "It is not permitted."
         of_storage = isinstance(error, CheckpointError) or (
             isinstance(error, OSError)
             and not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)

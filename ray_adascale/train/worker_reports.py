@@ -10,6 +10,7 @@ import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,11 +113,12 @@ class Heartbeat:
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         self._beat = functools.partial(Beat, rank=rank, world_size=world_size, node=node, host=host, pid=os.getpid())
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="ray_adascale-heartbeat", daemon=True).start()
+        self.thread = threading.Thread(target=self._run, name="ray_adascale-heartbeat", daemon=True)
+        self.thread.start()
+        _heartbeats.add(self)
 
     def stop(self) -> None:
         """Send a last beat, and end the thread."""
-        self._pulse.enter(Phase.ENDED)
         self._ended.set()
 
     def _run(self) -> None:
@@ -124,7 +126,16 @@ class Heartbeat:
         while not last and self._client.connected:
             last = self._ended.is_set()
             position, limit_s = self._pulse.position, self._pulse.limit_s
-            seconds = time.monotonic() - position.since
-            self._client.beat(self._beat(steps=position.steps, phase=position.phase, seconds=seconds, limit_s=limit_s))
+            seconds, phase = time.monotonic() - position.since, Phase.ENDED if last else position.phase
+            self._client.beat(self._beat(steps=position.steps, phase=phase, seconds=seconds, limit_s=limit_s))
             if not last:
                 self._ended.wait(_BEAT_S if limit_s is None else min(_BEAT_S, limit_s / 4))
+
+
+_heartbeats: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
+
+
+def end_heartbeats() -> None:
+    """Stop the heartbeats of this process, which Ray is about to end."""
+    for heartbeat in list(_heartbeats):
+        heartbeat.stop()

@@ -771,15 +771,17 @@ def test_a_metric_that_is_nan_before_the_first_step_is_told() -> None:
         drive(run)
 
 
-def test_the_evaluation_of_the_untrained_model_leaves_the_random_streams(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "ray_adascale")
+def test_the_evaluation_of_the_untrained_model_is_told_and_leaves_the_random_streams(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "ray_adascale")
     ends = []
-    for evaluate in (None, lambda _: {"drawn": float(torch.rand(())) + np.random.rand()}):  # noqa: NPY002
+    for evaluate in (None, lambda _: {"third": 1 / 3, "drawn": float(torch.rand(())) + np.random.rand()}):  # noqa: NPY002
         run = make_run(model(dropout=0.5), evaluate=evaluate, evaluate_every=1e9)  # else at the end alone
         drive(run)
         ends.append(flat(run.module))
     assert torch.equal(*ends)
-    assert sum(line.startswith("The untrained model: drawn ") for line in caplog.messages) == 1
+    assert sum(line.startswith("The untrained model: third 0.3333, drawn ") for line in caplog.messages) == 1
 
 
 def test_a_metric_that_is_missing_from_the_last_evaluation_is_told() -> None:

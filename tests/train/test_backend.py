@@ -17,6 +17,7 @@ import torch
 
 from ray_adascale import checkpoint
 from ray_adascale.checkpoint import CheckpointError
+from ray_adascale.checkpoint.files import NotPermitted
 from ray_adascale.run.boundary import stage
 from ray_adascale.run.boundary.stage import StepReport
 from ray_adascale.run.observe.eta import Eta, EtaTracker
@@ -158,6 +159,7 @@ THROTTLED = OSError("When initiating upload: AWS Error SLOW_DOWN during PutObjec
         (THROTTLED, 99, False),
         (OSError(28, "No space left on device"), 99, False),
         (ValueError("a mistake"), 1, False),
+        (PermissionError(13, "Permission denied"), 1, False),  # time does not mend it
     ],
 )
 def test_a_failing_upload_is_tried_again_and_at_last_says_why(
@@ -195,6 +197,7 @@ def test_a_failing_upload_is_tried_again_and_at_last_says_why(
         assert str(error) in str(told)
         assert isinstance(told, CheckpointError) == isinstance(error, OSError)
         assert (f"the disk of {tmp_path} is full" in str(told)) == ("No space" in str(error))
+        assert ("may not write there" in str(told)) == isinstance(told, NotPermitted) == ("Permission" in str(error))
     assert not folder.exists()
     assert not backend.uploading
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray
 
-from ray_adascale.run.observe.pulse import Phase
+from ray_adascale.run.observe.pulse import Phase, Pulse
 from ray_adascale.train.hangs import Beat, Beats, HangWatch
+from ray_adascale.train.worker_reports import Heartbeat, end_heartbeats
 
 
 def beat(rank: int, phase: Phase, seconds: float, *, steps: int = 57, limit: float | None = 120.0, of: int = 2) -> Beat:
@@ -116,3 +120,18 @@ def test_a_worker_without_news_is_told_after_ten_seconds_with_the_limit_in_force
     found.add(beat(0, Phase.ENDED, 1.0), 162.0)
     found.add(beat(1, Phase.ENDED, 1.0), 162.0)
     assert found.quiet(300.0) is None
+
+
+def test_the_last_beat_of_a_worker_that_ray_is_about_to_end_is_sent_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the run grows. A worker that only falls silent would be told as lost."""
+    sent: list[Phase] = []
+    client: Any = SimpleNamespace(connected=True, beat=lambda beat: sent.append(beat.phase))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node0"))
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.0")
+    pulse = Pulse(None)
+    heartbeat = Heartbeat(client, pulse, 0, 1)
+    end_heartbeats()
+    pulse.enter(Phase.DATA)  # its loop goes on until the process ends
+    heartbeat.thread.join(10)
+    assert not heartbeat.thread.is_alive()
+    assert sent[-1] is Phase.ENDED

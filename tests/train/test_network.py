@@ -127,6 +127,8 @@ class Group:
         self.done.append(function.__name__)
         return list(self.addresses) if function is ray.util.get_node_ip_address else ["eth0"] * len(self.addresses)
 
+    execute_async = execute
+
 
 @pytest.mark.parametrize(
     ("addresses", "chosen"), [(("10.0.0.1", "10.0.0.2"), True), (("10.0.0.1", "10.0.0.1"), False), (("::1",), False)]
@@ -140,6 +142,15 @@ def test_interfaces_are_chosen_before_the_process_group_of_several_nodes(
     )
     config.backend_cls().on_start(group, config)
     assert group.done == ["get_node_ip_address", *(["choose_interface"] if chosen else []), "process group"]
+
+
+def test_heartbeats_end_before_the_workers_that_ray_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, config = Group("10.0.0.1", "10.0.0.2"), AddressTorchConfig()
+    monkeypatch.setattr(
+        TorchConfig().backend_cls, "on_shutdown", lambda self, workers, config: workers.done.append("process group")
+    )
+    config.backend_cls().on_shutdown(group, config)
+    assert group.done == ["end_heartbeats", "process group"]
 
 
 def test_the_configuration_goes_to_the_controller_and_is_rays_otherwise() -> None:

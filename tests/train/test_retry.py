@@ -17,6 +17,7 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer
 from ray_adascale.checkpoint import CheckpointError
+from ray_adascale.checkpoint.files import NotPermitted
 from ray_adascale.run.observe.failure import annotate_exceptions, lines_of, users_lines, was_building
 from ray_adascale.train import retry as module
 from ray_adascale.train.retry import (
@@ -256,6 +257,15 @@ def test_storage_that_fails_three_times_at_one_step_ends_the_run(told: list[str]
     restarts, full = RetryPolicy(20), OSError(28, "No space left on device")
     assert [fails(restarts, w0=after(full, 0, 31)) for _ in range(2)] == [None, None]
     assert "The same in 3 starts" in str(fails(restarts, w0=after(full, 0, 31)))
+
+
+def test_a_checkpoint_that_may_not_be_stored_ends_the_run_at_once(told: list[str]) -> None:
+    error = NotPermitted("this user may not write there")
+    assert fails(RetryPolicy(20), w0=after(error, 3, 31)) == "Raised after optimizer step 31."
+    assert (
+        fails(RetryPolicy(20), w1=NotPermitted("of an upload in the background"), w0=CLOSED) == "It is not permitted."
+    )
+    assert told == []
 
 
 def test_an_error_without_a_note_is_rays_to_count(told: list[str]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from ..._warn import warn_on_first_worker
 from ...checkpoint.rng import capture_rng, restore_rng
 from ...config import EarlyStop
-from ..observe.metrics import plain_numbers
+from ..observe.metrics import plain_numbers, values_of
 from .stage import BoundaryFlags, RunAtBoundary, Stage
 
 _log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Evaluation(Stage):
                 "Workload(metric=...), or 'loss' for the training loss."
             )
         if log and metrics:
-            _log.debug("The untrained model: %s.", ", ".join(f"{name} {value}" for name, value in metrics.items()))
+            _log.info("The untrained model: %s.", values_of(metrics))
         unknown = [name for name, value in metrics.items() if isinstance(value, float) and math.isnan(value)]
         if unknown:
             warn_on_first_worker(f"evaluate returned NaN for the untrained model: {', '.join(map(repr, unknown))}.")

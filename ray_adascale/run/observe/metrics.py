@@ -165,6 +165,13 @@ def state_of(metrics: Mapping[str, Any]) -> str:
     )
 
 
+def values_of(metrics: Mapping[str, Any]) -> str:
+    """Return the user's metrics as text."""
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in metrics.items()
+    )
+
+
 def format_metrics(metrics: Mapping[str, Any], total_steps: float, left: Eta) -> str:
     """Return one line of text: τ/T, steps, gain and scale, LR, loss, throughput, workers and time left."""
     share = min(metrics["effective_steps"] / total_steps, 1)
