@@ -160,9 +160,9 @@ def workload_of(task: Task, lr: float) -> Any:
 
 def our_search(task: Task, folder: str) -> int:
     """Search with ``tune_recipe``; return the number of complete trials."""
-    from ray_adascale import tune_recipe
+    from ray_adascale import Search, tune_recipe
 
-    recipe = tune_recipe(
+    search = Search(
         lambda config: workload_of(task, config["lr"]),
         {"lr": tune.grid_search(list(LRS))},
         base_batch_size=task.batch,
@@ -172,6 +172,7 @@ def our_search(task: Task, folder: str) -> int:
         storage_path=folder,
         verbose=0,
     )
+    recipe = tune_recipe(search)
     assert len(recipe.noise) == -(-task.steps // 5), recipe.search["noise"]
     return int(recipe.search["completed"])
 
