@@ -85,8 +85,7 @@ def search(total_steps: int, num_samples: int, storage: str) -> Recipe:
     trials = Search(
         workload,
         {**param_space, "total_steps": total_steps},
-        base_batch_size=BASE_BATCH,
-        total_steps=total_steps,
+        config=AdaScaleConfig(base_batch_size=BASE_BATCH, total_steps=total_steps),
         num_samples=num_samples,
         search_alg=proposals,  # metric and mode are the workload's
         scheduler=asha,

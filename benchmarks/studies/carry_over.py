@@ -294,7 +294,7 @@ def need(results: Results, jobs: Sequence[Job]) -> list[Result]:
 
 @functools.cache
 def draws(workload: str, seed: int) -> tuple[str, ...]:
-    """Return the configs that ``Search(seed=seed)`` draws by default, as JSON."""
+    """Return the configs that ``tune_recipe`` draws by default with this seed, as JSON."""
     stream = _BackwardsCompatibleNumpyRng(seed)  # as BasicVariantGenerator(random_state=seed) has it
     space = {"config": CASES[workload].space}
     variants = [list(generate_variants(space, random_state=stream)) for _ in range(TRIALS)]

@@ -15,7 +15,7 @@ from pathlib import Path
 from ray import tune
 from ray.air.integrations.mlflow import MLflowLoggerCallback
 
-from ray_adascale import Search, tune_recipe
+from ray_adascale import AdaScaleConfig, Search, tune_recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from digits import workload
@@ -31,8 +31,7 @@ def main() -> None:
     search = Search(
         workload,
         {"lr": tune.loguniform(0.005, 0.2), "momentum": 0.9},
-        base_batch_size=8,
-        total_steps=60 if args.smoke else 1800,
+        config=AdaScaleConfig(base_batch_size=8, total_steps=60 if args.smoke else 1800),
         num_samples=2 if args.smoke else 8,
         storage_path=folder,
         callbacks=[

@@ -56,9 +56,7 @@ class Tune(OnRay):
 
         from ..search.tune import tune_recipe
 
-        workload, space, config = resolve(self.workload), self._space(), self.config
-        if config.batch and config.total_epochs is None:
-            config.resolve_total_steps(None)  # refuses a search without a length
+        workload, space = resolve(self.workload), self._space()
         name = self.name or unique_name(f"{file_and_function(self.workload)[0]}-search")
         try:
             check_writable(self.output)  # a search is long, and its result goes there at the end
@@ -71,11 +69,7 @@ class Tune(OnRay):
         search = Search(
             workload,
             space,
-            base_batch_size=config.batch.base_batch_size,
-            total_steps=config.total_steps,
-            total_epochs=config.total_epochs,
-            seed=config.seed,
-            config=config,
+            config=self.config,
             storage_path=self.storage_path,
             name=name,
             **given,

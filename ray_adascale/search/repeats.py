@@ -40,7 +40,7 @@ class RepeatPlan:
     def of(cls, search: Search, ranked: Sequence[Finished]) -> RepeatPlan:
         """Return the plan for the best of these trials, best first. The seeds of the repeats follow that of the trials."""
         planned = [
-            PlannedRepeat(candidate=trial.trial_id, hyperparameters=trial.config, seed=search.seed + 1 + i)
+            PlannedRepeat(candidate=trial.trial_id, hyperparameters=trial.config, seed=search.config.seed + 1 + i)
             for trial in ranked[: search.repeat_best]
             for i in range(search.repeats)
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._errors import check_count, check_type
@@ -27,23 +27,20 @@ class Search:
         param_space: Tune's search space. Its values must be JSON values: search over numbers and strings, and build other
             objects from them in the workload. Other values are refused before the first trial, and values drawn by a function
             of yours at the start of their trial.
-        base_batch_size: B0, examples per optimizer step.
-        total_steps: T, optimizer steps of each trial; this or ``total_epochs``.
-        total_epochs: Length of each trial in passes over the dataset.
+        config: The settings of each trial: ``base_batch_size`` (B0), its length (``total_steps`` or ``total_epochs``), ``seed``,
+            which is that of the random search as well, and others of the loop, such as precision, grad_clip and
+            evaluate_every. Settings for runs at scale (per_worker_batch_size, accumulation, global_batch_size, elastic,
+            sharding, rule) and for Ray Train (report_every_s, checkpoint_every_s) are refused. With ``scaling_config`` these
+            are used: sharding, checkpoint_every_s, and as in a run with a ``global_batch_size`` accumulation (the fewest
+            passes) and per_worker_batch_size (the most examples of one).
         num_samples: Trials; with a grid_search in the space, times the size of the grid.
         repeats: Run the best few trials again with this many other seeds each, each a whole base run, and select the best mean;
             narrows the forecast's interval.
         repeat_best: Largest number of trials that ``repeats`` runs again.
-        search_alg: A searcher of Tune's. Default: random search, seeded by ``seed``.
+        search_alg: A searcher of Tune's. Default: random search.
         scheduler: "asha" stops trials that are not in the best quarter at T/8 and at T/2, compared at equal effective steps;
             None lets each one end. Or a scheduler of Tune's, built without ``metric`` and ``mode`` (reports have
             ``effective_steps`` for its ``time_attr``).
-        seed: Seed of the random search. In each trial it is also the seed of the weights and of the order of examples.
-        config: Further settings of the loop, such as precision, grad_clip and evaluate_every. Settings for runs at scale
-            (per_worker_batch_size, accumulation, global_batch_size, elastic, sharding, rule) and for Ray Train
-            (report_every_s, checkpoint_every_s) are refused, and so is another ``seed``. With ``scaling_config`` these are
-            used: sharding, checkpoint_every_s, and as in a run with a ``global_batch_size`` accumulation (the fewest passes)
-            and per_worker_batch_size (the most examples of one).
         resources_per_trial: Resources that Ray reserves for a trial. Default: ``{"CPU": 1}``. With a "GPU" the trial trains on
             it. torch uses one thread for each CPU.
         scaling_config: Ray Train's, for the workers of one trial: ``ScalingConfig(num_workers=4, use_gpu=True)``. Default: a
@@ -61,22 +58,18 @@ class Search:
             ``MLflowLoggerCallback``, or that of Weights & Biases. A continued search keeps its first callbacks.
 
     Raises:
-        ValueError: A value has another type or is out of its range.
+        ValueError: A value has another type, is missing or is out of its range.
     """
 
     workload: WorkloadFn
     param_space: dict[str, Any]
     _: KW_ONLY
-    base_batch_size: int
-    total_steps: int | None = None
-    total_epochs: float | None = None
+    config: AdaScaleConfig
     num_samples: int = 8
     repeats: int = 0
     repeat_best: int = 3
     search_alg: Any = None
     scheduler: Literal["asha"] | TrialScheduler | None = "asha"
-    seed: int = 0
-    config: AdaScaleConfig = field(default_factory=AdaScaleConfig)
     resources_per_trial: Mapping[str, float] | None = None
     scaling_config: ScalingConfig | None = None
     max_concurrent_trials: int | None = None
@@ -89,14 +82,11 @@ class Search:
     def __post_init__(self) -> None:
         check_type("workload", self.workload, Callable, "Must be a function config -> Workload.")
         check_type("param_space", self.param_space, dict, "Must be a dict, as for ray.tune.Tuner.")
-        if (self.total_steps is None) == (self.total_epochs is None):
-            raise ValueError(
-                f"Invalid total_steps={self.total_steps!r} with total_epochs={self.total_epochs!r}. Give one of them: how "
-                "long each trial is."
-            )
         object.__setattr__(self, "config", read_settings(self.config))
+        if self.config.batch and self.config.total_epochs is None:
+            self.config.resolve_total_steps(None)  # refuses a search without a length
         optional = {"probe_every": 1, "max_concurrent_trials": 1}
-        for name, least in ({"num_samples": 1, "repeats": 0, "repeat_best": 1, "seed": 0} | optional).items():
+        for name, least in ({"num_samples": 1, "repeats": 0, "repeat_best": 1} | optional).items():
             value = getattr(self, name)
             if value is not None or name not in optional:
                 object.__setattr__(self, name, check_count(name, value, least))

@@ -16,7 +16,7 @@ from ray.tune.search.sample import Categorical, Domain
 from ray.util.state import list_nodes
 from ray.util.state.exception import RayStateApiException
 
-from .._errors import SettingError, check_type
+from .._errors import SettingError, check_count, check_type
 from .._fields import json_value
 from .._files import SEARCH, join, read_json, write_json
 from ..config import AdaScaleConfig
@@ -27,11 +27,6 @@ from .trial import EPOCHS
 
 _REPEATS_DENSER = 4
 """Probes on every 5th step bring many more forecasts within 10 % than on every 20th (benchmarks/studies/pages/forecast.md)."""
-
-_TUNES_CALLBACKS = (
-    "Must be a ray.tune.Callback, such as those of ray.air.integrations; Ray Train's are for RunConfig(callbacks=...) of an "
-    "AdaScaleTrainer."
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +43,8 @@ class SearchSpec:
         self._check_resources()
         _check_values("param_space", self.search.param_space)
         for callback in self.search.callbacks:
-            check_type("callback", callback, Callback, _TUNES_CALLBACKS)
+            text = "Must be a ray.tune.Callback; Ray Train's are for RunConfig(callbacks=...) of an AdaScaleTrainer."
+            check_type("callback", callback, Callback, text)
         self._check_that_config_is_used()
         self._check_that_trials_can_be_limited()
 
@@ -89,21 +85,13 @@ class SearchSpec:
         """Density in a repeat. The forecast uses the measurements of all repeats, and those of one trial only."""
         return NoiseEvery.given(self.search.probe_every, denser=_REPEATS_DENSER)
 
-    @property
-    def searcher_name(self) -> str:
-        """The searcher's name in the recipe and in :meth:`description`."""
-        return _name_of(self.search.search_alg) or "random"
-
-    @property
-    def scheduler_name(self) -> str | None:
-        """The scheduler's name in the recipe and in :meth:`description`."""
-        return _name_of(self.search.scheduler)
-
     def searcher(self, at_once: int | None) -> dict[str, Any]:
         """Return the searcher and the number of trials at a time, as arguments of ``tune.TuneConfig``."""
         if self.search.search_alg is None:
             # TuneConfig's default would draw from NumPy's global generator.
-            return {"search_alg": BasicVariantGenerator(random_state=self.search.seed, max_concurrent=at_once or 0)}
+            return {
+                "search_alg": BasicVariantGenerator(random_state=self.trial_config.seed, max_concurrent=at_once or 0)
+            }
         return {"search_alg": self.search.search_alg, "max_concurrent_trials": at_once}
 
     def trials_at_once(self) -> int | None:
@@ -128,16 +116,17 @@ class SearchSpec:
 
     def description(self) -> dict[str, Any]:
         """Return the part of the specification that identifies a search, as JSON values."""
-        plain = ("base_batch_size", "total_steps", "total_epochs", "num_samples", "seed", "probe_every")
+        settings = ("base_batch_size", "total_steps", "total_epochs", "seed", "evaluate_every")
         return {
             "workload": workload_name(self.search.workload),
             "param_space": _describe_space(self.search.param_space),
-            **{name: getattr(self.search, name) for name in plain},
-            "evaluate_every": self.trial_config.evaluate_every,
+            **{name: getattr(self.trial_config, name) for name in settings},
+            "num_samples": self.search.num_samples,
+            "probe_every": self.search.probe_every,
             "config": kept_settings(self.trial_config),
             "num_workers": None if self.search.scaling_config is None else self.search.scaling_config.num_workers,
-            "search_alg": self.searcher_name,
-            "scheduler": self.scheduler_name,
+            "search_alg": _name_of(self.search.search_alg) or "random",
+            "scheduler": _name_of(self.search.scheduler),
         }
 
     def started_before(self, folder: str) -> bool:
@@ -200,10 +189,8 @@ class SearchSpec:
         for name, default in ((setting.name, setting.default) for setting in fields(AdaScaleConfig)):
             used, given = getattr(self.trial_config, name), getattr(self.search.config, name)
             if given not in (used, default):
-                instead = "Give Search(seed=...)." if name == "seed" else "Leave it out; it is for runs at scale."
-                raise SettingError(
-                    f"Invalid {{}} for a search: its trials have {name}={used!r}. {instead}", **{name: given}
-                )
+                text = f"Invalid {{}} for a search: its trials have {name}={used!r}. Leave it out; it is for runs at scale."
+                raise SettingError(text, **{name: given})
 
     def _check_that_trials_can_be_limited(self) -> None:
         kind = type(self.tune_scheduler)
@@ -218,7 +205,7 @@ class SearchSpec:
             )
         most, searcher = self.search.max_concurrent_trials, self.search.search_alg
         if most is not None and not (searcher is None or isinstance(searcher, Searcher | str)):
-            name = self.searcher_name
+            name = type(searcher).__name__
             raise ValueError(f"Invalid max_concurrent_trials={most} with a {name}. Give the limit to the {name}.")
 
     # ---- what the trials are made of -------------------------------------------------------------------------------
@@ -226,11 +213,12 @@ class SearchSpec:
     @cached_property
     def trial_config(self) -> AdaScaleConfig:
         """The settings of each trial's run. On several workers the same batch, in parts as in the given settings."""
-        search, given = self.search, self.search.config
-        base = base_config(given, search.base_batch_size, search.total_steps, search.total_epochs, search.seed)
-        if search.scaling_config is None:
+        given, scaling = self.search.config, self.search.scaling_config
+        seed = check_count("seed", given.seed, 0)
+        base = base_config(given, given.batch.base_batch_size, given.total_steps, given.total_epochs, seed)
+        if scaling is None:
             return base
-        num_workers = int(search.scaling_config.num_workers)
+        num_workers = int(scaling.num_workers)
         spread = replace(
             base,
             global_batch_size=base.base_batch_size,
@@ -256,7 +244,7 @@ class SearchSpec:
         if scheduler is None:
             return schedulers.FIFOScheduler()
         if isinstance(scheduler, str) and scheduler == "asha":
-            steps, epochs = self.search.total_steps, self.search.total_epochs
+            steps, epochs = self.search.config.total_steps, self.search.config.total_epochs
             clock, length = (EPOCHS, epochs) if steps is None else ("effective_steps", steps)
             assert length is not None
             return schedulers.AsyncHyperBandScheduler(time_attr=clock, max_t=length, grace_period=length / 8)

@@ -80,7 +80,7 @@ def tune_recipe(search: Search) -> Recipe:
         RuntimeError: No trial reached T.
         KeyboardInterrupt: The search was interrupted. (Tune itself would return the trials so far.)
     """
-    check_type("search", search, Search, "Must be a ray_adascale.Search(workload, param_space, base_batch_size=...).")
+    check_type("search", search, Search, "Must be a ray_adascale.Search(workload, param_space, config=...).")
     spec = SearchSpec(search)
     quiet_init()
     run_config = tune.RunConfig(
@@ -124,12 +124,10 @@ def _recipe_of(running: _RunningSearch) -> Recipe:
         hyperparameters=winner.config,
         config=spec.trial_config,
         search={
-            "num_samples": search.num_samples,
+            **{name: spec.description()[name] for name in ("num_samples", "search_alg", "scheduler")},
             "completed": completed,
             "stopped_early": len(trials) - completed - len(failed),
             "failed": failed + failed_repeats,
-            "search_alg": spec.searcher_name,
-            "scheduler": spec.scheduler_name,
             "num_workers": 1 if search.scaling_config is None else search.scaling_config.num_workers,
             "best_trial": winner.trial_id,
             "wall_s": time.monotonic() - started,
@@ -156,15 +154,10 @@ class _RunningSearch:
     at_once: int | None
     earlier: bool = False
 
-    @property
-    def search(self) -> Search:
-        """The search."""
-        return self.spec.search
-
     def run_trials(self) -> list[Finished]:
         """Run all trials and return their results."""
-        spec, search = self.spec, self.search
-        watch = Watch(spec.num_trials, verbose=self.search.verbose > 0, earlier=self.earlier, space=search.param_space)
+        spec, search = self.spec, self.spec.search
+        watch = Watch(spec.num_trials, verbose=search.verbose > 0, earlier=self.earlier, space=search.param_space)
         self._fit(
             tune.with_parameters(run_trial, setup=self._setup(self.run_config.name, spec.noise_every)),
             search.param_space,
@@ -188,7 +181,7 @@ class _RunningSearch:
             ValueError: It was made for other numbers of repeats, or by another search.
         """
         folder = _folder(self._repeats)
-        plan = RepeatPlan.read(folder, self.search)
+        plan = RepeatPlan.read(folder, self.spec.search)
         if plan is not None and not self.earlier:
             raise ValueError(
                 f"The repeats in {folder} are those of another search, whose own folder is gone. Delete that folder, or choose "
@@ -213,12 +206,12 @@ class _RunningSearch:
         """
         where = self._repeats
         if plan is None:
-            plan = RepeatPlan.of(self.search, ranked)
+            plan = RepeatPlan.of(self.spec.search, ranked)
             plan.write(_folder(where))
         planned = plan.planned
         watch = Watch(
             len(planned),
-            verbose=self.search.verbose > 0,
+            verbose=self.spec.search.verbose > 0,
             what="repeat",
             earlier=self.earlier,
             describe=lambda config: str(planned[config["repeat"]]),
@@ -246,8 +239,8 @@ class _RunningSearch:
 
     def _setup(self, name: str, noise_every: NoiseEvery) -> TrialSetup:
         """Return the setup of the trials or of the repeats. Tune's folder for them has this name."""
-        spec, workload = self.spec, portable(self.search.workload)
-        if self.search.scaling_config is None:
+        spec, workload = self.spec, portable(self.spec.search.workload)
+        if self.spec.search.scaling_config is None:
             return InOneProcess(
                 workload=workload,
                 config=spec.trial_config,
@@ -261,7 +254,7 @@ class _RunningSearch:
             workload=workload,
             config=spec.trial_config,
             noise_every=noise_every,
-            scaling_config=self.search.scaling_config,
+            scaling_config=self.spec.search.scaling_config,
             folder=join(str(self.run_config.storage_path), f"{name}/workers"),
         )
 
@@ -282,10 +275,12 @@ class _RunningSearch:
                     metric=OBJECTIVE,
                     mode="max",
                     # A new process for each trial would import torch again. One that waits for workers must end with its trial.
-                    reuse_actors=self.search.scaling_config is None,
+                    reuse_actors=self.spec.search.scaling_config is None,
                     **choices,
                 )
-                run_config = replace(run_config, stop=StopOnMistake(watch), callbacks=[watch, *self.search.callbacks])
+                run_config = replace(
+                    run_config, stop=StopOnMistake(watch), callbacks=[watch, *self.spec.search.callbacks]
+                )
                 tuner = tune.Tuner(trainable, param_space=space, tune_config=tune_config, run_config=run_config)
             with _quiet_tune(), watch.noticing_ctrl_c(), watch.display or nullcontext():
                 tuner.fit()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_adascale import Search
+from ray_adascale import AdaScaleConfig, Search
 from ray_adascale.search.repeats import PLAN, RepeatPlan
 from ray_adascale.search.watch import Finished
 
@@ -15,7 +15,8 @@ from ..samples_of import regression
 
 
 def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
-    search = Search(regression, {}, base_batch_size=8, total_steps=9, repeats=2, repeat_best=2, seed=3)
+    config = AdaScaleConfig(base_batch_size=8, total_steps=9, seed=3)
+    search = Search(regression, {}, config=config, repeats=2, repeat_best=2)
     ranked = [Finished(name, {"lr": lr}, {}, None) for name, lr in (("b", 0.2), ("a", 0.1), ("c", 0.3))]
     plan = RepeatPlan.of(search, ranked)
     assert [(each.candidate, each.hyperparameters["lr"], each.seed) for each in plan.planned] == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,12 @@ from ray_adascale.search.spec import SearchSpec, _describe_space
 from ..samples_of import regression
 
 B0, T = 16, 200
-
-
+CONFIG = AdaScaleConfig(base_batch_size=B0, total_steps=T)
 TWO = ScalingConfig(num_workers=2)
 
 
 def spec(**changes: Any) -> SearchSpec:
-    given = {"workload": regression, "param_space": {}, "base_batch_size": B0, "total_steps": T}
-    return SearchSpec(Search(**(given | changes)))
+    return SearchSpec(Search(**({"workload": regression, "param_space": {}, "config": CONFIG} | changes)))
 
 
 @pytest.mark.parametrize(
@@ -35,25 +34,20 @@ def spec(**changes: Any) -> SearchSpec:
     [
         ({"workload": "file.py:f"}, "Invalid workload of type str"),
         ({"param_space": [1]}, "Invalid param_space of type list"),
-        ({"total_steps": None}, "total_steps=None with total_epochs=None. Give one"),
-        ({"total_epochs": 2}, "total_steps=200 with total_epochs=2. Give one"),
-        ({"total_steps": 0}, "total_steps=0"),
-        ({"base_batch_size": 0}, "base_batch_size=0"),
+        ({"config": AdaScaleConfig(base_batch_size=8)}, r"total_epochs=...\) is needed, one of them"),
+        ({"config": AdaScaleConfig(total_steps=8)}, r"base_batch_size=...\) is needed"),
         ({"num_samples": 0}, "Invalid num_samples=0"),
         ({"probe_every": 0}, "Invalid probe_every=0"),
         ({"repeats": -1}, "Invalid repeats=-1"),
         ({"repeat_best": 0}, "Invalid repeat_best=0"),
-        ({"seed": -1}, "Invalid seed=-1"),
+        ({"config": replace(CONFIG, seed=-1)}, "Invalid seed=-1"),
         ({"max_concurrent_trials": 0}, "Invalid max_concurrent_trials=0"),
         ({"resources_per_trial": {"CPU": -1}}, "Invalid resources_per_trial"),
         ({"config": {"precision": "bf16"}}, "Invalid config of type dict"),
-        ({"config": AdaScaleConfig(base_batch_size=8)}, "base_batch_size=8.: the search is given 16"),
-        ({"config": AdaScaleConfig(total_epochs=8)}, "total_epochs=8.: the search is given None"),
-        ({"config": AdaScaleConfig(rule="linear")}, r"rule='linear'\) for a search: its trials have rule='unscaled'"),
-        ({"config": AdaScaleConfig(report_every_s=1.0)}, r"report_every_s=1.0\) for a search: .* Leave it out"),
-        ({"config": AdaScaleConfig(accumulation=2)}, r"accumulation=2\) for a search"),
-        ({"config": AdaScaleConfig(sharding="oss")}, r"sharding='oss'\) for a search"),
-        ({"config": AdaScaleConfig(seed=7)}, r"seed=7\) for a search: its trials have seed=0. Give Search\(seed="),
+        ({"config": replace(CONFIG, rule="linear")}, r"rule='linear'\) for a search: its trials have rule='unscaled'"),
+        ({"config": replace(CONFIG, report_every_s=1.0)}, r"report_every_s=1.0\) for a search: .* Leave it out"),
+        ({"config": replace(CONFIG, accumulation=2)}, r"accumulation=2\) for a search"),
+        ({"config": replace(CONFIG, sharding="oss")}, r"sharding='oss'\) for a search"),
         ({"scheduler": "hyperband"}, "Invalid scheduler='hyperband'. Must be 'asha', None or"),
         ({"scheduler": PopulationBasedTraining(hyperparam_mutations={"lr": [1, 2]})}, "no single config gives"),
         ({"scaling_config": {"num_workers": 2}}, "Invalid scaling_config of type dict"),
@@ -62,10 +56,10 @@ def spec(**changes: Any) -> SearchSpec:
         ({"scaling_config": TWO, "resources_per_trial": {"CPU": 2}}, "Give a worker's resources"),
         ({"scaling_config": TWO, "search_alg": BasicVariantGenerator()}, "must be limited from outside"),
         (
-            {"scaling_config": TWO, "base_batch_size": 1},
+            {"scaling_config": TWO, "config": replace(CONFIG, base_batch_size=1)},
             "for a base batch of 1: each of 1 passes of a worker needs at least one example",
         ),
-        ({"scaling_config": TWO, "config": AdaScaleConfig(rule="linear")}, "its trials have rule='unscaled'"),
+        ({"scaling_config": TWO, "config": replace(CONFIG, rule="linear")}, "its trials have rule='unscaled'"),
         (
             {"scaling_config": TWO, "scheduler": HyperBandScheduler()},
             "HyperBandScheduler with scaling_config. It may pause",
@@ -86,14 +80,9 @@ def test_mistakes_are_found_before_anything_starts(changes: dict[str, Any], mess
 
 
 def test_settings_that_a_search_uses_as_they_are_given_are_accepted() -> None:
-    spec(
-        seed=7,
-        config=AdaScaleConfig(base_batch_size=B0, per_worker_batch_size=B0, seed=7, grad_clip=1.0, rule="unscaled"),
-    )
-    spec(
-        config=AdaScaleConfig(sharding="oss", checkpoint_every_s=1.0, accumulation=2, per_worker_batch_size=4),
-        scaling_config=TWO,
-    )
+    spec(config=replace(CONFIG, per_worker_batch_size=B0, seed=7, grad_clip=1.0, rule="unscaled"))
+    on_workers = replace(CONFIG, sharding="oss", checkpoint_every_s=1.0, accumulation=2, per_worker_batch_size=4)
+    spec(config=on_workers, scaling_config=TWO)
 
 
 def test_no_more_trials_run_at_once_than_have_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,13 +171,13 @@ def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None
     )
     for change, told in (
         (
-            {"total_steps": 100},
+            {"config": replace(CONFIG, total_steps=100)},
             r"Invalid total_steps=100: the search in \S+mine was started with 200. Restore it to continue, or",
         ),
         ({"scheduler": None}, "Invalid scheduler=None: .* started with 'asha'"),
         ({"param_space": {}}, "Invalid param_space={}"),
-        ({"config": AdaScaleConfig(grad_clip=1.0)}, "Invalid config={.*'grad_clip': 1.0"),
-        ({"config": AdaScaleConfig(evaluate_every=50)}, "Invalid evaluate_every=50: .* started with None"),
+        ({"config": replace(CONFIG, grad_clip=1.0)}, "Invalid config={.*'grad_clip': 1.0"),
+        ({"config": replace(CONFIG, evaluate_every=50)}, "Invalid evaluate_every=50: .* started with None"),
         ({"scaling_config": ScalingConfig(num_workers=2)}, "Invalid num_workers=2: .* started with None"),
     ):
         with pytest.raises(ValueError, match=told):
@@ -197,7 +186,7 @@ def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None
     kept = json.loads((tmp_path / "mine" / "search.json").read_text())
     del kept["evaluate_every"]
     (tmp_path / "mine" / "search.json").write_text(json.dumps(kept))
-    assert spec(param_space=space, config=AdaScaleConfig(evaluate_every=50)).started_before(folder)
+    assert spec(param_space=space, config=replace(CONFIG, evaluate_every=50)).started_before(folder)
 
 
 def test_search_spaces_are_told_apart() -> None:

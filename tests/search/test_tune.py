@@ -41,6 +41,7 @@ from ..samples_of import schedule
 
 LRS = [0.01, 0.02, 5e-5]
 B0, T, LENGTH, DIM = 16, 200, 72, 8  # 4.5 base steps an epoch: batches run across borders
+CONFIG = AdaScaleConfig(base_batch_size=B0, total_steps=T)
 
 
 def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -113,8 +114,8 @@ class Sees(tune.Callback):
 
 def one_trial(folder: Path, space: dict[str, Any], **changes: Any) -> Recipe:
     """A search of one sample, seed 3 and no scheduler, unless changed."""
-    settings = {"num_samples": 1, "scheduler": None, "seed": 3, "storage_path": folder} | changes
-    return tune_recipe(Search(linear, space, base_batch_size=B0, total_steps=T, **settings))
+    settings = {"config": replace(CONFIG, seed=3), "num_samples": 1, "scheduler": None, "storage_path": folder}
+    return tune_recipe(Search(linear, space, **(settings | changes)))
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,7 @@ def searched(ray_session: Path) -> Recipe:
     return one_trial(
         ray_session,
         {"lr": tune.grid_search([5e-5, 0.02, -1.0, 0.5])},
-        config=AdaScaleConfig(grad_clip=1e6),  # clips nothing
+        config=replace(CONFIG, seed=3, grad_clip=1e6),  # clips nothing
         max_concurrent_trials=2,
         probe_every=10,
         verbose=0,
@@ -191,9 +192,7 @@ def test_a_second_search_of_one_name_is_refused_while_the_first_runs(
     command = ["tune", f"{tmp_path / 'mine_locked_search.py'}:workload", "--base-batch-size=8", "--total-steps=60"]
     with locked_elsewhere(tmp_path / "mine"):
         with pytest.raises(ValueError, match=r"name='mine'\): process 7 on far, started noon, writes to .*/mine now\."):
-            tune_recipe(
-                Search(linear, {}, base_batch_size=B0, total_steps=T, storage_path=tmp_path, name="mine", verbose=0)
-            )
+            tune_recipe(Search(linear, {}, config=CONFIG, storage_path=tmp_path, name="mine", verbose=0))
         options = ["--name=mine", f"--storage-path={tmp_path}", f"--output={tmp_path / 'recipe.json'}", "--no-check"]
         assert main([*command, *options]) == 2
     assert capsys.readouterr().err.startswith(
@@ -218,9 +217,7 @@ def test_a_search_that_lost_its_lock_gives_no_recipe(
     monkeypatch.setattr("ray_adascale.search.tune._RunningSearch.run_trials", run_trials)
     monkeypatch.setattr("ray_adascale.search.tune._ranking", lambda trials: [(None, None)])
     with pytest.raises(RuntimeError, match=r"The search 'mine' was continued by process 7 on far, started noon while"):
-        tune_recipe(
-            Search(linear, {}, base_batch_size=B0, total_steps=T, storage_path=tmp_path, name="mine", verbose=0)
-        )
+        tune_recipe(Search(linear, {}, config=CONFIG, storage_path=tmp_path, name="mine", verbose=0))
 
 
 FILE = """
@@ -273,8 +270,7 @@ def test_asha_stops_what_lags_with_any_searcher_and_a_workload_from_a_file(
             Search(
                 resolve(f"{tmp_path / 'a_workload_of_mine.py'}:workload"),
                 {"unused": 1},
-                base_batch_size=8,
-                total_epochs=10,
+                config=AdaScaleConfig(base_batch_size=8, total_epochs=10),
                 num_samples=3,
                 search_alg=searcher,
                 max_concurrent_trials=1,  # in order: whoever reaches a rung first goes on, however bad
@@ -317,7 +313,9 @@ class PauseOnce(FIFOScheduler):
 @pytest.mark.ray
 def test_paused_trial_resumes_where_it_was(ray_session: Path) -> None:
     scheduler = PauseOnce()
-    recipe = one_trial(ray_session, {"lr": tune.uniform(0.01, 0.03)}, scheduler=scheduler, seed=5, verbose=0)
+    recipe = one_trial(
+        ray_session, {"lr": tune.uniform(0.01, 0.03)}, scheduler=scheduler, config=replace(CONFIG, seed=5), verbose=0
+    )
     assert len(scheduler.paused) == 1
     assert recipe.hyperparameters["lr"] == np.random.default_rng(5).uniform(0.01, 0.03)
     assert recipe.score == plain_loop(recipe.hyperparameters, seed=5)
@@ -336,8 +334,7 @@ def test_metric_that_is_not_measured_ends_the_search_at_once(
             Search(
                 linear,
                 {"lr": 0.01, "metric": "accuracy"},
-                base_batch_size=B0,
-                total_steps=T,
+                config=CONFIG,
                 num_samples=100,
                 max_concurrent_trials=2,
                 storage_path=ray_session,
@@ -360,11 +357,9 @@ def test_mistake_in_building_ends_the_search_where_no_config_is_to_blame(
             Search(
                 linear,
                 {"lr": tune.uniform(0.01, 0.02)},
-                base_batch_size=99,
-                total_steps=T,
+                config=AdaScaleConfig(base_batch_size=99, total_steps=T, drop_last=True),
                 num_samples=100,
                 max_concurrent_trials=1,
-                config=AdaScaleConfig(drop_last=True),
                 storage_path=ray_session,
             )
         )
@@ -415,9 +410,9 @@ def test_interrupted_search_goes_on_and_repeats_decide(
     assert [len(repeat.noise) for repeat in recipe.repeats] == [T // 5] * 2  # four times as often as the trials'
     assert recipe.search["completed"] == 3
     with pytest.raises(ValueError, match=r"Invalid seed=9: the search in \S+ was started with 3"):
-        search(seed=9)
+        search(config=replace(CONFIG, seed=9))
     with pytest.raises(ValueError, match=r"Invalid config={.*'grad_clip': 1.0.*}: the search in \S+ was started with"):
-        search(config=AdaScaleConfig(grad_clip=1.0))  # the recipe could not say what its trials had
+        search(config=replace(CONFIG, seed=3, grad_clip=1.0))  # the recipe could not say what its trials had
 
 
 @pytest.mark.ray
@@ -511,7 +506,7 @@ def repeated_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     )
 
     def search(**changes: Any) -> Recipe:
-        settings: dict[str, Any] = {"base_batch_size": B0, "total_steps": T, "repeats": 2, "repeat_best": 2, "seed": 3}
+        settings: dict[str, Any] = {"config": replace(CONFIG, seed=3), "repeats": 2, "repeat_best": 2}
         where = {"storage_path": tmp_path, "name": "mine", "verbose": 0}
         return tune_recipe(Search(linear, {"lr": tune.grid_search([0.1, 0.2])}, **(settings | where | changes)))
 
@@ -609,7 +604,7 @@ def test_what_trials_would_warn_of_where_nobody_sees_it_is_said_once_with_the_re
     space = {"lr": 0.02, "momentun": 0.9, "only_b": 1, "kind": tune.grid_search(["a", "b"])}
     with pytest.warns(UserWarning, match="T_max|has not read") as told:
         recipe = tune_recipe(Search(
-            too_short, space, base_batch_size=B0, total_steps=T, num_samples=1, scheduler=None,
+            too_short, space, config=CONFIG, num_samples=1, scheduler=None,
             max_concurrent_trials=1, storage_path=ray_session, verbose=0,
         ))  # fmt: skip
     texts = [str(w.message) for w in told]

@@ -100,8 +100,9 @@ def small(config: dict[str, Any]) -> Workload:
 
 
 def test_another_callback_is_refused() -> None:
+    config = AdaScaleConfig(base_batch_size=4, total_steps=4)
     with pytest.raises(ValueError, match=r"type Hears\. Must be a ray\.tune\.Callback"):
-        tune_recipe(Search(small, {}, base_batch_size=4, total_steps=4, callbacks=[Hears(Path("x"))]))  # type: ignore[list-item]
+        tune_recipe(Search(small, {}, config=config, callbacks=[Hears(Path("x"))]))  # type: ignore[list-item]
 
 
 def trial(config: dict[str, Any]) -> None:
