@@ -1,7 +1,8 @@
 """The cause of a failed run, and whether a restart can help.
 
 Ray Train restarts the workers after any failure. :class:`RetryPolicy` runs in Ray Train's controller, and ends the run at once if
-each restart would raise the same exception.
+each restart would raise the same exception. tests/whole/faults.py kills workers and fills disks, and
+tests/train/test_trainer.py has workers raise.
 """
 
 from __future__ import annotations
@@ -116,17 +117,16 @@ class RetryPolicy(UserCallback):
     nodes, and storage errors. A storage error ends the run at the third start that stops at the same step.
 
     Ray counts preemptions apart from failures. From the death of a preempted worker to the end of the notice, Ray goes on
-    polling, and calls :meth:`after_exception` at each poll. The first of these calls counts.
+    polling, and calls :meth:`after_exception` at each poll. The first of these calls is logged.
 
     Args:
         max_failures: Ray Train's, for the log.
-        max_preemption_failures: Ray Train's, for the log.
 
     Raises:
         ValueError: ``max_failures`` is below −1.
     """
 
-    def __init__(self, max_failures: int, max_preemption_failures: int = -1) -> None:
+    def __init__(self, max_failures: int) -> None:
         if max_failures < -1:
             raise SettingError(
                 "Invalid {}. Must be a number of restarts; 0 for none, or -1 for any number.",
@@ -136,8 +136,7 @@ class RetryPolicy(UserCallback):
         self.channel: Any = None
         """The driver's channel, see :mod:`ray_adascale.train.driver_channel`."""
         self._max_failures = max_failures
-        self._max_preemptions = max_preemption_failures
-        self._restarts = self._preemptions = 0
+        self._restarts = 0
         self._taken_away: set[str | None] = set()  # ids of the actors of preempted workers
         self._seen: Counter[str] = Counter()
 
@@ -155,12 +154,10 @@ class RetryPolicy(UserCallback):
         }
         if gone:
             actors = {error.actor_id for error in gone.values()} - {None}
-            polled_again = not actors.isdisjoint(self._taken_away)
-            self._taken_away |= actors
-            self._preemptions += not polled_again
-            if not polled_again and (self._max_preemptions < 0 or self._preemptions <= self._max_preemptions):
+            if actors.isdisjoint(self._taken_away):
                 text = _in_a_sentence({rank: worker_exceptions[rank] for rank in gone})
-                driver.restarting(f"{text} Its node was preempted. Restart from the last checkpoint.")
+                driver.restarting(f"{text} Its node was preempted.")
+            self._taken_away |= actors
             return
         found = worker_failure(ray.train.WorkerGroupError("", dict(worker_exceptions)))
         assert found is not None

@@ -44,7 +44,7 @@ from .cluster import (
 from .driver_channel import DriverClient, News, forward_warnings, make_channel
 from .hangs import HangWatch
 from .network import with_interface
-from .ray_record import has_checkpoint, unlisted_checkpoints
+from .ray_record import has_checkpoint, rename_cut_off_record
 from .retry import RepeatedMistake, RetryPolicy, failure_in_words
 from .run_lock import RunLock
 
@@ -108,7 +108,6 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
     compared = job["kept_by"] is not None
     backend.report_policy = ReportPolicy(evaluations=job["reports_evaluations"] or compared, save_evaluations=compared)
     backend.channel = job["channel"]
-    backend.unlisted = job["unlisted"]
     with contextlib.ExitStack() as stack:
         if backend.rank == 0:
             backend.driver = DriverClient(job["channel"])
@@ -224,7 +223,7 @@ class AdaScaleTrainer(TorchTrainer):
                 name=run_config.name,
             )
         failures = run_config.failure_config or ray.train.FailureConfig()
-        self._retry_policy = RetryPolicy(failures.max_failures, failures.max_preemption_failures)
+        self._retry_policy = RetryPolicy(failures.max_failures)
         self._progress, self._on_start = progress, on_start
         self._job: dict[str, Any] = {
             "workload": portable(workload),
@@ -232,7 +231,6 @@ class AdaScaleTrainer(TorchTrainer):
             "config": config,
             "recipe": recipe,
             "channel": None,
-            "unlisted": (),
             "reports_evaluations": bool(run_config.callbacks),
             "lengths": None if datasets is None else {name: _known_length(data) for name, data in datasets.items()},
             "kept_by": getattr(getattr(run_config, "checkpoint_config", None), "checkpoint_score_attribute", None),
@@ -277,7 +275,7 @@ class AdaScaleTrainer(TorchTrainer):
             )
         config, folder = self.run_config, self._folder
         with RunLock(folder, str(config.name), filesystem=config.storage_filesystem) as lock:
-            self._job["unlisted"] = unlisted_checkpoints(folder, str(config.name), config.storage_filesystem)
+            rename_cut_off_record(folder, str(config.name), config.storage_filesystem)
             channel = make_channel()
             self._job["channel"] = self._retry_policy.channel = channel
             self._monitor = DriverMonitor(channel, needs, lock, self._on_start)

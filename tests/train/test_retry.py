@@ -218,20 +218,12 @@ def test_a_preemption_is_told_once_and_is_no_failure(board: Told) -> None:
         assert fails(none, w0=CLOSED, w1=DIED, w2=taken_away("a")) is None
     assert fails(none, w1=taken_away("b"), w2=taken_away("a")) is None  # another worker dies before the same restart
     assert fails(none, w1=taken_away("b")) is None
-    text = "Worker 2: A worker health check failed. Gone. Its node was preempted. Restart from the last checkpoint."
+    text = "Worker 2: A worker health check failed. Gone. Its node was preempted."
     assert board.lines == [text]
     assert fails(none, w2=taken_away("c")) is None  # after the restart
     assert board.lines == [text] * 2
     assert fails(none, w0=DIED) is None
     assert len(board.lines) == 2
-
-
-def test_preemptions_have_a_limit_of_their_own(board: Told) -> None:
-    once = RetryPolicy(20, 1)
-    assert [fails(once, w2=taken_away(actor)) for actor in ("a", "b")] == [None, None]  # Ray ends the run at the second
-    assert len(board.lines) == 1
-    assert fails(once, w1=DIED) is None
-    assert "Restart 1 of 20," in board.lines[-1]
 
 
 def test_a_number_of_restarts_that_is_none_is_refused() -> None:
