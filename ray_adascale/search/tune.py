@@ -33,7 +33,7 @@ from .repeats import RepeatPlan, best_mean, best_mean_so_far
 from .search import Search
 from .spec import SearchSpec
 from .trial import OBJECTIVE, InOneProcess, TrialSetup, describe_config, run_repeat, run_trial
-from .watch import Finished, StopOnMistake, Watch, reached_end, watching
+from .watch import Finished, StopOnFatal, Watch, reached_end, watching
 
 _QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
 """Tune's new output prints a banner even at verbose=0; the old output does not. Ray prints errors that are never fetched."""
@@ -279,7 +279,7 @@ class _RunningSearch:
                     **choices,
                 )
                 run_config = replace(
-                    run_config, stop=StopOnMistake(watch), callbacks=[watch, *self.spec.search.callbacks]
+                    run_config, stop=StopOnFatal(watch), callbacks=[watch, *self.spec.search.callbacks]
                 )
                 tuner = tune.Tuner(trainable, param_space=space, tune_config=tune_config, run_config=run_config)
             with _quiet_tune(), watch.noticing_ctrl_c(), watch.display or nullcontext():

@@ -28,8 +28,8 @@ _ANSWER_S = 10.0
 _package = logging.getLogger(__package__.partition(".")[0])
 
 
-class News(NamedTuple):
-    """News of a run.
+class Status(NamedTuple):
+    """Status of a run.
 
     Attributes:
         metrics: The newest metrics, with ``total_steps``; None before the first step and after a failure.
@@ -86,11 +86,11 @@ class DriverChannel:
         self._events = [*self._events, (level, text)][-_MOST_EVENTS:]
         self._sent += 1
 
-    def news(self, since: int) -> News:
-        """Return the news, with the events after the first ``since``."""
+    def status(self, since: int) -> Status:
+        """Return the status, with the events after the first ``since``."""
         events = self._events[max(len(self._events) - self._sent + since, 0) :]
         now = time.monotonic()
-        return News(self._metrics, self._running, events, self._sent, self._beats.hang(now), self._beats.quiet(now))
+        return Status(self._metrics, self._running, events, self._sent, self._beats.hang(now), self._beats.quiet(now))
 
     def request_stop(self) -> None:
         """Request that the workers stop at the next step boundary."""
@@ -183,8 +183,8 @@ def forward_warnings(driver: DriverClient) -> Iterator[None]:
     shown_before, level = warnings.showwarning, _package.level
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-        place = f" ({os.path.basename(filename)}:{lineno})" if is_users(filename) else ""
-        text = f"{category.__name__}: {message}{place}"
+        where = f" ({os.path.basename(filename)}:{lineno})" if is_users(filename) else ""
+        text = f"{category.__name__}: {message}{where}"
         if file is not None or not driver.log(logging.WARNING, text, once=True):
             shown_before(message, category, filename, lineno, file, line)
 

@@ -80,7 +80,7 @@ class Hang:
     silent: bool
     others: Beat | None
 
-    def in_words(self) -> str:
+    def description(self) -> str:
         """Return the hang as sentences, without what is done about it."""
         first, count = self.held_up_by[0], len(self.held_up_by)
         who = f"Worker {first.rank} on node {first.host} (process {first.pid})"
@@ -163,11 +163,11 @@ def _behind(beats: list[Beat]) -> list[Beat]:
     """Return the workers that are furthest behind in the order of a step."""
     order = (Phase.DATA, Phase.PASS, Phase.REDUCTION)
 
-    def place(beat: Beat) -> tuple[int, int]:
+    def position(beat: Beat) -> tuple[int, int]:
         return beat.steps, order.index(beat.phase) if beat.phase in order else 0
 
-    last = min(map(place, beats))
-    return [beat for beat in beats if place(beat) == last]
+    last = min(map(position, beats))
+    return [beat for beat in beats if position(beat) == last]
 
 
 # ---- on the driver ---------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class HangWatch:
                 _log.warning(
                     "%s Its process is ended, so that the workers restart from the last checkpoint. If such steps are "
                     "expected, set AdaScaleConfig(step_timeout_s=...), now %.0f s.",
-                    hang.in_words(),
+                    hang.description(),
                     hang.limit_s,
                 )
         self._busy.release()

@@ -20,7 +20,7 @@ from ray.train import UserCallback
 from .._errors import SettingError
 from ..checkpoint import CheckpointError
 from ..run.boundary.backend import CHECKPOINT
-from ..run.observe.failure import lines_of, place_of, traceback_of, was_beginning
+from ..run.observe.failure import lines_of, raised_when, traceback_of, was_beginning
 from .driver_channel import DriverClient
 
 _BETWEEN_WORKERS = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|ProcessGroup|TCPStore")
@@ -55,7 +55,7 @@ def worker_failure(error: BaseException) -> tuple[int, Exception] | None:
     return min(failures.items(), key=order, default=None)
 
 
-def failure_in_words(error: BaseException, *, lines: bool = True) -> str:
+def failure_message(error: BaseException, *, lines: bool = True) -> str:
     """Return the message of the worker's failure that best explains why a run failed; Ray's message if no worker failed.
 
     Args:
@@ -84,15 +84,15 @@ def whole_failure(error: BaseException) -> str:
     return "\n\n".join(map(str, [error, *parts])) + "\n"
 
 
-def _in_a_sentence(failures: Mapping[int, Exception]) -> str:
+def _one_sentence(failures: Mapping[int, Exception]) -> str:
     """Return a sentence about the failure that explains the others, without lines of the user's code."""
-    return failure_in_words(ray.train.WorkerGroupError("", dict(failures)), lines=False).rstrip(".") + "."
+    return failure_message(ray.train.WorkerGroupError("", dict(failures)), lines=False).rstrip(".") + "."
 
 
 # ---- in Ray Train's controller ---------------------------------------------------------------------------------------
 
 
-class RepeatedMistake(Exception):
+class RepeatedFailure(Exception):
     """A run ends because each restart would fail in the same way.
 
     Args:
@@ -155,7 +155,7 @@ class RetryPolicy(UserCallback):
         if gone:
             actors = {error.actor_id for error in gone.values()} - {None}
             if actors.isdisjoint(self._taken_away):
-                text = _in_a_sentence({rank: worker_exceptions[rank] for rank in gone})
+                text = _one_sentence({rank: worker_exceptions[rank] for rank in gone})
                 driver.restarting(f"{text} Its node was preempted.")
             self._taken_away |= actors
             return
@@ -163,27 +163,27 @@ class RetryPolicy(UserCallback):
         assert found is not None
         why = self._repeats(found[1])
         if why is not None:
-            raise RepeatedMistake(dict(worker_exceptions), why)
+            raise RepeatedFailure(dict(worker_exceptions), why)
         self._restarts += 1
         if self._max_failures < 0 or self._restarts <= self._max_failures:
             of = "" if self._max_failures < 0 else f" of {self._max_failures}"
-            text = _in_a_sentence(worker_exceptions)
+            text = _one_sentence(worker_exceptions)
             driver.restarting(f"{text} Restart {self._restarts}{of}, from the last checkpoint.")
 
     def _repeats(self, error: Exception) -> str | None:
         """Return why each restart would raise this error again; None if that is unknown."""
         if is_rays(error) or _is_between_workers(error):
             return None
-        # An exception without a note is not from the loop, so its place is unknown.
-        place = place_of(error)
+        # An exception without a note is not from the loop, so its step is unknown.
+        when = raised_when(error)
         of_storage = isinstance(error, CheckpointError) or (
             isinstance(error, OSError)
             and not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
         )
         if was_beginning(error) and not of_storage:
-            return place
-        key = f"{place} {type(error).__name__}"
+            return when
+        key = f"{when} {type(error).__name__}"
         self._seen[key] += 1
-        if place and self._seen[key] >= (_STORAGE_TRIES if of_storage else 2):
-            return f"{place} The same in {self._seen[key]} starts."
+        if when and self._seen[key] >= (_STORAGE_TRIES if of_storage else 2):
+            return f"{when} The same in {self._seen[key]} starts."
         return None

@@ -65,7 +65,7 @@ class RunLock:
             "owner": uuid.uuid4().hex,
             "host": socket.gethostname(),
             "process": os.getpid(),
-            "place": _place(),
+            "machine": _machine(),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         self._beats = 0
@@ -175,7 +175,7 @@ def _words(text: str | None) -> str:
     return f"process {content.get('process')} on {content.get('host')}, started {content.get('since')},"
 
 
-def _place() -> str:
+def _machine() -> str:
     """Return an identifier of this machine, container and boot, within which a process number means one process."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # Linux only
@@ -186,7 +186,7 @@ def _place() -> str:
 def _is_dead(owner: dict[str, Any]) -> bool:
     """Return whether the owner is known to be dead: it was a process of this machine, and there is none of that number."""
     process = owner.get("process")
-    if owner.get("place") != _place() or not isinstance(process, int):
+    if owner.get("machine") != _machine() or not isinstance(process, int):
         return False
     try:
         os.kill(process, 0)

@@ -58,28 +58,28 @@ def test_events_come_once_and_in_order() -> None:
     assert driver.log(logging.INFO, "one", once=True)
     driver.log(logging.WARNING, "two\n  lines")
     assert DriverClient(here).log(logging.INFO, "one", once=True)  # by the next start
-    news = here.board.news(0)
-    assert news.events == [(logging.INFO, "one"), (logging.WARNING, "two lines")]
-    assert here.board.news(news.sent).events == []
+    status = here.board.status(0)
+    assert status.events == [(logging.INFO, "one"), (logging.WARNING, "two lines")]
+    assert here.board.status(status.sent).events == []
     for i in range(1500):
         driver.log(logging.INFO, str(i))
-    news = here.board.news(news.sent)
-    assert news.sent == 1502
-    assert [text for _, text in news.events] == [str(i) for i in range(500, 1500)]  # bounded: the newest stay
+    status = here.board.status(status.sent)
+    assert status.sent == 1502
+    assert [text for _, text in status.events] == [str(i) for i in range(500, 1500)]  # bounded: the newest stay
 
 
 def test_metrics_are_those_of_a_run_that_goes_on() -> None:
     here = Here()
     driver = DriverClient(here)
-    assert here.board.news(0)[:2] == (None, False)
+    assert here.board.status(0)[:2] == (None, False)
     driver.running()
-    assert here.board.news(0)[:2] == (None, True)
+    assert here.board.status(0)[:2] == (None, True)
     driver.put({"gain": 2.0})
-    assert here.board.news(0)[:2] == ({"gain": 2.0}, True)
+    assert here.board.status(0)[:2] == ({"gain": 2.0}, True)
     driver.restarting("Worker 1 died.")
-    news = here.board.news(0)
-    assert news[:2] == (None, False)  # nothing stale is shown meanwhile
-    assert news.events == [(logging.WARNING, "Worker 1 died.")]
+    status = here.board.status(0)
+    assert status[:2] == (None, False)  # nothing stale is shown meanwhile
+    assert status.events == [(logging.WARNING, "Worker 1 died.")]
 
 
 def test_a_board_that_is_gone_costs_nothing() -> None:
@@ -129,7 +129,7 @@ def test_warnings_and_what_the_package_logs_are_told_once(caplog: pytest.LogCapt
             log.debug("not this")
             logging.getLogger("other").warning("nor this")
         assert warnings.showwarning is before
-    texts = [text for _, text in here.board.news(0).events]
+    texts = [text for _, text in here.board.status(0).events]
     assert texts[0].startswith("UserWarning: mind the step (test_driver_channel.py:")
     assert texts[1:] == ["Checkpoint of step 7."]
     assert package.handlers == []
