@@ -32,7 +32,7 @@ from ..run.observe.pulse import Pulse
 from ..run.observe.step import Listener
 from .driver_channel import DriverClient
 from .ray_record import sealed_checkpoints
-from .worker_reports import Heartbeat, LiveMetrics, StopRequest
+from .worker_reports import Heartbeat, LiveMetrics
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class RayTrainBackend(Backend):
     """Rank 0's connection to the driver."""
     channel: Any = None
     """The channel to the driver, for this worker's heartbeats; None without one."""
-    _stop: StopRequest | None = None
+    _heartbeat: Heartbeat | None = None
 
     def __init__(self) -> None:
         context = ray.train.get_context()
@@ -276,22 +276,21 @@ class RayTrainBackend(Backend):
 
     @property
     def stop_requested(self) -> bool:
-        return self._stop is not None and self._stop.requested
+        return self._heartbeat is not None and self._heartbeat.stop_requested
 
     @contextmanager
     def watch(self, pulse: Pulse) -> Iterator[None]:
         if self.channel is None:
             yield
             return
-        heartbeat = Heartbeat(DriverClient(self.channel), pulse, self.rank, self.world_size)
+        self._heartbeat = Heartbeat(DriverClient(self.channel), pulse, self.rank, self.world_size)
         try:
             yield
         finally:
-            heartbeat.stop()
+            self._heartbeat.stop()
 
     def listeners(self, tracker: EtaTracker) -> Sequence[Listener]:
-        self._stop = StopRequest(self.driver)
-        return [LiveMetrics(self._name, self.rank, self.driver, tracker), self._stop]
+        return [LiveMetrics(self._name, self.rank, self.driver, tracker)]
 
     def trace_folder(self) -> Path | None:
         local = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)

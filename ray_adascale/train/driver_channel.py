@@ -61,9 +61,10 @@ class DriverChannel:
         self._sent_once: set[str] = set()
         self._beats = Beats()
 
-    def beat(self, beat: Beat) -> None:
-        """Add a worker's heartbeat."""
+    def beat(self, beat: Beat) -> bool:
+        """Add a worker's heartbeat. Return whether a stop was requested."""
         self._beats.add(beat, time.monotonic())
+        return self._stop
 
     def put(self, metrics: dict[str, Any]) -> None:
         """Set the newest metrics."""
@@ -96,10 +97,6 @@ class DriverChannel:
         """Request that the workers stop at the next step boundary."""
         self._stop = True
 
-    def stop_requested(self) -> bool:
-        """Return whether a stop was requested."""
-        return self._stop
-
 
 def make_channel() -> Any:
     """Return a channel on this node, which ends with the driver."""
@@ -125,15 +122,24 @@ class DriverClient:
             text: The event.
             once: Log it once in a run, not at each start.
         """
-        return self._send("log", level, " ".join(text.split()), once)
+        return self._send("log", level, " ".join(text.split()), once) is not None
 
     def put(self, metrics: dict[str, Any]) -> None:
         """Send the newest metrics."""
         self._send("put", metrics)
 
-    def beat(self, beat: Beat) -> None:
-        """Send a heartbeat."""
-        self._send("beat", beat)
+    def beat(self, beat: Beat, *, wait: bool) -> bool:
+        """Send a heartbeat. With ``wait`` return whether a stop was requested; False if the answer is late."""
+        sent = self._send("beat", beat)
+        if not wait or sent is None:
+            return False
+        try:
+            return bool(ray.get(sent, timeout=_ANSWER_S))
+        except ray.exceptions.RayActorError:
+            self.connected = False
+        except Exception:  # late: the next beat asks again
+            pass
+        return False
 
     def running(self) -> None:
         """Send that the loop begins."""
@@ -144,28 +150,17 @@ class DriverClient:
         self._send("set_running", False)
         self.log(logging.WARNING, why)
 
-    def stop_requested(self) -> bool | None:
-        """Return whether a stop was requested; None if there is no channel to ask any more. Waits for the answer."""
+    def _send(self, method: str, *arguments: Any) -> Any:
+        """Return the reference of the answer; None if the message could not be sent."""
         if self._channel is None:
             return None
         try:
-            return bool(ray.get(self._channel.stop_requested.remote(), timeout=_ANSWER_S))
-        except ray.exceptions.RayActorError:
-            return None
-        except Exception:  # late, or the channel is full: the next call asks again
-            return False
-
-    def _send(self, method: str, *arguments: Any) -> bool:
-        if self._channel is None:
-            return False
-        try:
-            getattr(self._channel, method).remote(*arguments)
+            return getattr(self._channel, method).remote(*arguments)
         except ray.exceptions.RayActorError:
             self.connected = False
-            return False
         except Exception:  # the actor is full; the run goes on
-            return False
-        return True
+            pass
+        return None
 
 
 class _ToDriver(logging.Handler):

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import ray
 
+from ray_adascale.run.observe.pulse import Phase
 from ray_adascale.train.driver_channel import DriverChannel, DriverClient, forward_warnings, make_channel
+from ray_adascale.train.hangs import Beat
+
+BEAT = Beat(0, 1, 5, Phase.DATA, 1.0, None, "node", "10.0.0.1", 7)
 
 
 class Here:
@@ -24,7 +28,8 @@ class Here:
         class Remote:
             @staticmethod
             def remote(*arguments: Any) -> Any:
-                return method(*arguments)
+                answer = method(*arguments)
+                return "a reference" if answer is None else answer
 
         return Remote
 
@@ -92,7 +97,7 @@ def test_a_board_that_is_gone_costs_nothing() -> None:
         driver.put({})
         driver.running()
         driver.restarting("why")
-        assert driver.stop_requested() is None
+        assert not driver.beat(BEAT, wait=True)
 
 
 def test_a_request_to_stop_is_read_and_a_late_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,12 +111,13 @@ def test_a_request_to_stop_is_read_and_a_late_answer_is_asked_for_again(monkeypa
     monkeypatch.setattr(ray, "get", get)
     here = Here()
     driver = DriverClient(here)
-    assert driver.stop_requested() is False
+    assert not driver.beat(BEAT, wait=True)
     here.board.request_stop()
     late[0] = True
-    assert driver.stop_requested() is False
+    assert not driver.beat(BEAT, wait=True)
     late[0] = False
-    assert driver.stop_requested() is True
+    assert not driver.beat(BEAT, wait=False)
+    assert driver.beat(BEAT, wait=True)
 
 
 def test_warnings_and_what_the_package_logs_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
