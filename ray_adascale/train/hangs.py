@@ -12,9 +12,9 @@ import logging
 import math
 import os
 import signal
-import threading
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -25,8 +25,6 @@ _log = logging.getLogger(__name__)
 
 _SURE_S = 15.0
 """Seconds for which a hang must be seen without a break: beats may be late on a busy machine."""
-_REACH_S = 60.0
-"""Time limit to reach the worker's node."""
 _SILENT_S = 60.0
 """Seconds without a beat after which a worker counts as silent in the description of a hang."""
 _QUIET_S, _REPEAT_S = 10.0, 30.0
@@ -173,25 +171,27 @@ def _behind(beats: list[Beat]) -> list[Beat]:
 # ---- on the driver ---------------------------------------------------------------------------------------------------
 
 
-def _end_process(pid: int) -> bool:
-    """Kill a process on this node. Return whether there was one."""
-    try:
+def _end_process(pid: int) -> None:
+    """Kill a process on this node."""
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True
+
+
+def _kill(worker: Beat) -> Any:
+    """Kill a worker's process by a task on its node, since a process that is stopped answers no message. Does not wait."""
+    there = NodeAffinitySchedulingStrategy(worker.node, soft=False)
+    task = ray.remote(_end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    return task.remote(worker.pid)
 
 
 class HangWatch:
-    """Ends the process of a worker that holds up the run. Ray Train then restarts the workers, as after any lost worker.
-
-    The process is ended by a task on its node, since a process that is stopped answers no message.
-    """
+    """Ends the process of a worker that holds up the run. Ray Train then restarts the workers, as after any lost worker."""
 
     def __init__(self) -> None:
         self._quiet_again = -math.inf  # time of the next line about a quiet worker
         self._since: float | None = None
-        self._busy = threading.Lock()
+        self._killed: tuple[str, int] | None = None  # node and process
+        self._task: Any = None  # kept, since Ray prints an error that is never fetched, such as of a lost node
 
     def log_quiet(self, quiet: tuple[Beat, float] | None, now: float) -> None:
         """Log that a worker sends no beats, once at first and then every half minute.
@@ -230,26 +230,14 @@ class HangWatch:
             return
         if self._since is None:
             self._since = now
-        if now - self._since < min(_SURE_S, hang.limit_s) or not self._busy.acquire(blocking=False):
+        worker = hang.held_up_by[0]
+        # A process that was just killed may still be found, and a node that can't be reached is Ray's to notice.
+        if now - self._since < min(_SURE_S, hang.limit_s) or self._killed == (worker.node, worker.pid):
             return
-        self._since = None
-        threading.Thread(target=self._end, args=(hang,), name="ray_adascale-hang", daemon=True).start()
-
-    def _end(self, hang: Hang) -> None:
-        # If the node can't be reached, Ray has to notice it; log_quiet says so.
-        with contextlib.suppress(Exception):
-            if _on_node(hang.held_up_by[0]):
-                _log.warning(
-                    "%s Its process is ended, so that the workers restart from the last checkpoint. If such steps are "
-                    "expected, set AdaScaleConfig(step_timeout_s=...), now %.0f s.",
-                    hang.description(),
-                    hang.limit_s,
-                )
-        self._busy.release()
-
-
-def _on_node(worker: Beat) -> bool:
-    """Kill a worker's process on its node. Return whether there was one."""
-    there = NodeAffinitySchedulingStrategy(worker.node, soft=False)
-    task = ray.remote(_end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-    return bool(ray.get(task.remote(worker.pid), timeout=_REACH_S))
+        self._killed, self._task = (worker.node, worker.pid), _kill(worker)
+        _log.warning(
+            "%s Its process is ended, if its node can be reached, so that the workers restart from the last checkpoint. If such "
+            "steps are expected, set AdaScaleConfig(step_timeout_s=...), now %.0f s.",
+            hang.description(),
+            hang.limit_s,
+        )

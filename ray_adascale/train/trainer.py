@@ -418,10 +418,9 @@ class DriverMonitor:
         before, self.status = self.status, status
         if before.running and not status.running:
             self._waiting_since, self._logged_at = time.monotonic(), None
-        self._hangs.look(status.hang)
-        self._hangs.log_quiet(status.quiet, time.monotonic())
         for level, text in status.events:
             _log.log(level, "%s", text)
+        self._hangs.log_quiet(status.quiet, time.monotonic())
         if status.running and not before.running:
             self._nodes = alive_nodes()
         if status.running and self._on_start is not None:
@@ -430,6 +429,7 @@ class DriverMonitor:
                 on_start()
             except Exception as e:
                 _log.warning("After the run's start: %s: %s", type(e).__name__, e)
+        self._hangs.look(status.hang)
 
     def _log_missing_resources(self) -> None:
         now = time.monotonic()

@@ -6,14 +6,12 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray.train
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -164,40 +162,29 @@ def hang(pid: int = 1, limit_s: float = 120.0) -> Hang:
     return Hang(130.0, limit_s, 7, (beat,), False, None)
 
 
-def test_a_hang_counts_only_if_it_is_seen_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[Hang] = []
+def test_a_hang_counts_only_if_it_is_seen_without_a_break_and_a_process_is_ended_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed: list[int] = []
     clock = [0.0]
-    monkeypatch.setattr(HangWatch, "_end", lambda self, hang: ended.append(hang))
+    monkeypatch.setattr(hangs, "_kill", lambda worker: killed.append(worker.pid))
     monkeypatch.setattr(hangs.time, "monotonic", lambda: clock[0])
     watch = HangWatch()
-    for now, seen in ((0, True), (14, True), (14.5, False), (16, True), (30, True)):
+
+    def look(now: float, seen: Hang | None) -> None:
         clock[0] = now
-        watch.look(hang() if seen else None)
-        assert not ended
-    clock[0] = 31.0
-    watch.look(hang())
-    for _ in range(100):
-        if ended:
-            break
-        time.sleep(0.01)
-    assert len(ended) == 1
+        watch.look(seen)
 
-
-@pytest.mark.parametrize("reached", [True, False])
-def test_a_process_that_is_gone_or_a_node_that_is_not_reached_is_not_said_to_be_ended(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reached: bool
-) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-
-    def end(worker: Beat) -> bool:
-        if reached:
-            return hangs._end_process(worker.pid)
-        raise ray.exceptions.GetTimeoutError
-
-    monkeypatch.setattr(hangs, "_on_node", end)
-    watch = HangWatch()
-    watch._busy.acquire()
-    watch._end(hang(gone.pid))
-    assert not caplog.records
-    assert watch._busy.acquire(blocking=False)
+    for now, seen in ((0, hang()), (14, hang()), (14.5, None), (16, hang()), (30, hang())):
+        look(now, seen)
+        assert not killed
+    for now in (
+        31,
+        50,
+        70,
+    ):  # on a busy machine a process that was killed is still there a moment later, and so is the hang
+        look(now, hang())
+        assert killed == [1]
+    look(90, hang(pid=2))  # of the next start
+    assert killed == [1, 2]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
