@@ -61,7 +61,7 @@ def _is_a_runs(candidate: ray.train.Checkpoint) -> bool:
 
 
 class RayTrainBackend(Backend):
-    """A worker of a Ray Train run. Every worker's share of a checkpoint is uploaded by Ray and merged on storage."""
+    """A worker of a Ray Train run. Every worker's shard of a checkpoint is uploaded by Ray and merged on storage."""
 
     # Every report is a barrier, which Ray lets pass once in 2 s, so an evaluation's metrics go with the next report.
     report_policy = ReportPolicy(evaluations=False)
