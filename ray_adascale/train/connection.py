@@ -10,6 +10,11 @@ _ANSWER_S = 10.0
 _CONNECT = "RAY_gcs_server_port_wait_time_s", "5"
 """Ray's time limit for the first answer of a cluster, and the seconds here. By default it tries for 20 s, and logs each try."""
 
+_TOKEN = (
+    " Where Ray logs InvalidAuthToken, the cluster requires its token: put it into ~/.ray/auth_token, RAY_AUTH_TOKEN or the file "
+    "that RAY_AUTH_TOKEN_PATH names, with RAY_AUTH_MODE=token."
+)
+
 
 def check_address(address: str | None) -> None:
     """Check that a process listens at the address, and have Ray use this user's token there.
@@ -65,12 +70,11 @@ def connect(address: str | None, *, verbose: bool = False) -> None:
         cause = str(e).strip().partition("\n")[0].removesuffix(".")
         if address is None:
             raise RuntimeError(f"Ray could not be started here. {type(e).__name__}: {cause}") from e
-        raise _no_answer(address, cause) from e
+        raise _no_answer(address, cause, _TOKEN) from e
 
 
-def _no_answer(address: str, cause: object) -> ValueError:
+def _no_answer(address: str, cause: object, more: str = "") -> ValueError:
     return ValueError(
         f"Invalid address {address!r}: no Ray cluster answers there ({cause}). Start one with `ray start --head`, or leave "
-        "--address out (and RAY_ADDRESS unset) for a local one. Where Ray logs InvalidAuthToken, the cluster requires its token: "
-        "put it into ~/.ray/auth_token, RAY_AUTH_TOKEN or the file that RAY_AUTH_TOKEN_PATH names, with RAY_AUTH_MODE=token."
+        f"--address out (and RAY_ADDRESS unset) for a local one.{more}"
     )
