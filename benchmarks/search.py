@@ -160,18 +160,18 @@ def workload_of(task: Task, lr: float) -> Any:
 
 def our_search(task: Task, folder: str) -> int:
     """Search with ``tune_recipe``; return the number of complete trials."""
-    from ray_adascale import tune_recipe
+    from ray_adascale import AdaScaleConfig, Search, tune_recipe
 
-    recipe = tune_recipe(
+    search = Search(
         lambda config: workload_of(task, config["lr"]),
         {"lr": tune.grid_search(list(LRS))},
-        base_batch_size=task.batch,
-        total_steps=task.steps,
+        config=AdaScaleConfig(base_batch_size=task.batch, total_steps=task.steps),
         num_samples=1,
         scheduler=None,
         storage_path=folder,
         verbose=0,
     )
+    recipe = tune_recipe(search)
     assert recipe.noise, recipe.search
     return int(recipe.search["completed"])
 

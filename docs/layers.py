@@ -38,7 +38,9 @@ RAY_LAYERS: list[list[Package]] = [
     ],
     [
         Package(
-            "search", "which settings win: trials on Ray Tune", "tune spec precheck repeats watch trial trial_workers"
+            "search",
+            "which settings win: trials on Ray Tune",
+            "search tune spec precheck repeats watch trial trial_workers",
         )
     ],
     [

@@ -25,7 +25,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Recipe, Workload, tune_recipe
+from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Recipe, Search, Workload, tune_recipe
 
 BASE_BATCH = 8
 
@@ -82,17 +82,17 @@ def search(total_steps: int, num_samples: int, storage: str) -> Recipe:
     asha = ASHAScheduler(
         time_attr="effective_steps", grace_period=total_steps // 8, max_t=total_steps, reduction_factor=4
     )
-    return tune_recipe(
+    trials = Search(
         workload,
         {**param_space, "total_steps": total_steps},
-        base_batch_size=BASE_BATCH,
-        total_steps=total_steps,
+        config=AdaScaleConfig(base_batch_size=BASE_BATCH, total_steps=total_steps),
         num_samples=num_samples,
         search_alg=proposals,  # metric and mode are the workload's
         scheduler=asha,
         max_concurrent_trials=2,  # with fewer at a time, Optuna has more scores for each proposal
         storage_path=storage,
     )
+    return tune_recipe(trials)
 
 
 def main() -> None:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .run.boundary.backend import LocalBackend as LocalBackend
     from .run.loop import Run as Run
     from .run.observe.trace import read_trace as read_trace
+    from .search.search import Search as Search
     from .search.tune import tune_recipe as tune_recipe
     from .sharding.oss import OSS as OSS
     from .sharding.partition import register_elementwise as register_elementwise
@@ -87,6 +88,7 @@ _NAMES = {
     "run.loop": "Run",
     "optim.tau_schedule": "TauSchedule",
     "run.observe.trace": "read_trace",
+    "search.search": "Search",
     "search.tune": "tune_recipe",
     "sharding.oss": "OSS",
     "sharding.partition": "register_elementwise",

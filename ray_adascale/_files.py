@@ -238,7 +238,7 @@ def write_text(path: str, text: str) -> None:
         file.write(text.encode())
 
 
-def move_if_there(path: str, to: str) -> None:
+def rename_file(path: str, to: str) -> None:
     """Rename a file on any storage, over another one if there is one. Does nothing without a file of that name.
 
     Args:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ray_adascale.train.run_lock import LOCK
 
-OWNER = {"owner": "x", "host": "far", "process": 7, "place": "far", "since": "noon"}
+OWNER = {"owner": "x", "host": "far", "process": 7, "machine": "far", "since": "noon"}
 
 
 @contextmanager

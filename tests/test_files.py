@@ -20,8 +20,8 @@ from ray_adascale._files import (
     check_writable,
     join,
     list_names,
-    move_if_there,
     read_json,
+    rename_file,
     scratch_folder,
     split,
     unique_name,
@@ -97,12 +97,12 @@ def test_a_folder_is_listed_on_any_storage(tmp_path: Path) -> None:
 
 def test_a_file_is_moved_over_another_on_any_storage_if_there_is_one(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
-    move_if_there(str(old), str(new))
+    rename_file(str(old), str(new))
     assert list(tmp_path.iterdir()) == []
     new.write_text("before")
     for content, where in (("1", str(tmp_path)), ("2", f"file://{tmp_path}")):
         old.write_text(content)
-        move_if_there(f"{where}/old", f"{where}/new")
+        rename_file(f"{where}/old", f"{where}/new")
         assert new.read_text() == content
         assert not old.exists()
 

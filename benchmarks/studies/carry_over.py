@@ -292,7 +292,7 @@ def need(results: Results, jobs: Sequence[Job]) -> list[Result]:
 
 @functools.cache
 def draws(workload: str, seed: int) -> tuple[str, ...]:
-    """Return the configs that ``tune_recipe(seed=seed)`` draws by default, as JSON."""
+    """Return the configs that ``tune_recipe`` draws by default with this seed, as JSON."""
     stream = _BackwardsCompatibleNumpyRng(seed)  # as BasicVariantGenerator(random_state=seed) has it
     space = {"config": CASES[workload].space}
     variants = [list(generate_variants(space, random_state=stream)) for _ in range(TRIALS)]
@@ -397,7 +397,7 @@ def one_error_evaluations(results: Results, found: Search) -> Choice:
 
 
 def again(job: Job, count: int) -> list[Job]:
-    """Return the job with the next seeds, as ``tune_recipe(repeats=count)`` repeats it."""
+    """Return the job with the next seeds, as ``Search(repeats=count)`` repeats it."""
     return [replace(job.plain, seed=job.seed + 1 + i) for i in range(count)]
 
 

@@ -4,7 +4,7 @@
     python benchmarks/studies/forecast.py --only report           the tables of the kept runs
     python benchmarks/studies/forecast.py --smoke                 seconds: check that it runs
 
-Records base runs with three seeds, as ``tune_recipe(repeats=2)`` would, and runs each scale with five other seeds, in this
+Records base runs with three seeds, as ``Search(repeats=2)`` would, and runs each scale with five other seeds, in this
 process, with accumulation in place of workers. The runs are kept in files, and an interrupted study continues from them. Then it
 forecasts from the base runs' noise alone, and prints every row. ``forecast_workloads.py`` has the cases.
 """

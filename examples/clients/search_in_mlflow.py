@@ -15,7 +15,7 @@ from pathlib import Path
 from ray import tune
 from ray.air.integrations.mlflow import MLflowLoggerCallback
 
-from ray_adascale import tune_recipe
+from ray_adascale import AdaScaleConfig, Search, tune_recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from digits import workload
@@ -28,17 +28,17 @@ def main() -> None:
     args = parser.parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    recipe = tune_recipe(
+    search = Search(
         workload,
         {"lr": tune.loguniform(0.005, 0.2), "momentum": 0.9},
-        base_batch_size=8,
-        total_steps=60 if args.smoke else 1800,
+        config=AdaScaleConfig(base_batch_size=8, total_steps=60 if args.smoke else 1800),
         num_samples=2 if args.smoke else 8,
         storage_path=folder,
         callbacks=[
             MLflowLoggerCallback(tracking_uri=f"sqlite:///{folder}/mlflow.db", experiment_name="digits at batch 8")
         ],
     )
+    recipe = tune_recipe(search)
     print(f"best: {recipe.hyperparameters}, {recipe.metric} {recipe.score:.3f}")
 
 

@@ -18,7 +18,7 @@ from ..recipe import Recipe
 from ..run.boundary.backend import LocalBackend
 from ..run.boundary.evaluation import in_eval_mode
 from ..run.loop import Run
-from ..run.observe.failure import annotate_exceptions, lines_of, place_of
+from ..run.observe.failure import annotate_exceptions, lines_of, raised_when
 from ..run.observe.metrics import values_of
 from ..workload import Workload, WorkloadFn, build, unread_warning
 
@@ -88,7 +88,7 @@ def check_workload(
                     found.append(Finding("warning", unread_warning(reads.unread), repeated=True))
         except Exception as e:
             lines = lines_of(e)
-            of_run = (lines, place_of(e))  # a check has no step
+            of_run = (lines, raised_when(e))  # a check has no step
             notes = "".join(f" {note}" for note in getattr(e, "__notes__", []) if note not in of_run)
             text = f"{doing} failed. {type(e).__name__}: {e}{notes}" + (f"\n{lines}" if lines else "")
             found.append(Finding("failed", text))
@@ -108,7 +108,7 @@ def _pass(run: Run, built: Workload) -> list[Finding]:
     for batch in run:
         few = examples_of(batch, _EXAMPLES)
         examples, count = (batch, None) if few is None else few
-        summed = _sum_doubt(run, built, examples)
+        summed = _sum_warning(run, built, examples)
         loss = built.loss(run.model, examples)
         run.backward(loss)
         value = float(loss.detach())
@@ -119,7 +119,7 @@ def _pass(run: Run, built: Workload) -> list[Finding]:
     return [Finding("warning", "The dataset has no batch, so no pass was made.")]
 
 
-def _sum_doubt(run: Run, built: Workload, examples: Any) -> list[Finding]:
+def _sum_warning(run: Run, built: Workload, examples: Any) -> list[Finding]:
     """Return a warning if the loss of the examples is the sum of the losses of their halves, not the mean."""
     halves = halves_of(examples)
     if halves is None:

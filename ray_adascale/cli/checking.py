@@ -1,21 +1,19 @@
-"""`ray-adascale check`, and the same check before a command starts Ray.
+"""`ray-adascale check`, and the same command before another one starts Ray.
 
-The check has a process of its own: it builds the model and loads the data, and its process ends with that memory, and with a
-context on the GPU.
+A check builds the model, loads the data and may use a GPU. All of that would stay in a process that goes on to start Ray, and
+what the workload keeps in its module would be sent to the workers. So the check before a start is a process of its own. What
+it writes to standard error is shown.
 """
 
 from __future__ import annotations
 
-import pickle
+import argparse
 import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from .._errors import typed
 from ..config import AdaScaleConfig
 from ..train.connection import connect
 from .command import OfWorkload, file_and_function, search_space, tell
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
 
 _BATCH, _STEPS = 8, 1000
 """B0 and T of a check if they are not given and there is no recipe."""
-_QUIET_S = 2.0
-"""Seconds after which a line says that the check runs."""
 _LIMIT_S = 120.0
 """Time limit of the check before a start. A start that waits longer for it would cost more than a mistake."""
 
@@ -51,21 +47,24 @@ class Check(OfWorkload):
         memory: Also find the most examples of one pass that fit into memory, by steps of growing size on this machine; N workers
             share its memory or its GPU. Default: 1.
         draws: Draw the hyperparameters that are not given from the search space.
-        evaluates: Evaluate the untrained model.
+        before_start: Print failures, and the warnings that a run does not give itself. The run evaluates the untrained model.
     """
 
     recipe: str | None = option(None, metavar="FILE")
     storage_path: str | None = None
     param_space: str | None = option(None, metavar="FILE:NAME")
     memory: int | None = option(None, nargs="?", const=1)
-    draws: bool = option(True, hidden=True)
-    evaluates: bool = option(True, hidden=True)
+    draws: bool = option(True, help=argparse.SUPPRESS)
+    before_start: bool = option(False, help=argparse.SUPPRESS)
     shown = ("base_batch_size", "total_steps", "total_epochs", "precision", "seed")
 
     def __call__(self) -> int:
-        findings = self.findings()
+        findings = sorted(self.findings(), key=lambda found: self.before_start and found.level == "failed")
         for found in findings:
-            print(f"{found.level:8}{found.text}")
+            if not self.before_start:
+                print(f"{found.level:8}{found.text}")
+            elif found.level == "failed" or (found.level == "warning" and not found.repeated):
+                tell(found.text if found.level == "failed" else f"warning: {found.text}")
         return 1 if any(found.level == "failed" for found in findings) else 0
 
     @property
@@ -78,66 +77,29 @@ class Check(OfWorkload):
         return replace(config, base_batch_size=config.base_batch_size or _BATCH, total_steps=length)
 
     def passed(self) -> bool:
-        """Check before a command starts Ray, and print failures and the warnings that a run does not give itself.
-
-        A check that takes longer than its time limit counts as passed.
-        """
-        failed = False
-        for found in sorted(
-            replace(self, evaluates=False).findings(_LIMIT_S), key=lambda found: found.level == "failed"
-        ):
-            if found.level == "failed" or (found.level == "warning" and not found.repeated):
-                failed = found.level == "failed"
-                tell(found.text if failed else f"warning: {found.text}")
-        if failed:
+        """Run this check in a process of its own. If it takes longer than the time limit, it counts as passed."""
+        own = {name: getattr(self, name) for name in ("recipe", "storage_path", "param_space", "draws")}
+        given = {name: value for name, value in own.items() if value is not None} | {"before_start": True}
+        given |= self.given(field.name for field in fields(AdaScaleConfig))
+        words = [self.workload, *self.overrides, *(typed(*setting) for setting in given.items())]
+        command = [sys.executable, "-X", "faulthandler", "-m", __package__.partition(".")[0], "check", *words]
+        tell(f"checking {self.workload} (at most {_LIMIT_S:g} s; --no-check leaves it out) ...")
+        try:
+            quiet = subprocess.DEVNULL  # what the user types is not for the check
+            code = subprocess.run(command, stdin=quiet, stdout=quiet, timeout=_LIMIT_S).returncode
+        except subprocess.TimeoutExpired:
+            text = f"The check of {self.workload} took more than {_LIMIT_S:g} s and was ended."
+            tell(f"warning: {text} --no-check leaves it out.")
+            return True
+        if code < 0:
+            advice = " There may be too little memory here." if code == -9 else ""
+            tell(f"The process of the check ended with signal {-code}.{advice}")
+        if code:
             print("Nothing was started. --no-check starts without this check of the workload.", file=sys.stderr)
-        return not failed
+        return code == 0
 
-    def findings(self, limit_s: float | None = None) -> list[Finding]:
-        """Check in a process of its own. The check's own output is dropped.
-
-        Args:
-            limit_s: Seconds after which the check ends with a warning; None: no limit.
-        """
-        from ..analysis.check import Finding
-
-        limit = "" if limit_s is None else f" (at most {limit_s:g} s; --no-check leaves it out)"
-        line = threading.Timer(_QUIET_S, tell, [f"checking {self.workload}{limit} ..."])
-        with tempfile.TemporaryDirectory(prefix="ray_adascale-check-") as folder:
-            Path(folder, "check").write_bytes(pickle.dumps(self))
-            # Files, not pipes: a process that the workload starts may hold a pipe open after the check has ended.
-            with Path(folder, "errors").open("wb") as errors:
-                command = [sys.executable, "-c", f"from {__name__} import _child; _child({folder!r})"]
-                child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
-            try:
-                line.start()
-                child.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                text = f"The check of {self.workload} took more than {limit_s:g} s and was ended."
-                return [Finding("warning", f"{text} --no-check leaves it out.")]
-            finally:  # also after Ctrl-C
-                line.cancel()
-                child.kill()
-                child.wait()
-            answered, drawn = Path(folder, "findings"), Path(folder, "drawn")
-            if answered.exists():
-                findings: list[Finding] = pickle.loads(answered.read_bytes())
-                return findings
-            at = f" at {drawn.read_text()}, drawn from the search space" if drawn.exists() else ""
-            last = "\n".join(Path(folder, "errors").read_text(errors="replace").strip().splitlines()[-5:])
-        killed = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
-        advice = " There may be too little memory here." if child.returncode == -9 else ""
-        text = f"The process of the check ended with {killed}{at}.{advice} {last}".strip()
-        return [Finding("warning" if at else "failed", text)]
-
-    # ---- in the process of the check ---------------------------------------------------------------------------------
-
-    def findings_here(self, on_draw: Callable[[str], object] = lambda at: None) -> list[Finding]:
-        """Check in this process.
-
-        Args:
-            on_draw: Called with the values of a draw, in words, before they are tried.
-        """
+    def findings(self) -> list[Finding]:
+        """Return what the check finds."""
         from .._files import absolute, check_storage
         from ..analysis.check import Finding
         from ..recipe import Recipe
@@ -168,15 +130,16 @@ class Check(OfWorkload):
             found += _other_workload(recipe.workload, workload)
         given = {**(recipe.hyperparameters if recipe is not None else {}), **self.hyperparameters}
         space = {} if space is None else space
-        how: dict[str, Any] = {"memory": self.memory, "evaluates": self.evaluates, "on_draw": on_draw}
-        return found + check_at_draws(workload, space, given, self.config, recipe, **how)
-
-
-def _child(folder: str) -> None:
-    """Check in this process, and write the findings. Another file has the drawn values, for the case that the process dies."""
-    check: Check = pickle.loads(Path(folder, "check").read_bytes())
-    findings = check.findings_here(Path(folder, "drawn").write_text)
-    Path(folder, "findings").write_bytes(pickle.dumps(findings))
+        return found + check_at_draws(
+            workload,
+            space,
+            given,
+            self.config,
+            recipe,
+            memory=self.memory,
+            evaluates=not self.before_start,
+            on_draw=lambda at: tell(f"checking at {at}, drawn from the search space"),
+        )
 
 
 def _other_workload(named: str, workload: Any) -> list[Finding]:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,17 +35,22 @@ class Command(ABC):
         """Add the command's options to its parser."""
         parser.set_defaults(command=cls)
         add_options(parser, cls)
-        for other in cls.others:
-            every = len(cls.shown) == len(dataclasses.fields(other))
+        if AdaScaleConfig in cls.others:
+            every = len(cls.shown) == len(dataclasses.fields(AdaScaleConfig))
             more = "" if every else "; the others that `ray-adascale train --help` lists are options here as well"
-            add_options(parser.add_argument_group(f"settings{more}"), other, shown=cls.shown)
+            add_options(parser.add_argument_group(f"settings{more}"), AdaScaleConfig, shown=cls.shown)
+
+    def given(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the given ones of these settings."""
+        return {name: self.settings[name] for name in names if name in self.settings}
 
     @property
     def config(self) -> AdaScaleConfig:
-        """The settings that are given."""
+        """The settings of a run that are given."""
         patience = self.settings.get("early_stop")
         stop = None if patience is None else EarlyStop(patience=patience)
-        return AdaScaleConfig(**self.settings | {"early_stop": stop})
+        given = self.given(field.name for field in dataclasses.fields(AdaScaleConfig))
+        return AdaScaleConfig(**given | {"early_stop": stop})
 
     @abstractmethod
     def __call__(self) -> int:
@@ -78,7 +83,7 @@ class OfWorkload(Command):
 
     workload: str = option()
     overrides: list[str] = option(nargs="*", metavar="key=value")
-    others = (AdaScaleConfig,)
+    others: ClassVar[tuple[type, ...]] = (AdaScaleConfig,)
 
     @property
     def hyperparameters(self) -> dict[str, Any]:

@@ -97,6 +97,8 @@ def _arguments(field: dataclasses.Field[Any]) -> tuple[list[str], dict[str, Any]
     placeholder: str | None = field.name.rpartition("_")[2].upper()
     if kind.startswith("Literal"):
         more["choices"], placeholder = re.findall(r"['\"](\w+)['\"]", kind), None
+        if rest.endswith("None") and field.default is not None:  # else None means that the option is not given
+            more["choices"].append("none")
     elif kind in _NUMBERS:
         convert, placeholder, words = _NUMBERS[kind]
         more["type"] = _reader(convert, words, optional=rest.endswith("None"))

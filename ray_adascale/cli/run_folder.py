@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from .._files import ERROR, SEARCH, absolute, join, list_names, move_if_there, read_json, read_text, split, write_text
+from .._files import ERROR, SEARCH, absolute, join, list_names, read_json, read_text, rename_file, split, write_text
 
 OPTIONS = "options.txt"
 """The options of the ``ray-adascale train`` that started a run."""
@@ -39,12 +39,12 @@ class RunFolder:
     def started(self) -> None:
         """Write the options, once the workers are in their loop."""
         self.write_options()
-        self.set_failure_aside()
+        self.rename_traceback()
 
-    def set_failure_aside(self) -> None:
+    def rename_traceback(self) -> None:
         """Rename the traceback of an earlier start, once a later start has succeeded."""
         with contextlib.suppress(OSError):  # an old traceback is no reason to end a run
-            move_if_there(join(self.path, ERROR), join(self.path, "error-earlier.txt"))
+            rename_file(join(self.path, ERROR), join(self.path, "error-earlier.txt"))
 
     def keep_failure(self, text: str) -> str:
         """Write a failure to the folder, with the options if a failed build has left none. Return the path of the text.
@@ -65,16 +65,15 @@ class RunFolder:
             return file.name
         return path
 
-    def print_way_on(self, otherwise: str = "") -> None:
+    def print_how_to_continue(self, otherwise: str = "") -> None:
         """Print the command that goes on with the run; another sentence if the folder has no start to repeat."""
-        from ..checkpoint import MANIFEST
+        from ..train.ray_record import has_checkpoint
 
         command = f"`ray-adascale resume {shlex.quote(self.path)}`"
         with contextlib.suppress(OSError):
-            names = list_names(self.path)
-            if any(MANIFEST in list_names(join(self.path, name)) for name in names if name.startswith("checkpoint_")):
+            if has_checkpoint(self.path):
                 otherwise = f"{command} goes on from the last checkpoint."
-            elif OPTIONS in names:
+            elif OPTIONS in list_names(self.path):
                 otherwise = f"There is no checkpoint yet; {command} starts the run again."
         if otherwise:
             print(otherwise, file=sys.stderr)

@@ -61,7 +61,7 @@ def _load_file(path: Path) -> ModuleType:
         raise _ImportFailed(f"there is no file {path}.")
     if path in _loaded:
         return _loaded[path]
-    root, name = _place_of(path)
+    root, name = _module_of(path)
     top = name.partition(".")[0]
     origin = path if name == path.stem else root / top / "__init__.py"
     taken = not name.replace(".", "").isidentifier() or _origin_of(top) not in (None, origin)
@@ -91,7 +91,7 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def _place_of(path: Path) -> tuple[Path, str]:
+def _module_of(path: Path) -> tuple[Path, str]:
     """Return the folder that a file is imported from, and the module's name, with dots in a package."""
     root, names = path.parent, [path.stem]
     while (root / "__init__.py").is_file():

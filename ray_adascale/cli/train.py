@@ -185,7 +185,7 @@ class Train(OnRay, Workers):
         import ray.train
 
         from ..checkpoint import NoUsableCheckpoint
-        from ..train.retry import failure_in_words, whole_failure, worker_failure
+        from ..train.retry import failure_message, whole_failure, worker_failure
 
         started = time.monotonic()
         try:
@@ -193,19 +193,19 @@ class Train(OnRay, Workers):
             with contextlib.redirect_stdout(sys.stderr):
                 result = trainer.fit()
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as e:
-            tell(f"run {split(run.path)[1]!r} failed. {failure_in_words(e)}")
-            sentence = failure_in_words(e, lines=False).partition("\n")[0]
+            tell(f"run {split(run.path)[1]!r} failed. {failure_message(e)}")
+            sentence = failure_message(e, lines=False).partition("\n")[0]
             kept = run.keep_failure(f"{sentence}\n\n{whole_failure(e)}")
             print(f"The whole traceback: {kept}", file=sys.stderr)
             cause = worker_failure(e)
             if cause is None or not isinstance(cause[1], NoUsableCheckpoint):
-                run.print_way_on()
+                run.print_how_to_continue()
             return 1
         except KeyboardInterrupt as e:
             tell(f"interrupted. {e}".rstrip())
-            run.print_way_on("The workers had not begun; the same command starts the run again.")
+            run.print_how_to_continue("The workers had not begun; the same command starts the run again.")
             return 130
-        run.set_failure_aside()  # a short run may end before its start is reported
+        run.rename_traceback()  # a short run may end before its start is reported
         best = self.checkpoint_config().checkpoint_score_attribute
         if best is not None and math.isnan(result.metrics.get(best, math.nan)):
             tell(f"warning: --keep-best {self.keep_best}: the last checkpoint has no such metric to be compared by")

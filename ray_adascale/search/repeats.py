@@ -14,6 +14,7 @@ from .._errors import SettingError
 from .._fields import json_value
 from .._files import join, read_json, write_json
 from ..run.base.base_run import BaseResult
+from .search import Search
 from .trial import PlannedRepeat, describe_config
 from .watch import Finished
 
@@ -36,30 +37,18 @@ class RepeatPlan:
     planned: list[PlannedRepeat]
 
     @classmethod
-    def of(cls, ranked: Sequence[Finished], *, repeats: int, repeat_best: int, seed: int) -> RepeatPlan:
-        """Return the plan for the best of these trials.
-
-        Args:
-            ranked: The trials, best first.
-            repeats: Further seeds for each candidate.
-            repeat_best: Largest number of candidates.
-            seed: The seed of the trials. Those of the repeats follow it.
-        """
+    def of(cls, search: Search, ranked: Sequence[Finished]) -> RepeatPlan:
+        """Return the plan for the best of these trials, best first. The seeds of the repeats follow that of the trials."""
         planned = [
-            PlannedRepeat(candidate=trial.trial_id, hyperparameters=trial.config, seed=seed + 1 + i)
-            for trial in ranked[:repeat_best]
-            for i in range(repeats)
+            PlannedRepeat(candidate=trial.trial_id, hyperparameters=trial.config, seed=search.config.seed + 1 + i)
+            for trial in ranked[: search.repeat_best]
+            for i in range(search.repeats)
         ]
-        return cls(repeats=repeats, repeat_best=repeat_best, planned=planned)
+        return cls(repeats=search.repeats, repeat_best=search.repeat_best, planned=planned)
 
     @classmethod
-    def read(cls, folder: str, *, repeats: int, repeat_best: int) -> RepeatPlan | None:
-        """Return the plan that an earlier start has written; None without one.
-
-        Args:
-            folder: The folder of the repeats.
-            repeats: As in this start.
-            repeat_best: As in this start.
+    def read(cls, folder: str, search: Search) -> RepeatPlan | None:
+        """Return the plan that an earlier start has written to the folder of the repeats; None without one.
 
         Raises:
             ValueError: The earlier start had other numbers. Its repeats would count for other trials.
@@ -67,7 +56,8 @@ class RepeatPlan:
         found: dict[str, Any] | None = read_json(join(folder, PLAN))
         if found is None:
             return None
-        for name, now in {"repeats": repeats, "repeat_best": repeat_best}.items():
+        for name in ("repeats", "repeat_best"):
+            now = getattr(search, name)
             if found[name] != now:
                 raise SettingError(
                     f"Invalid {{}}: the repeats in {folder} were started with {found[name]}. Restore it to continue, or choose "

@@ -1,15 +1,16 @@
-"""The specification of a search: the checked arguments of ``tune_recipe``, and all that follows from them before Ray runs."""
+"""What follows from a search before Ray runs: the settings of its trials, their resources, and whether it can work."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
 
 import ray
 from ray.train import ScalingConfig
-from ray.tune import schedulers
+from ray.tune import Callback, schedulers
 from ray.tune.search import BasicVariantGenerator, Searcher
 from ray.tune.search.sample import Categorical, Domain
 from ray.util.state import list_nodes
@@ -18,52 +19,29 @@ from ray.util.state.exception import RayStateApiException
 from .._errors import SettingError, check_count, check_type
 from .._fields import json_value
 from .._files import SEARCH, join, read_json, write_json
-from ..config import AdaScaleConfig, read_settings
+from ..config import AdaScaleConfig
 from ..run.base.base_run import base_config, kept_settings, workload_name
-from ..workload import WorkloadFn
+from .search import Search
 from .trial import EPOCHS
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class SearchSpec:
-    """The arguments of a search; :func:`ray_adascale.tune_recipe` explains them.
-
-    Attributes:
-        trial_config: The settings of each trial's run, from ``config``.
-        tune_scheduler: Tune's scheduler, from ``scheduler``.
+    """A search that can work, and what follows from it.
 
     Raises:
-        ValueError: An argument can't work, or would have no effect.
+        ValueError: A value can't work, or would have no effect.
     """
 
-    workload: WorkloadFn
-    param_space: dict[str, Any]
-    base_batch_size: int
-    total_steps: int | None
-    total_epochs: float | None
-    num_samples: int
-    repeats: int
-    repeat_best: int
-    search_alg: Any
-    scheduler: schedulers.TrialScheduler | Literal["asha"] | None
-    seed: int
-    config: AdaScaleConfig | None
-    resources_per_trial: Mapping[str, float] | None
-    scaling_config: ScalingConfig | None
-    max_concurrent_trials: int | None
-    probe_every: int | None
-    trial_config: AdaScaleConfig = field(init=False)
-    tune_scheduler: schedulers.TrialScheduler = field(init=False)
+    search: Search
 
     def __post_init__(self) -> None:
-        if self.scaling_config is not None:
-            self._check_scaling_config()
-        self._check_types_and_ranges()
-        config = read_settings(self.config)
-        base = base_config(config, self.base_batch_size, self.total_steps, self.total_epochs, self.seed)
-        self.tune_scheduler = self._make_scheduler()
-        self.trial_config = base if self.scaling_config is None else self._spread(base, config)
-        self._check_that_config_is_used(config)
+        self._check_resources()
+        _check_values("param_space", self.search.param_space)
+        for callback in self.search.callbacks:
+            text = "Must be a ray.tune.Callback; Ray Train's are for RunConfig(callbacks=...) of an AdaScaleTrainer."
+            check_type("callback", callback, Callback, text)
+        self._check_that_config_is_used()
         self._check_that_trials_can_be_limited()
 
     # ---- what follows from the arguments ---------------------------------------------------------------------------
@@ -71,21 +49,21 @@ class SearchSpec:
     @property
     def num_trials(self) -> int:
         """Number of trials, with the points of the grid."""
-        return self.num_samples * _grid_size(self.param_space)
+        return self.search.num_samples * _grid_size(self.search.param_space)
 
     @property
     def resources(self) -> Mapping[str, float]:
         """Resources of a trial, its workers included."""
-        if self.scaling_config is not None:
-            return self.scaling_config.total_resources
-        return {"CPU": 1} if self.resources_per_trial is None else self.resources_per_trial
+        if self.search.scaling_config is not None:
+            return self.search.scaling_config.total_resources
+        return {"CPU": 1} if self.search.resources_per_trial is None else self.search.resources_per_trial
 
     @property
     def reserved(self) -> dict[str, float]:
         """Resources that Ray reserves for the process of a trial."""
         # Workers reserve their own resources. The process that waits for them must not use a CPU that they need. Tune refuses
         # to reserve nothing, so it reserves a byte.
-        return dict(self.resources) if self.scaling_config is None else {"CPU": 0, "memory": 1}
+        return dict(self.resources) if self.search.scaling_config is None else {"CPU": 0, "memory": 1}
 
     @property
     def may_pause(self) -> bool:
@@ -93,26 +71,14 @@ class SearchSpec:
         # ASHA and FIFO never pause a trial. Other schedulers, subclasses included, may.
         return type(self.tune_scheduler) not in (schedulers.AsyncHyperBandScheduler, schedulers.FIFOScheduler)
 
-    @property
-    def searcher_name(self) -> str:
-        """The searcher's name in the recipe and in :meth:`description`."""
-        if self.search_alg is None:
-            return "random"
-        return self.search_alg if isinstance(self.search_alg, str) else type(self.search_alg).__name__
-
-    @property
-    def scheduler_name(self) -> str | None:
-        """The scheduler's name in the recipe and in :meth:`description`."""
-        if self.scheduler is None or isinstance(self.scheduler, str):
-            return self.scheduler
-        return type(self.scheduler).__name__
-
     def searcher(self, at_once: int | None) -> dict[str, Any]:
         """Return the searcher and the number of trials at a time, as arguments of ``tune.TuneConfig``."""
-        if self.search_alg is None:
+        if self.search.search_alg is None:
             # TuneConfig's default would draw from NumPy's global generator.
-            return {"search_alg": BasicVariantGenerator(random_state=self.seed, max_concurrent=at_once or 0)}
-        return {"search_alg": self.search_alg, "max_concurrent_trials": at_once}
+            return {
+                "search_alg": BasicVariantGenerator(random_state=self.trial_config.seed, max_concurrent=at_once or 0)
+            }
+        return {"search_alg": self.search.search_alg, "max_concurrent_trials": at_once}
 
     def trials_at_once(self) -> int | None:
         """Return the largest number of trials at a time; None: as many as fit. Ray must be running.
@@ -120,15 +86,15 @@ class SearchSpec:
         Raises:
             ValueError: The scheduler stops trials, and their resources would never be freed.
         """
-        if self.scaling_config is None:
-            return self.max_concurrent_trials
+        if self.search.scaling_config is None:
+            return self.search.max_concurrent_trials
         if type(self.tune_scheduler) is not schedulers.FIFOScheduler and not _dashboard_answers():
             raise ValueError(
                 "A scheduler that stops trials needs Ray's dashboard when trials have workers of their own (scaling_config): "
                 "without it the resources of a stopped trial are never freed, and the search hangs. Start Ray with it (pip "
                 "install 'ray[default]'; ray.init(include_dashboard=True)), or use scheduler=None."
             )
-        have, most = ray.cluster_resources(), self.max_concurrent_trials
+        have, most = ray.cluster_resources(), self.search.max_concurrent_trials
         fit = min((int(have.get(key, 0) / value) for key, value in self.resources.items() if value > 0), default=1)
         return max(1, fit if most is None else min(fit, most))
 
@@ -136,16 +102,17 @@ class SearchSpec:
 
     def description(self) -> dict[str, Any]:
         """Return the part of the specification that identifies a search, as JSON values."""
-        plain = ("base_batch_size", "total_steps", "total_epochs", "num_samples", "seed", "probe_every")
+        settings = ("base_batch_size", "total_steps", "total_epochs", "seed", "evaluate_every")
         return {
-            "workload": workload_name(self.workload),
-            "param_space": _describe_space(self.param_space),
-            **{name: getattr(self, name) for name in plain},
-            "evaluate_every": self.trial_config.evaluate_every,
+            "workload": workload_name(self.search.workload),
+            "param_space": _describe_space(self.search.param_space),
+            **{name: getattr(self.trial_config, name) for name in settings},
+            "num_samples": self.search.num_samples,
+            "probe_every": self.search.probe_every,
             "config": kept_settings(self.trial_config),
-            "num_workers": None if self.scaling_config is None else self.scaling_config.num_workers,
-            "search_alg": self.searcher_name,
-            "scheduler": self.scheduler_name,
+            "num_workers": None if self.search.scaling_config is None else self.search.scaling_config.num_workers,
+            "search_alg": _name_of(self.search.search_alg) or "random",
+            "scheduler": _name_of(self.search.scheduler),
         }
 
     def started_before(self, folder: str) -> bool:
@@ -169,64 +136,51 @@ class SearchSpec:
 
     # ---- checks ----------------------------------------------------------------------------------------------------
 
-    def _check_types_and_ranges(self) -> None:
-        check_type("workload", self.workload, Callable, "Must be a function config -> Workload.")
-        check_type("param_space", self.param_space, dict, "Must be a dict, as for ray.tune.Tuner.")
-        _check_values("param_space", self.param_space)
-        if (self.total_steps is None) == (self.total_epochs is None):
-            raise ValueError(
-                f"Invalid total_steps={self.total_steps!r} with total_epochs={self.total_epochs!r}. Give one of them: how "
-                "long each trial is."
-            )
-        for name, least in {"num_samples": 1, "repeats": 0, "repeat_best": 1, "seed": 0}.items():
-            setattr(self, name, check_count(name, getattr(self, name), least))
-        for name in ("probe_every", "max_concurrent_trials"):
-            value = getattr(self, name)
-            setattr(self, name, None if value is None else check_count(name, value))
-        resources = self.resources
-        if (
-            not isinstance(resources, Mapping)
-            or not resources
-            or not all(isinstance(v, int | float) and not isinstance(v, bool) and v >= 0 for v in resources.values())
-        ):
-            raise ValueError(
-                f"Invalid resources_per_trial={resources!r}. Must be a dict such as {{'CPU': 1, 'GPU': 0.5}}."
-            )
-
-    def _check_scaling_config(self) -> None:
-        assert self.scaling_config is not None
-        check_type("scaling_config", self.scaling_config, ScalingConfig, "Must be a ray.train.ScalingConfig.")
-        workers = self.scaling_config.num_workers
+    def _check_resources(self) -> None:
+        scaling, resources, searcher = (
+            self.search.scaling_config,
+            self.search.resources_per_trial,
+            self.search.search_alg,
+        )
+        if scaling is None:
+            numbers = self.resources.values() if isinstance(self.resources, Mapping) else ()
+            if not numbers or not all(
+                isinstance(v, int | float) and not isinstance(v, bool) and v >= 0 for v in numbers
+            ):
+                raise ValueError(
+                    f"Invalid resources_per_trial={resources!r}. Must be a dict such as {{'CPU': 1, 'GPU': 0.5}}."
+                )
+            return
+        check_type("scaling_config", scaling, ScalingConfig, "Must be a ray.train.ScalingConfig.")
+        workers = scaling.num_workers
         if isinstance(workers, tuple) or workers < 2:
             raise SettingError(
                 "Invalid {} for a trial. Must be a fixed number of at least 2; a trial in one process needs no scaling_config.",
                 "ScalingConfig",
                 num_workers=workers,
             )
-        if self.resources_per_trial is not None:
+        if resources is not None:
             raise ValueError(
-                f"Invalid resources_per_trial={self.resources_per_trial!r} with scaling_config. Give a worker's resources in "
+                f"Invalid resources_per_trial={resources!r} with scaling_config. Give a worker's resources in "
                 "ScalingConfig(resources_per_worker=...)."
             )
-        if self.search_alg is not None and not isinstance(self.search_alg, Searcher | str):
+        if searcher is not None and not isinstance(searcher, Searcher | str):
             raise ValueError(
-                f"Invalid search_alg: a {type(self.search_alg).__name__} with scaling_config. The number of trials at a "
+                f"Invalid search_alg: a {type(searcher).__name__} with scaling_config. The number of trials at a "
                 "time must be limited from outside: give a Searcher, or None."
             )
 
-    def _check_that_config_is_used(self, config: AdaScaleConfig) -> None:
+    def _check_that_config_is_used(self) -> None:
         """Refuse settings that would have no effect."""
         for name, default in ((setting.name, setting.default) for setting in fields(AdaScaleConfig)):
-            used, given = getattr(self.trial_config, name), getattr(config, name)
+            used, given = getattr(self.trial_config, name), getattr(self.search.config, name)
             if given not in (used, default):
-                instead = "Give tune_recipe(seed=...)." if name == "seed" else "Leave it out; it is for runs at scale."
-                raise SettingError(
-                    f"Invalid {{}} for a search: its trials have {name}={used!r}. {instead}", **{name: given}
-                )
+                text = f"Invalid {{}} for a search: its trials have {name}={used!r}. Leave it out; it is for runs at scale."
+                raise SettingError(text, **{name: given})
 
     def _check_that_trials_can_be_limited(self) -> None:
         kind = type(self.tune_scheduler)
-        if self.scaling_config is not None and kind not in (
+        if self.search.scaling_config is not None and kind not in (
             schedulers.FIFOScheduler,
             schedulers.AsyncHyperBandScheduler,
             schedulers.MedianStoppingRule,
@@ -235,16 +189,22 @@ class SearchSpec:
                 f"Invalid scheduler: {kind.__name__} with scaling_config. It may pause trials, which is impossible for "
                 "trials with workers of their own. Use 'asha', schedulers.MedianStoppingRule or None."
             )
-        most, name = self.max_concurrent_trials, self.searcher_name
-        if most is not None and not (self.search_alg is None or isinstance(self.search_alg, Searcher | str)):
+        most, searcher = self.search.max_concurrent_trials, self.search.search_alg
+        if most is not None and not (searcher is None or isinstance(searcher, Searcher | str)):
+            name = type(searcher).__name__
             raise ValueError(f"Invalid max_concurrent_trials={most} with a {name}. Give the limit to the {name}.")
 
     # ---- what the trials are made of -------------------------------------------------------------------------------
 
-    def _spread(self, base: AdaScaleConfig, given: AdaScaleConfig) -> AdaScaleConfig:
-        """Return the base run's settings on several workers: the same batch, in parts as in the given settings."""
-        assert self.scaling_config is not None
-        num_workers = int(self.scaling_config.num_workers)
+    @cached_property
+    def trial_config(self) -> AdaScaleConfig:
+        """The settings of each trial's run. On several workers the same batch, in parts as in the given settings."""
+        given, scaling = self.search.config, self.search.scaling_config
+        seed = check_count("seed", given.seed, 0)
+        base = base_config(given, given.batch.base_batch_size, given.total_steps, given.total_epochs, seed)
+        if scaling is None:
+            return base
+        num_workers = int(scaling.num_workers)
         spread = replace(
             base,
             global_batch_size=base.base_batch_size,
@@ -263,13 +223,15 @@ class SearchSpec:
             )
         return spread
 
-    def _make_scheduler(self) -> schedulers.TrialScheduler:
-        scheduler: Any = self.scheduler
+    @cached_property
+    def tune_scheduler(self) -> schedulers.TrialScheduler:
+        """Tune's scheduler."""
+        scheduler: Any = self.search.scheduler
         if scheduler is None:
             return schedulers.FIFOScheduler()
         if isinstance(scheduler, str) and scheduler == "asha":
-            in_steps = self.total_steps is not None
-            clock, length = ("effective_steps", self.total_steps) if in_steps else (EPOCHS, self.total_epochs)
+            steps, epochs = self.search.config.total_steps, self.search.config.total_epochs
+            clock, length = (EPOCHS, epochs) if steps is None else ("effective_steps", steps)
             assert length is not None
             return schedulers.AsyncHyperBandScheduler(time_attr=clock, max_t=length, grace_period=length / 8)
         if not isinstance(scheduler, schedulers.TrialScheduler):
@@ -287,6 +249,10 @@ class SearchSpec:
                 "workload's."
             )
         return scheduler
+
+
+def _name_of(choice: Any) -> str | None:
+    return choice if choice is None or isinstance(choice, str) else type(choice).__name__
 
 
 def _dashboard_answers() -> bool:

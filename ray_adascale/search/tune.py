@@ -10,64 +10,36 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pyarrow.fs
 import ray
 from ray import tune
-from ray.train import ScalingConfig
-from ray.tune.schedulers import FIFOScheduler, TrialScheduler
+from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import BasicVariantGenerator
 from ray.util.annotations import PublicAPI
 
 from .._errors import check_type
 from .._files import absolute, join, unique_name
 from .._warn import warn_at_user
-from ..config import AdaScaleConfig
 from ..recipe import Recipe, Repeat
 from ..run.base.base_run import BaseResult, freeze
 from ..train.cluster import portable, quiet_init
 from ..train.run_lock import RunLock
-from ..workload import WorkloadFn, unread_warning
+from ..workload import unread_warning
 from .repeats import RepeatPlan, best_mean, best_mean_so_far
+from .search import Search
 from .spec import SearchSpec
 from .trial import OBJECTIVE, InOneProcess, TrialSetup, describe_config, run_repeat, run_trial
-from .watch import Finished, StopOnMistake, Watch, reached_end, watching
+from .watch import Finished, StopOnFatal, Watch, reached_end, watching
 
 _QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
 """Tune's new output prints a banner even at verbose=0; the old output does not. Ray prints errors that are never fetched."""
 
-_TUNES_CALLBACKS = (
-    "Must be a ray.tune.Callback, such as those of ray.air.integrations; Ray Train's are for RunConfig(callbacks=...) of an "
-    "AdaScaleTrainer."
-)
-
 
 @PublicAPI(stability="alpha")
-def tune_recipe(
-    workload: WorkloadFn,
-    param_space: dict[str, Any],
-    *,
-    base_batch_size: int,
-    total_steps: int | None = None,
-    total_epochs: float | None = None,
-    num_samples: int = 8,
-    repeats: int = 0,
-    repeat_best: int = 3,
-    search_alg: Any = None,
-    scheduler: TrialScheduler | Literal["asha"] | None = "asha",
-    seed: int = 0,
-    config: AdaScaleConfig | None = None,
-    resources_per_trial: Mapping[str, float] | None = None,
-    scaling_config: ScalingConfig | None = None,
-    max_concurrent_trials: int | None = None,
-    probe_every: int | None = None,
-    storage_path: str | os.PathLike[str] | None = None,
-    name: str | None = None,
-    verbose: int = 1,
-    callbacks: Sequence[tune.Callback] = (),
-) -> Recipe:
+def tune_recipe(search: Search) -> Recipe:
     """Search for hyperparameters at the base batch with Ray Tune. The best trial becomes the recipe.
 
     Each trial is the plain base run in one process. S = 1, so it is bit-identical to a loop without this library. It reports to
@@ -95,41 +67,7 @@ def tune_recipe(
     samples. The start of a trial takes some seconds more.
 
     Args:
-        workload: A function from a config to a :class:`ray_adascale.Workload`.
-        param_space: Tune's search space. Its values must be JSON values: search over numbers and strings, and build other
-            objects from them in the workload. Other values are refused before the first trial, and values drawn by a function
-            of yours at the start of their trial.
-        base_batch_size: B0, examples per optimizer step.
-        total_steps: T, optimizer steps of each trial; this or ``total_epochs``.
-        total_epochs: Length of each trial in passes over the dataset.
-        num_samples: Trials; with a ``grid_search`` in the space, times the size of the grid.
-        repeats: Further seeds for each of the best few trials, each a whole base run; 0 for none.
-        repeat_best: Number of the best few trials.
-        search_alg: A searcher of Tune's. Default: random search, seeded by ``seed``.
-        scheduler: "asha" stops trials that are not in the best quarter at T/8 and at T/2, compared at equal effective steps.
-            None lets each trial end. Or a scheduler of Tune's, built without ``metric`` and ``mode`` (reports have
-            ``effective_steps`` for its ``time_attr``).
-        seed: Seed of the random search. In each trial it is also the seed of the weights and of the order of examples.
-        config: Further settings of the loop, such as precision, grad_clip and evaluate_every. Settings for runs at scale
-            (per_worker_batch_size, accumulation, global_batch_size, elastic, sharding, rule) and for Ray Train
-            (report_every_s, checkpoint_every_s) are refused, and so is another ``seed``. With ``scaling_config`` these are
-            used: sharding, checkpoint_every_s, and as in a run with a ``global_batch_size`` accumulation (the fewest passes)
-            and per_worker_batch_size (the most examples of one).
-        resources_per_trial: Resources that Ray reserves for a trial, ``{"CPU": 1}`` by default. With a "GPU" the trial trains
-            on it. torch uses one thread for each CPU.
-        scaling_config: Ray Train's, for the workers of one trial: ``ScalingConfig(num_workers=4, use_gpu=True)``. Default: a
-            trial is one process. Schedulers that stop trials then need Ray's dashboard, which frees the trials' resources.
-        max_concurrent_trials: Default: as many as fit on the cluster. With ``scaling_config`` the limit is at most the number
-            that fits on the cluster at the start.
-        probe_every: Optimizer steps from one measurement of the noise to the next. Each costs one more pass.
-            Default: about 165 measurements, dense at the beginning.
-            Halves cost as much as a step, twice as much for tiny models. With ``scaling_config`` the workers' gradient samples
-            have the noise at no cost. Halves of repeats are measured four times as often, for the forecast.
-        storage_path: Folder or URI for Tune's results; default ``~/ray_results``.
-        name: Name of the search and of its folder under ``storage_path``. The same name continues a search.
-        verbose: 0 is silent; 1 prints a line about each finished trial to standard error.
-        callbacks: Tune's callbacks, for all trials, repeats and their reports: ``ray.air.integrations.mlflow``'s
-            ``MLflowLoggerCallback``, or that of Weights & Biases. A continued search keeps its first callbacks.
+        search: The search.
 
     Returns:
         The recipe, with ``hyperparameters`` the winning config.
@@ -140,38 +78,35 @@ def tune_recipe(
         RuntimeError: No trial reached T.
         KeyboardInterrupt: The search was interrupted. (Tune itself would return the trials so far.)
     """
-    given = locals()
-    spec = SearchSpec(**{each.name: given[each.name] for each in fields(SearchSpec) if each.init})
-    for callback in callbacks:
-        check_type("callback", callback, tune.Callback, _TUNES_CALLBACKS)
+    check_type("search", search, Search, "Must be a ray_adascale.Search(workload, param_space, config=...).")
+    spec = SearchSpec(search)
     quiet_init()
     run_config = tune.RunConfig(
-        name=unique_name("recipe") if name is None else name,
-        storage_path=None if storage_path is None else absolute(storage_path),
+        name=unique_name("recipe") if search.name is None else search.name,
+        storage_path=None if search.storage_path is None else absolute(search.storage_path),
         checkpoint_config=tune.CheckpointConfig(num_to_keep=1),
         verbose=0,
     )
     at_once = spec.trials_at_once()
     _warn_where_nothing_fits(spec.resources)
-    return _recipe_of(
-        _Search(spec=spec, run_config=run_config, at_once=at_once, verbose=verbose > 0, callbacks=tuple(callbacks))
-    )
+    return _recipe_of(_RunningSearch(spec=spec, run_config=run_config, at_once=at_once))
 
 
-def _recipe_of(search: _Search) -> Recipe:
+def _recipe_of(running: _RunningSearch) -> Recipe:
     """Run the search, and return its recipe."""
-    spec, name, folder = search.spec, str(search.run_config.name), _folder(search.run_config)
+    spec, name, folder = running.spec, str(running.run_config.name), _folder(running.run_config)
+    search = spec.search
     started = time.monotonic()
     with RunLock(folder, name) as lock:
-        search = replace(search, earlier=spec.started_before(folder))
-        plan = search.earlier_plan() if spec.repeats else None  # before the trials, since it refuses other numbers
-        trials = search.run_trials()
+        running = replace(running, earlier=spec.started_before(folder))
+        plan = running.earlier_plan() if search.repeats else None  # before the trials, since it refuses other numbers
+        trials = running.run_trials()
         ranking = _ranking(trials)
         winner, outcome = ranking[0]
         again: list[Repeat] = []
         failed_repeats: list[dict[str, str]] = []
-        if spec.repeats:
-            best, again, failed_repeats = search.run_repeats(plan, [trial for trial, _ in ranking])
+        if search.repeats:
+            best, again, failed_repeats = running.run_repeats(plan, [trial for trial, _ in ranking])
             winner, outcome = next(ended for ended in ranking if ended[0].trial_id == best)
     if lock.lost is not None:
         raise RuntimeError(
@@ -183,17 +118,15 @@ def _recipe_of(search: _Search) -> Recipe:
     failed = [{"trial": trial.trial_id, "error": trial.error_line} for trial in trials if trial.error is not None]
     return freeze(
         outcome,
-        workload=spec.workload,
+        workload=search.workload,
         hyperparameters=winner.config,
         config=spec.trial_config,
         search={
-            "num_samples": spec.num_samples,
+            **{name: spec.description()[name] for name in ("num_samples", "search_alg", "scheduler")},
             "completed": completed,
             "stopped_early": len(trials) - completed - len(failed),
             "failed": failed + failed_repeats,
-            "search_alg": spec.searcher_name,
-            "scheduler": spec.scheduler_name,
-            "num_workers": 1 if spec.scaling_config is None else spec.scaling_config.num_workers,
+            "num_workers": 1 if search.scaling_config is None else search.scaling_config.num_workers,
             "best_trial": winner.trial_id,
             "wall_s": time.monotonic() - started,
             "name": name,
@@ -204,35 +137,31 @@ def _recipe_of(search: _Search) -> Recipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Search:
-    """A running search under Tune: its trials, and then its repeats.
+class _RunningSearch:
+    """A search under Tune: its trials, and then its repeats.
 
     Attributes:
-        spec: The arguments of the search.
+        spec: The search, and what follows from it.
         run_config: Tune's, for the trials. The repeats have a folder of their own beside it.
         at_once: Largest number of trials at a time; None: as many as fit.
-        verbose: Whether to print a line about each finished trial.
-        callbacks: The user's callbacks for Tune.
         earlier: Whether the search was started before.
     """
 
     spec: SearchSpec
     run_config: tune.RunConfig
     at_once: int | None
-    verbose: bool
-    callbacks: tuple[tune.Callback, ...]
     earlier: bool = False
 
     def run_trials(self) -> list[Finished]:
         """Run all trials and return their results."""
-        spec = self.spec
-        watch = Watch(spec.num_trials, verbose=self.verbose, earlier=self.earlier, space=spec.param_space)
+        spec, search = self.spec, self.spec.search
+        watch = Watch(spec.num_trials, verbose=search.verbose > 0, earlier=self.earlier, space=search.param_space)
         self._fit(
             tune.with_parameters(run_trial, setup=self._setup(self.run_config.name)),
-            spec.param_space,
+            search.param_space,
             self.run_config,
             watch,
-            num_samples=spec.num_samples,
+            num_samples=search.num_samples,
             scheduler=spec.tune_scheduler,
             **spec.searcher(self.at_once),
         )
@@ -250,7 +179,7 @@ class _Search:
             ValueError: It was made for other numbers of repeats, or by another search.
         """
         folder = _folder(self._repeats)
-        plan = RepeatPlan.read(folder, repeats=self.spec.repeats, repeat_best=self.spec.repeat_best)
+        plan = RepeatPlan.read(folder, self.spec.search)
         if plan is not None and not self.earlier:
             raise ValueError(
                 f"The repeats in {folder} are those of another search, whose own folder is gone. Delete that folder, or choose "
@@ -273,14 +202,14 @@ class _Search:
         Raises:
             RuntimeError: Each candidate has a failed repeat.
         """
-        spec, where = self.spec, self._repeats
+        where = self._repeats
         if plan is None:
-            plan = RepeatPlan.of(ranked, repeats=spec.repeats, repeat_best=spec.repeat_best, seed=spec.seed)
+            plan = RepeatPlan.of(self.spec.search, ranked)
             plan.write(_folder(where))
         planned = plan.planned
         watch = Watch(
             len(planned),
-            verbose=self.verbose,
+            verbose=self.spec.search.verbose > 0,
             what="repeat",
             earlier=self.earlier,
             describe=lambda config: str(planned[config["repeat"]]),
@@ -308,12 +237,12 @@ class _Search:
 
     def _setup(self, name: str) -> TrialSetup:
         """Return the setup of the trials or of the repeats. Tune's folder for them has this name."""
-        spec, workload = self.spec, portable(self.spec.workload)
-        if spec.scaling_config is None:
+        spec, workload = self.spec, portable(self.spec.search.workload)
+        if self.spec.search.scaling_config is None:
             return InOneProcess(
                 workload=workload,
                 config=spec.trial_config,
-                probe_every=spec.probe_every,
+                probe_every=spec.search.probe_every,
                 threads=max(1, int(spec.resources.get("CPU", 1))),
                 checkpoints=spec.may_pause,
             )
@@ -322,8 +251,8 @@ class _Search:
         return OnWorkers(
             workload=workload,
             config=spec.trial_config,
-            probe_every=spec.probe_every,
-            scaling_config=spec.scaling_config,
+            probe_every=spec.search.probe_every,
+            scaling_config=self.spec.search.scaling_config,
             folder=join(str(self.run_config.storage_path), f"{name}/workers"),
         )
 
@@ -344,10 +273,12 @@ class _Search:
                     metric=OBJECTIVE,
                     mode="max",
                     # A new process for each trial would import torch again. One that waits for workers must end with its trial.
-                    reuse_actors=self.spec.scaling_config is None,
+                    reuse_actors=self.spec.search.scaling_config is None,
                     **choices,
                 )
-                run_config = replace(run_config, stop=StopOnMistake(watch), callbacks=[watch, *self.callbacks])
+                run_config = replace(
+                    run_config, stop=StopOnFatal(watch), callbacks=[watch, *self.spec.search.callbacks]
+                )
                 tuner = tune.Tuner(trainable, param_space=space, tune_config=tune_config, run_config=run_config)
             with _quiet_tune(), watch.noticing_ctrl_c(), watch.display or nullcontext():
                 tuner.fit()

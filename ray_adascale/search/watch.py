@@ -149,7 +149,7 @@ class Watch(tune.Callback):
         self._add(Finished.of(trial, error, trial.error_file))
         if self.space is not None and self.fatal is None and was_building(error):
             self._began = self._began or sum(trial.status != "PENDING" for trial in trials)
-            self.fatal = _shared_mistake(trials, self.finished, self.space, self._began)
+            self.fatal = _shared_failure(trials, self.finished, self.space, self._began)
 
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
         self._notice_ctrl_c()
@@ -210,7 +210,7 @@ class Watch(tune.Callback):
             self.interrupted = True
 
 
-def _shared_mistake(
+def _shared_failure(
     trials: list[Any], finished: Mapping[str, Finished], space: Mapping[str, Any], began: int
 ) -> ValueError | None:
     """Return a mistake that the first trials have all made during the build, if no searched value can be its cause.
@@ -236,9 +236,9 @@ def _shared_mistake(
         return None  # a value that they share may be the cause
     last = alike[-1]
     which = f"The first {len(alike)} failed alike, the last" if others else "The first failed"
-    mistake = ValueError(f"No trial can be built. {which} at {describe_config(last.config)}: {last.error_text}")
-    mistake.__cause__ = last.error
-    return mistake
+    shared = ValueError(f"No trial can be built. {which} at {describe_config(last.config)}: {last.error_text}")
+    shared.__cause__ = last.error
+    return shared
 
 
 _watching: dict[str, Watch] = {}  # "trial" or "repeat" -> the watch of the search that runs in this process
@@ -258,7 +258,7 @@ def watching(watch: Watch) -> Iterator[None]:
         del _watching[watch.what]
 
 
-class StopOnMistake(tune.Stopper):
+class StopOnFatal(tune.Stopper):
     """Ends the search at a mistake that every trial would repeat."""
 
     def __init__(self, watch: Watch) -> None:

@@ -10,7 +10,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -31,8 +31,8 @@ from ..run.observe.eta import EtaTracker
 from ..run.observe.pulse import Pulse
 from ..run.observe.step import Listener
 from .driver_channel import DriverClient
-from .ray_record import SealedCheckpoint, sealed_checkpoints
-from .worker_reports import Heartbeat, LiveMetrics, StopRequest
+from .ray_record import sealed_checkpoints
+from .worker_reports import Heartbeat, LiveMetrics
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def _is_a_runs(candidate: ray.train.Checkpoint) -> bool:
 
 
 class RayTrainBackend(Backend):
-    """A worker of a Ray Train run. Every worker's share of a checkpoint is uploaded by Ray and merged on storage."""
+    """A worker of a Ray Train run. Every worker's shard of a checkpoint is uploaded by Ray and merged on storage."""
 
     # Every report is a barrier, which Ray lets pass once in 2 s, so an evaluation's metrics go with the next report.
     report_policy = ReportPolicy(evaluations=False)
@@ -69,14 +69,11 @@ class RayTrainBackend(Backend):
     kept_by: str | None = None
     """The metric that decides which checkpoints Ray keeps, or None. Then each evaluation is reported with a checkpoint."""
 
-    unlisted: Sequence[SealedCheckpoint] = ()
-    """Checkpoints of this run that Ray's record lacks."""
-
     driver = DriverClient(None)
     """Rank 0's connection to the driver."""
     channel: Any = None
     """The channel to the driver, for this worker's heartbeats; None without one."""
-    _stop: StopRequest | None = None
+    _heartbeat: Heartbeat | None = None
 
     def __init__(self) -> None:
         context = ray.train.get_context()
@@ -111,18 +108,24 @@ class RayTrainBackend(Backend):
 
         Called on rank 0, since it reads the whole checkpoint.
         """
-        filesystem = self._storage.storage_filesystem
-        steps = {unlisted.path: unlisted.step for unlisted in self.unlisted}
-        candidates = [ray.train.Checkpoint(path, filesystem) for path in steps]
+        folder, filesystem = self._storage.experiment_fs_path, self._storage.storage_filesystem
+        names = list_names(folder, filesystem)
+        sealed = sealed_checkpoints(filesystem, folder, names)
+        steps = {c.path: c.step for c in sealed}
+        candidates: list[ray.train.Checkpoint] = []  # the reported ones, oldest first
         if newest is not None:
             mode = ray.train.CheckpointConsistencyMode.COMMITTED
-            reported = ray.train.get_all_reported_checkpoints(consistency_mode=mode, timeout_s=60)
-            steps |= {r.checkpoint.path: int(r.metrics.get("optimizer_steps", 0)) for r in reported}
-            candidates += [r.checkpoint for r in reported if r.checkpoint.path != newest.path]
-        candidates.sort(key=lambda c: steps[c.path])
-        if newest is not None:
-            candidates.append(newest)
-        later = self._unreported({c.path for c in candidates}, newest, held)
+            found = ray.train.get_all_reported_checkpoints(consistency_mode=mode, timeout_s=60)
+            steps |= {r.checkpoint.path: int(r.metrics.get("optimizer_steps", 0)) for r in found}
+            others = [r.checkpoint for r in found if r.checkpoint.path != newest.path]
+            candidates = [*sorted(others, key=lambda c: steps[c.path]), newest]
+        paths = {c.path for c in candidates}
+        # After a record that was cut off, Ray knows of no earlier checkpoint.
+        last = next((c for c in sealed if newest is not None and c.path == newest.path), None)
+        earlier = [c.path for c in sealed if c.path not in paths and (last is None or c.order <= last.order)]
+        candidates = [*(ray.train.Checkpoint(path, filesystem) for path in earlier), *candidates]
+        unknown = [name for name in names if _RAYS_NAME.match(name) and f"{folder}/{name}" not in paths.union(earlier)]
+        later = self._later(unknown, {c.path: c.order for c in sealed}, held)
         if later is not None or not candidates:
             return later
         own = list(filter(_is_a_runs, candidates))
@@ -146,35 +149,29 @@ class RayTrainBackend(Backend):
             "copy back, or begin anew under another RunConfig(name)."
         )
 
-    def _unreported(
-        self, registered: Set[str], newest: ray.train.Checkpoint | None, held: ExitStack
+    def _later(
+        self, names: list[str], sealed: Mapping[str, tuple[int, int]], held: ExitStack
     ) -> ray.train.Checkpoint | None:
-        """Return the newest whole checkpoint that was stored, and not reported before its start ended; None without one.
+        """Return the newest whole checkpoint that was stored after the last reported one; None without one.
 
-        Removes the incomplete folders of ended starts, if the run's folder is locked.
+        Removes incomplete ones, which ended starts have left, if the run's folder is locked.
 
         Args:
-            registered: Paths of the checkpoints that count already.
-            newest: The newest reported one. An older one is not returned, nor one of an earlier start.
+            names: Names of the folders.
+            sealed: Attempt and optimizer step of the checkpoints with a manifest, by path.
             held: Holds what is downloaded.
         """
         folder, filesystem = self._storage.experiment_fs_path, self._storage.storage_filesystem
-        names = list_names(folder, filesystem)
-        listed = {c.path: c for c in sealed_checkpoints(filesystem, folder, names)}
-        last = None if newest is None else listed.get(newest.path)
         later: ray.train.Checkpoint | None = None
-        for name in sorted(names, reverse=True):  # the newest first, by their time
-            path = f"{folder}/{name}"
-            if path in registered or not _RAYS_NAME.match(name):
-                continue
-            found, candidate = listed.get(path), ray.train.Checkpoint(path, filesystem)
-            if found is None or not checkpoint.is_complete(held.enter_context(candidate.as_directory())):
-                if self.channel is not None:  # the driver holds the run's lock
+        for path in sorted((f"{folder}/{name}" for name in names), key=lambda path: sealed.get(path, ()), reverse=True):
+            candidate = ray.train.Checkpoint(path, filesystem)
+            if path not in sealed or not checkpoint.is_complete(held.enter_context(candidate.as_directory())):
+                if self.channel is not None:  # the driver has the run's lock
                     with contextlib.suppress(OSError):  # read-only now; a later start removes it
                         filesystem.delete_dir(path)
-                        _log.info("Removed %s, which an ended start has left incomplete.", name)
-            elif later is None and (newest is None or (last is not None and found.place > last.place)):
-                _log.info("%s of optimizer step %s was stored, but not reported: it is used.", name, found.step)
+                        _log.info("Removed %s, which an ended start has left incomplete.", path)
+            elif later is None:
+                _log.info("%s of optimizer step %s was stored, but not reported: it is used.", path, sealed[path][1])
                 later = candidate
         return later
 
@@ -279,22 +276,21 @@ class RayTrainBackend(Backend):
 
     @property
     def stop_requested(self) -> bool:
-        return self._stop is not None and self._stop.requested
+        return self._heartbeat is not None and self._heartbeat.stop_requested
 
     @contextmanager
     def watch(self, pulse: Pulse) -> Iterator[None]:
         if self.channel is None:
             yield
             return
-        heartbeat = Heartbeat(DriverClient(self.channel), pulse, self.rank, self.world_size)
+        self._heartbeat = Heartbeat(DriverClient(self.channel), pulse, self.rank, self.world_size)
         try:
             yield
         finally:
-            heartbeat.stop()
+            self._heartbeat.stop()
 
     def listeners(self, tracker: EtaTracker) -> Sequence[Listener]:
-        self._stop = StopRequest(self.driver)
-        return [LiveMetrics(self._name, self.rank, self.driver, tracker), self._stop]
+        return [LiveMetrics(self._name, self.rank, self.driver, tracker)]
 
     def trace_folder(self) -> Path | None:
         local = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)

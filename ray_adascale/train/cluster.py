@@ -99,7 +99,7 @@ def lost_nodes(before: Mapping[str, str]) -> list[str]:
     return [name for node, name in before.items() if node not in now]
 
 
-def start_in_words(lost: Sequence[str]) -> str:
+def start_message(lost: Sequence[str]) -> str:
     """Return what workers wait for that start and have room.
 
     Args:
@@ -168,7 +168,7 @@ class _Portable:
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return _arrive, (self._folder, self._neighbours, cloudpickle.dumps(self._function))
+        return _unpickle_portable, (self._folder, self._neighbours, cloudpickle.dumps(self._function))
 
 
 def portable(function: _F) -> _F:
@@ -195,7 +195,7 @@ def portable(function: _F) -> _F:
         found = getattr(other, "__file__", None)
         if found is None or (found == path and not packaged) or _is_ours(loaded):
             continue  # the worker has the package itself
-        for inside in _places(loaded):
+        for inside in _paths_of(loaded):
             if found.endswith(f"/{inside}") and resolved(found.removesuffix(inside)) == folder:
                 neighbours[inside] = Path(found).read_bytes()
     return cast(_F, _Portable(pickle_by_value(function), str(folder), tuple(sorted(neighbours.items()))))
@@ -205,8 +205,8 @@ def _is_ours(name: str) -> bool:
     return name.partition(".")[0] == __name__.partition(".")[0]
 
 
-def _places(name: str) -> tuple[str, str]:
-    """Return the two places of a module's file within the folder that it is imported from."""
+def _paths_of(name: str) -> tuple[str, str]:
+    """Return the two possible paths of a module's file within the folder that it is imported from."""
     stem = name.replace(".", "/")
     return f"{stem}.py", f"{stem}/__init__.py"
 
@@ -214,7 +214,7 @@ def _places(name: str) -> tuple[str, str]:
 def _imported_from(name: str, path: Path) -> Path | None:
     """Return the folder that a module is imported from; None if its file is not where its name says."""
     return next(
-        (Path(str(path).removesuffix(f"/{inside}")) for inside in _places(name) if str(path).endswith(f"/{inside}")),
+        (Path(str(path).removesuffix(f"/{inside}")) for inside in _paths_of(name) if str(path).endswith(f"/{inside}")),
         None,
     )
 
@@ -228,7 +228,7 @@ def _package_files(folder: Path) -> Iterator[Path]:
             yield from _package_files(path)
 
 
-def _arrive(folder: str, neighbours: tuple[tuple[str, bytes], ...], pickled: bytes) -> _Portable:
+def _unpickle_portable(folder: str, neighbours: tuple[tuple[str, bytes], ...], pickled: bytes) -> _Portable:
     """Return the function on a worker, and make its neighbours importable."""
     here = Path(folder)
     if not all((here / name).is_file() and (here / name).read_bytes() == content for name, content in neighbours):

@@ -28,8 +28,8 @@ _ANSWER_S = 10.0
 _package = logging.getLogger(__package__.partition(".")[0])
 
 
-class News(NamedTuple):
-    """News of a run.
+class Status(NamedTuple):
+    """Status of a run.
 
     Attributes:
         metrics: The newest metrics, with ``total_steps``; None before the first step and after a failure.
@@ -61,9 +61,10 @@ class DriverChannel:
         self._sent_once: set[str] = set()
         self._beats = Beats()
 
-    def beat(self, beat: Beat) -> None:
-        """Add a worker's heartbeat."""
+    def beat(self, beat: Beat) -> bool:
+        """Add a worker's heartbeat. Return whether a stop was requested."""
         self._beats.add(beat, time.monotonic())
+        return self._stop
 
     def put(self, metrics: dict[str, Any]) -> None:
         """Set the newest metrics."""
@@ -86,19 +87,15 @@ class DriverChannel:
         self._events = [*self._events, (level, text)][-_MOST_EVENTS:]
         self._sent += 1
 
-    def news(self, since: int) -> News:
-        """Return the news, with the events after the first ``since``."""
+    def status(self, since: int) -> Status:
+        """Return the status, with the events after the first ``since``."""
         events = self._events[max(len(self._events) - self._sent + since, 0) :]
         now = time.monotonic()
-        return News(self._metrics, self._running, events, self._sent, self._beats.hang(now), self._beats.quiet(now))
+        return Status(self._metrics, self._running, events, self._sent, self._beats.hang(now), self._beats.quiet(now))
 
     def request_stop(self) -> None:
         """Request that the workers stop at the next step boundary."""
         self._stop = True
-
-    def stop_requested(self) -> bool:
-        """Return whether a stop was requested."""
-        return self._stop
 
 
 def make_channel() -> Any:
@@ -125,15 +122,24 @@ class DriverClient:
             text: The event.
             once: Log it once in a run, not at each start.
         """
-        return self._send("log", level, " ".join(text.split()), once)
+        return self._send("log", level, " ".join(text.split()), once) is not None
 
     def put(self, metrics: dict[str, Any]) -> None:
         """Send the newest metrics."""
         self._send("put", metrics)
 
-    def beat(self, beat: Beat) -> None:
-        """Send a heartbeat."""
-        self._send("beat", beat)
+    def beat(self, beat: Beat, *, wait: bool) -> bool:
+        """Send a heartbeat. With ``wait`` return whether a stop was requested; False if the answer is late."""
+        sent = self._send("beat", beat)
+        if not wait or sent is None:
+            return False
+        try:
+            return bool(ray.get(sent, timeout=_ANSWER_S))
+        except ray.exceptions.RayActorError:
+            self.connected = False
+        except Exception:  # late: the next beat asks again
+            pass
+        return False
 
     def running(self) -> None:
         """Send that the loop begins."""
@@ -144,28 +150,17 @@ class DriverClient:
         self._send("set_running", False)
         self.log(logging.WARNING, why)
 
-    def stop_requested(self) -> bool | None:
-        """Return whether a stop was requested; None if there is no channel to ask any more. Waits for the answer."""
+    def _send(self, method: str, *arguments: Any) -> Any:
+        """Return the reference of the answer; None if the message could not be sent."""
         if self._channel is None:
             return None
         try:
-            return bool(ray.get(self._channel.stop_requested.remote(), timeout=_ANSWER_S))
-        except ray.exceptions.RayActorError:
-            return None
-        except Exception:  # late, or the channel is full: the next call asks again
-            return False
-
-    def _send(self, method: str, *arguments: Any) -> bool:
-        if self._channel is None:
-            return False
-        try:
-            getattr(self._channel, method).remote(*arguments)
+            return getattr(self._channel, method).remote(*arguments)
         except ray.exceptions.RayActorError:
             self.connected = False
-            return False
         except Exception:  # the actor is full; the run goes on
-            return False
-        return True
+            pass
+        return None
 
 
 class _ToDriver(logging.Handler):
@@ -183,8 +178,8 @@ def forward_warnings(driver: DriverClient) -> Iterator[None]:
     shown_before, level = warnings.showwarning, _package.level
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-        place = f" ({os.path.basename(filename)}:{lineno})" if is_users(filename) else ""
-        text = f"{category.__name__}: {message}{place}"
+        where = f" ({os.path.basename(filename)}:{lineno})" if is_users(filename) else ""
+        text = f"{category.__name__}: {message}{where}"
         if file is not None or not driver.log(logging.WARNING, text, once=True):
             shown_before(message, category, filename, lineno, file, line)
 

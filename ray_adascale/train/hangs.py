@@ -1,18 +1,20 @@
 """A run without steps: which worker holds up the others, by the heartbeats of all, and the end of that worker's process.
 
 A stopped worker sends no beats. A worker on an unreachable node sends none either. A worker with a stuck loader sends the same
-position in each beat.
+position in each beat. tests/train/test_hang.py stops a worker, has a loader wait for ever, and overloads a machine;
+tests/project/test_machines.py turns a machine off.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import signal
-import threading
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -23,12 +25,8 @@ _log = logging.getLogger(__name__)
 
 _SURE_S = 15.0
 """Seconds for which a hang must be seen without a break: beats may be late on a busy machine."""
-_REACH_S = 60.0
-"""Time limit to reach the worker's node."""
 _SILENT_S = 60.0
 """Seconds without a beat after which a worker counts as silent in the description of a hang."""
-
-
 _QUIET_S, _REPEAT_S = 10.0, 30.0
 """Seconds without a beat after which the driver logs it, and between repetitions."""
 
@@ -80,7 +78,7 @@ class Hang:
     silent: bool
     others: Beat | None
 
-    def in_words(self) -> str:
+    def description(self) -> str:
         """Return the hang as sentences, without what is done about it."""
         first, count = self.held_up_by[0], len(self.held_up_by)
         who = f"Worker {first.rank} on node {first.host} (process {first.pid})"
@@ -163,36 +161,37 @@ def _behind(beats: list[Beat]) -> list[Beat]:
     """Return the workers that are furthest behind in the order of a step."""
     order = (Phase.DATA, Phase.PASS, Phase.REDUCTION)
 
-    def place(beat: Beat) -> tuple[int, int]:
+    def position(beat: Beat) -> tuple[int, int]:
         return beat.steps, order.index(beat.phase) if beat.phase in order else 0
 
-    last = min(map(place, beats))
-    return [beat for beat in beats if place(beat) == last]
+    last = min(map(position, beats))
+    return [beat for beat in beats if position(beat) == last]
 
 
 # ---- on the driver ---------------------------------------------------------------------------------------------------
 
 
-def _end_process(pid: int) -> bool:
-    """Kill a process on this node. Return whether there was one."""
-    try:
+def _end_process(pid: int) -> None:
+    """Kill a process on this node."""
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True
+
+
+def _kill(worker: Beat) -> Any:
+    """Kill a worker's process by a task on its node, since a process that is stopped answers no message. Does not wait."""
+    there = NodeAffinitySchedulingStrategy(worker.node, soft=False)
+    task = ray.remote(_end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    return task.remote(worker.pid)
 
 
 class HangWatch:
-    """Ends the process of a worker that holds up the run. Ray Train then restarts the workers, as after any lost worker.
-
-    The process is ended by a task on its node, since a process that is stopped answers no message.
-    """
+    """Ends the process of a worker that holds up the run. Ray Train then restarts the workers, as after any lost worker."""
 
     def __init__(self) -> None:
         self._quiet_again = -math.inf  # time of the next line about a quiet worker
         self._since: float | None = None
-        self._told: tuple[str, int] | None = None  # node and process of the worker of the last message
-        self._busy = threading.Lock()
+        self._killed: tuple[str, int] | None = None  # node and process
+        self._task: Any = None  # kept, since Ray prints an error that is never fetched, such as of a lost node
 
     def log_quiet(self, quiet: tuple[Beat, float] | None, now: float) -> None:
         """Log that a worker sends no beats, once at first and then every half minute.
@@ -231,41 +230,14 @@ class HangWatch:
             return
         if self._since is None:
             self._since = now
-        if now - self._since < min(_SURE_S, hang.limit_s) or not self._busy.acquire(blocking=False):
+        worker = hang.held_up_by[0]
+        # A process that was just killed may still be found, and a node that can't be reached is Ray's to notice.
+        if now - self._since < min(_SURE_S, hang.limit_s) or self._killed == (worker.node, worker.pid):
             return
-        self._since = None
-        threading.Thread(target=self._end, args=(hang,), name="ray_adascale-hang", daemon=True).start()
-
-    def _end(self, hang: Hang) -> None:
-        try:
-            worker = hang.held_up_by[0]
-            # A process that was just killed may still be found, and its hang be seen again.
-            level = logging.DEBUG if self._told == (worker.node, worker.pid) else logging.WARNING
-            self._told = worker.node, worker.pid
-            try:
-                found = _on_node(worker)
-            except Exception as e:
-                _log.log(
-                    level,
-                    "%s Its node can't be reached to end the process (%s), so Ray must find that out by itself.",
-                    hang.in_words(),
-                    type(e).__name__,
-                )
-                return
-            if found:
-                _log.log(
-                    level,
-                    "%s Its process is ended, so that the workers restart from the last checkpoint. If such steps are "
-                    "expected, set AdaScaleConfig(step_timeout_s=...), now %.0f s.",
-                    hang.in_words(),
-                    hang.limit_s,
-                )
-        finally:
-            self._busy.release()
-
-
-def _on_node(worker: Beat) -> bool:
-    """Kill a worker's process on its node. Return whether there was one."""
-    there = NodeAffinitySchedulingStrategy(worker.node, soft=False)
-    task = ray.remote(_end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-    return bool(ray.get(task.remote(worker.pid), timeout=_REACH_S))
+        self._killed, self._task = (worker.node, worker.pid), _kill(worker)
+        _log.warning(
+            "%s Its process is ended, if its node can be reached, so that the workers restart from the last checkpoint. If such "
+            "steps are expected, set AdaScaleConfig(step_timeout_s=...), now %.0f s.",
+            hang.description(),
+            hang.limit_s,
+        )

@@ -2,6 +2,7 @@
 
 gloo listens at the address of the host name. Debian's installer maps the host name to 127.0.1.1 in ``/etc/hosts``, and no other
 node can connect to that. The other nodes reach the node's address in Ray, so its interface is the right one.
+tests/project/test_machines.py has three such machines.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ray's record of a run's checkpoints, where it is cut off or missing.
 
 Ray's controller rewrites the record in place at every checkpoint. A full disk or a kill meanwhile cuts the file off, and then
-Ray can't start the run again. So the driver sets such a file aside before it starts Ray's controller, and lists the checkpoints
-in the run's folder for the workers.
+Ray can't start the run again. So the driver renames such a file before it starts Ray's controller, and the workers look for
+checkpoints in the run's folder. tests/train/test_trainer.py resumes a run whose record was emptied.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 RECORD = "checkpoint_manager_snapshot.json"
 """Ray's file in the run's folder. The name is private to Ray; a test fails when it changes."""
-SET_ASIDE = "checkpoint_manager_snapshot.cut-off.json"
+RENAMED = "checkpoint_manager_snapshot.cut-off.json"
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,13 @@ class SealedCheckpoint:
     attempt: int = 0
 
     @property
-    def place(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int]:
         """Its order in the course of the run: an earlier start's checkpoint comes before those of later starts."""
         return self.attempt, self.step
 
 
-def unlisted_checkpoints(
-    folder: str, name: str, filesystem: pyarrow.fs.FileSystem | None = None
-) -> list[SealedCheckpoint]:
-    """Return the complete checkpoints in a run's folder if Ray's record of them is cut off or missing, else none.
-
-    A record that is cut off is renamed, and a warning says so. The result is sorted by step. Contents are not verified.
+def rename_cut_off_record(folder: str, name: str, filesystem: pyarrow.fs.FileSystem | None = None) -> None:
+    """Rename Ray's record of a run's checkpoints if it is cut off, and log a warning.
 
     Args:
         folder: Absolute path or URI of the run's folder.
@@ -57,29 +53,25 @@ def unlisted_checkpoints(
         filesystem: The storage, if the folder is a path within one.
     """
     filesystem, folder, names = _listed(folder, filesystem)
-    if RECORD in names:
-        with contextlib.suppress(ValueError):
-            json.loads(read_text(f"{folder}/{RECORD}", filesystem) or "")
-            return []
-        filesystem.move(f"{folder}/{RECORD}", f"{folder}/{SET_ASIDE}")
-    found = sorted(sealed_checkpoints(filesystem, folder, names), key=lambda c: c.step)
-    if found:
-        _log.warning(
-            "Ray's record of the checkpoints of run %r %s, as after a full disk or a kill during a write. %d checkpoints were "
-            "found in the run's folder; the newest is of optimizer step %s. Ray does not delete these any more.",
-            name,
-            f"was cut off and is now {SET_ASIDE}" if RECORD in names else "is missing",
-            len(found),
-            f"{found[-1].step:,}",
+    if RECORD not in names:
+        return
+    try:
+        json.loads(read_text(f"{folder}/{RECORD}", filesystem) or "")
+    except ValueError:
+        filesystem.move(f"{folder}/{RECORD}", f"{folder}/{RENAMED}")
+        text = (
+            "Ray's record of the checkpoints of run %r was cut off, as after a full disk or a kill during a write, and is now "
+            "%s. The run goes on from the checkpoints in its folder. Ray does not delete these any more."
         )
-    return found
+        _log.warning(text, name, RENAMED)
 
 
 def has_checkpoint(folder: str, filesystem: pyarrow.fs.FileSystem | None = None) -> bool:
     """Return whether a run's folder has a complete checkpoint, listed or not. Contents are not verified.
 
     Args:
-        folder, filesystem: As for :func:`unlisted_checkpoints`.
+        folder: Absolute path or URI of the run's folder.
+        filesystem: The storage, if the folder is a path within one.
     """
     return bool(sealed_checkpoints(*_listed(folder, filesystem)))
 
@@ -92,7 +84,10 @@ def _listed(folder: str, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyar
 
 
 def sealed_checkpoints(filesystem: pyarrow.fs.FileSystem, folder: str, names: list[str]) -> list[SealedCheckpoint]:
-    """Return the checkpoints among the names in a folder that have a manifest and a step. Contents are not verified."""
+    """Return the checkpoints among the names in a folder that have a manifest and a step, in the order of the run.
+
+    Contents are not verified.
+    """
     found = []
     for name in names:
         if not name.startswith("checkpoint_"):
@@ -103,4 +98,4 @@ def sealed_checkpoints(filesystem: pyarrow.fs.FileSystem, folder: str, names: li
             if MANIFEST in list_names(path, filesystem):
                 state = json.loads(read_text(f"{path}/{STATE}", filesystem) or "")
                 found.append(SealedCheckpoint(path, int(state["iterations"]), int(state.get("attempt", 0))))
-    return found
+    return sorted(found, key=lambda checkpoint: checkpoint.order)

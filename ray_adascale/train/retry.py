@@ -1,7 +1,8 @@
 """The cause of a failed run, and whether a restart can help.
 
 Ray Train restarts the workers after any failure. :class:`RetryPolicy` runs in Ray Train's controller, and ends the run at once if
-each restart would raise the same exception.
+each restart would raise the same exception. tests/whole/faults.py kills workers and fills disks, and
+tests/train/test_trainer.py has workers raise.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .._errors import SettingError
 from ..checkpoint import CheckpointError
 from ..checkpoint.files import NotPermitted
 from ..run.boundary.backend import CHECKPOINT
-from ..run.observe.failure import lines_of, place_of, traceback_of, was_beginning
+from ..run.observe.failure import lines_of, raised_when, traceback_of, was_beginning
 from .driver_channel import DriverClient
 
 _BETWEEN_WORKERS = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|ProcessGroup|TCPStore")
@@ -55,7 +56,7 @@ def worker_failure(error: BaseException) -> tuple[int, Exception] | None:
     return min(failures.items(), key=order, default=None)
 
 
-def failure_in_words(error: BaseException, *, lines: bool = True) -> str:
+def failure_message(error: BaseException, *, lines: bool = True) -> str:
     """Return the message of the worker's failure that best explains why a run failed; Ray's message if no worker failed.
 
     Args:
@@ -84,15 +85,15 @@ def whole_failure(error: BaseException) -> str:
     return "\n\n".join(map(str, [error, *parts])) + "\n"
 
 
-def _in_a_sentence(failures: Mapping[int, Exception]) -> str:
+def _one_sentence(failures: Mapping[int, Exception]) -> str:
     """Return a sentence about the failure that explains the others, without lines of the user's code."""
-    return failure_in_words(ray.train.WorkerGroupError("", dict(failures)), lines=False).rstrip(".") + "."
+    return failure_message(ray.train.WorkerGroupError("", dict(failures)), lines=False).rstrip(".") + "."
 
 
 # ---- in Ray Train's controller ---------------------------------------------------------------------------------------
 
 
-class RepeatedMistake(Exception):
+class RepeatedFailure(Exception):
     """A run ends because each restart would fail in the same way.
 
     Args:
@@ -118,17 +119,16 @@ class RetryPolicy(UserCallback):
     start that stops at the same step.
 
     Ray counts preemptions apart from failures. From the death of a preempted worker to the end of the notice, Ray goes on
-    polling, and calls :meth:`after_exception` at each poll. The first of these calls counts.
+    polling, and calls :meth:`after_exception` at each poll. The first of these calls is logged.
 
     Args:
         max_failures: Ray Train's, for the log.
-        max_preemption_failures: Ray Train's, for the log.
 
     Raises:
         ValueError: ``max_failures`` is below −1.
     """
 
-    def __init__(self, max_failures: int, max_preemption_failures: int = -1) -> None:
+    def __init__(self, max_failures: int) -> None:
         if max_failures < -1:
             raise SettingError(
                 "Invalid {}. Must be a number of restarts; 0 for none, or -1 for any number.",
@@ -138,8 +138,7 @@ class RetryPolicy(UserCallback):
         self.channel: Any = None
         """The driver's channel, see :mod:`ray_adascale.train.driver_channel`."""
         self._max_failures = max_failures
-        self._max_preemptions = max_preemption_failures
-        self._restarts = self._preemptions = 0
+        self._restarts = 0
         self._taken_away: set[str | None] = set()  # ids of the actors of preempted workers
         self._seen: Counter[str] = Counter()
 
@@ -157,40 +156,38 @@ class RetryPolicy(UserCallback):
         }
         if gone:
             actors = {error.actor_id for error in gone.values()} - {None}
-            polled_again = not actors.isdisjoint(self._taken_away)
+            if actors.isdisjoint(self._taken_away):
+                text = _one_sentence({rank: worker_exceptions[rank] for rank in gone})
+                driver.restarting(f"{text} Its node was preempted.")
             self._taken_away |= actors
-            self._preemptions += not polled_again
-            if not polled_again and (self._max_preemptions < 0 or self._preemptions <= self._max_preemptions):
-                text = _in_a_sentence({rank: worker_exceptions[rank] for rank in gone})
-                driver.restarting(f"{text} Its node was preempted. Restart from the last checkpoint.")
             return
         found = worker_failure(ray.train.WorkerGroupError("", dict(worker_exceptions)))
         assert found is not None
         why = self._repeats(found[1])
         if why is not None:
-            raise RepeatedMistake(dict(worker_exceptions), why)
+            raise RepeatedFailure(dict(worker_exceptions), why)
         self._restarts += 1
         if self._max_failures < 0 or self._restarts <= self._max_failures:
             of = "" if self._max_failures < 0 else f" of {self._max_failures}"
-            text = _in_a_sentence(worker_exceptions)
+            text = _one_sentence(worker_exceptions)
             driver.restarting(f"{text} Restart {self._restarts}{of}, from the last checkpoint.")
 
     def _repeats(self, error: Exception) -> str | None:
         """Return why each restart would raise this error again; None if that is unknown."""
         if is_rays(error) or _is_between_workers(error):
             return None
-        # An exception without a note is not from the loop, so its place is unknown.
-        place = place_of(error)
+        # An exception without a note is not from the loop, so its step is unknown.
+        when = raised_when(error)
         if isinstance(error, NotPermitted):
-            return place or "It is not permitted."
+            return when or "It is not permitted."
         of_storage = isinstance(error, CheckpointError) or (
             isinstance(error, OSError)
             and not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
         )
         if was_beginning(error) and not of_storage:
-            return place
-        key = f"{place} {type(error).__name__}"
+            return when
+        key = f"{when} {type(error).__name__}"
         self._seen[key] += 1
-        if place and self._seen[key] >= (_STORAGE_TRIES if of_storage else 2):
-            return f"{place} The same in {self._seen[key]} starts."
+        if when and self._seen[key] >= (_STORAGE_TRIES if of_storage else 2):
+            return f"{when} The same in {self._seen[key]} starts."
         return None

@@ -2,6 +2,7 @@
 
 Storage such as S3 has no locks. So the owner writes a file with its name and rewrites it every few seconds with another number.
 A second process waits: if the number changes, the owner is alive, and the second process is refused. No clocks are compared.
+tests/train/test_run_lock.py kills an owner, starts two at once, and takes the folder away for a while.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class RunLock:
             "owner": uuid.uuid4().hex,
             "host": socket.gethostname(),
             "process": os.getpid(),
-            "place": _place(),
+            "machine": _machine(),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         self._beats = 0
@@ -174,7 +175,7 @@ def _words(text: str | None) -> str:
     return f"process {content.get('process')} on {content.get('host')}, started {content.get('since')},"
 
 
-def _place() -> str:
+def _machine() -> str:
     """Return an identifier of this machine, container and boot, within which a process number means one process."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # Linux only
@@ -185,7 +186,7 @@ def _place() -> str:
 def _is_dead(owner: dict[str, Any]) -> bool:
     """Return whether the owner is known to be dead: it was a process of this machine, and there is none of that number."""
     process = owner.get("process")
-    if owner.get("place") != _place() or not isinstance(process, int):
+    if owner.get("machine") != _machine() or not isinstance(process, int):
         return False
     try:
         os.kill(process, 0)

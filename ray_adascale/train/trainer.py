@@ -39,13 +39,13 @@ from .cluster import (
     lost_nodes,
     portable,
     quiet_init,
-    start_in_words,
+    start_message,
 )
-from .driver_channel import DriverClient, News, forward_warnings, make_channel
+from .driver_channel import DriverClient, Status, forward_warnings, make_channel
 from .hangs import HangWatch
 from .network import with_interface
-from .ray_record import has_checkpoint, unlisted_checkpoints
-from .retry import RepeatedMistake, RetryPolicy, failure_in_words
+from .ray_record import has_checkpoint, rename_cut_off_record
+from .retry import RepeatedFailure, RetryPolicy, failure_message
 from .run_lock import RunLock
 
 _Args = ParamSpec("_Args")
@@ -108,7 +108,6 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
     compared = job["kept_by"] is not None
     backend.report_policy = ReportPolicy(evaluations=job["reports_evaluations"] or compared, save_evaluations=compared)
     backend.channel = job["channel"]
-    backend.unlisted = job["unlisted"]
     with contextlib.ExitStack() as stack:
         if backend.rank == 0:
             backend.driver = DriverClient(job["channel"])
@@ -224,7 +223,7 @@ class AdaScaleTrainer(TorchTrainer):
                 name=run_config.name,
             )
         failures = run_config.failure_config or ray.train.FailureConfig()
-        self._retry_policy = RetryPolicy(failures.max_failures, failures.max_preemption_failures)
+        self._retry_policy = RetryPolicy(failures.max_failures)
         self._progress, self._on_start = progress, on_start
         self._job: dict[str, Any] = {
             "workload": portable(workload),
@@ -232,7 +231,6 @@ class AdaScaleTrainer(TorchTrainer):
             "config": config,
             "recipe": recipe,
             "channel": None,
-            "unlisted": (),
             "reports_evaluations": bool(run_config.callbacks),
             "lengths": None if datasets is None else {name: _known_length(data) for name, data in datasets.items()},
             "kept_by": getattr(getattr(run_config, "checkpoint_config", None), "checkpoint_score_attribute", None),
@@ -277,7 +275,7 @@ class AdaScaleTrainer(TorchTrainer):
             )
         config, folder = self.run_config, self._folder
         with RunLock(folder, str(config.name), filesystem=config.storage_filesystem) as lock:
-            self._job["unlisted"] = unlisted_checkpoints(folder, str(config.name), config.storage_filesystem)
+            rename_cut_off_record(folder, str(config.name), config.storage_filesystem)
             channel = make_channel()
             self._job["channel"] = self._retry_policy.channel = channel
             self._monitor = DriverMonitor(channel, needs, lock, self._on_start)
@@ -309,7 +307,7 @@ class AdaScaleTrainer(TorchTrainer):
         from ..analysis.display import RunDisplay  # workers load this module too, and need no rich
 
         return RunDisplay(
-            lambda: self._monitor.news.metrics, label=str(self.run_config.name), log=logging.getLogger(_PACKAGE)
+            lambda: self._monitor.status.metrics, label=str(self.run_config.name), log=logging.getLogger(_PACKAGE)
         )
 
     def _fit(self) -> ray.train.Result:
@@ -318,16 +316,16 @@ class AdaScaleTrainer(TorchTrainer):
         try:
             result = super().fit()
         except ray.train.ControllerError as e:
-            mistake = e.controller_failure
-            if not isinstance(mistake, RepeatedMistake):
-                if isinstance(mistake, OSError):
+            cause = e.controller_failure
+            if not isinstance(cause, RepeatedFailure):
+                if isinstance(cause, OSError):
                     elsewhere = "://" in self._folder or self.run_config.storage_filesystem
-                    room = "" if elsewhere else room_in_words(mistake, self._folder)
+                    room = "" if elsewhere else room_in_words(cause, self._folder)
                     e.add_note(f"Ray's controller could not write to the run's folder {self._folder}{room}.")
                 raise
-            failed = ray.train.WorkerGroupError("", mistake.failures)
-            text = f"{failure_in_words(failed)}\n{mistake.why} Each restart would repeat it."
-            raise ray.train.WorkerGroupError(text, mistake.failures) from None
+            failed = ray.train.WorkerGroupError("", cause.failures)
+            text = f"{failure_message(failed)}\n{cause.why} Each restart would repeat it."
+            raise ray.train.WorkerGroupError(text, cause.failures) from None
         except (ray.exceptions.RayActorError, SystemExit) as e:
             # DriverMonitor has killed the controller, or Ray's own handler of Ctrl-C has exited with code 0.
             if self._monitor.interrupts or isinstance(e, SystemExit):
@@ -372,8 +370,8 @@ class DriverMonitor:
         lock: RunLock,
         on_start: Callable[[], None] | None = None,
     ) -> None:
-        self.news = News(None, False, [], 0)
-        """The newest news of the workers."""
+        self.status = Status(None, False, [], 0)
+        """The newest status of the workers."""
         self.interrupts = 0
         """Number of Ctrl-C so far."""
         self.controller: Any = None
@@ -412,31 +410,31 @@ class DriverMonitor:
             with contextlib.suppress(Exception):
                 self._answer_interrupts()
             with contextlib.suppress(Exception):
-                self._apply(ray.get(self._channel.news.remote(self.news.sent), timeout=_ANSWER_S))
+                self._apply(ray.get(self._channel.status.remote(self.status.sent), timeout=_ANSWER_S))
             with contextlib.suppress(Exception):
                 self._log_missing_resources()
 
-    def _apply(self, news: News) -> None:
-        before, self.news = self.news, news
-        if before.running and not news.running:
+    def _apply(self, status: Status) -> None:
+        before, self.status = self.status, status
+        if before.running and not status.running:
             self._waiting_since, self._logged_at = time.monotonic(), None
-        self._hangs.look(news.hang)
-        self._hangs.log_quiet(news.quiet, time.monotonic())
-        for level, text in news.events:
+        for level, text in status.events:
             _log.log(level, "%s", text)
-        if news.running and not before.running:
+        self._hangs.log_quiet(status.quiet, time.monotonic())
+        if status.running and not before.running:
             self._nodes = alive_nodes()
-        if news.running and self._on_start is not None:
+        if status.running and self._on_start is not None:
             on_start, self._on_start = self._on_start, None
             try:
                 on_start()
             except Exception as e:
                 _log.warning("After the run's start: %s: %s", type(e).__name__, e)
+        self._hangs.look(status.hang)
 
     def _log_missing_resources(self) -> None:
         now = time.monotonic()
         patience, every = _ROOM_S
-        if self.news.running or self._done or now - self._waiting_since < patience:
+        if self.status.running or self._done or now - self._waiting_since < patience:
             return
         if self._logged_at is not None and now - self._logged_at < every:
             return
@@ -445,7 +443,7 @@ class DriverMonitor:
             lost = lost_nodes(self._nodes)
             if not lost and now - self._waiting_since < every:
                 return
-            _log.info("Still starting after %.0f s: %s", now - self._waiting_since, start_in_words(lost))
+            _log.info("Still starting after %.0f s: %s", now - self._waiting_since, start_message(lost))
         else:
             _log.warning("Waiting for nodes: the run needs %s. It begins when there is room; Ctrl-C ends it.", short)
         self._logged_at = now
@@ -454,7 +452,7 @@ class DriverMonitor:
         now = time.monotonic()
         if self.interrupts > self._answered:
             first, self._answered = self._answered == 0, self.interrupts
-            if first and self.news.running:
+            if first and self.status.running:
                 self._ends_at = now + _STOP_S
                 self._channel.request_stop.remote()
                 _log.warning(

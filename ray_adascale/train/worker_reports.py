@@ -1,7 +1,4 @@
-"""What a worker of a run sends while it trains: its newest metrics, to the driver and as Ray's gauges, and its heartbeats.
-
-A thread asks for the driver's request to stop.
-"""
+"""What a worker of a run sends while it trains: its newest metrics, to the driver and as Ray's gauges, and its heartbeats."""
 
 from __future__ import annotations
 
@@ -11,8 +8,6 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Mapping
-from typing import Any
 
 import ray
 from ray.util.metrics import Gauge
@@ -68,48 +63,24 @@ class LiveMetrics(Listener):
             self._gauges[name].set(float(values[name]), self._tags)
 
 
-class StopRequest(Listener):
-    """Asks the driver's channel twice a second whether a stop is requested, in a thread: no step waits for an answer.
-
-    The thread ends at a request, at the end of the run, or when the channel is gone.
-
-    Args:
-        client: The connection to the driver.
-
-    Attributes:
-        requested: Whether the driver requests a stop of this start.
-    """
-
-    def __init__(self, client: DriverClient) -> None:
-        self.requested = False
-        self._client = client
-        self._ended = threading.Event()
-        threading.Thread(target=self._ask, name="ray_adascale-stop-request", daemon=True).start()
-
-    def ended(self, why: str, metrics: Mapping[str, Any]) -> None:
-        """End the thread."""
-        self._ended.set()
-
-    def _ask(self) -> None:
-        while not self._ended.wait(_ASK_S) and not self.requested:
-            asked = self._client.stop_requested()
-            if asked is None:
-                return
-            self.requested = asked
-
-
 class Heartbeat:
-    """Sends the position of this worker every few seconds, from a thread.
+    """Sends the position of this worker every few seconds, from a thread: no step waits for an answer.
+
+    Rank 0 sends it twice a second, and learns from the answer whether the driver requests a stop.
 
     Args:
         client: The connection to the driver.
         pulse: The position.
         rank: This worker's number.
         world_size: Number of workers.
+
+    Attributes:
+        stop_requested: Whether the driver requests a stop of this start.
     """
 
     def __init__(self, client: DriverClient, pulse: Pulse, rank: int, world_size: int) -> None:
-        self._client, self._pulse = client, pulse
+        self.stop_requested = False
+        self._client, self._pulse, self._rank = client, pulse, rank
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         self._beat = functools.partial(Beat, rank=rank, world_size=world_size, node=node, host=host, pid=os.getpid())
         self._ended = threading.Event()
@@ -127,9 +98,11 @@ class Heartbeat:
             last = self._ended.is_set()
             position, limit_s = self._pulse.position, self._pulse.limit_s
             seconds, phase = time.monotonic() - position.since, Phase.ENDED if last else position.phase
-            self._client.beat(self._beat(steps=position.steps, phase=phase, seconds=seconds, limit_s=limit_s))
+            beat = self._beat(steps=position.steps, phase=phase, seconds=seconds, limit_s=limit_s)
+            self.stop_requested |= self._client.beat(beat, wait=self._rank == 0)
             if not last:
-                self._ended.wait(_BEAT_S if limit_s is None else min(_BEAT_S, limit_s / 4))
+                most = _ASK_S if self._rank == 0 else _BEAT_S
+                self._ended.wait(most if limit_s is None else min(most, limit_s / 4))
 
 
 _heartbeats: weakref.WeakSet[Heartbeat] = weakref.WeakSet()

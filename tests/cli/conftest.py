@@ -83,8 +83,8 @@ def called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
                 raise seen["error"]
             return Result
 
-    def search(workload: Any, space: Any, **kwargs: Any) -> Any:
-        seen.update(kwargs, workload=workload, space=space)
+    def run(search: Any) -> Any:
+        seen.update(vars(search), search=search)
         if "error" in seen:
             raise seen["error"]
         return FOUND
@@ -96,7 +96,7 @@ def called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     # By name, since this file is read where Ray is missing too.
     monkeypatch.setattr("ray_adascale.train.cluster.quiet_init", lambda address=None, **_: seen.update(address=address))
     monkeypatch.setattr("ray_adascale.train.trainer.AdaScaleTrainer", Trainer)
-    monkeypatch.setattr("ray_adascale.search.tune.tune_recipe", search)
+    monkeypatch.setattr("ray_adascale.search.tune.tune_recipe", run)
     monkeypatch.setattr(Check, "passed", lambda check: seen.update(checked=check) or True)
     monkeypatch.setattr(run_folder, "write_text", write_text)
     return seen

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +27,34 @@ def test_tune_takes_the_space_beside_the_workload_and_writes_the_recipe(
     target = tmp_path / "new" / "out.json"
     words = ["tune", searched, "--base-batch-size=8", "--total-steps=60", f"--output={target}"]
     assert str(target) in cli(*words, "--num-samples=3", "--gpus-per-trial=0.5", "--probe-every=5").out
-    assert called["space"] == {"lr": 0.1, "depth": [1, 2]}
-    names = ("base_batch_size", "total_steps", "total_epochs", "num_samples", "probe_every", "scheduler")
-    assert [called[name] for name in names] == [8, 60, None, 3, 5, "asha"]
+    assert called["param_space"] == {"lr": 0.1, "depth": [1, 2]}
+    assert called["config"] == AdaScaleConfig(base_batch_size=8, total_steps=60)
+    assert [called[name] for name in ("num_samples", "probe_every", "scheduler")] == [3, 5, "asha"]
     assert called["resources_per_trial"] == {"CPU": 1, "GPU": 0.5}
     assert Recipe.load(target) == FOUND
     cli(*words, f"--param-space={searched.replace('workload', 'other')}")
-    assert called["space"] == {"lr": 0.2}
+    assert called["param_space"] == {"lr": 0.2}
 
 
 def test_tune_takes_the_same_words_as_train(called: dict[str, Any], searched: str, tmp_path: Path, cli: Any) -> None:
     words = [searched, "path=data", "--precision=bf16", "--evaluate-every=5", "--seed=7", "--grad-clip=1", "depth=3"]
     words += ["--base-batch-size=8", "--total-epochs=2"]
-    expected = AdaScaleConfig(precision="bf16", evaluate_every=5.0, seed=7, grad_clip=1.0)
+    config = AdaScaleConfig(
+        precision="bf16", evaluate_every=5.0, seed=7, grad_clip=1.0, base_batch_size=8, total_epochs=2.0
+    )
     cli("tune", *words, f"--output={tmp_path / 'out.json'}")
-    assert called["space"] == {"lr": 0.1, "depth": 3, "path": "data"}
-    assert (called["config"], called["seed"], called["total_epochs"]) == (expected, 7, 2.0)
+    assert called["param_space"] == {"lr": 0.1, "depth": 3, "path": "data"}
+    assert called["config"] == config
     cli("train", *words)
     assert called["hyperparameters"] == {"path": "data", "depth": 3}
-    assert called["config"] == replace(expected, base_batch_size=8, total_epochs=2.0)
+    assert called["config"] == config
 
 
 def test_trials_on_several_workers(called: dict[str, Any], searched: str, tmp_path: Path, cli: Any) -> None:
     words = ["tune", searched, *BASE, f"--output={tmp_path / 'out.json'}"]
     cli(*words, "--num-workers=2", "--use-gpu", "--scheduler=none")
     assert called["scaling_config"] == ray.train.ScalingConfig(num_workers=2, use_gpu=True)
-    assert ("resources_per_trial" in called, called["scheduler"]) == (False, None)
+    assert (called["resources_per_trial"], called["scheduler"]) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +72,7 @@ def test_trials_on_several_workers(called: dict[str, Any], searched: str, tmp_pa
 def test_a_search_that_cannot_work(
     called: dict[str, Any], monkeypatch: pytest.MonkeyPatch, searched: str, words: list[str], message: str, cli: Any
 ) -> None:
-    def search(workload: Any, space: Any, *, storage_path: Any, name: str, **given: Any) -> None:
-        given = {"repeat_best": 3, "search_alg": None, "scaling_config": None} | given
-        SearchSpec(workload=workload, param_space=space, **given)  # which refuses
-
-    monkeypatch.setattr(tune, "tune_recipe", search)
+    monkeypatch.setattr(tune, "tune_recipe", SearchSpec)  # which refuses
     assert message in cli("tune", searched, *words, code=2).err
 
 

@@ -230,7 +230,7 @@ def test_every_end_says_how_to_go_on(called: dict[str, Any], tmp_path: Path, cli
         train = [*TRAIN, "--name=x", f"--storage-path={folder.parent}"]
         said = cli(*train, code=code).err
         assert f"There is no checkpoint yet; `ray-adascale resume '{folder}'` starts the run again.\n" in said
-        checkpoint.save(folder / "checkpoint_2", {"x": torch.ones(1)}, {})
+        checkpoint.save(folder / "checkpoint_2", {"x": torch.ones(1)}, {"iterations": 1})
         said = cli(*train, code=code).err
         assert f"`ray-adascale resume '{folder}'` goes on from the last checkpoint.\n" in said
         assert ("The run was interrupted." in said) == (code == 130)

@@ -323,6 +323,20 @@ def wait_for_nodes(
     raise AssertionError("\n".join([f"no {count} nodes: {last}", *(log.read_text() for log in started)]))
 
 
+def _connect_with_a_token(address: str, token: Path, env: dict[str, str]) -> None:
+    """Commands with --address: this user's token is used without RAY_AUTH_MODE, and another one is refused within seconds."""
+    code = f"from ray_adascale.train.connection import *; check_address({address!r}); connect({address!r})"
+    for other, told in (
+        ({"RAY_AUTH_TOKEN_PATH": str(token)}, ""),
+        ({"RAY_AUTH_TOKEN": "f" * 32}, "requires its token"),
+    ):
+        began = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code], env=env | other, capture_output=True, text=True, timeout=90)
+        assert (done.returncode != 0) == bool(told), done.stderr
+        assert told in done.stderr
+        assert time.monotonic() - began < 30
+
+
 def _stop_a_job(address: str, run: Path, env: dict[str, str]) -> None:
     """`ray job stop` ends a run with a checkpoint of a step that was due long after, and says so in the job's log."""
     train = ["ray-adascale", "train", "digits.py:workload", "lr=0.05", "momentum=0.9", "--base-batch-size=8"]
@@ -380,6 +394,7 @@ def test_launches_for_real() -> None:
                 wait_for_nodes(2, address, token.read_text(), {logs[0]: first, logs[1]: second})
                 with pytest.raises(urllib.error.HTTPError, match="401"):
                     alive_nodes(address, None)
+                _connect_with_a_token(f"127.0.0.1:{gcs}", token, own)
 
                 submit = ["job", "submit", "--address", address, "--working-dir", str(ROOT / "examples"), "--"]
                 train = ["ray-adascale", "train", "digits.py:workload", "lr=0.05", "momentum=0.9"]

@@ -160,7 +160,7 @@ def _signatures(folder: Path) -> dict[str, Any]:
     import ray_adascale
 
     real = {name: getattr(ray_adascale, name) for name in ray_adascale.__all__ if name != "__version__"}
-    for name in ("AdaScaleTrainer", "tune_recipe"):
+    for name in ("AdaScaleTrainer", "Search", "tune_recipe"):
         real[name] = create_autospec(real[name])
     return {
         "ray_adascale": types.SimpleNamespace(**real),

@@ -1,9 +1,9 @@
-"""What a search is, without Ray. That each mistake in it is told before anything starts is looked at in test_tune."""
+"""What a search is, and the mistakes in it that are found before Ray runs."""
 
 from __future__ import annotations
 
-import inspect
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +11,78 @@ import numpy as np
 import pytest
 from ray import tune
 from ray.train import ScalingConfig
-from ray.tune.schedulers import HyperBandScheduler
+from ray.tune.schedulers import AsyncHyperBandScheduler, HyperBandScheduler, PopulationBasedTraining
+from ray.tune.search import BasicVariantGenerator
 from torch import nn
 
-from ray_adascale import AdaScaleConfig, tune_recipe
+from ray_adascale import AdaScaleConfig, Search
 from ray_adascale.search.spec import SearchSpec, _describe_space
 
 from ..samples_of import regression
 
 B0, T = 16, 200
+CONFIG = AdaScaleConfig(base_batch_size=B0, total_steps=T)
+TWO = ScalingConfig(num_workers=2)
 
 
 def spec(**changes: Any) -> SearchSpec:
-    """As ``tune_recipe`` makes it of its arguments."""
-    arguments = {
-        name: parameter.default
-        for name, parameter in inspect.signature(tune_recipe).parameters.items()
-        if name not in ("storage_path", "name", "callbacks", "verbose")
-    }
-    given = {"workload": regression, "param_space": {}, "base_batch_size": B0, "total_steps": T}
-    return SearchSpec(**(arguments | given | changes))
+    return SearchSpec(Search(**({"workload": regression, "param_space": {}, "config": CONFIG} | changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workload": "file.py:f"}, "Invalid workload of type str"),
+        ({"param_space": [1]}, "Invalid param_space of type list"),
+        ({"config": AdaScaleConfig(base_batch_size=8)}, r"total_epochs=...\) is needed, one of them"),
+        ({"config": AdaScaleConfig(total_steps=8)}, r"base_batch_size=...\) is needed"),
+        ({"num_samples": 0}, "Invalid num_samples=0"),
+        ({"probe_every": 0}, "Invalid probe_every=0"),
+        ({"repeats": -1}, "Invalid repeats=-1"),
+        ({"repeat_best": 0}, "Invalid repeat_best=0"),
+        ({"config": replace(CONFIG, seed=-1)}, "Invalid seed=-1"),
+        ({"max_concurrent_trials": 0}, "Invalid max_concurrent_trials=0"),
+        ({"resources_per_trial": {"CPU": -1}}, "Invalid resources_per_trial"),
+        ({"config": {"precision": "bf16"}}, "Invalid config of type dict"),
+        ({"config": replace(CONFIG, rule="linear")}, r"rule='linear'\) for a search: its trials have rule='unscaled'"),
+        ({"config": replace(CONFIG, report_every_s=1.0)}, r"report_every_s=1.0\) for a search: .* Leave it out"),
+        ({"config": replace(CONFIG, accumulation=2)}, r"accumulation=2\) for a search"),
+        ({"config": replace(CONFIG, sharding="oss")}, r"sharding='oss'\) for a search"),
+        ({"scheduler": "hyperband"}, "Invalid scheduler='hyperband'. Must be 'asha', None or"),
+        ({"scheduler": PopulationBasedTraining(hyperparam_mutations={"lr": [1, 2]})}, "no single config gives"),
+        ({"scaling_config": {"num_workers": 2}}, "Invalid scaling_config of type dict"),
+        ({"scaling_config": ScalingConfig(num_workers=1)}, r"num_workers=1\) for a trial. Must be a fixed number"),
+        ({"scaling_config": ScalingConfig(num_workers=(1, 2))}, r"num_workers=\(1, 2\)\) for a trial"),
+        ({"scaling_config": TWO, "resources_per_trial": {"CPU": 2}}, "Give a worker's resources"),
+        ({"scaling_config": TWO, "search_alg": BasicVariantGenerator()}, "must be limited from outside"),
+        (
+            {"scaling_config": TWO, "config": replace(CONFIG, base_batch_size=1)},
+            "for a base batch of 1: each of 1 passes of a worker needs at least one example",
+        ),
+        ({"scaling_config": TWO, "config": replace(CONFIG, rule="linear")}, "its trials have rule='unscaled'"),
+        (
+            {"scaling_config": TWO, "scheduler": HyperBandScheduler()},
+            "HyperBandScheduler with scaling_config. It may pause",
+        ),
+        (
+            {"scheduler": AsyncHyperBandScheduler(metric="error", mode="min")},
+            "with metric='error'. Leave its metric and mode out",
+        ),
+        (
+            {"search_alg": BasicVariantGenerator(), "max_concurrent_trials": 2},
+            "Give the limit to the BasicVariantGenerator",
+        ),
+    ],
+)
+def test_mistakes_are_found_before_anything_starts(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spec(**changes)
+
+
+def test_settings_that_a_search_uses_as_they_are_given_are_accepted() -> None:
+    spec(config=replace(CONFIG, per_worker_batch_size=B0, seed=7, grad_clip=1.0, rule="unscaled"))
+    on_workers = replace(CONFIG, sharding="oss", checkpoint_every_s=1.0, accumulation=2, per_worker_batch_size=4)
+    spec(config=on_workers, scaling_config=TWO)
 
 
 def test_no_more_trials_run_at_once_than_have_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,13 +171,13 @@ def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None
     )
     for change, told in (
         (
-            {"total_steps": 100},
+            {"config": replace(CONFIG, total_steps=100)},
             r"Invalid total_steps=100: the search in \S+mine was started with 200. Restore it to continue, or",
         ),
         ({"scheduler": None}, "Invalid scheduler=None: .* started with 'asha'"),
         ({"param_space": {}}, "Invalid param_space={}"),
-        ({"config": AdaScaleConfig(grad_clip=1.0)}, "Invalid config={.*'grad_clip': 1.0"),
-        ({"config": AdaScaleConfig(evaluate_every=50)}, "Invalid evaluate_every=50: .* started with None"),
+        ({"config": replace(CONFIG, grad_clip=1.0)}, "Invalid config={.*'grad_clip': 1.0"),
+        ({"config": replace(CONFIG, evaluate_every=50)}, "Invalid evaluate_every=50: .* started with None"),
         ({"scaling_config": ScalingConfig(num_workers=2)}, "Invalid num_workers=2: .* started with None"),
     ):
         with pytest.raises(ValueError, match=told):
@@ -134,7 +186,7 @@ def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None
     kept = json.loads((tmp_path / "mine" / "search.json").read_text())
     del kept["evaluate_every"]
     (tmp_path / "mine" / "search.json").write_text(json.dumps(kept))
-    assert spec(param_space=space, config=AdaScaleConfig(evaluate_every=50)).started_before(folder)
+    assert spec(param_space=space, config=replace(CONFIG, evaluate_every=50)).started_before(folder)
 
 
 def test_search_spaces_are_told_apart() -> None:

@@ -17,17 +17,14 @@ import torch
 from ray import tune
 from ray.train import ScalingConfig
 from ray.tune.schedulers import (
-    AsyncHyperBandScheduler,
     FIFOScheduler,
-    HyperBandScheduler,
-    PopulationBasedTraining,
     TrialScheduler,
 )
-from ray.tune.search import BasicVariantGenerator, Searcher
+from ray.tune.search import Searcher
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, tune_recipe
+from ray_adascale import AdaScaleConfig, Recipe, Run, Search, Workload, tune_recipe
 from ray_adascale.analysis.describe import describe
 from ray_adascale.cli.main import main
 from ray_adascale.cli.source import resolve
@@ -46,6 +43,7 @@ from ..samples_of import schedule
 
 LRS = [0.01, 0.02, 5e-5]
 B0, T, LENGTH, DIM = 16, 200, 72, 8  # 4.5 base steps an epoch: batches run across borders
+CONFIG = AdaScaleConfig(base_batch_size=B0, total_steps=T)
 
 
 def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -118,8 +116,8 @@ class Sees(tune.Callback):
 
 def one_trial(folder: Path, space: dict[str, Any], **changes: Any) -> Recipe:
     """A search of one sample, seed 3 and no scheduler, unless changed."""
-    settings = {"num_samples": 1, "scheduler": None, "seed": 3, "storage_path": folder} | changes
-    return tune_recipe(linear, space, base_batch_size=B0, total_steps=T, **settings)
+    settings = {"config": replace(CONFIG, seed=3), "num_samples": 1, "scheduler": None, "storage_path": folder}
+    return tune_recipe(Search(linear, space, **(settings | changes)))
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +129,7 @@ def searched(ray_session: Path) -> Recipe:
     return one_trial(
         ray_session,
         {"lr": tune.grid_search([5e-5, 0.02, -1.0, 0.5])},
-        config=AdaScaleConfig(grad_clip=1e6),  # clips nothing
+        config=replace(CONFIG, seed=3, grad_clip=1e6),  # clips nothing
         max_concurrent_trials=2,
         probe_every=10,
         verbose=0,
@@ -196,7 +194,7 @@ def test_a_second_search_of_one_name_is_refused_while_the_first_runs(
     command = ["tune", f"{tmp_path / 'mine_locked_search.py'}:workload", "--base-batch-size=8", "--total-steps=60"]
     with locked_elsewhere(tmp_path / "mine"):
         with pytest.raises(ValueError, match=r"name='mine'\): process 7 on far, started noon, writes to .*/mine now\."):
-            tune_recipe(linear, {}, base_batch_size=B0, total_steps=T, storage_path=tmp_path, name="mine", verbose=0)
+            tune_recipe(Search(linear, {}, config=CONFIG, storage_path=tmp_path, name="mine", verbose=0))
         options = ["--name=mine", f"--storage-path={tmp_path}", f"--output={tmp_path / 'recipe.json'}", "--no-check"]
         assert main([*command, *options]) == 2
     assert capsys.readouterr().err.startswith(
@@ -218,10 +216,10 @@ def test_a_search_that_lost_its_lock_gives_no_recipe(
         beats.join(10)  # it ends when it finds another owner
         return []
 
-    monkeypatch.setattr("ray_adascale.search.tune._Search.run_trials", run_trials)
+    monkeypatch.setattr("ray_adascale.search.tune._RunningSearch.run_trials", run_trials)
     monkeypatch.setattr("ray_adascale.search.tune._ranking", lambda trials: [(None, None)])
     with pytest.raises(RuntimeError, match=r"The search 'mine' was continued by process 7 on far, started noon while"):
-        tune_recipe(linear, {}, base_batch_size=B0, total_steps=T, storage_path=tmp_path, name="mine", verbose=0)
+        tune_recipe(Search(linear, {}, config=CONFIG, storage_path=tmp_path, name="mine", verbose=0))
 
 
 FILE = """
@@ -271,14 +269,15 @@ def test_asha_stops_what_lags_with_any_searcher_and_a_workload_from_a_file(
     searcher = ListSearcher([0.1, 1e-5, 1e-4])
     with pytest.warns(UserWarning, match="has not read 'unused' of its config"):
         recipe = tune_recipe(
-            resolve(f"{tmp_path / 'a_workload_of_mine.py'}:workload"),
-            {"unused": 1},
-            base_batch_size=8,
-            total_epochs=10,
-            num_samples=3,
-            search_alg=searcher,
-            max_concurrent_trials=1,  # in order: whoever reaches a rung first goes on, however bad
-            storage_path=ray_session,
+            Search(
+                resolve(f"{tmp_path / 'a_workload_of_mine.py'}:workload"),
+                {"unused": 1},
+                config=AdaScaleConfig(base_batch_size=8, total_epochs=10),
+                num_samples=3,
+                search_alg=searcher,
+                max_concurrent_trials=1,  # in order: whoever reaches a rung first goes on, however bad
+                storage_path=ray_session,
+            )
         )
     assert recipe.total_steps == 80
     assert recipe.hyperparameters["lr"] == 0.1
@@ -316,7 +315,9 @@ class PauseOnce(FIFOScheduler):
 @pytest.mark.ray
 def test_paused_trial_resumes_where_it_was(ray_session: Path) -> None:
     scheduler = PauseOnce()
-    recipe = one_trial(ray_session, {"lr": tune.uniform(0.01, 0.03)}, scheduler=scheduler, seed=5, verbose=0)
+    recipe = one_trial(
+        ray_session, {"lr": tune.uniform(0.01, 0.03)}, scheduler=scheduler, config=replace(CONFIG, seed=5), verbose=0
+    )
     assert len(scheduler.paused) == 1
     assert recipe.hyperparameters["lr"] == np.random.default_rng(5).uniform(0.01, 0.03)
     assert recipe.score == plain_loop(recipe.hyperparameters, seed=5)
@@ -332,13 +333,14 @@ def test_metric_that_is_not_measured_ends_the_search_at_once(
     monkeypatch.setattr(logging.getLogger("ray._private.worker"), "error", said.append)
     with pytest.raises(ValueError, match=r"metric='accuracy': evaluate returned 'error'\. Name one"):
         tune_recipe(
-            linear,
-            {"lr": 0.01, "metric": "accuracy"},
-            base_batch_size=B0,
-            total_steps=T,
-            num_samples=100,
-            max_concurrent_trials=2,
-            storage_path=ray_session,
+            Search(
+                linear,
+                {"lr": 0.01, "metric": "accuracy"},
+                config=CONFIG,
+                num_samples=100,
+                max_concurrent_trials=2,
+                storage_path=ray_session,
+            )
         )
     assert "trial" not in capsys.readouterr().err  # none has ended before, and nothing is said of those that never ran
     assert said == []  # nor is there a traceback of the one that failed beside the first
@@ -354,14 +356,14 @@ def test_mistake_in_building_ends_the_search_where_no_config_is_to_blame(
         match=r"No trial can be built. The first 2 failed alike, the last at lr=.*: ValueError: Invalid global_batch_size=99",
     ) as info:
         tune_recipe(
-            linear,
-            {"lr": tune.uniform(0.01, 0.02)},
-            base_batch_size=99,
-            total_steps=T,
-            num_samples=100,
-            max_concurrent_trials=1,
-            config=AdaScaleConfig(drop_last=True),
-            storage_path=ray_session,
+            Search(
+                linear,
+                {"lr": tune.uniform(0.01, 0.02)},
+                config=AdaScaleConfig(base_batch_size=99, total_steps=T, drop_last=True),
+                num_samples=100,
+                max_concurrent_trials=1,
+                storage_path=ray_session,
+            )
         )
     assert isinstance(info.value.__cause__, ValueError)
     assert "an epoch has 72 examples" in str(info.value.__cause__.__cause__)
@@ -410,9 +412,9 @@ def test_interrupted_search_goes_on_and_repeats_decide(
     assert [len(repeat.noise) for repeat in recipe.repeats] == [len(probe_steps(T)) - 1] * 2
     assert recipe.search["completed"] == 3
     with pytest.raises(ValueError, match=r"Invalid seed=9: the search in \S+ was started with 3"):
-        search(seed=9)
+        search(config=replace(CONFIG, seed=9))
     with pytest.raises(ValueError, match=r"Invalid config={.*'grad_clip': 1.0.*}: the search in \S+ was started with"):
-        search(config=AdaScaleConfig(grad_clip=1.0))  # the recipe could not say what its trials had
+        search(config=replace(CONFIG, seed=3, grad_clip=1.0))  # the recipe could not say what its trials had
 
 
 @pytest.mark.ray
@@ -506,12 +508,14 @@ def repeated_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr("ray_adascale.search.tune._warn_where_nothing_fits", lambda resources: None)
     monkeypatch.setattr("ray_adascale.train.run_lock._SETTLE_S", 0.0)
     monkeypatch.setattr("ray_adascale.search.tune.tune.with_parameters", lambda function, **_: function)
-    monkeypatch.setattr("ray_adascale.search.tune._Search._fit", lambda *args, **choices: kept.fit(*args, **choices))
+    monkeypatch.setattr(
+        "ray_adascale.search.tune._RunningSearch._fit", lambda *args, **choices: kept.fit(*args, **choices)
+    )
 
     def search(**changes: Any) -> Recipe:
-        settings: dict[str, Any] = {"base_batch_size": B0, "total_steps": T, "repeats": 2, "repeat_best": 2, "seed": 3}
+        settings: dict[str, Any] = {"config": replace(CONFIG, seed=3), "repeats": 2, "repeat_best": 2}
         where = {"storage_path": tmp_path, "name": "mine", "verbose": 0}
-        return tune_recipe(linear, {"lr": tune.grid_search([0.1, 0.2])}, **(settings | where | changes))
+        return tune_recipe(Search(linear, {"lr": tune.grid_search([0.1, 0.2])}, **(settings | where | changes)))
 
     search.kept = kept  # type: ignore[attr-defined]
     return search
@@ -592,87 +596,6 @@ def test_search_without_a_winner_says_why() -> None:
         _ranking([ended(None), ended(None)])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"workload": "file.py:f"}, "Invalid workload of type str"),
-        ({"param_space": [1]}, "Invalid param_space of type list"),
-        ({"total_steps": None}, "total_steps=None with total_epochs=None. Give one"),
-        ({"total_epochs": 2}, "total_steps=200 with total_epochs=2. Give one"),
-        ({"total_steps": 0}, "total_steps=0"),
-        ({"base_batch_size": 0}, "base_batch_size=0"),
-        ({"num_samples": 0}, "Invalid num_samples=0"),
-        ({"probe_every": 0}, "Invalid probe_every=0"),
-        ({"repeats": -1}, "Invalid repeats=-1"),
-        ({"repeat_best": 0}, "Invalid repeat_best=0"),
-        ({"seed": -1}, "Invalid seed=-1"),
-        ({"max_concurrent_trials": 0}, "Invalid max_concurrent_trials=0"),
-        ({"resources_per_trial": {"CPU": -1}}, "Invalid resources_per_trial"),
-        ({"config": {"precision": "bf16"}}, "Invalid config of type dict"),
-        ({"config": AdaScaleConfig(base_batch_size=8)}, "base_batch_size=8.: the search is given 16"),
-        ({"config": AdaScaleConfig(total_epochs=8)}, "total_epochs=8.: the search is given None"),
-        ({"config": AdaScaleConfig(rule="linear")}, r"rule='linear'\) for a search: its trials have rule='unscaled'"),
-        ({"config": AdaScaleConfig(report_every_s=1.0)}, r"report_every_s=1.0\) for a search: .* Leave it out"),
-        ({"config": AdaScaleConfig(accumulation=2)}, r"accumulation=2\) for a search"),
-        ({"config": AdaScaleConfig(sharding="oss")}, r"sharding='oss'\) for a search"),
-        ({"config": AdaScaleConfig(seed=7)}, r"seed=7\) for a search: its trials have seed=0. Give tune_recipe\(seed="),
-        ({"scheduler": "hyperband"}, "Invalid scheduler='hyperband'. Must be 'asha', None or"),
-        ({"scheduler": PopulationBasedTraining(hyperparam_mutations={"lr": [1, 2]})}, "no single config gives"),
-        ({"scaling_config": {"num_workers": 2}}, "Invalid scaling_config of type dict"),
-        ({"scaling_config": ScalingConfig(num_workers=1)}, r"num_workers=1\) for a trial. Must be a fixed number"),
-        ({"scaling_config": ScalingConfig(num_workers=(1, 2))}, r"num_workers=\(1, 2\)\) for a trial"),
-        ({"scaling_config": TWO, "resources_per_trial": {"CPU": 2}}, "Give a worker's resources"),
-        ({"scaling_config": TWO, "search_alg": BasicVariantGenerator()}, "must be limited from outside"),
-        (
-            {"scaling_config": TWO, "base_batch_size": 1},
-            "for a base batch of 1: each of 1 passes of a worker needs at least one example",
-        ),
-        ({"scaling_config": TWO, "config": AdaScaleConfig(rule="linear")}, "its trials have rule='unscaled'"),
-        (
-            {"scaling_config": TWO, "scheduler": HyperBandScheduler()},
-            "HyperBandScheduler with scaling_config. It may pause",
-        ),
-        (
-            {"scheduler": AsyncHyperBandScheduler(metric="error", mode="min")},
-            "with metric='error'. Leave its metric and mode out",
-        ),
-        (
-            {"search_alg": BasicVariantGenerator(), "max_concurrent_trials": 2},
-            "Give the limit to the BasicVariantGenerator",
-        ),
-    ],
-)
-def test_mistakes_are_found_before_anything_starts(
-    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ray_adascale.search.tune.quiet_init", lambda: pytest.fail("Ray was started"))
-    arguments: dict[str, Any] = {
-        "workload": linear,
-        "param_space": {},
-        "base_batch_size": B0,
-        "total_steps": T,
-    } | changes
-    with pytest.raises(ValueError, match=message):
-        tune_recipe(arguments.pop("workload"), arguments.pop("param_space"), **arguments)
-
-
-def test_settings_that_a_search_uses_as_they_are_given_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Started(Exception):
-        pass
-
-    def start() -> None:
-        raise Started
-
-    monkeypatch.setattr("ray_adascale.search.tune.quiet_init", start)
-    given = AdaScaleConfig(base_batch_size=B0, per_worker_batch_size=B0, seed=7, grad_clip=1.0, rule="unscaled")
-    with pytest.raises(Started):
-        tune_recipe(linear, {}, base_batch_size=B0, total_steps=T, seed=7, config=given)
-    on_workers = AdaScaleConfig(sharding="oss", checkpoint_every_s=1.0, accumulation=2, per_worker_batch_size=4)
-    workers = ScalingConfig(num_workers=2)
-    with pytest.raises(Started):
-        tune_recipe(linear, {}, base_batch_size=B0, total_steps=T, config=on_workers, scaling_config=workers)
-
-
 def too_short(config: dict[str, Any]) -> Workload:
     built = linear(config)
     config.get("momentum", 0.5)
@@ -687,10 +610,10 @@ def too_short(config: dict[str, Any]) -> Workload:
 def test_what_trials_would_warn_of_where_nobody_sees_it_is_said_once_with_the_recipe(ray_session: Path) -> None:
     space = {"lr": 0.02, "momentun": 0.9, "only_b": 1, "kind": tune.grid_search(["a", "b"])}
     with pytest.warns(UserWarning, match="T_max|has not read") as told:
-        recipe = tune_recipe(
-            too_short, space, base_batch_size=B0, total_steps=T, num_samples=1, scheduler=None,
+        recipe = tune_recipe(Search(
+            too_short, space, config=CONFIG, num_samples=1, scheduler=None,
             max_concurrent_trials=1, storage_path=ray_session, verbose=0,
-        )  # fmt: skip
+        ))  # fmt: skip
     texts = [str(w.message) for w in told]
     assert [w.filename for w in told] == [__file__] * 2
     assert f"T_max ends at {T // 2} steps, and the run has {T} steps" in texts[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -25,7 +26,6 @@ from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.train import backend as worker
 from ray_adascale.train import worker_reports
 from ray_adascale.train.driver_channel import DriverClient
-from ray_adascale.train.ray_record import SealedCheckpoint
 from ray_adascale.train.worker_reports import LiveMetrics
 
 from ..samples_of import schedule, step_of
@@ -264,7 +264,8 @@ def test_a_checkpoint_that_was_stored_and_not_reported_is_used_and_incomplete_on
     first = stored(10, 10)
     assert found() == first  # before any was reported
     reported.append(_Reported(first, 10))
-    whole = stored(12, 20)
+    stored(12, 15)
+    whole = stored(11, 20)  # the clock was set back
     assert found() == whole
     cut = stored(13, 30)
     next(cut.glob("*.distcp")).unlink()  # an upload can have its manifest before its data
@@ -344,18 +345,19 @@ def test_the_newest_usable_of_rays_checkpoints_is_found(tmp_path: Path, monkeypa
     (tmp_path / "10" / "__0_0.distcp").unlink()
     with pytest.warns(RuntimeWarning), pytest.raises(checkpoint.NoUsableCheckpoint, match="None of the 3 checkpoints"):
         found()
-    # Checkpoints that Ray's record lacks: an older and a newer one than those in the record.
-    for number in (5, 25):
-        checkpoint.save(tmp_path / str(number), {"x": torch.ones(1)})
-    backend.unlisted = [SealedCheckpoint(str(tmp_path / "5"), 5), SealedCheckpoint(str(tmp_path / "25"), 25)]
+    # Checkpoints that Ray's record lacks, as after a full disk. An older start has gone further than a later one.
+    for number, attempt in ((5, 0), (40, 0), (25, 1)):
+        state = {"iterations": number, "attempt": attempt}
+        checkpoint.save(tmp_path / f"checkpoint_{number}", {"x": torch.ones(1)}, state)
     with pytest.warns(RuntimeWarning):
-        assert found() == "25"
+        assert found() == "checkpoint_25"
     monkeypatch.setattr(ray.train, "get_checkpoint", lambda: None)
-    assert found() == "25"
-    (tmp_path / "25" / "manifest.json").unlink()
+    assert found() == "checkpoint_25"
+    (tmp_path / "checkpoint_25" / "__0_0.distcp").unlink()
     with pytest.warns(RuntimeWarning, match="of optimizer step 25"):
-        assert found() == "5"
-    backend.unlisted = ()
+        assert found() == "checkpoint_40"
+    for folder in tmp_path.glob("checkpoint_*"):
+        shutil.rmtree(folder)
     with backend.latest_checkpoint() as path:
         assert path is None
 

@@ -30,7 +30,7 @@ def test_a_worker_that_is_silent_holds_up_the_others() -> None:
     assert found.hang(126.0) is None  # of worker 1 it is 119 s
     hang = found.hang(130.0)
     assert hang is not None
-    assert hang.in_words() == (
+    assert hang.description() == (
         "The run has made no step for 121 s, after step 57. Worker 1 on node 10.0.0.1 (process 1001) sends no heartbeat: it is "
         "stopped, or its node can't be reached. Worker 0 waits for the gradients of the other workers."
     )
@@ -41,21 +41,21 @@ def test_a_worker_whose_loader_is_stuck_is_behind() -> None:
     hang = found.hang(501.0)
     assert hang is not None
     assert [one.rank for one in hang.held_up_by] == [1]
-    assert "Worker 1 on node 10.0.0.1 (process 1001) waits for its next batch. Worker 0 waits" in hang.in_words()
+    assert "Worker 1 on node 10.0.0.1 (process 1001) waits for its next batch. Worker 0 waits" in hang.description()
 
 
 def test_if_all_are_at_the_same_place_no_worker_is_blamed() -> None:
     found = beats(*((beat(r, Phase.REDUCTION, 200.0), 500.0) for r in range(2)))
     hang = found.hang(501.0)
     assert hang is not None
-    assert "No worker is behind, and each of them waits for the gradients" in hang.in_words()
+    assert "No worker is behind, and each of them waits for the gradients" in hang.description()
     assert [one.rank for one in hang.held_up_by] == [0, 1]
 
 
 def test_one_worker_alone() -> None:
     hang = beats((beat(0, Phase.DATA, 200.0, of=1), 500.0)).hang(500.0)
     assert hang is not None
-    assert "Worker 0 on node 10.0.0.0 (process 1000) waits for its next batch." in hang.in_words()
+    assert "Worker 0 on node 10.0.0.0 (process 1000) waits for its next batch." in hang.description()
 
 
 @pytest.mark.parametrize(

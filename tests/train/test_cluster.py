@@ -30,9 +30,9 @@ from ray_adascale.train.cluster import (
     pickle_by_value,
     portable,
     quiet_init,
-    start_in_words,
+    start_message,
 )
-from ray_adascale.train.driver_channel import News
+from ray_adascale.train.driver_channel import Status
 from ray_adascale.train.trainer import DriverMonitor
 from ray_adascale.workload import Workload
 
@@ -293,10 +293,10 @@ def test_a_start_that_takes_long_names_the_node_that_was_lost(
     running = [False]
 
     class Channel:
-        class news:
+        class status:
             @staticmethod
-            def remote(since: int) -> News:
-                return News(None, running[0], [], 0)
+            def remote(since: int) -> Status:
+                return Status(None, running[0], [], 0)
 
     def logged(text: str) -> list[str]:
         """Return the lines with this text, once there is one."""
@@ -336,6 +336,6 @@ def test_a_start_that_takes_long_names_the_node_that_was_lost(
 
 def test_the_limit_that_is_named_is_the_one_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", raising=False)
-    assert "gives up after 60 s" in start_in_words(["a (10.0.0.1)"])
+    assert "gives up after 60 s" in start_message(["a (10.0.0.1)"])
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
-    assert "gives up after 20 s" in start_in_words(["a (10.0.0.1)"])
+    assert "gives up after 20 s" in start_message(["a (10.0.0.1)"])

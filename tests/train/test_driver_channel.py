@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import ray
 
+from ray_adascale.run.observe.pulse import Phase
 from ray_adascale.train.driver_channel import DriverChannel, DriverClient, forward_warnings, make_channel
+from ray_adascale.train.hangs import Beat
+
+BEAT = Beat(0, 1, 5, Phase.DATA, 1.0, None, "node", "10.0.0.1", 7)
 
 
 class Here:
@@ -24,7 +28,8 @@ class Here:
         class Remote:
             @staticmethod
             def remote(*arguments: Any) -> Any:
-                return method(*arguments)
+                answer = method(*arguments)
+                return "a reference" if answer is None else answer
 
         return Remote
 
@@ -58,28 +63,28 @@ def test_events_come_once_and_in_order() -> None:
     assert driver.log(logging.INFO, "one", once=True)
     driver.log(logging.WARNING, "two\n  lines")
     assert DriverClient(here).log(logging.INFO, "one", once=True)  # by the next start
-    news = here.board.news(0)
-    assert news.events == [(logging.INFO, "one"), (logging.WARNING, "two lines")]
-    assert here.board.news(news.sent).events == []
+    status = here.board.status(0)
+    assert status.events == [(logging.INFO, "one"), (logging.WARNING, "two lines")]
+    assert here.board.status(status.sent).events == []
     for i in range(1500):
         driver.log(logging.INFO, str(i))
-    news = here.board.news(news.sent)
-    assert news.sent == 1502
-    assert [text for _, text in news.events] == [str(i) for i in range(500, 1500)]  # bounded: the newest stay
+    status = here.board.status(status.sent)
+    assert status.sent == 1502
+    assert [text for _, text in status.events] == [str(i) for i in range(500, 1500)]  # bounded: the newest stay
 
 
 def test_metrics_are_those_of_a_run_that_goes_on() -> None:
     here = Here()
     driver = DriverClient(here)
-    assert here.board.news(0)[:2] == (None, False)
+    assert here.board.status(0)[:2] == (None, False)
     driver.running()
-    assert here.board.news(0)[:2] == (None, True)
+    assert here.board.status(0)[:2] == (None, True)
     driver.put({"gain": 2.0})
-    assert here.board.news(0)[:2] == ({"gain": 2.0}, True)
+    assert here.board.status(0)[:2] == ({"gain": 2.0}, True)
     driver.restarting("Worker 1 died.")
-    news = here.board.news(0)
-    assert news[:2] == (None, False)  # nothing stale is shown meanwhile
-    assert news.events == [(logging.WARNING, "Worker 1 died.")]
+    status = here.board.status(0)
+    assert status[:2] == (None, False)  # nothing stale is shown meanwhile
+    assert status.events == [(logging.WARNING, "Worker 1 died.")]
 
 
 def test_a_board_that_is_gone_costs_nothing() -> None:
@@ -92,7 +97,7 @@ def test_a_board_that_is_gone_costs_nothing() -> None:
         driver.put({})
         driver.running()
         driver.restarting("why")
-        assert driver.stop_requested() is None
+        assert not driver.beat(BEAT, wait=True)
 
 
 def test_a_request_to_stop_is_read_and_a_late_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,12 +111,13 @@ def test_a_request_to_stop_is_read_and_a_late_answer_is_asked_for_again(monkeypa
     monkeypatch.setattr(ray, "get", get)
     here = Here()
     driver = DriverClient(here)
-    assert driver.stop_requested() is False
+    assert not driver.beat(BEAT, wait=True)
     here.board.request_stop()
     late[0] = True
-    assert driver.stop_requested() is False
+    assert not driver.beat(BEAT, wait=True)
     late[0] = False
-    assert driver.stop_requested() is True
+    assert not driver.beat(BEAT, wait=False)
+    assert driver.beat(BEAT, wait=True)
 
 
 def test_warnings_and_what_the_package_logs_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +135,7 @@ def test_warnings_and_what_the_package_logs_are_told_once(caplog: pytest.LogCapt
             log.debug("not this")
             logging.getLogger("other").warning("nor this")
         assert warnings.showwarning is before
-    texts = [text for _, text in here.board.news(0).events]
+    texts = [text for _, text in here.board.status(0).events]
     assert texts[0].startswith("UserWarning: mind the step (test_driver_channel.py:")
     assert texts[1:] == ["Checkpoint of step 7."]
     assert package.handlers == []

@@ -16,7 +16,7 @@ from ray import tune
 from ray.train import RunConfig, ScalingConfig, UserCallback
 from torch import nn
 
-from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Workload, tune_recipe
+from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Search, Workload, tune_recipe
 from ray_adascale.train.trainer import _with_ray_data
 
 pytestmark = [
@@ -100,8 +100,9 @@ def small(config: dict[str, Any]) -> Workload:
 
 
 def test_another_callback_is_refused() -> None:
+    config = AdaScaleConfig(base_batch_size=4, total_steps=4)
     with pytest.raises(ValueError, match=r"type Hears\. Must be a ray\.tune\.Callback"):
-        tune_recipe(small, {}, base_batch_size=4, total_steps=4, callbacks=[Hears(Path("x"))])  # type: ignore[list-item]
+        tune_recipe(Search(small, {}, config=config, callbacks=[Hears(Path("x"))]))  # type: ignore[list-item]
 
 
 def trial(config: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, 
 
 def _left_by(owner: dict[str, Any], folder: Path) -> None:
     folder.mkdir()
-    (folder / LOCK).write_text(json.dumps({"owner": "x", "host": "far", "process": 7, "place": "far", **owner}))
+    (folder / LOCK).write_text(json.dumps({"owner": "x", "host": "far", "process": 7, "machine": "far", **owner}))
 
 
 def _read(lock: Path) -> dict[str, Any]:
@@ -124,14 +124,14 @@ def test_the_lock_of_a_dead_process_of_this_machine_is_taken_over_at_once(tmp_pa
 
 
 def _zombie(process: int) -> bool:
-    return run_lock._is_dead({"place": run_lock._place(), "process": process})
+    return run_lock._is_dead({"machine": run_lock._machine(), "process": process})
 
 
 @pytest.mark.parametrize("process", [os.getpid(), 2**22 + 1], ids=["a-number-in-use-here", "a-number-of-nobody-here"])
 def test_the_lock_of_a_dead_process_elsewhere_is_taken_over_when_it_is_not_renewed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, process: int
 ) -> None:
-    assert run_lock._is_dead({"place": run_lock._place(), "process": process}) == (process != os.getpid())
+    assert run_lock._is_dead({"machine": run_lock._machine(), "process": process}) == (process != os.getpid())
     _left_by({"process": process}, tmp_path / "run")  # of another machine: the number says nothing
     began = time.monotonic()
     with RunLock(str(tmp_path / "run"), "mine"):

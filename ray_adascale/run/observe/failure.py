@@ -122,11 +122,11 @@ def traceback_of(error: BaseException) -> str:
     return str(getattr(error, _TRACEBACK, error))
 
 
-def place_of(error: BaseException) -> str:
+def raised_when(error: BaseException) -> str:
     """Return the position of the run from the notes of :func:`annotate_exceptions`, a sentence; empty without such a note."""
     return next((note for note in _notes(error) if note.startswith("Raised ")), "")
 
 
 def was_beginning(error: BaseException) -> bool:
     """Return whether the error was raised before the first optimizer step of a start."""
-    return place_of(error) in (_BUILDING, _BEGINNING)
+    return raised_when(error) in (_BUILDING, _BEGINNING)

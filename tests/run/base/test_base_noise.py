@@ -62,7 +62,9 @@ def test_a_measurement_is_one_more_pass_and_they_are_dense_at_the_beginning() ->
 
     found = record_recipe(counted, {}, base_batch_size=B0, total_steps=T)
     steps = sorted(probe_steps(T))
-    assert [probe.effective_steps for probe in found.noise] == steps[:-1] == list(range(T - 1))  # after the last is no batch
+    assert (
+        [probe.effective_steps for probe in found.noise] == steps[:-1] == list(range(T - 1))
+    )  # after the last is no batch
     assert calls == 2 * T - 1
     assert found.search["noise"] == "pairs"
     assert "59 probes, from pairs; noise scale" in found.describe()

@@ -1,0 +1,91 @@
+"""A search as one value: the argument of :func:`ray_adascale.tune_recipe`, whose fields are also the options of the command."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from .._errors import check_count, check_type
+from ..config import AdaScaleConfig, read_settings
+
+if TYPE_CHECKING:  # the command's options come from this module, and their help needs neither torch nor Ray
+    from ray.train import ScalingConfig
+    from ray.tune import Callback
+    from ray.tune.schedulers import TrialScheduler
+
+    from ..workload import WorkloadFn
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """A search for hyperparameters at the base batch.
+
+    Attributes:
+        workload: A function from a config to a :class:`ray_adascale.Workload`.
+        param_space: Tune's search space. Its values must be JSON values: search over numbers and strings, and build other
+            objects from them in the workload. Other values are refused before the first trial, and values drawn by a function
+            of yours at the start of their trial.
+        config: The settings of each trial: ``base_batch_size`` (B0), its length (``total_steps`` or ``total_epochs``), ``seed``,
+            which is that of the random search as well, and others of the loop, such as precision, grad_clip and
+            evaluate_every. Settings for runs at scale (per_worker_batch_size, accumulation, global_batch_size, elastic,
+            sharding, rule) and for Ray Train (report_every_s, checkpoint_every_s) are refused. With ``scaling_config`` these
+            are used: sharding, checkpoint_every_s, and as in a run with a ``global_batch_size`` accumulation (the fewest
+            passes) and per_worker_batch_size (the most examples of one).
+        num_samples: Trials; with a grid_search in the space, times the size of the grid.
+        repeats: Run the best few trials again with this many other seeds each, each a whole base run, and select the best mean;
+            narrows the forecast's interval.
+        repeat_best: Largest number of trials that ``repeats`` runs again.
+        search_alg: A searcher of Tune's. Default: random search.
+        scheduler: "asha" stops trials that are not in the best quarter at T/8 and at T/2, compared at equal effective steps;
+            None lets each one end. Or a scheduler of Tune's, built without ``metric`` and ``mode`` (reports have
+            ``effective_steps`` for its ``time_attr``).
+        resources_per_trial: Resources that Ray reserves for a trial. Default: ``{"CPU": 1}``. With a "GPU" the trial trains on
+            it. torch uses one thread for each CPU.
+        scaling_config: Ray Train's, for the workers of one trial: ``ScalingConfig(num_workers=4, use_gpu=True)``. Default: a
+            trial is one process. Schedulers that stop trials then need Ray's dashboard, which frees the trials' resources.
+        max_concurrent_trials: Most trials at a time. Default: as many as fit. With ``scaling_config`` it is at most the number
+            that fits on the cluster at the start.
+        probe_every: Optimizer steps from one measurement of the noise to the next, for the forecast. Each costs one more
+            pass; with ``scaling_config`` the workers' gradient samples have the noise at no cost. Default: about 165
+            measurements, dense at the beginning.
+        storage_path: Folder or URI for Tune's results. Default: ``~/ray_results``.
+        name: Name of the search and of its folder under ``storage_path``. The same name continues a search.
+        verbose: 0 is silent; 1 prints a line about each finished trial to standard error.
+        callbacks: Tune's callbacks, for all trials, repeats and their reports: ``ray.air.integrations.mlflow``'s
+            ``MLflowLoggerCallback``, or that of Weights & Biases. A continued search keeps its first callbacks.
+
+    Raises:
+        ValueError: A value has another type, is missing or is out of its range.
+    """
+
+    workload: WorkloadFn
+    param_space: dict[str, Any]
+    _: KW_ONLY
+    config: AdaScaleConfig
+    num_samples: int = 8
+    repeats: int = 0
+    repeat_best: int = 3
+    search_alg: Any = None
+    scheduler: Literal["asha"] | TrialScheduler | None = "asha"
+    resources_per_trial: Mapping[str, float] | None = None
+    scaling_config: ScalingConfig | None = None
+    max_concurrent_trials: int | None = None
+    probe_every: int | None = None
+    storage_path: str | os.PathLike[str] | None = None
+    name: str | None = None
+    verbose: int = 1
+    callbacks: Sequence[Callback] = ()
+
+    def __post_init__(self) -> None:
+        check_type("workload", self.workload, Callable, "Must be a function config -> Workload.")
+        check_type("param_space", self.param_space, dict, "Must be a dict, as for ray.tune.Tuner.")
+        object.__setattr__(self, "config", read_settings(self.config))
+        if self.config.batch and self.config.total_epochs is None:
+            self.config.resolve_total_steps(None)  # refuses a search without a length
+        optional = {"probe_every": 1, "max_concurrent_trials": 1}
+        for name, least in ({"num_samples": 1, "repeats": 0, "repeat_best": 1} | optional).items():
+            value = getattr(self, name)
+            if value is not None or name not in optional:
+                object.__setattr__(self, name, check_count(name, value, least))
