@@ -97,7 +97,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "optim",
             "how weights move, and at which learning rate",
-            "tau_schedule curves schedule scheduler_checks adascale algorithm step_shape gradient_statistics observing workers "
+            "tau_schedule curves schedule scheduler_checks adascale algorithm step_result gradient_statistics observing workers "
             "averages effective_average rules betas step_counts deferred wrapper grad_scaler adam_metric step_sums",
         ),
         Package("", "the batch of a step", "batch"),

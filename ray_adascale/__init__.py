@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .analysis.forecast import forecast_recipe as forecast_recipe
     from .analysis.report import write_report as write_report
     from .analysis.throughput import measure_throughput as measure_throughput
+    from .batch import StepPlan as StepPlan
     from .chain import OptimizerChain as OptimizerChain
     from .checkpoint import CheckpointError as CheckpointError
     from .checkpoint import load_weights as load_weights
@@ -41,8 +42,7 @@ if TYPE_CHECKING:  # the same again, as type checkers read no tables
     from .optim.rules import RuleInput as RuleInput
     from .optim.rules import SquareRootRule as SquareRootRule
     from .optim.rules import UnscaledRule as UnscaledRule
-    from .optim.step_shape import StepResult as StepResult
-    from .optim.step_shape import StepShape as StepShape
+    from .optim.step_result import StepResult as StepResult
     from .optim.tau_schedule import TauSchedule as TauSchedule
     from .recipe import Recipe as Recipe
     from .recipe import RecipeError as RecipeError
@@ -67,6 +67,7 @@ _NAMES = {
     "analysis.forecast": "Forecast forecast_recipe",
     "analysis.report": "write_report",
     "analysis.throughput": "measure_throughput",
+    "batch": "StepPlan",
     "chain": "OptimizerChain",
     "checkpoint": "CheckpointError load_weights",
     "checkpoint.per_worker": "PerWorker",
@@ -80,7 +81,7 @@ _NAMES = {
     "optim.grad_scaler": "ShardedGradScaler",
     "optim.betas": "BetaRule",
     "optim.rules": "AdaScaleBetasRule AdaScaleRule AdamScaleRule LEGWRule LinearRule RuleInput SquareRootRule UnscaledRule",
-    "optim.step_shape": "StepResult StepShape",
+    "optim.step_result": "StepResult",
     "recipe": "Recipe RecipeError",
     "run.base.attach": "attach",
     "run.boundary.backend": "LocalBackend",

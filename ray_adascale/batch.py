@@ -35,41 +35,85 @@ _GROWTH = 2.0
 
 
 @dataclass(frozen=True)
-class BatchPlan:
-    """How one optimizer step's batch is made up.
+class StepPlan:
+    """What one optimizer step consists of. It is replaced whole, at a step boundary.
 
     Attributes:
         base_batch_size: B0, examples.
         global_batch_size: B, examples.
-        world_size: Workers.
-        accumulation: Backward passes a worker.
+        workers: Workers that share the batch.
+        passes: Backward passes of each worker.
+        loss_divisor: Number that the loss of each pass is divided by. Default: the passes.
+        given_scale: S where a loop gives S alone, and B0 and B are unknown. Default: B / B0.
+
+    Raises:
+        ValueError: A number is out of its range.
     """
 
-    base_batch_size: int
-    global_batch_size: int
-    world_size: int
-    accumulation: int
+    base_batch_size: int = 1
+    global_batch_size: int = 1
+    workers: int = 1
+    passes: int = 1
+    loss_divisor: int | None = None
+    given_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "passes", "loss_divisor"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_count(name, getattr(self, name)))
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise ValueError(
+                f"Invalid scale={self.scale}. Must be a positive number: global batch size / base batch size."
+            )
 
     @cached_property
     def scale(self) -> float:
-        """S = B / B0."""
-        return self.global_batch_size / self.base_batch_size
+        """S."""
+        return self.global_batch_size / self.base_batch_size if self.given_scale is None else self.given_scale
 
     @cached_property
     def num_samples(self) -> int:
         """n, gradient samples in one optimizer step."""
-        return self.world_size * self.accumulation
+        return self.workers * self.passes
 
     @property
     def largest_pass(self) -> int:
         """Examples in the largest micro-batch of the step."""
         return math.ceil(self.global_batch_size / self.num_samples)
 
+    @cached_property
+    def multiple_of_mean(self) -> float:
+        """The gradient that the passes add up to, divided by ḡ."""
+        return 1.0 if self.loss_divisor is None else self.passes / self.loss_divisor
+
+    def at_scale(self, scale: float) -> StepPlan:
+        """Return the plan at another S."""
+        return replace(self, given_scale=float(scale))
+
+    def shortened(self, passes: int, scale: float | None = None, loss_divisor: int | None = None) -> StepPlan:
+        """Return the plan of a step that ends after fewer passes, as the last step of an epoch may.
+
+        Args:
+            passes: At most the passes of this plan.
+            scale: S of the shorter step. Default: in proportion to the passes.
+            loss_divisor: Number that the loss was divided by. Default: as in this plan.
+
+        Raises:
+            ValueError: ``passes`` is out of its range.
+        """
+        if not 1 <= passes <= self.passes:
+            raise ValueError(f"Invalid {passes=}. Must be between 1 and {self.passes}, the passes of a full step.")
+        divisor = self.loss_divisor if loss_divisor is None else loss_divisor
+        if scale is not None or passes < self.passes:
+            plan = self.at_scale(self.scale * passes / self.passes if scale is None else scale)
+            return replace(plan, passes=passes, loss_divisor=divisor)
+        return replace(self, loss_divisor=divisor)
+
     def split(self, rank: int) -> BatchSplit:
         """Return the micro-batches of one worker."""
         from .data.order import BatchSplit
 
-        return BatchSplit(self.global_batch_size, rank=rank, world_size=self.world_size, accumulation=self.accumulation)
+        return BatchSplit(self.global_batch_size, rank=rank, world_size=self.workers, accumulation=self.passes)
 
 
 # ---- a given schedule ------------------------------------------------------------------------------------------------
@@ -208,7 +252,7 @@ class BatchSettings:
         """Whether the batch may change while the number of workers stays."""
         return self.target_efficiency is not None or self.schedule is not None
 
-    def plan(self, workers: int) -> BatchPlan:
+    def plan(self, workers: int) -> StepPlan:
         """Return the batch of this number of workers at the start of a run.
 
         Raises:
@@ -216,13 +260,13 @@ class BatchSettings:
         """
         return self.first_of(self.plans(workers))
 
-    def first_of(self, plans: Sequence[BatchPlan]) -> BatchPlan:
+    def first_of(self, plans: Sequence[StepPlan]) -> StepPlan:
         """Return the first plan of a run: while the noise is unknown, the batch that reaches the target without any noise."""
         if self.target_efficiency is None:
             return plans[0]
         return nearest_plan(plans, self.base_batch_size / self.target_efficiency)
 
-    def plans(self, workers: int, *, window: float = math.inf, largest: float = math.inf) -> list[BatchPlan]:
+    def plans(self, workers: int, *, window: float = math.inf, largest: float = math.inf) -> list[StepPlan]:
         """Return the plans that a run on this number of workers chooses from.
 
         A fixed batch is one plan, and a schedule has a plan for each of its batches. A run that follows the noise has plans from
@@ -268,12 +312,12 @@ class BatchSettings:
         """Examples of the largest batch."""
         return math.inf if self.max_global_batch_size is None else self.max_global_batch_size
 
-    def _made(self, batch: int, workers: int, fewest: int = 1) -> BatchPlan:
+    def _made(self, batch: int, workers: int, fewest: int = 1) -> StepPlan:
         """Return the plan of this batch in as few passes as possible; of a larger batch where a pass would have no example."""
         passes = max(self.accumulation, fewest, math.ceil(batch / (self._per_pass * workers)))
-        return BatchPlan(self.base_batch_size, max(batch, workers * passes), workers, passes)
+        return StepPlan(self.base_batch_size, max(batch, workers * passes), workers, passes)
 
-    def _fixed(self, workers: int) -> BatchPlan:
+    def _fixed(self, workers: int) -> StepPlan:
         base, per_pass, passes = self.base_batch_size, self._per_pass, self.accumulation
         if self.global_batch_size is not None:
             if self.global_batch_size < base:
@@ -291,14 +335,14 @@ class BatchSettings:
                 f"{passes} passes. Raise per_worker_batch_size, accumulation or num_workers, so that the scale is at least 1.",
                 base_batch_size=base,
             )
-        return _with_two_samples(BatchPlan(base, batch, workers, passes))
+        return _with_two_samples(StepPlan(base, batch, workers, passes))
 
-    def halves(self, plan: BatchPlan) -> bool:
+    def halves(self, plan: StepPlan) -> bool:
         """Whether the plan has two passes in place of the one that the settings give."""
-        alone = not self.changes and plan.world_size == self.accumulation == 1 and plan.accumulation == 2
+        alone = not self.changes and plan.workers == self.accumulation == 1 and plan.passes == 2
         return alone and plan.global_batch_size <= self._per_pass
 
-    def _smallest(self, workers: int, fewest: int) -> BatchPlan:
+    def _smallest(self, workers: int, fewest: int) -> StepPlan:
         """Return the plan of the base batch, or of the next larger batch that the workers can make.
 
         Raises:
@@ -308,49 +352,49 @@ class BatchSettings:
         if plan.global_batch_size > self._bound:
             raise SettingError(
                 f"Invalid {{}}: it leaves no batch on {workers} workers. Their smallest is {plan.global_batch_size} examples "
-                f"in {plan.accumulation} passes a worker (base_batch_size={self.base_batch_size}, "
+                f"in {plan.passes} passes a worker (base_batch_size={self.base_batch_size}, "
                 f"per_worker_batch_size={self._per_pass}, accumulation={self.accumulation}). Raise the bound to it, or use "
                 "fewer workers or passes.",
                 max_global_batch_size=self.max_global_batch_size,
             )
         return plan
 
-    def _bounded(self, batch: int, workers: int, fewest: int) -> BatchPlan:
+    def _bounded(self, batch: int, workers: int, fewest: int) -> StepPlan:
         """Return the plan of this batch, or of the largest one within the bound. The smallest plan is within it."""
         plan = self._made(int(min(batch, self._bound)), workers, fewest)
         if plan.global_batch_size <= self._bound:
             return plan
         # Passes of one example: some workers had none in the last pass, and the batch has grown. Leave out the last pass.
-        return self._made(workers * (plan.accumulation - 1), workers, fewest)
+        return self._made(workers * (plan.passes - 1), workers, fewest)
 
-    def _grid(self, smallest: BatchPlan, largest: float) -> list[BatchPlan]:
+    def _grid(self, smallest: StepPlan, largest: float) -> list[StepPlan]:
         """Return plans from the smallest one on. A larger batch takes larger passes first, and then more of them.
 
         Each batch is made in as few passes as ``per_worker_batch_size`` allows. The sizes of a pass lie on a grid of their own,
         so that few of them occur.
         """
-        base, size, workers = self.base_batch_size, self._per_pass, smallest.world_size
+        base, size, workers = self.base_batch_size, self._per_pass, smallest.workers
         largest = min(largest, self._bound, base * 1e6)  # no run reaches a millionfold batch
         sizes = [size]
         while sizes[-1] > 1:
             sizes.append(min(round(size / _RATIO ** len(sizes)), sizes[-1] - 1))
-        plans, passes = [smallest], smallest.accumulation
+        plans, passes = [smallest], smallest.passes
         while plans[-1].global_batch_size * _NEAR < largest:
             for batch in (each * workers * passes for each in reversed(sizes)):
                 if plans[-1].global_batch_size * _NEAR < batch <= largest:
-                    plans.append(BatchPlan(base, batch, workers, passes))
+                    plans.append(StepPlan(base, batch, workers, passes))
             if passes * workers * size >= largest:
                 break
             passes = max(passes, math.floor(plans[-1].global_batch_size * _NEAR / (workers * size))) + 1
         return plans
 
 
-def _with_two_samples(plan: BatchPlan) -> BatchPlan:
+def _with_two_samples(plan: StepPlan) -> StepPlan:
     """Return the plan with two passes where it has one gradient sample at S > 1, which tells nothing of the noise."""
-    return replace(plan, accumulation=2) if plan.num_samples == 1 and plan.scale > 1 else plan
+    return replace(plan, passes=2) if plan.num_samples == 1 and plan.scale > 1 else plan
 
 
-def nearest_plan(plans: Sequence[BatchPlan], batch: float) -> BatchPlan:
+def nearest_plan(plans: Sequence[StepPlan], batch: float) -> StepPlan:
     """Return the plan with the nearest batch by ratio; of two at the same distance, the smaller one.
 
     Args:
@@ -396,7 +440,7 @@ class BatchFollower:
         """Return whether a decision is due at a boundary with this τ."""
         return len(self.plans) > 1 and self._mark_at(tau) != self._mark
 
-    def after_step(self, tau: float, moments: Callable[[], tuple[float, float]]) -> BatchPlan:
+    def after_step(self, tau: float, moments: Callable[[], tuple[float, float]]) -> StepPlan:
         """Return the plan of the next step.
 
         Args:

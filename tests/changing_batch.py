@@ -61,7 +61,7 @@ def drive(run: Run, stop_after: int | None = None) -> list[Step]:
     indices: list[int] = []
     for x, y, index in run:
         indices += index.tolist()
-        scale, passes = run.scale, run.plan.accumulation
+        scale, passes = run.scale, run.plan.passes
         run.backward(F.cross_entropy(run.model(x), y))
         if run.step():
             steps.append((scale, passes, run.source.position, indices))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import LocalBackend, Recipe, Workload
-from ray_adascale.batch import BatchPlan
+from ray_adascale.batch import StepPlan
 from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.recipe import NoiseProbe
 from ray_adascale.run.boundary.backend import ReportPolicy
@@ -131,7 +131,7 @@ def step_of(number: int = 1, *, scale: int = 1, row: dict[str, Any] | None = Non
     own = {**dict.fromkeys(METRICS, 1.0), "effective_steps": tau, "optimizer_steps": number, **metrics}
     return Step(
         number=number,
-        plan=BatchPlan(4, 4 * scale, 1, scale),
+        plan=StepPlan(4, 4 * scale, 1, scale),
         total_steps=10,
         tau_before=tau - 1,
         tau=tau,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ray_adascale import AdaScaleConfig, Run
-from ray_adascale.batch import BatchFollower, BatchPlan, BatchSettings
+from ray_adascale.batch import BatchFollower, BatchSettings, StepPlan
 from ray_adascale.run.observe.trace import read_trace
 
 from . import changing_batch
@@ -24,7 +24,7 @@ from .changing_batch import Numbered, Step, assert_exactly_once, drive, network
 
 # ---- the decision ----------------------------------------------------------------------------------------------------
 
-PLANS = [BatchPlan(10, batch, 2, 1) for batch in (10, 12, 14, 20, 40, 80)]
+PLANS = [StepPlan(10, batch, 2, 1) for batch in (10, 12, 14, 20, 40, 80)]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def decided(follower: BatchFollower, tau: float, sigma2: float, mu2: float) -> i
 def test_it_is_decided_at_intervals_of_a_quarter_window() -> None:
     # The window is 50 of T = 1000, so a decision is due at every 12.5. It begins at 1/E base batches.
     it = follower()
-    assert it.plan == BatchPlan(16, 32, 2, 1)
+    assert it.plan == StepPlan(16, 32, 2, 1)
     assert decided(it, 12.4, 1.0, 0.0) == 32
     assert decided(it, 12.5, 1.0, 0.0) == 64
     assert decided(it, 24.9, 1.0, 0.0) == 64
@@ -117,7 +117,7 @@ def test_a_run_that_had_a_fixed_batch_decides_as_it_resumes() -> None:
 
 def test_efficiency_one_is_the_base_batch_whatever_the_noise() -> None:
     it = follower(1, workers=1)
-    assert it.plan == BatchPlan(16, 16, 1, 1)
+    assert it.plan == StepPlan(16, 16, 1, 1)
     for tau in (13, 26, 39):
         assert decided(it, tau, 1.0, 0.0) == 16
 

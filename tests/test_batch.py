@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ray_adascale import AdaScaleConfig
-from ray_adascale.batch import BatchPlan
+from ray_adascale.batch import StepPlan
 
 # ---- a fixed batch ---------------------------------------------------------------------------------------------------
 
@@ -17,7 +17,7 @@ from ray_adascale.batch import BatchPlan
 def test_a_plan_is_workers_times_passes_times_their_examples() -> None:
     # B = 24·3·2 = 144 examples: S = 144/16 = 9 with n = 3·2 = 6 gradient samples.
     plan = AdaScaleConfig(base_batch_size=16, per_worker_batch_size=24, accumulation=2).batch.plan(3)
-    assert plan == BatchPlan(base_batch_size=16, global_batch_size=144, world_size=3, accumulation=2)
+    assert plan == StepPlan(base_batch_size=16, global_batch_size=144, workers=3, passes=2)
     assert (plan.scale, plan.num_samples) == (9.0, 6)
     # Nothing said of a worker's batch: it is the base batch.
     alone = AdaScaleConfig(base_batch_size=16).batch.plan(1)
@@ -29,7 +29,7 @@ def test_a_plan_is_workers_times_passes_times_their_examples() -> None:
 def test_a_plan_says_what_each_worker_takes() -> None:
     # 97 examples in passes of 20 at most on 3 workers: two passes each, one part of 17 and five of 16.
     plan = AdaScaleConfig(base_batch_size=16, global_batch_size=97, per_worker_batch_size=20).batch.plan(3)
-    assert (plan.global_batch_size, plan.accumulation) == (97, 2)
+    assert (plan.global_batch_size, plan.passes) == (97, 2)
     assert plan.split(0).sample_sizes == [17, 16, 16, 16, 16, 16]
     assert [plan.split(rank).micro_batch_sizes for rank in range(3)] == [[17, 16], [16, 16], [16, 16]]
     assert [plan.split(rank).micro_batch_starts for rank in range(3)] == [[0, 49], [17, 65], [33, 81]]
@@ -40,10 +40,10 @@ def test_a_batch_below_the_base_batch_is_refused_unless_it_may_grow() -> None:
     with pytest.raises(ValueError, match="larger than the global batch of 32 = 8 per worker × 4 workers × 1 passes"):
         AdaScaleConfig(**small).batch.plan(4)
     assert AdaScaleConfig(**small, accumulation=2).batch.plan(4).scale == 1
-    assert AdaScaleConfig(**small, global_batch_size=64).batch.plan(4) == BatchPlan(64, 64, 4, 2)
-    assert AdaScaleConfig(**small, elastic=True).batch.plan(4).accumulation == 2
+    assert AdaScaleConfig(**small, global_batch_size=64).batch.plan(4) == StepPlan(64, 64, 4, 2)
+    assert AdaScaleConfig(**small, elastic=True).batch.plan(4).passes == 2
     assert AdaScaleConfig(**small, elastic=True).batch.plan(3).scale == 72 / 64  # three passes of 24
-    assert AdaScaleConfig(**small, elastic=True, accumulation=5).batch.plan(4).accumulation == 5  # the fewest passes
+    assert AdaScaleConfig(**small, elastic=True, accumulation=5).batch.plan(4).passes == 5  # the fewest passes
     with pytest.raises(ValueError, match=r"base_batch_size=\.\.\.\) is needed"):
         AdaScaleConfig(per_worker_batch_size=8).batch.plan(4)
 
@@ -62,7 +62,7 @@ def test_a_global_batch_stays_whatever_the_workers(workers: int, passes: int, ba
     assert max(parts) - min(parts) <= 1
     assert math.fsum(part / batch for part in parts) == pytest.approx(1, abs=1e-15)
     # No more passes than it takes.
-    assert plan.accumulation == passes or batch > 20 * workers * (plan.accumulation - 1)
+    assert plan.passes == passes or batch > 20 * workers * (plan.passes - 1)
 
 
 def test_a_batch_of_fewer_examples_than_passes_grows() -> None:
@@ -90,8 +90,8 @@ def test_batches_that_cannot_be_are_refused(settings: dict[str, Any], message: s
 def sizes(config: AdaScaleConfig, workers: int, largest: float = math.inf) -> list[tuple[int, int]]:
     """(B, passes) of each plan."""
     plans = config.batch.plans(workers, largest=largest)
-    assert {(p.base_batch_size, p.world_size) for p in plans} == {(config.base_batch_size, workers)}
-    return [(p.global_batch_size, p.accumulation) for p in plans]
+    assert {(p.base_batch_size, p.workers) for p in plans} == {(config.base_batch_size, workers)}
+    return [(p.global_batch_size, p.passes) for p in plans]
 
 
 def test_plans_take_larger_passes_first_and_then_more_of_them() -> None:
@@ -128,7 +128,7 @@ def test_plans_take_larger_passes_first_and_then_more_of_them() -> None:
 def test_a_plan_begins_at_one_over_the_efficiency() -> None:
     def batch(efficiency: Any, workers: int, **settings: Any) -> tuple[int, int]:
         plan = AdaScaleConfig(base_batch_size=8, target_efficiency=efficiency, **settings).batch.plan(workers)
-        return plan.global_batch_size, plan.accumulation
+        return plan.global_batch_size, plan.passes
 
     assert batch(0.5, 1) == (16, 2)
     assert batch(0.5, 2) == (16, 1)
@@ -192,4 +192,4 @@ def test_all_plans_are_runnable_and_near_each_other() -> None:
             assert plan.global_batch_size <= base * 64
         for small, large in itertools.pairwise(plans):
             step = large.global_batch_size - small.global_batch_size
-            assert 0 < step <= max(0.2 * small.global_batch_size, workers * max(small.accumulation, per_worker))
+            assert 0 < step <= max(0.2 * small.global_batch_size, workers * max(small.passes, per_worker))

@@ -95,7 +95,7 @@ def test_settings_that_contradict_a_schedule_are_refused(settings: dict[str, Any
 def phases(schedule: Any, workers: int, **settings: Any) -> list[tuple[int, int]]:
     """(B, passes) of each batch of a schedule."""
     batch = AdaScaleConfig(**({"base_batch_size": 8, "batch_schedule": schedule} | settings)).batch
-    return [(plan.global_batch_size, plan.accumulation) for plan in batch.plans(workers)]
+    return [(plan.global_batch_size, plan.passes) for plan in batch.plans(workers)]
 
 
 def test_a_bound_cuts_the_batches_above_it() -> None:

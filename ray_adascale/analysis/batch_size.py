@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .._errors import check_count
-from ..batch import BatchPlan
+from ..batch import StepPlan
 from ..checkpoint.rng import capture_rng, restore_rng, seed_everything
 from ..config import AdaScaleConfig, read_settings
 from ..data import is_map_style
@@ -169,7 +169,7 @@ class _Search:
     def _steps(self, size: int) -> None:
         run, taken = self._run, 0
         run.state.nonfinite = 0  # skipped steps of several trials must not end the run
-        run.set_plan(BatchPlan(1, 2 * size, 1, 2))
+        run.set_plan(StepPlan(1, 2 * size, 1, 2))
         for batch in run:
             run.backward(self._built.loss(run.model, batch))
             taken += run.step()

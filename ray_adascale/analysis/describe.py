@@ -77,8 +77,8 @@ def _describe_checkpoint(path: Path) -> tuple[str, bool]:
         "  whole        every file has the size and digest of the manifest",
         f"  step         {state.get('iterations')}, effective step {state.get('effective_steps'):.1f} of "
         f"{state.get('total_steps')}{', the end' if state.get('stopped') else ''}, attempt {state.get('attempt')}",
-        f"  batch        {plan.get('global_batch_size')} examples on {plan.get('world_size')} workers in "
-        f"{plan.get('accumulation')} passes; base batch {plan.get('base_batch_size')}",
+        f"  batch        {plan.get('global_batch_size')} examples on {plan.get('workers')} workers in "
+        f"{plan.get('passes')} passes; base batch {plan.get('base_batch_size')}",
         f"  tensors      {len(sizes)}, {_in_bytes(sum(size for _, size in sizes))}; the model's {len(model)}, "
         f"{_in_bytes(sum(model))}",
         f"  recipe       {state.get('recipe') or 'none'}",

@@ -18,7 +18,7 @@ from rich import box
 from rich.table import Table
 
 from .._errors import SettingError
-from ..batch import BatchPlan, BatchSettings
+from ..batch import BatchSettings, StepPlan
 from ..config import AdaScaleConfig, read_settings
 from ..forecast.replay import MOST_STEPS, Forecaster, Steps
 from ..forecast.throughput import Throughput
@@ -261,7 +261,7 @@ def forecast_recipe(
         rows.append(
             ForecastRow(
                 workers=k,
-                accumulation=plan.accumulation,
+                accumulation=plan.passes,
                 global_batch_size=plan.global_batch_size,
                 scale=scale,
                 last_scale=plan.scale,
@@ -302,7 +302,7 @@ class _Runs:
     ) -> None:
         self._forecaster, self._batch, self._throughput = forecaster, batch, throughput
         self._found: dict[int, tuple[float, float, float]] = {}
-        plan = BatchPlan(recipe.base_batch_size, recipe.base_batch_size, 1, 1)
+        plan = StepPlan(recipe.base_batch_size, recipe.base_batch_size, 1, 1)
         self.base = recipe.total_steps * _step_time(throughput, plan)
         """The time of the base run."""
 
@@ -353,12 +353,12 @@ def max_useful_workers(speedup: Callable[[int], float], most: int) -> int | None
     return None
 
 
-def _step_time(throughput: Throughput | None, plan: BatchPlan) -> float:
+def _step_time(throughput: Throughput | None, plan: StepPlan) -> float:
     """Return the seconds of a step; without a throughput model the number of its passes, as if nothing else took time."""
     if throughput is None:
-        return plan.accumulation
+        return plan.passes
     # Workers wait for the largest pass.
-    return throughput.step_seconds(plan.world_size, plan.accumulation, plan.largest_pass)
+    return throughput.step_seconds(plan.workers, plan.passes, plan.largest_pass)
 
 
 def _notes(

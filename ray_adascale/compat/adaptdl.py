@@ -22,11 +22,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .. import scaling_rules
 from .._torch import uncompiled
+from ..batch import StepPlan
 from ..gain import plain_gain
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
 from ..optim.rules import RuleInput
-from ..optim.step_shape import StepShape
 from ..optim.wrapper import check_wrappable
 from ..scaling_rules import VARIANCE_FLOOR, ScalingRuleBase
 
@@ -63,21 +63,20 @@ class NoiseScale:
         self.statistics = AdaScale(
             optimizer,
             scale=accum_scale,
-            smoothing=lambda shape: 0.999**shape.scale,
+            smoothing=lambda plan: 0.999**plan.scale,
             num_gradients_to_accumulate=_ANY_PASSES,
-            is_scaled_loss=False,
             variance_floor=variance_floor,
             clip="averages",
             **kwargs,
         )
-        self.statistics.step_end = self._shape_if_last
+        self.statistics.step_end = self._plan_if_last
 
-    def _shape_if_last(self, number: int) -> StepShape | None:
-        """Return the shape of the step if this pass reduces gradients, since such a pass is a step's last; else None."""
+    def _plan_if_last(self, number: int) -> StepPlan | None:
+        """Return the plan of the step if this pass reduces gradients, since such a pass is a step's last; else None."""
         adp = self._adp()
         if adp is not None and not adp.pass_reduces:
             return None
-        workers = self.statistics.shape.workers
+        workers = self.statistics.plan.workers
         self.scale = self.accum_scale * number
         if workers * number == 1 and self.scale != 1 and adp is not None and adp.scaling_rule.needs_noise:
             raise RuntimeError(
@@ -86,7 +85,7 @@ class NoiseScale:
                 "model.no_sync(), with AdaptiveDataParallel(..., batch_size=half of it). Or use a rule that needs no noise: "
                 "LinearScale(), SqrtScale() or LEGWScale(...). A rule of your own that needs none has needs_noise = False."
             )
-        return StepShape(number, workers, self.scale)
+        return StepPlan(workers=workers, passes=number, loss_divisor=1, given_scale=self.scale)
 
     @uncompiled  # Dynamo fails at arrays that were tensors before
     def run_step(self, scale_lr: Callable[[float], Any], *args: Any, **kwargs: Any) -> Any:
@@ -113,9 +112,8 @@ class NoiseScale:
         if self.statistics.at_boundary and self.forward_passes:
             # The passes of this worker reached no parameter, so nothing has counted them. Those of other workers did.
             self.scale = self.accum_scale * self.forward_passes
-            self.statistics.expect_passes(self.forward_passes, scale=self.scale)
+            self.statistics.expect_passes(self.forward_passes, scale=self.scale, loss_divided_by=1)
             self.statistics.complete_samples()
-            self.statistics.scale_grad_by_num_grads_to_accum()
         self.forward_passes = 0
         before, self.statistics.rule = self.statistics.rule, rule
         try:

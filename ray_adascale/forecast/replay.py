@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ..batch import BatchFollower, BatchPlan, BatchSettings
+from ..batch import BatchFollower, BatchSettings, StepPlan
 from ..gain import advanced, plain_effective_decay, plain_gain
 from ..optim.rules import RuleInput, ScalingRule, betas_of, make_rule
 from ..recipe import NoiseProbe, Recipe, smoothing_width
@@ -225,7 +225,7 @@ class Replay:
     gains: tuple[float, ...]
     total_steps: float
     stride: float = 1.0
-    plans: tuple[BatchPlan, ...] = ()
+    plans: tuple[StepPlan, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -285,7 +285,7 @@ def replay(
     Raises:
         ValueError: An argument is out of its range, or the rule's clock stands still.
     """
-    plans: list[BatchPlan] = []
+    plans: list[StepPlan] = []
     if follower is not None:
         scale = follower.plan.scale
     if not scale >= 1:

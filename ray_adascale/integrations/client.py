@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from .._errors import check_count
 from .._torch import called_to_make_state
 from .._warn import warn_at_user
-from ..batch import BatchPlan
+from ..batch import StepPlan
 from ..config import AdaScaleConfig, read_settings
 from ..gain import advanced
 from ..measure.probe import BatchPair
 from ..optim.adascale import AdaScale
-from ..optim.step_shape import StepEnd, StepShape
+from ..optim.step_result import StepEnd
 from ..optim.tau_schedule import TauSchedule
 from ..recipe import NoiseProbe, Recipe, probe_steps
 from ..run.base.base_run import BaseResult, Momentum, freeze, momentum_of
@@ -66,7 +66,7 @@ def with_clients_batch(
     return replace(config, accumulation=accumulation[0], per_worker_batch_size=batch, dataset_length=length)
 
 
-def parts_of(schedule: TauSchedule | None) -> tuple[AdaScale, BatchPlan]:
+def parts_of(schedule: TauSchedule | None) -> tuple[AdaScale, StepPlan]:
     """Return the optimizer and the batch of a schedule from :func:`ray_adascale.attach`."""
     assert schedule is not None
     assert isinstance(schedule.optimizer, AdaScale)
@@ -89,17 +89,17 @@ def follow_batch(schedule: TauSchedule, *, passes: int, per_worker_batch_size: i
         ValueError: The batch is smaller than the base batch.
     """
     adascale, plan = parts_of(schedule)
-    batch = per_worker_batch_size * plan.world_size * passes
-    if (batch, passes) == (plan.global_batch_size, plan.accumulation):
+    batch = per_worker_batch_size * plan.workers * passes
+    if (batch, passes) == (plan.global_batch_size, plan.passes):
         return False
     if batch < plan.base_batch_size:
         raise ValueError(
-            f"The batch is now {batch} examples ({per_worker_batch_size} per worker × {plan.world_size} workers × {passes} "
+            f"The batch is now {batch} examples ({per_worker_batch_size} per worker × {plan.workers} workers × {passes} "
             f"passes), fewer than the base batch size of {plan.base_batch_size}, so the scale would be below 1. Use more passes "
             "or more workers."
         )
-    schedule.plan = plan = replace(plan, accumulation=passes, global_batch_size=batch)
-    adascale.set_batch(scale=plan.scale, passes=passes)
+    schedule.plan = plan = replace(plan, passes=passes, global_batch_size=batch)
+    adascale.set_plan(plan)
     return True
 
 
@@ -113,9 +113,9 @@ def early_step_end(adascale: AdaScale, ends: Callable[[], bool]) -> StepEnd:
         ends: Whether the client steps after the pass that begins.
     """
 
-    def step_end(number: int) -> StepShape | None:
-        shape = adascale.shape
-        return shape.shortened(number, loss_divisor=shape.loss_divisor) if ends() else None
+    def step_end(number: int) -> StepPlan | None:
+        plan = adascale.plan
+        return plan.shortened(number, loss_divisor=plan.passes) if ends() else None
 
     return step_end
 
@@ -290,7 +290,7 @@ class RecipeRecorder:
         if plan.scale != 1 or plan.num_samples != 1:
             raise ValueError(
                 f"A recipe can be recorded of a base run only, with one worker and one pass at the base batch; this one has "
-                f"scale {plan.scale:g}, {plan.world_size} workers and {plan.accumulation} passes."
+                f"scale {plan.scale:g}, {plan.workers} workers and {plan.passes} passes."
             )
 
     def before_step(self, model: nn.Module, batch: Any) -> None:

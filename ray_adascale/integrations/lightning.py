@@ -136,7 +136,7 @@ class AdaScaleCallback(Callback):
         if self.schedule is None or not self._adascale.at_boundary:
             return
         plan = parts_of(self.schedule)[1]
-        passes = trainer.accumulate_grad_batches if pl_module.automatic_optimization else plan.accumulation
+        passes = trainer.accumulate_grad_batches if pl_module.automatic_optimization else plan.passes
         batch = _batch_size_of(trainer.train_dataloader) or plan.global_batch_size // plan.num_samples
         if follow_batch(self.schedule, passes=passes, per_worker_batch_size=batch) and self._recorder is not None:
             self._recorder.check_base_run(self.schedule)
@@ -267,7 +267,7 @@ def _check_minimum(trainer: Trainer, schedule: TauSchedule) -> None:
     fewest = math.ceil(total / schedule.plan.scale)  # optimizer steps, with a gain of S in each
     minima = {"min_steps": trainer.min_steps or 0.0, "min_epochs": 0.0}
     if trainer.min_epochs and math.isfinite(trainer.num_training_batches):
-        minima["min_epochs"] = trainer.min_epochs * trainer.num_training_batches / schedule.plan.accumulation
+        minima["min_epochs"] = trainer.min_epochs * trainer.num_training_batches / schedule.plan.passes
     for name, steps in minima.items():
         if steps > fewest:
             raise ValueError(

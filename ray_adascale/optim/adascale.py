@@ -15,12 +15,13 @@ from .. import _hooks
 from .._errors import check_count
 from .._torch import called_to_make_state, uncompiled
 from .._warn import warn_at_user
+from ..batch import StepPlan
 from ..sharding.oss import OSS
 from .algorithm import AdaScaleAlgorithm, from_numbers, portable
 from .averages import Averages, CountDecay, Smoothing, check_averaging
 from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, ScalingRule
-from .step_shape import StepEnd, StepResult, StepShape
+from .step_result import StepEnd, StepResult
 from .workers import Workers
 from .wrapper import OptimizerWrapper, check_parameters
 
@@ -43,7 +44,7 @@ class AdaScale(OptimizerWrapper):
         optimizer: The optimizer to wrap. ``AdaScale(OSS(...))`` is the nesting with sharded state.
         world_size: Workers that share the batch. Default: the size of ``process_group``, else 1.
         scale: S, global batch size / base batch size. Default: ``world_size · num_gradients_to_accumulate``.
-        smoothing: θ, the weight of the past in the averages; or a function of the step's :class:`StepShape`. Default:
+        smoothing: θ, the weight of the past in the averages; or a function of the step's :class:`StepPlan`. Default:
             ``max(1 − n/1000, 0)`` with n = world_size · num_gradients_to_accumulate. Excludes ``averaging_window``.
         num_gradients_to_accumulate: Backward passes per optimizer step.
         is_scaled_loss: The loss is divided by ``num_gradients_to_accumulate`` before each backward pass.
@@ -118,6 +119,7 @@ class AdaScale(OptimizerWrapper):
             workers,
             process_group=process_group,
             grad_scaler=grad_scaler,
+            to_mean=is_scaled_loss,
             single_gain=single_gain,
             precondition=precondition,
             model=model,
@@ -140,10 +142,11 @@ class AdaScale(OptimizerWrapper):
             total_steps=total_steps,
             base_batch_size=base_batch_size,
         )
-        self._declare(passes, workers.count * passes if scale is None else scale)
+        scale = workers.count * passes if scale is None else scale
+        self._declare(StepPlan(workers=workers.count, passes=passes).at_scale(scale))
 
     def __repr__(self) -> str:
-        return f"AdaScale(scale={self._statistics.shape.scale:g}, n={self.num_samples}, {self._optimizer!r})"
+        return f"AdaScale(scale={self._statistics.plan.scale:g}, n={self.num_samples}, {self._optimizer!r})"
 
     # ---- interface of torch.optim.Optimizer ----------------------------------------------------------------------
 
@@ -266,23 +269,23 @@ class AdaScale(OptimizerWrapper):
     @property
     def scale(self) -> float:
         """S, global batch size / base batch size."""
-        return self.shape.scale
+        return self.plan.scale
 
     @property
     def smoothing(self) -> float:
         """θ of the moving average over steps."""
-        return self._averages.theta(self.shape)
+        return self._averages.theta(self.plan)
 
     def set_scale(self, scale: float, update_estimate: bool = True) -> None:
         """Change S between steps. The averages stay: σ² is per base batch. ``update_estimate`` is for FairScale's sake only."""
         self._require_boundary("set_scale")
-        self.set_batch(scale=scale)
+        self.set_plan(self._statistics.declared.at_scale(scale))
 
     def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int, update_smoothing: bool = True) -> None:
         """Change the backward passes per step, and θ to max(1 − n/1000, 0)."""
         passes = check_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
         self._require_boundary("set_num_gradients_to_accumulate")
-        self.set_batch(passes=passes)
+        self.set_plan(replace(self._statistics.declared, passes=passes))
         if update_smoothing:
             self._averages.smoothing = CountDecay(passes)
 
@@ -299,40 +302,35 @@ class AdaScale(OptimizerWrapper):
     # ---- the batch of a step -------------------------------------------------------------------------------------
 
     @property
-    def shape(self) -> StepShape:
-        """What the step under way consists of, as far as that is known; else what a full step consists of."""
-        return self._statistics.shape
+    def plan(self) -> StepPlan:
+        """Plan of the step under way, as far as it is known; else the plan of a full step."""
+        return self._statistics.plan
 
     @property
     def num_samples(self) -> int:
         """n, gradient samples in one optimizer step: workers × accumulation passes."""
-        return self.shape.num_samples
+        return self.plan.num_samples
 
     @property
     def lacks_samples(self) -> bool:
-        """Whether the next backward pass will raise: a step has one gradient sample at S ≠ 1, and examples can't be measured."""
+        """Whether the next backward pass will raise: a step has one gradient sample at S ≠ 1, so its noise can't be measured."""
         return self._statistics.lacks_samples
 
-    def set_batch(self, *, scale: float | None = None, passes: int | None = None) -> None:
-        """Change S and the backward passes per step, from the next step on. θ stays.
-
-        Args:
-            scale: S. Default: as before.
-            passes: Backward passes per step. Default: as before.
+    def set_plan(self, plan: StepPlan) -> None:
+        """Set what a step consists of, from the next step on: S, and the backward passes. θ stays.
 
         Raises:
-            ValueError: A number is out of its range.
+            ValueError: The plan is of another number of workers.
             RuntimeError: Called between a backward pass and the step that it leads to.
         """
-        self._require_boundary("set_batch")
+        self._require_boundary("set_plan")
+        if plan.workers != self._statistics.workers.count:
+            raise ValueError(f"Invalid {plan}: AdaScale was built for {self._statistics.workers.count} workers.")
         self._algorithm.synchronize()
-        declared = self._statistics.declared
-        self._declare(declared.passes if passes is None else passes, declared.scale if scale is None else scale)
+        self._declare(plan)
 
-    def _declare(self, passes: int, scale: float) -> None:
-        scaled, workers = self._is_scaled_loss, self._statistics.workers.count
-        shape = StepShape(passes, workers, float(scale), loss_divisor=passes if scaled else 1, to_mean=scaled)
-        self._statistics.declare(shape)
+    def _declare(self, plan: StepPlan) -> None:
+        self._statistics.declare(replace(plan, loss_divisor=None if self._is_scaled_loss else 1))
 
     def expect_passes(self, passes: int, *, scale: float | None = None, loss_divided_by: int | None = None) -> None:
         """Announce that one optimizer step, the one under way or else the next, has fewer backward passes than declared.
@@ -366,7 +364,7 @@ class AdaScale(OptimizerWrapper):
     def step_end(self) -> StepEnd | None:
         """Decides whether a step ends before the declared number of passes; None: only :meth:`expect_passes` does.
 
-        Called as each pass begins that is not the declared last; returns :meth:`StepShape.shortened` of :attr:`shape`, or None.
+        Called as each pass begins that is not the declared last; returns :meth:`StepPlan.shortened` of :attr:`shape`, or None.
         """
         return self._statistics.step_end
 

@@ -20,7 +20,7 @@ from .deferred import HostCopy, skippable_step, steps_on_device
 from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, RuleInput, ScalingRule, betas_of
 from .step_counts import StepCounts
-from .step_shape import StepResult
+from .step_result import StepResult
 from .step_sums import StepSums, constant
 
 _EQUAL, _EQUAL_STEPS = 1e-6, 10
@@ -129,7 +129,7 @@ class AdaScaleAlgorithm:
         self._pending = step, HostCopy(step.numbers)
 
     def _step_on_host(self, sums: StepSums, read: tuple[Average, StepResult, NoiseReadout]) -> None:
-        scale = sums.shape.scale
+        scale = sums.plan.scale
         averages, step, readout = read
         if step.skipped:
             self._leave_out(step)
@@ -156,7 +156,7 @@ class AdaScaleAlgorithm:
             numbers = self._numbers(sums, on_host=on_host)
             return numbers.averages, *numbers.read(numbers.numbers.tolist())
         averages = self._averages.now
-        readout = self._averages.evaluate(averages, sums.shape.scale)
+        readout = self._averages.evaluate(averages, sums.plan.scale)
         check, *payload = sums.read()
         return averages, StepResult(gain=readout.gain, skipped=not math.isfinite(check), payload=payload), readout
 
@@ -258,7 +258,7 @@ class AdaScaleAlgorithm:
         self.synchronize()
         sums = None if committed else self._statistics.sums
         if sums is None:
-            return self._averages.evaluate(self._averages.now, self._statistics.shape.scale)
+            return self._averages.evaluate(self._averages.now, self._statistics.plan.scale)
         step = self._numbers(sums, on_host=not self._on_device)
         return self._averages.evaluate(step.averages, step.scale)
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from .. import gain as gain_math
+from ..batch import StepPlan
 from ..gain import Average
-from .step_shape import StepResult, StepShape
+from .step_result import StepResult
 from .step_sums import StepSums, constant
 
-Smoothing = float | Callable[[StepShape], float]
-"""θ of a moving average over steps: a constant, or a function of the step's shape."""
+Smoothing = float | Callable[[StepPlan], float]
+"""θ of a moving average over steps: a constant, or a function of the step's plan."""
 
 
 def check_averaging(
@@ -48,8 +49,8 @@ class CountDecay:
 
     passes: int
 
-    def __call__(self, shape: StepShape) -> float:
-        return gain_math.count_decay(shape.workers * self.passes)
+    def __call__(self, plan: StepPlan) -> float:
+        return gain_math.count_decay(plan.workers * self.passes)
 
 
 @dataclass(frozen=True)
@@ -162,9 +163,9 @@ class Averages:
 
     # ---- how they move -------------------------------------------------------------------------------------------
 
-    def theta(self, shape: StepShape) -> float:
-        """Return θ of the moving average over steps, for a step of this shape."""
-        return self.smoothing(shape) if callable(self.smoothing) else self.smoothing
+    def theta(self, plan: StepPlan) -> float:
+        """Return θ of the moving average over steps, for a step of this plan."""
+        return self.smoothing(plan) if callable(self.smoothing) else self.smoothing
 
     def after(self, sums: StepSums, previous_gain: float) -> StepNumbers:
         """Return the numbers of a step, with the averages after it. No host synchronization. Call it once for a step.
@@ -184,33 +185,33 @@ class Averages:
             if self.clip_samples:
                 sample = torch.maximum(sample, self._floors_on(device))
             use = finite if usable is None else finite & usable
-            decay = self.decay(sums.shape, previous_gain)
+            decay = self.decay(sums.plan, previous_gain)
             now = now.update_packed(sample, decay, debias=self.debias, use=use)
-        return self._numbers(now, sums.shape.scale, check, finite, moments, sums.payload)
+        return self._numbers(now, sums.plan.scale, check, finite, moments, sums.payload)
 
-    def decay(self, shape: StepShape, previous_gain: float) -> float:
-        """Return θ for a step of this shape.
+    def decay(self, plan: StepPlan, previous_gain: float) -> float:
+        """Return θ for a step of this plan.
 
         Args:
-            shape: The shape.
+            plan: The plan.
             previous_gain: r of the step before.
         """
         if self._window is None or self._total_steps is None:
-            return self.theta(shape)
+            return self.theta(plan)
         return gain_math.plain_effective_decay(previous_gain, window=self._window, total_steps=self._total_steps)
 
     def restart(self) -> None:
         """Remove all samples."""
         self.now = self._empty()
 
-    def add_gain(self, shape: StepShape) -> None:
+    def add_gain(self, plan: StepPlan) -> None:
         """Add a gain, of a new parameter group, which starts without a sample.
 
         FairScale has a single count for the plain means of ``debias=False``, also for a group that comes later: its first sample
         is then divided by the number of all steps, or, if the average moves already, added to σ² = 0 and μ² = 1.
 
         Args:
-            shape: Shape of a full step.
+            plan: Plan of a full step.
         """
         old = self.now
         self.now = self._empty(old.total.shape[1] + 1)
@@ -219,7 +220,7 @@ class Averages:
         count = int(old.count.max())
         if not self.debias and self._window is None and count > 0:
             self.now.count[-1], self.now.weight[-1] = count, 1.0
-            if count + 1 >= 1 / (1 - self.theta(shape)):
+            if count + 1 >= 1 / (1 - self.theta(plan)):
                 self.now.total[1, -1] = 1.0
 
     # ---- the gains that follow -----------------------------------------------------------------------------------

@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._torch import count_of_writes, is_dtensor, without_gradients
+from ..batch import StepPlan
 from ..measure.norms import finite_check, take_norm
 from ..measure.observers import GradientObserver
 from ..sharding.oss import OSS
 from .observing import has_dtensors, has_sharded_gradients, make_observer
-from .step_shape import StepEnd, StepShape
-from .step_sums import Parts, StepSums, constant, joined, separate
+from .step_result import StepEnd
+from .step_sums import Parts, StepSums, constant, joined, mean_sq_norm, separate
 from .workers import Workers
 
 
@@ -30,12 +31,13 @@ class GradientStatistics:
         workers: Workers that share the batch.
         process_group: Workers that reduce gradients together.
         grad_scaler: Scales the loss.
+        to_mean: Divide the gradient, after the last pass, so that it is the mean over the passes. False where the loop does so.
         single_gain: Sum the statistics of all parameter groups.
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of.
         model: The model, where norms may be taken of it.
 
     Attributes:
-        declared: Shape of a full step. Set it with :meth:`declare`.
+        declared: Plan of a full step. Set it with :meth:`declare`.
         step_end: Decides which pass is a step's last; None: the declared number of passes does.
         weights: w of this worker's gradient sample in each pass; None: all 1/n.
         payload: 1-D numbers that are summed over workers in the same all-reduce; None: none.
@@ -56,6 +58,7 @@ class GradientStatistics:
         *,
         process_group: dist.ProcessGroup | None,
         grad_scaler: torch.amp.GradScaler | None,
+        to_mean: bool,
         single_gain: bool,
         precondition: Callable[[Tensor, Tensor], Tensor] | None,
         model: torch.nn.Module | None,
@@ -64,12 +67,13 @@ class GradientStatistics:
         self.workers = workers
         self._process_group = process_group
         self._grad_scaler = grad_scaler
+        self._to_mean = to_mean
         self._single_gain = single_gain
         self._precondition = precondition
         self._model = model
-        self.declared = StepShape(1, workers.count)
+        self.declared = StepPlan(workers=workers.count)
         self.step_end: StepEnd | None = None
-        self._expected: StepShape | None = None  # of the step under way or the next, where it differs from `declared`
+        self._expected: StepPlan | None = None  # of the step under way or the next, where it differs from `declared`
         self.weights: Sequence[float] | None = None
         self.payload: Tensor | None = None
         self.observer: GradientObserver | None = None
@@ -101,8 +105,8 @@ class GradientStatistics:
         self.attach()
 
     @property
-    def shape(self) -> StepShape:
-        """Shape of the step under way, as known so far; between steps, the shape of a full step."""
+    def plan(self) -> StepPlan:
+        """Plan of the step under way, as known so far; between steps, the plan of a full step."""
         return self._ended or self._expected or self.declared
 
     @property
@@ -136,18 +140,18 @@ class GradientStatistics:
         grads = [p.grad for p in self.params if p.grad is not None]
         return [g if type(g) is Tensor and not g.requires_grad else _local(g.detach()) for g in grads]
 
-    # ---- the shape of steps, and the observer that measures them ---------------------------------------------------
+    # ---- the plan of steps, and the observer that measures them ---------------------------------------------------
 
-    def declare(self, shape: StepShape) -> None:
-        """Set the shape of the steps from the next one on. At a step boundary."""
-        self.declared, self._expected = shape, None
+    def declare(self, plan: StepPlan) -> None:
+        """Set the plan of the steps from the next one on. At a step boundary."""
+        self.declared, self._expected = plan, None
         self.attach()
 
-    def expect(self, shape: StepShape) -> None:
-        """Set the shape of the step under way, or at a step boundary of the next one; the steps after it are full ones."""
+    def expect(self, plan: StepPlan) -> None:
+        """Set the plan of the step under way, or at a step boundary of the next one; the steps after it are full ones."""
         if self.sums is not None:
             self.begin_step()  # of a step that was never taken
-        self._expected = shape
+        self._expected = plan
 
     def attach(self) -> None:
         """(Re)install the observer: none if a step has a single sample at S = 1, which yields nothing."""
@@ -204,8 +208,8 @@ class GradientStatistics:
             self._expected = None  # else it is of a step yet to begin: gradients may be cleared before it
         self.passes = 0
         self._norms: list[Tensor] = []  # ‖g_i‖² of each pass on this worker, as measured
-        self._ending: StepShape | None = None  # the shape, while the pass that runs is the step's last
-        self._ended: StepShape | None = None  # the shape, once the last pass has ended
+        self._ending: StepPlan | None = None  # the plan, while the pass that runs is the step's last
+        self._ended: StepPlan | None = None  # the plan, once the last pass has ended
         self._sent: tuple[Parts, Tensor | None, dist.Work | None] | None = None  # the all-reduce under way
         self.sums = None
         self._too_many = self._uncleared = False
@@ -228,10 +232,10 @@ class GradientStatistics:
     def _writes(self) -> list[tuple[int, int] | None]:
         return [None if p.grad is None else (id(p.grad), count_of_writes(p.grad)) for p in self.params]
 
-    def _shape_if_last(self, number: int) -> StepShape | None:
-        shape = self._expected or self.declared
-        if number >= shape.passes:
-            return shape
+    def _plan_if_last(self, number: int) -> StepPlan | None:
+        plan = self._expected or self.declared
+        if number >= plan.passes:
+            return plan
         return None if self.step_end is None else self.step_end(number)
 
     @without_gradients
@@ -255,20 +259,20 @@ class GradientStatistics:
                 bool(take_norm(_local(grad.detach())) != 0) for grad in observer.gradients_left(self.params)
             )
         self._stepped_with = None
-        self._ending = self._shape_if_last(self.passes + 1)
+        self._ending = self._plan_if_last(self.passes + 1)
         return self._ending is not None
 
     @without_gradients
     def on_local(self, observer: GradientObserver) -> None:
         if self._ignored:
             return
-        shape, self._ending = self._ending, None
-        if shape is None or shape.num_samples > 1:
+        plan, self._ending = self._ending, None
+        if plan is None or plan.num_samples > 1:
             self._norms.append(observer.local_sq_norms())
         self.passes += 1
-        if shape is None:
+        if plan is None:
             return
-        self._ended = shape
+        self._ended = plan
         if observer.reduced_everywhere:
             # Only A is still in parts. Sent now, it travels behind the last gradients, which are awaited anyway.
             self._sent = self._send({})
@@ -294,7 +298,7 @@ class GradientStatistics:
 
     def _finish_passes(self, sums: StepSums) -> None:
         self.sums = sums
-        if sums.shape.to_mean:
+        if self._to_mean:
             self.divide_to_mean()
 
     def complete(self, caller: str = "step") -> None:
@@ -310,7 +314,7 @@ class GradientStatistics:
         """
         if self._too_many:
             raise RuntimeError(
-                f"Gradients of more than {self.shape.passes} backward passes were added up before step(), so the gain is not "
+                f"Gradients of more than {self.plan.passes} backward passes were added up before step(), so the gain is not "
                 "known. Add the losses and call backward() once, or set_num_gradients_to_accumulate() to the number of passes "
                 "(AdaptiveDataParallel: all but the last under no_sync())."
             )
@@ -347,14 +351,14 @@ class GradientStatistics:
                 "of expect_passes(); with AdaptiveDataParallel the last pass is the one that is not under no_sync()."
             )
         return RuntimeError(
-            f"{caller}() after {self.passes} of {self.shape.passes} backward passes. Call it after the last one. If a step has "
+            f"{caller}() after {self.passes} of {self.plan.passes} backward passes. Call it after the last one. If a step has "
             f"fewer, as the last of an epoch may, call expect_passes({self.passes}) before its last pass; if all have, "
             "set_num_gradients_to_accumulate() first."
         )
 
     def divide_to_mean(self) -> None:
         """Divide the gradients that the passes add up to, so that they are ḡ."""
-        multiple = self.shape.multiple_of_mean
+        multiple = self.plan.multiple_of_mean
         if multiple != 1:
             grads = self.step_gradients()
             if grads:
@@ -369,7 +373,7 @@ class GradientStatistics:
             All parts, and, if there are several workers, the tensor in which they travel and the all-reduce.
         """
         if self._norms:
-            local = self.shape.mean_sq_norm(self._norms, self.weights)
+            local = mean_sq_norm(self.plan, self._norms, self.weights)
         else:
             local = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=self.device)
         parts = {**parts, "a": local, "complete": constant(float(self._ended is not None), local.device)}
@@ -404,7 +408,7 @@ class GradientStatistics:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
             own["loss_scale"] = self._grad_scaler.scale(constant(1.0, parts["a"].device))
         travelled = None if own else numbers
-        return StepSums(self.shape, own | parts, travelled, observer.complete, self._ended is not None)
+        return StepSums(self.plan, own | parts, travelled, observer.complete, self._ended is not None)
 
     def _sums_without_passes(self) -> StepSums:
         """Return the sums of a step without measured passes: at n = 1 and S = 1, or after :meth:`unhook`."""
@@ -420,7 +424,7 @@ class GradientStatistics:
         parts = {"check": check}
         if self.payload is not None:
             parts["payload"] = self.payload.to(device, torch.float64)
-        return StepSums(self.shape, parts)
+        return StepSums(self.plan, parts)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..batch import StepPlan
 from ..gain import gradient_moments
-from .step_shape import StepShape
 
 Parts = dict[str, Tensor]
 """Named numbers: float64, 1-D, on one device."""
@@ -22,6 +23,35 @@ def joined(parts: Parts) -> Tensor:
 def separate(numbers: Tensor, like: Parts) -> Parts:
     """Return the parts of a :func:`joined` tensor, as views; ``like`` has their names and lengths."""
     return dict(zip(like, numbers.split([len(part) for part in like.values()]), strict=True))
+
+
+def mean_sq_norm(plan: StepPlan, norms: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
+    """Return this worker's part of A = Σ w_i ‖g_i‖².
+
+    Args:
+        plan: The step's plan.
+        norms: Squared norm of the gradient of each pass as measured, with the factor that its loss carried.
+        weights: w of this worker's gradient sample in each pass. Default: all 1/n.
+
+    Raises:
+        RuntimeError: There are more passes than weights.
+    """
+    if weights is not None and len(weights) < len(norms):
+        raise RuntimeError(
+            f"This step has {len(norms)} backward passes, and sample_weights are of {len(weights)}. Add the losses of a "
+            "micro-batch, and run one backward pass for it: run.backward(loss + other_loss)."
+        )
+    n = plan.num_samples
+    parts = []
+    for i, measured in enumerate(norms):
+        w = 1 / n if weights is None else weights[i]
+        # The loss, and so the gradient, carried the factor c = n·w_i / divisor: w_i ‖g_i‖² = w_i/c² · ‖c·g_i‖².
+        c = n * w / (plan.loss_divisor or plan.passes)
+        parts.append(measured * (w / c**2))
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
 
 
 _CONSTANTS: dict[tuple[float, torch.device, torch.dtype], Tensor] = {}
@@ -40,7 +70,7 @@ class StepSums:
     """What the backward passes of one complete step left, summed over workers.
 
     Attributes:
-        shape: The step's shape.
+        plan: The step's plan.
         parts: "c" and "a": C and A per parameter group, as measured. "complete": the workers that saw all passes. "examples"
             (:meth:`ExampleSums.as_tensor`), "payload" and "loss_scale" where there are such. Of gradients that no pass has
             measured: "check", which is finite if they are, in place of "c", "a" and "complete".
@@ -50,7 +80,7 @@ class StepSums:
         seen_here: Whether this worker saw all passes, so that "complete" is not 0.
     """
 
-    shape: StepShape
+    plan: StepPlan
     parts: Parts
     travelled: Tensor | None = None
     watched: bool = False
@@ -91,18 +121,18 @@ class StepSums:
         """
         if not self.measured:
             return self.parts["check"][0], None, None
-        shape, a, c, groups = self.shape, self.parts["a"], self.parts["c"], len(self.parts["a"])
-        if shape.multiple_of_mean != 1:
-            c = c / shape.multiple_of_mean**2
+        plan, a, c, groups = self.plan, self.parts["a"], self.parts["c"], len(self.parts["a"])
+        if plan.multiple_of_mean != 1:
+            c = c / plan.multiple_of_mean**2
         scale = self.parts.get("loss_scale")
         squared = None if scale is None else scale.square()
         if squared is not None:
             a, c = a / squared, c / squared
         if num_gains < groups:
             a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
-        if not self.watched or shape.num_samples == 1:
+        if not self.watched or plan.num_samples == 1:
             return (a + c).sum(), None, None
         usable = None if self.seen_here else self.parts["complete"][0] > 0
         ones = constant(1.0, c.device).expand(num_gains)
-        sample = torch.stack([*gradient_moments(a, c, scale=shape.scale, count=shape.num_samples), ones])
+        sample = torch.stack([*gradient_moments(a, c, scale=plan.scale, count=plan.num_samples), ones])
         return sample.sum(), sample, usable

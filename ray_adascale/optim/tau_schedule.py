@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .._torch import called_to_make_state
 from .._warn import warn_on_first_worker
-from ..batch import BatchPlan
+from ..batch import StepPlan
 from .adascale import AdaScale
 from .schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit, dry_copy
 
@@ -87,7 +87,7 @@ class TauSchedule(LRScheduler):
             optimizer, made, unit=unit, base_steps_per_epoch=base_steps_per_epoch, total_steps=total_steps
         )
         self.base_lrs = list(self._schedule.lrs)
-        self.plan: BatchPlan | None = None
+        self.plan: StepPlan | None = None
         """The batch of a step; None unless :func:`ray_adascale.attach` has set it."""
         self._step_count = 0
         self._reached = [0.0, 0.0, total_steps or 0.0]

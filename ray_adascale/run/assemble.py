@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from .._errors import SettingError
 from .._files import TRACE
 from .._warn import warn_at_user
-from ..batch import BatchFollower, BatchPlan
+from ..batch import BatchFollower, StepPlan
 from ..checkpoint.model import frozen_names
 from ..checkpoint.per_worker import has_state, without_own
 from ..config import AdaScaleConfig, read_settings
@@ -77,7 +77,7 @@ class Parts:
 
     backend: Backend
     config: AdaScaleConfig
-    plan: BatchPlan
+    plan: StepPlan
     train_state: TrainState
     advice: list[str]
     model: nn.Module
@@ -112,9 +112,9 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
 
     module = model.to(device)
     # By the configuration: init_process_group() without a backend leaves the name "undefined", and has NCCL alone on a GPU.
-    only_nccl = plan.world_size > 1 and "gloo" not in dist.get_backend_config()
+    only_nccl = plan.workers > 1 and "gloo" not in dist.get_backend_config()
     on_cpu = dist.new_group(backend="gloo") if only_nccl else None
-    check_equal(facts_of(pieces, config, source, base_schedule, recipe), plan.world_size, on_cpu)
+    check_equal(facts_of(pieces, config, source, base_schedule, recipe), plan.workers, on_cpu)
     wrapped = wrap(module, optimizer, config, plan, device=device, total_steps=total_steps)
     passes = Passes(
         wrapped.model,
@@ -145,7 +145,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         loop=LoopState(),
         stages=[batch, evaluation, *([] if clipping.expected is None else [clipping.expected])],
         base_schedule=base_schedule,
-        world_size=plan.world_size,
+        world_size=plan.workers,
         recipe=None if recipe is None else recipe.fingerprint,
         rank=rank,
         device=device,
@@ -162,7 +162,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         without_own(train_state.extra),
         copies=wrapped.sharding != "fsdp2",
         rank=rank,
-        workers=plan.world_size,
+        workers=plan.workers,
         device=device,
         process_group=on_cpu,
     )
@@ -183,7 +183,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         stages=stages,
         evaluation=evaluation,
         clipping=clipping,
-        unit_weights=None if pieces.weight_of is None else UnitWeights(pieces.weight_of, plan.world_size, on_cpu),
+        unit_weights=None if pieces.weight_of is None else UnitWeights(pieces.weight_of, plan.workers, on_cpu),
         checkpointing=checkpointing,
         reporting=reporting,
         listeners=listeners,
@@ -196,9 +196,9 @@ def _resume(
     recipe: Recipe | None,
     train_state: TrainState,
     stages: tuple[StepBatch, Evaluation],
-    plan: BatchPlan,
+    plan: StepPlan,
     start: Callable[[], None] | None,
-) -> tuple[BatchPlan, TraceFile | None, list[Listener]]:
+) -> tuple[StepPlan, TraceFile | None, list[Listener]]:
     """Load the newest checkpoint, or call ``start``. Return the next batch, and rank 0's trace and listeners. Collective."""
     batch, evaluation = stages
     with backend.latest_checkpoint() as folder:
@@ -267,7 +267,7 @@ def _data_of(pieces: Pieces, config: AdaScaleConfig, backend: Backend) -> tuple[
     return source, follower, total_steps
 
 
-def _tell_of_two_passes(plan: BatchPlan, dataset: Any) -> None:
+def _tell_of_two_passes(plan: StepPlan, dataset: Any) -> None:
     """Warn that a step has two passes in place of one; raise if the data come in batches of another size."""
     half = plan.global_batch_size // 2
     why = f"One gradient sample a step at scale {plan.scale:g} tells nothing of the noise."
@@ -348,11 +348,11 @@ def _listeners(
     config: AdaScaleConfig,
     recipe: Recipe | None,
     schedule: BaseSchedule,
-    plan: BatchPlan,
+    plan: StepPlan,
     trace: TraceFile | None,
 ) -> list[Listener]:
     """Return the listeners of rank 0."""
-    forecast = forecast_run(recipe, config, plan.scale, plan.world_size)
+    forecast = forecast_run(recipe, config, plan.scale, plan.workers)
     tracker = EtaTracker(forecast)
     listeners: list[Listener] = []
     if not config.batch.changes:

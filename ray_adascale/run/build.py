@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .._errors import SettingError
 from .._torch import first_difference
 from .._warn import warn_on_first_worker
-from ..batch import BatchPlan
+from ..batch import StepPlan
 from ..chain import parts_of
 from ..checkpoint.optimizer import parameter_names
 from ..checkpoint.rng import digest_of
@@ -234,7 +234,7 @@ def wrap(
     module: nn.Module,
     optimizer: Optimizer,
     config: AdaScaleConfig,
-    plan: BatchPlan,
+    plan: StepPlan,
     *,
     device: torch.device,
     total_steps: int,
@@ -247,7 +247,7 @@ def wrap(
     names = parameter_names(module, optimizer)
     rule = make_rule(config.rule)
     adam = metric_of(rule) == "adam"
-    sharding = _choose_sharding(config, plan.world_size, optimizer, adam=adam)
+    sharding = _choose_sharding(config, plan.workers, optimizer, adam=adam)
     model = module
     if sharding == "fsdp2":
         if config.precision == "fp16":
@@ -261,8 +261,8 @@ def wrap(
         optimizer = OSS.wrap(optimizer)
     if sharding == "zero2":
         model = ShardedDataParallel(module, optimizer)
-    elif plan.world_size > 1 and sharding != "fsdp2":
-        model = _data_parallel(module, device, find_unused=config.find_unused_parameters, workers=plan.world_size)
+    elif plan.workers > 1 and sharding != "fsdp2":
+        model = _data_parallel(module, device, find_unused=config.find_unused_parameters, workers=plan.workers)
     scaler = None
     if config.precision == "fp16":
         from ..optim.grad_scaler import ShardedGradScaler  # imported here, because it imports FSDP
@@ -279,16 +279,16 @@ def wrap(
     return Wrapped(model, adascale, names, scaler, sharding)
 
 
-def set_batch(plan: BatchPlan, optimizer: AdaScale, source: BatchSource, rank: int) -> None:
+def set_batch(plan: StepPlan, optimizer: AdaScale, source: BatchSource, rank: int) -> None:
     """Use this batch from the next step on. At a step boundary, on all workers."""
-    optimizer.set_batch(scale=plan.scale, passes=plan.accumulation)
+    optimizer.set_plan(plan)
     source.set_split(plan.split(rank))
 
 
 def adascale_of(
     optimizer: Optimizer,
     config: AdaScaleConfig,
-    plan: BatchPlan,
+    plan: StepPlan,
     *,
     total_steps: int,
     grad_scaler: torch.amp.GradScaler | None,
@@ -299,8 +299,8 @@ def adascale_of(
     return AdaScale(
         optimizer,
         model=model,
-        world_size=plan.world_size,
-        num_gradients_to_accumulate=plan.accumulation,
+        world_size=plan.workers,
+        num_gradients_to_accumulate=plan.passes,
         grad_scaler=grad_scaler,
         clip="averages",
         averaging_window=config.averaging_window,

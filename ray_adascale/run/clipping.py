@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .._errors import SettingError, clip_multiple
-from ..batch import BatchPlan
+from ..batch import StepPlan
 from ..config import AdaScaleConfig
 from ..gain import plain_effective_decay
 from ..optim.rules import make_rule, metric_of
-from ..optim.step_shape import StepResult
+from ..optim.step_result import StepResult
 from ..recipe import Recipe
 from .boundary.stage import Stage
 from .observe.metrics import CLIPPED
@@ -121,7 +121,7 @@ class Clipping:
         if multiple is not None:
             self.expected = ExpectedNorm(multiple, window=config.averaging_window, total_steps=total_steps)
 
-    def clip(self, passes: Passes, plan: BatchPlan, moments: Callable[[], tuple[float, float]]) -> None:
+    def clip(self, passes: Passes, plan: StepPlan, moments: Callable[[], tuple[float, float]]) -> None:
         """Clip the gradient of a step. Collective.
 
         Args:

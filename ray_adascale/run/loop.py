@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._torch import sum_over_workers
-from ..batch import BatchPlan
+from ..batch import StepPlan
 from ..checkpoint.rng import separate_streams
 from ..config import AdaScaleConfig
 from ..data import to_device
 from ..data.sampling import Sampling
 from ..data.source import MicroBatch
 from ..gain import advanced
-from ..optim.step_shape import StepResult
+from ..optim.step_result import StepResult
 from ..optim.step_sums import constant
 from ..recipe import Recipe
 from ..workload import Pieces, Workload, with_unit
@@ -259,7 +259,7 @@ class Run:
         Raises:
             TypeError: A value is neither a number nor a tensor of one element.
         """
-        return sum_over_workers(values, self.backend.device, self.plan.world_size)
+        return sum_over_workers(values, self.backend.device, self.plan.workers)
 
     def observe_noise(self, sigma2: float, mu2: float) -> None:
         """Set σ² and μ² from a probe, to be reported for steps that have one gradient sample at S = 1."""
@@ -300,7 +300,7 @@ class Run:
                     batch = next(batches)
                     self._pulse.enter(Phase.PASS)
                     if first:
-                        warn_of_equal_batches(batch.batch, self.plan.world_size, self.backend.device)
+                        warn_of_equal_batches(batch.batch, self.plan.workers, self.backend.device)
                     first = False
                     passes.begin(batch)
                     yield to_device(batch.batch, self.backend.device)
@@ -318,7 +318,7 @@ class Run:
 
     def _separate_streams(self) -> None:
         """Give each worker random streams of its own, if several have equal ones. After an exact resume they are separate."""
-        changed = separate_streams(self.backend.rank, self.plan.world_size, self.backend.device)
+        changed = separate_streams(self.backend.rank, self.plan.workers, self.backend.device)
         if changed and self.backend.rank == 0:
             _log.info(
                 "Workers had equal random generators (%s). Each rank above 0 goes on with a stream of its own, so that dropout "
@@ -402,7 +402,7 @@ class Run:
         """Take the optimizer step. Return its values on the host; its numbers may still be on the device."""
         lr, before = self.schedule.lrs[0], self.optimizer.last_step
         self.parts.passes.step()
-        flags = self._own_flags() if self.plan.world_size == 1 else BoundaryFlags.NONE
+        flags = self._own_flags() if self.plan.workers == 1 else BoundaryFlags.NONE
         self.parts.passes.end_step()
         self.source.commit()
         self.state.iterations += 1
@@ -414,7 +414,7 @@ class Run:
     def _payload(self) -> Tensor:
         """Return the payload of the step's all-reduce: this worker's loss, its boundary flags, and what is compared."""
         loss = self.parts.passes.loss
-        if self.plan.world_size == 1:
+        if self.plan.workers == 1:
             return loss.reshape(1)
         # On the device: a copy from the host would wait for it.
         flags = constant(float(self._own_flags()), loss.device)[0]
@@ -449,7 +449,7 @@ class Run:
         loss, *summed = last.payload
         self._flags |= BoundaryFlags.from_sum(summed[0]) if summed else taken.flags
         if summed:
-            self._replicas.read(taken.plan.accumulation, loss, summed[1:])
+            self._replicas.read(taken.plan.passes, loss, summed[1:])
         if last.skipped:
             self._skipped.count(loss, taken.number, last.effective_steps)
         else:
@@ -477,7 +477,7 @@ class Run:
                 self._finish(reason)
                 return
 
-    def set_plan(self, plan: BatchPlan) -> None:
+    def set_plan(self, plan: StepPlan) -> None:
         """Use this batch from the next step on. At a step boundary, after the step was read, on all workers."""
         self.plan = plan
         set_batch(plan, self.optimizer, self.source, self.backend.rank)
@@ -544,6 +544,6 @@ class Run:
                 "after run.step() has returned True, before the next backward pass (run.at_boundary)."
             )
         self._synchronize()
-        with warns_if_alone(self.backend.rank, self.plan.world_size):
+        with warns_if_alone(self.backend.rank, self.plan.workers):
             folder = self.parts.reporting.report(self, save=True)
         return folder if folder is not None and folder.is_dir() else None

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from .._errors import listed, noted
 from .._torch import count_of_writes
 from .._warn import warn_on_first_worker
-from ..batch import BatchPlan
+from ..batch import StepPlan
 from ..data.source import MicroBatch
 from ..optim.adascale import AdaScale
 from ..sharding.elsewhere import mark_gradients_elsewhere, unmark_gradients
@@ -227,7 +227,7 @@ class Passes:
         before = self._zero if batch.pass_index == 0 else self.loss
         self.loss = torch.add(before, loss.detach(), alpha=batch.weight)
 
-    def backward(self, loss: Tensor, plan: BatchPlan) -> None:
+    def backward(self, loss: Tensor, plan: StepPlan) -> None:
         """Run the backward pass. The loss is weighted by the examples or units of the micro-batch, and scaled for fp16."""
         batch = self._batch
         assert batch is not None
@@ -236,9 +236,9 @@ class Passes:
         if self._steps == 0 and batch.pass_index == 0:
             warn_of_micro_batch(self._module, loss, batch.examples, plan.base_batch_size)
         # DDP averages over workers and passes add up, so ḡ = Σ w_i g_i needs each loss times n·w_i/passes.
-        factor = plan.num_samples * batch.examples / (plan.global_batch_size * plan.accumulation)
+        factor = plan.num_samples * batch.examples / (plan.global_batch_size * plan.passes)
         if batch.by_units:
-            factor = plan.num_samples * batch.weight / plan.accumulation
+            factor = plan.num_samples * batch.weight / plan.passes
         if factor != 1:
             loss = loss * factor
         if self.scaler is not None:

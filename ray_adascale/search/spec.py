@@ -216,7 +216,7 @@ class SearchSpec:
         plan = spread.batch.plan(num_workers)
         if plan.scale != 1:
             raise SettingError(
-                f"Invalid {{}} for a base batch of {base.base_batch_size}: each of {plan.accumulation} passes of a worker needs "
+                f"Invalid {{}} for a base batch of {base.base_batch_size}: each of {plan.passes} passes of a worker needs "
                 "at least one example. Use fewer workers or passes.",
                 "ScalingConfig",
                 num_workers=num_workers,

@@ -15,7 +15,7 @@ from ray_adascale import AdamScaleRule, AdaScaleConfig
 from ray_adascale.analysis.forecast import Forecast, forecast_recipe
 from ray_adascale.analysis.forecast import _step_time as seconds
 from ray_adascale.analysis.throughput import Throughput
-from ray_adascale.batch import BatchPlan
+from ray_adascale.batch import StepPlan
 from ray_adascale.forecast.replay import Forecaster
 from ray_adascale.recipe import Repeat
 
@@ -289,9 +289,9 @@ def test_a_run_that_follows_the_noise_has_its_mean_and_last_scale() -> None:
 def test_a_step_takes_as_long_as_the_worker_with_the_most_examples() -> None:
     # 10 examples on three workers: one of them has 4. In two passes each, 20 are 3.3 a pass, so one has 4 in one of them.
     time = Throughput(example_s=1.0)
-    assert seconds(time, BatchPlan(10, 10, 3, 1)) == 4
-    assert seconds(time, BatchPlan(10, 20, 3, 2)) == 8
-    assert seconds(time, BatchPlan(10, 12, 3, 1)) == 4
+    assert seconds(time, StepPlan(10, 10, 3, 1)) == 4
+    assert seconds(time, StepPlan(10, 20, 3, 2)) == 8
+    assert seconds(time, StepPlan(10, 12, 3, 1)) == 4
     # 0.2 s a pass of 10; step 0.05 s; volume 0.3 s · 2/3 on three workers.
     model = Throughput(example_s=0.02, step_s=0.05, volume_s=0.3)
-    assert seconds(model, BatchPlan(10, 60, 3, 4)) == pytest.approx(4 * 5 * 0.02 + 0.25)
+    assert seconds(model, StepPlan(10, 60, 3, 4)) == pytest.approx(4 * 5 * 0.02 + 0.25)

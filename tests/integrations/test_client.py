@@ -115,7 +115,7 @@ def test_the_same_batch_in_other_passes_is_another_number_of_samples(tmp_path: P
     assert (loop.optimizer.scale, loop.optimizer.num_samples) == (2, 2)
     assert follow_batch(loop.schedule, passes=4, per_worker_batch_size=BATCH // 2)
     assert loop.schedule.plan is not None
-    assert (loop.schedule.plan.global_batch_size, loop.schedule.plan.accumulation) == (2 * BATCH, 4)
+    assert (loop.schedule.plan.global_batch_size, loop.schedule.plan.passes) == (2 * BATCH, 4)
     assert (loop.optimizer.scale, loop.optimizer.num_samples) == (2, 4)
 
 

@@ -33,6 +33,7 @@ from ray_adascale import (
     OptimizerChain,
     Run,
     ShardedGradScaler,
+    StepPlan,
     Workload,
     record_recipe,
 )
@@ -382,7 +383,13 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Ro
         if step in changes or step in dict(case.rescaled):
             passes, factor = changes.get(step, passes), factor * dict(case.rescaled).get(step, 1)
             # In one call: in two, another shape would be declared in between, such as one pass at S = 1, which measures nothing.
-            ada.set_batch(passes=passes, scale=factor * leg.workers * passes * leg.per_worker / leg.base)
+            ada.set_plan(
+                StepPlan(
+                    workers=leg.workers,
+                    passes=passes,
+                    given_scale=factor * leg.workers * passes * leg.per_worker / leg.base,
+                )
+            )
             ada.set_num_gradients_to_accumulate(passes, update_smoothing=_counts(case))
         if step == case.added:
             _freeze(case, module, step)

@@ -301,8 +301,8 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> Non
 def test_a_number_of_passes_that_is_no_integer_is_refused_later_too() -> None:
     model = make_model()
     adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=np.int64(2))
-    with pytest.raises(ValueError, match=r"Invalid passes=2\.5"):
-        adascale.set_batch(passes=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Invalid num_gradients_to_accumulate=2\.5"):
+        adascale.set_num_gradients_to_accumulate(2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Invalid num_gradients_to_accumulate=2\.5"):
         adascale.set_num_gradients_to_accumulate(2.5)  # type: ignore[arg-type]
     assert (adascale.num_samples, adascale.scale, adascale.smoothing) == (2, 2.0, 0.998)

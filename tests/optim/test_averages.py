@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from ray_adascale.batch import StepPlan
 from ray_adascale.optim.averages import Averages, NoiseReadout
-from ray_adascale.optim.step_shape import StepShape
 from ray_adascale.optim.step_sums import StepSums
 
 SCALE = 4.0
@@ -27,9 +27,9 @@ def averages(*, groups: int = 1, **settings: Any) -> Averages:
     return Averages(groups, **(fields | settings))  # type: ignore[arg-type]
 
 
-def sample(*moments: tuple[float, float], shape: StepShape | None = None, seen: bool = True) -> StepSums:
+def sample(*moments: tuple[float, float], shape: StepPlan | None = None, seen: bool = True) -> StepSums:
     """Return the sums of a step with σ² and μ² of each group: C = μ² + σ²/S, A = C + (n − 1)·σ²/S."""
-    step = StepShape(2, scale=SCALE) if shape is None else shape
+    step = StepPlan(passes=2, given_scale=SCALE) if shape is None else shape
     c = torch.tensor([m + v / step.scale for v, m in moments], dtype=torch.float64)
     a = c + torch.tensor([(step.num_samples - 1) * v / step.scale for v, _ in moments], dtype=torch.float64)
     complete = torch.full((1,), float(seen), dtype=torch.float64)
@@ -56,7 +56,7 @@ def test_total_moments_clip_each_group_and_then_sum() -> None:
 def test_a_gain_that_comes_later_starts_without_a_sample() -> None:
     mine = averages()
     take(mine, sample((8.0, 2.0)))
-    mine.add_gain(StepShape(2))
+    mine.add_gain(StepPlan(passes=2))
     known = readout(mine)
     assert known.sigma2[0] == 8.0
     assert math.isnan(known.sigma2[1])
@@ -77,7 +77,7 @@ def test_without_debiasing_a_later_gain_begins_at_one_if_its_first_sample_is_ave
 ) -> None:
     mine = averages(debias=False)
     take(mine, *(sample((8.0, 2.0)) for _ in range(before)))
-    mine.add_gain(StepShape(2))
+    mine.add_gain(StepPlan(passes=2))
     take(mine, sample((8.0, 2.0), (12.0, 6.0)))
     known = readout(mine)
     # 1/(1 − 0.75) = 4: the third sample is in a plain mean of three, the fourth and fifth have the weight 1/4. All in binary

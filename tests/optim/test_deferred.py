@@ -84,7 +84,7 @@ def train(
     spoiled: tuple[int, ...] = (),
 ) -> np.ndarray[Any, Any]:
     """Figures after each step (``ask``) or only after the last one, and the weights."""
-    passes = adascale.shape.passes
+    passes = adascale.plan.passes
     scheduler = None if schedule is None else schedule(adascale)
     trace = []
     for step in range(len(data) // passes):
@@ -186,7 +186,7 @@ def test_a_step_that_nobody_watched_is_not_averaged(pool: Any, fused: bool) -> N
 
 def _waits(adascale: AdaScale, model: nn.Module) -> bool:
     """Whether the host knows the outcome of a step as soon as it has been taken."""
-    backward(model, batches(adascale.shape.passes))
+    backward(model, batches(adascale.plan.passes))
     adascale.step()
     adascale.zero_grad()
     known = adascale.known_effective_steps
@@ -267,7 +267,7 @@ def _reads(
     payloads: Sequence[Tensor | None] = (None,) * 3,
 ) -> list[str]:
     """Host reads in the third step, forward pass to end, the outcome of the second being known."""
-    data = batches(adascale.shape.passes)
+    data = batches(adascale.plan.passes)
     for step, payload in enumerate(payloads):
         float(adascale.effective_steps)
         watch: AbstractContextManager[list[str]] = host_reads(monkeypatch) if step == 2 else nullcontext([])
@@ -306,7 +306,7 @@ def test_a_payload_is_read_with_the_step(
     assert list(adascale.last_step.payload) == [0.1 + 0.2, 5e-324]  # the third step's, bit-identical
     assert adascale.steps == 3  # ∞ in a payload is no gradient's
     assert adascale.payload is None  # it was of one step
-    train(adascale, model, batches(adascale.shape.passes))
+    train(adascale, model, batches(adascale.plan.passes))
     assert list(adascale.last_step.payload) == []
 
 

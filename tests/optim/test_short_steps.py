@@ -47,7 +47,7 @@ def both(
     data = iter(batches(sum(PASSES) * world_size, 4))
     state = {"last": False}
     if declares == "asked":
-        full = optimizer.shape
+        full = optimizer.plan
         optimizer.step_end = lambda number: full.shortened(number, loss_divisor=3) if state["last"] else None
     expected, gains = [], []
     for passes in PASSES:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ray_adascale.batch import StepPlan
 from ray_adascale.optim.averages import Averages
-from ray_adascale.optim.step_shape import StepShape
 from ray_adascale.optim.step_sums import StepSums
 
 
@@ -16,7 +16,7 @@ def f64(*numbers: float) -> Tensor:
 
 
 def sums(
-    shape: StepShape,
+    shape: StepPlan,
     c: Tensor,
     a: Tensor,
     *,
@@ -47,7 +47,7 @@ def test_a_step_has_few_operations() -> None:
     mine = Averages(
         1, smoothing=0.75, variance_floor=0.0, clip_samples=True, debias=True, window=None, total_steps=None
     )
-    one = sums(StepShape(1, 2, 2.0), f64(1.0), f64(2.0))
+    one = sums(StepPlan(passes=1, workers=2, given_scale=2.0), f64(1.0), f64(2.0))
     mine.after(one, 1.0)  # makes the constants
     with Calls() as calls:
         mine.after(one, 1.0)

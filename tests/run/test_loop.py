@@ -10,6 +10,7 @@ import math
 import time
 import warnings
 import weakref
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -537,7 +538,7 @@ def test_a_checkpoint_says_the_batch_that_the_run_has_come_to(tmp_path: Path) ->
     first = run.plan
     folder = run.save_checkpoint()
     assert folder is not None
-    assert checkpoint.Saved(folder).state["plan"] == vars(first)
+    assert checkpoint.Saved(folder).state["plan"] == asdict(first)
     for x, _ in run:
         run.backward(F.cross_entropy(run.model(x), torch.arange(len(x)) % 2))
         if run.step() and run.plan != first:
@@ -545,7 +546,7 @@ def test_a_checkpoint_says_the_batch_that_the_run_has_come_to(tmp_path: Path) ->
     folder = run.save_checkpoint()
     assert folder is not None
     said = checkpoint.Saved(folder).state["plan"]
-    assert said == vars(run.plan)
+    assert said == asdict(run.plan)
     assert said["global_batch_size"] > first.global_batch_size
 
 

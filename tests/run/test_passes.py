@@ -9,24 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from ray_adascale import AdaScale
-from ray_adascale.batch import BatchPlan
+from ray_adascale.batch import StepPlan
 from ray_adascale.data.source import MicroBatch
 from ray_adascale.run.passes import Passes
 
-PLAN = BatchPlan(base_batch_size=4, global_batch_size=8, world_size=1, accumulation=2)
+PLAN = StepPlan(base_batch_size=4, global_batch_size=8, workers=1, passes=2)
 
 
 class Setup:
     """A model of one weight, which begins at 3, with two passes a step."""
 
-    def __init__(self, plan: BatchPlan = PLAN, *, scaler: Any = None, precision: str = "fp32") -> None:
+    def __init__(self, plan: StepPlan = PLAN, *, scaler: Any = None, precision: str = "fp32") -> None:
         self.model = nn.Linear(1, 1, bias=False).double()
         nn.init.constant_(self.model.weight, 3.0)
         self.plan = plan
         self.users = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.optimizer = AdaScale(
             self.users,
-            num_gradients_to_accumulate=plan.accumulation,
+            num_gradients_to_accumulate=plan.passes,
             base_batch_size=plan.base_batch_size,
             batch_size=plan.global_batch_size,
         )
@@ -101,7 +101,7 @@ def test_calls_in_another_order_are_refused() -> None:
 @pytest.mark.parametrize(("scale", "passes"), [(1, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("when", ["before", "after", "instead"])
 def test_a_second_loss_with_a_backward_pass_of_its_own_is_refused(when: str, scale: int, passes: int) -> None:
-    plan = BatchPlan(base_batch_size=8 // scale, global_batch_size=8, world_size=1, accumulation=passes)
+    plan = StepPlan(base_batch_size=8 // scale, global_batch_size=8, workers=1, passes=passes)
     setup = Setup(plan)
     examples, before = 8 // passes, setup.model.weight.item()
 

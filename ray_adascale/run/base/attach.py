@@ -101,7 +101,7 @@ def attach(
             "and save and load the optimizer that it returns, which has τ. In timm's train.py attach above resume_checkpoint() "
             "and CheckpointSaver(). If another program has trained k base steps: attach(..., starting_step=k)."
         )
-    plan = replace(config.batch.plan(workers), accumulation=config.accumulation)  # the loop makes the passes
+    plan = replace(config.batch.plan(workers), passes=config.accumulation)  # the loop makes the passes
     per_epoch = None if config.dataset_length is None else config.dataset_length / plan.base_batch_size
     total_steps = config.resolve_total_steps(per_epoch)
     if starting_step >= total_steps:
@@ -162,7 +162,7 @@ def _refuse_uncounted_passes(adascale: AdaScale, steps: int = 10) -> None:
         left -= passes > 0
         if left <= 0:
             hook.remove()
-        if passes > adascale.shape.passes:
+        if passes > adascale.plan.passes:
             raise RuntimeError(
                 f"This step has {passes} backward passes and the settings have one, so it would count for the examples of one. "
                 f"Set AdaScaleConfig(accumulation={passes}); with Accelerate Accelerator(gradient_accumulation_steps={passes}), "

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ... import checkpoint
 from ..._files import room_in_words
-from ...batch import BatchPlan
+from ...batch import StepPlan
 from ..observe.trace import TraceFile
 from .backend import Backend
 from .replicas import Replicas
@@ -300,6 +300,6 @@ class Checkpointing(Stage):
     def _boundary(self, run: RunAtBoundary) -> Boundary:
         return Boundary(run.state.iterations, run.effective_steps, run.schedule.lrs[0])
 
-    def _content(self, plan: BatchPlan) -> Content:
+    def _content(self, plan: StepPlan) -> Content:
         files = {} if self._trace is None else self._trace.files()
         return *self._train_state.content(plan), files

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from ...batch import BatchPlan
+from ...batch import StepPlan
 from ...optim.schedule import BaseSchedule, EffectiveSchedule
-from ...optim.step_shape import StepResult
+from ...optim.step_result import StepResult
 from ..observe.metrics import SKIPPED
 from ..observe.step import Step
 
@@ -30,7 +30,7 @@ class TakenStep:
     """
 
     number: int
-    plan: BatchPlan
+    plan: StepPlan
     lr: float
     tau: float
     position: int
@@ -166,7 +166,7 @@ class RunAtBoundary(Protocol):
 
     state: LoopState
     schedule: EffectiveSchedule
-    plan: BatchPlan
+    plan: StepPlan
 
     @property
     def effective_steps(self) -> float: ...
@@ -174,7 +174,7 @@ class RunAtBoundary(Protocol):
     @property
     def reported(self) -> bool: ...
 
-    def set_plan(self, plan: BatchPlan) -> None: ...
+    def set_plan(self, plan: StepPlan) -> None: ...
 
     def record(self, **metrics: Any) -> None: ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..._errors import listed
 from ..._torch import unwrapped_name
 from ..._version import __version__
 from ..._warn import warn_at_user
-from ...batch import BatchPlan
+from ...batch import StepPlan
 from ...checkpoint.files import put_together, taken_apart
 from ...checkpoint.model import frozen_names, load_model, model_state
 from ...checkpoint.optimizer import hyperparameters, load_hyperparameters, load_optimizer, optimizer_tensors
@@ -81,7 +81,7 @@ class TrainState:
     frozen: set[str]
     extra: Mapping[str, Any]
 
-    def content(self, plan: BatchPlan) -> tuple[dict[str, Any], dict[str, Any]]:
+    def content(self, plan: StepPlan) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return this worker's share of a checkpoint's tensors, which are the live ones, and the state beside them.
 
         The state consists of JSON values, the same on all workers.
@@ -107,7 +107,7 @@ class TrainState:
             "total_steps": base.total_steps,
             "scheduler_unit": base.scheduler_unit,
             "base_steps_per_epoch": base.base_steps_per_epoch,
-            "plan": dict(vars(plan)),
+            "plan": asdict(plan),
             "schedule": self.schedule.state_dict(),
             "data": self.source.state_dict(),
             "param_groups": hyperparameters(self.optimizer),
@@ -164,7 +164,7 @@ class TrainState:
             self.schedule.load_state_dict(saved["schedule"])
             load_hyperparameters(self.optimizer, saved["param_groups"])
         self.optimizer.load_statistics_state(statistics)
-        workers: int = saved["plan"]["world_size"]
+        workers: int = saved["plan"]["workers"]
         if workers == self.world_size and (place := whole.tensors(f"data/{self.rank}/")):
             self.source.load_own_state(place["place"])
         self.source.load_state_dict(saved["data"])
@@ -190,7 +190,7 @@ class TrainState:
             if (key := unwrapped_name(name)) in changed:
                 p.requires_grad_(key in before)
         if changed:
-            self.optimizer.set_batch()  # watches the gradients of what is trainable now
+            self.optimizer.set_plan(self.optimizer.plan)  # watches the gradients of what is trainable now
         edited = before ^ self.frozen
         if self.rank == 0 and changed - edited:
             _log.info(
@@ -311,7 +311,7 @@ def _differing_points(was: BaseSchedule, now: BaseSchedule, shown: int = 5) -> l
 
 
 def log_start(
-    train_state: TrainState, plan: BatchPlan, folder: Path | None, workers_before: int | None, checkpoint_every_s: float
+    train_state: TrainState, plan: StepPlan, folder: Path | None, workers_before: int | None, checkpoint_every_s: float
 ) -> None:
     """Log that a run begins, or where it resumes.
 
@@ -322,7 +322,7 @@ def log_start(
         workers_before: Number of workers that wrote the checkpoint; None if the run begins.
         checkpoint_every_s: Seconds between checkpoints.
     """
-    workers = f"{plan.world_size} worker{'' if plan.world_size == 1 else 's'}"
+    workers = f"{plan.workers} worker{'' if plan.workers == 1 else 's'}"
     total = train_state.base_schedule.total_steps
     if folder is None:
         _log.info(
@@ -343,7 +343,7 @@ def log_start(
             loop.iterations,
         )
         return
-    if workers_before not in (None, plan.world_size):
+    if workers_before not in (None, plan.workers):
         workers += f" (before: {workers_before}; S is {plan.scale:g} now)"
     _log.info(
         "Resumed from %s: optimizer step %d, effective step %.2f of %d, %s. Steps taken after this checkpoint "

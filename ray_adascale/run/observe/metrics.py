@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ...batch import BatchPlan
+from ...batch import StepPlan
 from ...gain import plain_noise_scale
-from ...optim.step_shape import StepResult
+from ...optim.step_result import StepResult
 from .eta import LEFT, Eta
 
 METRICS = (
@@ -70,7 +70,7 @@ replaced."""
 def step_metrics(
     step: StepResult,
     moments: tuple[float, float],
-    plan: BatchPlan,
+    plan: StepPlan,
     *,
     loss: float,
     lr: float,
@@ -107,7 +107,7 @@ def step_metrics(
         "efficiency": gain / scale,
         "examples_per_s": examples_per_s,
         "optimizer_steps": step.steps,
-        "world_size": plan.world_size,
+        "world_size": plan.workers,
     }
 
 
@@ -131,7 +131,7 @@ def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def too_large_for_the_noise(plan: BatchPlan, noise_scale: float, gain: float, *, window: float) -> str | None:
+def too_large_for_the_noise(plan: StepPlan, noise_scale: float, gain: float, *, window: float) -> str | None:
     """Return a warning if the batch exceeds the noise scale (examples), so that r/S is below one half; else None.
 
     Args:

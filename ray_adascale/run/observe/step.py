@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...batch import BatchPlan
+from ...batch import StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Step:
     """
 
     number: int
-    plan: BatchPlan
+    plan: StepPlan
     total_steps: int
     tau_before: float
     tau: float

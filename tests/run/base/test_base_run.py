@@ -36,7 +36,7 @@ def test_settings_of_scale_and_of_ray_train_do_not_reach_the_base_run() -> None:
     )
     base = base_config(scaled, 8, 40, None, seed=5)
     plan = base.batch.plan(1)
-    assert (plan.global_batch_size, plan.accumulation, plan.scale) == (8, 1, 1.0)
+    assert (plan.global_batch_size, plan.passes, plan.scale) == (8, 1, 1.0)
     assert (base.sharding, base.rule, base.seed, base.elastic) == ("none", "unscaled", 5, False)
     assert base.report_every_s == base.checkpoint_every_s == math.inf
     assert base.grad_clip == 0.5

@@ -31,7 +31,7 @@ def test_one_pass_above_the_base_batch_is_made_as_two() -> None:
         run, times = told(make_run, net, **settings)
         rows, later = told(drive, run)
         assert (times, later) == (2 - passes, 0)
-        assert (run.plan.accumulation, run.plan.global_batch_size) == (2, 14)
+        assert (run.plan.passes, run.plan.global_batch_size) == (2, 14)
         ends.append([*flat(net).tolist(), *(row["gain"] for row in rows), len(rows)])
     assert ends[0] == ends[1]
     assert 1 < rows[-1]["gain"] < 3.5
@@ -50,5 +50,5 @@ def test_an_iterable_that_is_batched_here_is_split() -> None:
             return (data[i] for i in range(len(data)))
 
     run, times = told(make_run, model(), data=Stream(), dataset_length=len(dataset()), **SETTINGS)
-    assert (times, run.plan.accumulation) == (1, 2)
+    assert (times, run.plan.passes) == (1, 2)
     assert len(next(iter(run))[0]) == 7

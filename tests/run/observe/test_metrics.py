@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ray_adascale.config import AdaScaleConfig
-from ray_adascale.optim.step_shape import StepResult
+from ray_adascale.optim.step_result import StepResult
 from ray_adascale.run.observe.metrics import METRICS, plain_numbers, step_metrics, too_large_for_the_noise
 
 

@@ -1,4 +1,4 @@
-"""The shape of a step by hand-worked numbers; its end, its payload and its result as AdaScale has them."""
+"""The plan of a step by hand-worked numbers; its end, its payload and its result as AdaScale has them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ray_adascale import AdaScale, StepResult, StepShape
+from ray_adascale import AdaScale, StepPlan, StepResult
 
 from ..classifier import backward, batches, make_model, ready, weights
 
-# ---- the shape -------------------------------------------------------------------------------------------------------
+# ---- the plan --------------------------------------------------------------------------------------------------------
 
 
-def test_a_shortened_shape_has_its_share_of_the_scale() -> None:
-    full = StepShape(4, workers=2, scale=3.0, loss_divisor=4)
+def test_a_shortened_plan_has_its_share_of_the_scale() -> None:
+    full = StepPlan(passes=4, workers=2, given_scale=3.0)
     assert full.num_samples == 8
     assert full.multiple_of_mean == 1
-    assert full.shortened(3) == StepShape(3, workers=2, scale=2.25, loss_divisor=3)
+    assert full.shortened(3) == StepPlan(passes=3, workers=2, given_scale=2.25)
     assert full.shortened(3, loss_divisor=4).multiple_of_mean == 0.75
-    assert full.shortened(1, scale=0.7) == StepShape(1, workers=2, scale=0.7, loss_divisor=1)
+    assert full.shortened(1, scale=0.7) == StepPlan(passes=1, workers=2, given_scale=0.7)
     assert full.shortened(4) == full
-    undivided = StepShape(4, scale=3.0, to_mean=False)
-    assert undivided.shortened(2) == StepShape(2, scale=1.5, to_mean=False)
+    undivided = StepPlan(passes=4, given_scale=3.0, loss_divisor=1)
+    assert undivided.shortened(2) == StepPlan(passes=2, given_scale=1.5, loss_divisor=1)
     assert undivided.shortened(2).multiple_of_mean == 2
-    odd = StepShape(3, scale=0.1)
+    odd = StepPlan(passes=3, given_scale=0.1)
     assert odd.shortened(3).scale == 0.1  # 0.1 · 3 / 3 is not
 
 
@@ -37,20 +37,20 @@ def test_a_shortened_shape_has_its_share_of_the_scale() -> None:
     [
         ({"passes": 0}, "passes=0"),
         ({"passes": 1, "workers": 0}, "workers=0"),
-        ({"passes": 1, "scale": math.inf}, "scale=inf"),
-        ({"passes": 1, "scale": 0.0}, "scale=0.0"),
+        ({"passes": 1, "given_scale": math.inf}, "scale=inf"),
+        ({"passes": 1, "given_scale": 0.0}, "scale=0.0"),
         ({"passes": 1, "loss_divisor": 0}, "loss_divisor=0"),
     ],
 )
 def test_a_number_out_of_its_range_is_refused(wrong: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        StepShape(**wrong)
+        StepPlan(**wrong)
 
 
 @pytest.mark.parametrize("passes", [0, 4])
-def test_a_shortened_shape_has_at_most_all_passes(passes: int) -> None:
+def test_a_shortened_plan_has_at_most_all_passes(passes: int) -> None:
     with pytest.raises(ValueError, match=rf"passes={passes}.*between 1 and 3"):
-        StepShape(3).shortened(passes)
+        StepPlan(passes=3).shortened(passes)
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------
@@ -59,10 +59,10 @@ def test_a_shortened_shape_has_at_most_all_passes(passes: int) -> None:
 def test_the_end_is_asked_as_each_pass_begins_until_one_is_the_last() -> None:
     model, optimizer = ready(scale=4.0, n=4)
     asked: list[tuple[int, bool]] = []
-    full = optimizer.shape
-    assert full == StepShape(4, scale=4.0, loss_divisor=4)
+    full = optimizer.plan
+    assert full == StepPlan(passes=4, given_scale=4.0)
 
-    def step_end(number: int) -> StepShape | None:
+    def step_end(number: int) -> StepPlan | None:
         asked.append((number, optimizer.gradient_statistics.passes == number - 1))
         return full.shortened(number, scale=2.5, loss_divisor=4) if number == 2 and len(asked) < 4 else None
 
@@ -70,7 +70,7 @@ def test_the_end_is_asked_as_each_pass_begins_until_one_is_the_last() -> None:
     data = batches(6, 4)
     backward(model, data[:2], 4)
     assert asked == [(1, True), (2, True)]
-    assert optimizer.shape == StepShape(2, scale=2.5, loss_divisor=4)
+    assert optimizer.plan == StepPlan(passes=2, given_scale=2.5, loss_divisor=4)
     mean = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     twin = make_model()
     for x, y in data[:2]:
@@ -79,10 +79,10 @@ def test_the_end_is_asked_as_each_pass_begins_until_one_is_the_last() -> None:
         torch.testing.assert_close(found, p.grad, rtol=1e-12, atol=1e-15)
     optimizer.step()
     optimizer.zero_grad()
-    assert optimizer.shape == full
+    assert optimizer.plan == full
     backward(model, data[2:], 4)
     assert asked[2:] == [(1, True), (2, True), (3, True)]  # the fourth pass is the declared last
-    assert optimizer.shape == full
+    assert optimizer.plan == full
     optimizer.step()
 
 
@@ -109,17 +109,19 @@ def test_scale_and_passes_change_together_and_hooks_are_set_once(monkeypatch: py
     attach = optimizer._statistics.attach
     monkeypatch.setattr(optimizer._statistics, "attach", lambda: (attached.append(1), attach()))
     theta = optimizer.smoothing
-    optimizer.set_batch(scale=8.0, passes=4)
+    plan = StepPlan(base_batch_size=4, global_batch_size=32, passes=4)
+    optimizer.set_plan(plan)
     assert len(attached) == 1
-    assert optimizer.shape == StepShape(4, scale=8.0, loss_divisor=4)
+    assert optimizer.plan == plan
+    assert (optimizer.scale, optimizer.num_samples) == (8.0, 4)
     assert optimizer.smoothing == theta
-    optimizer.set_batch(passes=3)
+    optimizer.set_num_gradients_to_accumulate(3)
     assert (optimizer.scale, optimizer.num_samples) == (8.0, 3)
-    optimizer.set_batch(scale=5.0)
+    optimizer.set_scale(5.0)
     assert (optimizer.scale, optimizer.num_samples) == (5.0, 3)
-    for wrong in ({"scale": math.nan}, {"passes": 0}):
+    for wrong in (lambda: optimizer.set_scale(math.nan), lambda: optimizer.set_plan(StepPlan(workers=2))):
         with pytest.raises(ValueError, match="Invalid"):
-            optimizer.set_batch(**wrong)  # type: ignore[arg-type]
+            wrong()
     assert (optimizer.scale, optimizer.num_samples) == (5.0, 3)
 
 

@@ -1,0 +1,37 @@
+"""One optimizer step: the pass that ends it, and its numbers afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..batch import StepPlan
+
+StepEnd = Callable[[int], StepPlan | None]
+"""Called as backward pass i of a step begins (i = 1, 2, ...): returns the step's plan if pass i is its last, else None."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The last optimizer step, as numbers on the host. A skipped step has the numbers of the step before it.
+
+    Attributes:
+        gain: r of the whole optimizer.
+        effective_steps: τ after the step.
+        steps: Optimizer steps taken up to this one, without those that were skipped.
+        sigma2: σ² of the step's own gradient samples, summed over groups, unaveraged; NaN where they yield none.
+        mu2: μ² of the step's own gradient samples, summed over groups, unaveraged; NaN where they yield none.
+        lr_factor: Factor on the LR, by the rule, for the whole optimizer.
+        skipped: Whether the step was left out because a gradient was not finite. The payload is of this step even so.
+        payload: The step's payload, summed over workers; empty if none was set.
+    """
+
+    gain: float = 1.0
+    effective_steps: float = 0.0
+    steps: int = 0
+    sigma2: float = math.nan
+    mu2: float = math.nan
+    lr_factor: float = 1.0
+    skipped: bool = False
+    payload: Sequence[float] = ()
