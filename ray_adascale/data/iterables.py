@@ -20,9 +20,9 @@ from torch.utils.data import (
 
 from .._errors import check_count
 from .._warn import warn_at_user
-from .order import BatchSplit
+from .order import BatchSplit, MicroBatch
 from .sampling import Sampling
-from .source import BatchSource, MicroBatch
+from .source import BatchSource
 
 
 def even_size(split: BatchSplit) -> int:

@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,26 +107,30 @@ class BatchSplit:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One worker's micro-batch of one pass, as a piece of the stream.
+class MicroBatch:
+    """One worker's examples of one pass: one gradient sample.
 
     Attributes:
-        position: Examples of the stream before the piece.
-        size: Examples in the piece.
-        weight: ``w_i``, the piece's share of the step's examples.
+        batch: The result of the dataset and of ``collate_fn``; None as long as the examples are not loaded.
+        examples: ``m_i``, the number of examples.
+        weight: ``w_i = m_i / B``; the weights sum to 1 over the workers and passes of a step.
         pass_index: Accumulation pass within the step, from 0.
-        is_last: Whether this is the step's last pass.
+        is_last: Whether this is the step's last pass, after which the optimizer steps.
+        by_units: Whether the weight counts units of the user's instead of examples.
+        position: Examples of the stream before the micro-batch, while it is to be loaded.
     """
 
-    position: int
-    size: int
+    batch: Any
+    examples: int
     weight: float
     pass_index: int
     is_last: bool
+    by_units: bool = False
+    position: int = 0
 
-    def same_examples(self, other: Part) -> bool:
+    def same_examples(self, other: MicroBatch) -> bool:
         """Return whether both are the same piece of the stream, whatever the split of their steps."""
-        return (self.position, self.size) == (other.position, other.size)
+        return (self.position, self.examples) == (other.position, other.examples)
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool = True) -> Tensor:
@@ -255,7 +260,7 @@ class StepSampler(Sampler[list[int]]):
         # This method is no generator, so that the position is read now and not at the first next().
         return (self.indices(part).tolist() for part in self.parts(self.position))
 
-    def parts(self, position: int) -> Iterator[Part]:
+    def parts(self, position: int) -> Iterator[MicroBatch]:
         """Yield this worker's micro-batches from ``position`` on, without end, by the split at the first request."""
         split, batch = self.split, self.split.global_batch_size
         pieces = list(zip(split.micro_batch_starts, split.micro_batch_sizes, strict=True))
@@ -263,7 +268,7 @@ class StepSampler(Sampler[list[int]]):
         while True:
             position = self._step_start(position, batch)
             for i, (start, size) in enumerate(pieces):
-                yield Part(position + start, size, size / batch, i, i == last)
+                yield MicroBatch(None, size, size / batch, i, i == last, position=position + start)
             position = self._step_start(position + batch, batch)
 
     def _step_start(self, position: int, batch: int) -> int:
@@ -271,9 +276,9 @@ class StepSampler(Sampler[list[int]]):
         rest = self.length - position % self.length
         return position + rest if self.order.drop_last and rest < batch else position
 
-    def indices(self, part: Part) -> Tensor:
-        """Return the dataset's indices of a part's examples: int64 of shape ``(size,)``."""
-        position, end = part.position, part.position + part.size
+    def indices(self, part: MicroBatch) -> Tensor:
+        """Return the dataset's indices of a micro-batch's examples: int64 of shape ``(examples,)``."""
+        position, end = part.position, part.position + part.examples
         pieces: list[Tensor] = []
         while position < end:
             epoch, before = divmod(position, self.length)

@@ -16,29 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
 from .._errors import check_count, noted
-from .order import BatchSplit, ExampleOrder, Part, StepSampler, stable_seed
+from .order import BatchSplit, ExampleOrder, MicroBatch, StepSampler, stable_seed
 from .sampling import SampledOrder, Sampling
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """The examples of one gradient sample.
-
-    Attributes:
-        batch: The result of the dataset and of ``collate_fn``.
-        examples: ``m_i``, the number of examples.
-        weight: ``w_i = m_i / B``; the weights sum to 1 over the workers and passes of a step.
-        by_units: Whether the weight counts units of the user's instead of examples.
-        pass_index: Accumulation pass within the step, from 0.
-        is_last: Whether this is the step's last pass, after which the optimizer steps.
-    """
-
-    batch: Any
-    examples: int
-    weight: float
-    pass_index: int
-    is_last: bool
-    by_units: bool = False
 
 
 class BatchSource(abc.ABC):
@@ -293,8 +272,8 @@ class _Requests(Sampler[_Request]):
         self._sampler = sampler
         self._to_processes = to_processes
         self._collated = collated
-        self._parts: Iterator[Part] = iter(())
-        self._pending: deque[Part | None] = deque()  # None: discard on arrival
+        self._parts: Iterator[MicroBatch] = iter(())
+        self._pending: deque[MicroBatch | None] = deque()  # None: discard on arrival
 
     def __iter__(self) -> Iterator[_Request]:
         # This method is no generator, so that the position is read now and not at the first next().
@@ -327,8 +306,8 @@ class _Requests(Sampler[_Request]):
             part = self._pending.popleft()
             if part is not None:
                 if self._collated:
-                    _check_size(batch, part.size)
-                yield MicroBatch(batch, part.size, part.weight, part.pass_index, part.is_last)
+                    _check_size(batch, part.examples)
+                yield MicroBatch(batch, part.examples, part.weight, part.pass_index, part.is_last)
 
 
 def _check_size(batch: Any, size: int) -> None:

@@ -19,8 +19,8 @@ from ..batch import StepPlan
 from ..checkpoint.rng import separate_streams
 from ..config import AdaScaleConfig
 from ..data import to_device
+from ..data.order import MicroBatch
 from ..data.sampling import Sampling
-from ..data.source import MicroBatch
 from ..gain import advanced
 from ..optim.step_result import StepResult
 from ..optim.step_sums import constant

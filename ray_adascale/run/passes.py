@@ -16,7 +16,7 @@ from .._errors import listed, noted
 from .._torch import count_of_writes
 from .._warn import warn_on_first_worker
 from ..batch import StepPlan
-from ..data.source import MicroBatch
+from ..data.order import MicroBatch
 from ..optim.adascale import AdaScale
 from ..sharding.elsewhere import mark_gradients_elsewhere, unmark_gradients
 from ..sharding.sharded_ddp import ShardedDataParallel

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .._errors import kind_of
-from ..data.source import MicroBatch
+from ..data.order import MicroBatch
 
 
 class UnitWeights:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ray_adascale.data.order import BatchSplit, ExampleOrder, epoch_order
-from ray_adascale.data.source import BatchSource, MicroBatch
+from ray_adascale.data.order import BatchSplit, ExampleOrder, MicroBatch, epoch_order
+from ray_adascale.data.source import BatchSource
 
 
 def stream(length: int, count: int, *, seed: int, shuffle: bool = True) -> list[int]:

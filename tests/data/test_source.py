@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from ray_adascale.data.iterables import IterableSource
-from ray_adascale.data.order import BatchSplit, ExampleOrder, epoch_order
-from ray_adascale.data.source import MapSource, MicroBatch
+from ray_adascale.data.order import BatchSplit, ExampleOrder, MicroBatch, epoch_order
+from ray_adascale.data.source import MapSource
 
 from .stream import settings_of, stream, take
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ray_adascale import AdaScale
 from ray_adascale.batch import StepPlan
-from ray_adascale.data.source import MicroBatch
+from ray_adascale.data.order import MicroBatch
 from ray_adascale.run.passes import Passes
 
 PLAN = StepPlan(base_batch_size=4, global_batch_size=8, workers=1, passes=2)
