@@ -5,7 +5,6 @@ The command line's tests name this file as ``path/to/file.py:function``, so it i
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils.data import TensorDataset
 from ray_adascale import LocalBackend, Recipe, Workload
 from ray_adascale.batch import StepPlan
 from ray_adascale.optim.schedule import BaseSchedule
+from ray_adascale.optim.step_result import StepResult
 from ray_adascale.recipe import NoiseProbe
 from ray_adascale.run.boundary.backend import ReportPolicy
 from ray_adascale.run.observe.metrics import METRICS
@@ -134,11 +134,7 @@ def step_of(number: int = 1, *, scale: int = 1, row: dict[str, Any] | None = Non
         plan=StepPlan(4, 4 * scale, 1, scale),
         total_steps=10,
         tau_before=tau - 1,
-        tau=tau,
-        gain=1.0,
-        skipped=False,
-        sigma2=math.nan,
-        mu2=math.nan,
+        result=StepResult(gain=1.0, effective_steps=tau),
         metrics=own,
         row={"step": number} if row is None else row,
     )

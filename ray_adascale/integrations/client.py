@@ -216,11 +216,7 @@ class StepLog:
                 plan=self._plan,
                 total_steps=self._schedule.base_schedule.total_steps,
                 tau_before=self._tau,
-                tau=last.effective_steps,
-                gain=last.gain,
-                skipped=False,
-                sigma2=last.sigma2,
-                mu2=last.mu2,
+                result=last,
                 metrics=metrics,
                 row={**place, **metrics},
             )

@@ -30,11 +30,12 @@ from .after_step import AfterStep
 from .assemble import assemble
 from .boundary.backend import Backend, LocalBackend
 from .boundary.checkpointing import warns_if_alone
-from .boundary.stage import BoundaryFlags, Stage, StepReport, TakenStep
+from .boundary.stage import BoundaryFlags, Stage, StepReport
 from .build import set_batch
 from .observe.advice import ExtraStateHint, UnreadHyperparameters, warn_of_equal_batches
-from .observe.metrics import plain_numbers, step_metrics
+from .observe.metrics import SKIPPED, plain_numbers, step_metrics
 from .observe.pulse import Phase, Pulse
+from .observe.step import Step
 from .skipped import SkippedSteps
 
 _log = logging.getLogger(__name__)
@@ -137,14 +138,10 @@ class Run:
         """The objects that make up this run."""
         self._after_step = AfterStep(pieces.after_step, self.module)
         self._extra = ExtraStateHint(own.extra) if own.extra else None
-        self._skipped = SkippedSteps(
-            own.loop,
-            parts.passes.scaler,
-            total_steps=self.total_steps,
-            by_recipe=recipe is not None,
-        )
+        total, by_recipe = self.total_steps, recipe is not None
+        self._skipped = SkippedSteps(own.loop, parts.passes.scaler, total_steps=total, by_recipe=by_recipe)
         self._probed: tuple[float, float] | None = None
-        self._taken: TakenStep | None = None  # until it is read
+        self._taken: Step | None = None  # until it is read
         self._flags = BoundaryFlags.NONE  # of the steps that were read since the stages last ran
         self._loop_seconds = 0.0
         self._pulse = Pulse(parts.config.step_timeout_s)
@@ -398,7 +395,7 @@ class Run:
         self._pulse.enter(Phase.BETWEEN)
         return True
 
-    def _take_step(self, own: dict[str, Any]) -> TakenStep:
+    def _take_step(self, own: dict[str, Any]) -> Step:
         """Take the optimizer step. Return its values on the host; its numbers may still be on the device."""
         lr, before = self.schedule.lrs[0], self.optimizer.last_step
         self.parts.passes.step()
@@ -408,8 +405,9 @@ class Run:
         self.state.iterations += 1
         self._after_step(self.optimizer, before)
         self.parts.reporting.count(self.plan.global_batch_size)
-        number, position, recorded = self.state.iterations, self.source.position, dict(self.state.recorded)
-        return TakenStep(number, self.plan, lr, before.effective_steps, position, flags, own, recorded)
+        state, source = self.state, self.source
+        known = state.iterations, self.plan, self.total_steps, before.effective_steps, lr, source.position, flags, own
+        return Step(*known, recorded=dict(state.recorded))
 
     def _payload(self) -> Tensor:
         """Return the payload of the step's all-reduce: this worker's loss, its boundary flags, and what is compared."""
@@ -459,9 +457,11 @@ class Run:
         metrics = self._metrics(last, taken.own.get("loss", loss), taken.lr)
         state.metrics = {**metrics, **taken.recorded}
         if self.parts.listeners:
-            step = taken.observed(last, {**metrics, **clipped}, state, self.total_steps)
+            taken.result, taken.metrics = last, state.metrics
+            taken.row.update(step=taken.number, attempt=state.attempt, position=taken.position)
+            taken.row |= {**metrics, **clipped, **taken.own, **({SKIPPED: True} if last.skipped else {})}
             for listener in self.parts.listeners:
-                listener.after_step(step)
+                listener.after_step(taken)
 
     def _run_stages(self) -> None:
         """Run the stages of this step boundary, if one may have to act. End the run if a stage returns a reason."""

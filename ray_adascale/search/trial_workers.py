@@ -100,9 +100,9 @@ class StepNoise(Listener):
     def after_step(self, step: Step) -> None:
         """Collect the step's loss, and its noise where a sample is due."""
         self._collected.add_loss(step.metrics["loss"])
-        known = not step.skipped and math.isfinite(step.sigma2) and math.isfinite(step.mu2)
+        known = not step.result.skipped and math.isfinite(step.result.sigma2) and math.isfinite(step.result.mu2)
         if known and step.tau_before in probe_steps(step.total_steps, self._probe_every):
-            noise = NoiseProbe(effective_steps=step.tau_before, sigma2=step.sigma2, mu2=step.mu2)
+            noise = NoiseProbe(effective_steps=step.tau_before, sigma2=step.result.sigma2, mu2=step.result.mu2)
             self._collected.noise.append(noise)
 
 

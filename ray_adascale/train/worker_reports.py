@@ -50,7 +50,7 @@ class LiveMetrics(Listener):
 
     def after_step(self, step: Step) -> None:
         """Send the metrics, if the last ones are old enough or the run has reached T."""
-        if self._timer is not None and not self._timer.due and step.tau < step.total_steps:
+        if self._timer is not None and not self._timer.due and step.result.effective_steps < step.total_steps:
             return
         self._timer = IntervalTimer(_METRICS_S)
         values = {**step.metrics, **self._tracker.eta.as_metrics()}

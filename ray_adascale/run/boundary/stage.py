@@ -9,60 +9,6 @@ from typing import Any, Final, Protocol
 
 from ...batch import StepPlan
 from ...optim.schedule import BaseSchedule, EffectiveSchedule
-from ...optim.step_result import StepResult
-from ..observe.metrics import SKIPPED
-from ..observe.step import Step
-
-
-@dataclass(frozen=True)
-class TakenStep:
-    """An optimizer step that was taken. Its numbers may still be on the device.
-
-    Attributes:
-        number: Optimizer steps of the run so far, including this step and skipped steps.
-        plan: The step's batch.
-        lr: lr(⌊τ⌋) of the first parameter group, before the gain.
-        tau: τ before the step.
-        position: Examples of the run so far.
-        flags: This worker's flags, if it is the only one. Flags of several workers arrive with the step's numbers.
-        own: The user's metrics of this step.
-        recorded: The user's metrics so far.
-    """
-
-    number: int
-    plan: StepPlan
-    lr: float
-    tau: float
-    position: int
-    flags: int
-    own: dict[str, Any]
-    recorded: dict[str, Any]
-
-    def observed(self, last: StepResult, metrics: dict[str, Any], state: LoopState, total_steps: int) -> Step:
-        """Return the step as listeners see it.
-
-        Args:
-            last: The step's numbers.
-            metrics: The run's own metrics.
-            state: The loop's state after the step.
-            total_steps: T.
-        """
-        row = {"step": self.number, "attempt": state.attempt, "position": self.position, **metrics, **self.own}
-        if last.skipped:
-            row[SKIPPED] = True
-        return Step(
-            number=self.number,
-            plan=self.plan,
-            total_steps=total_steps,
-            tau_before=self.tau,
-            tau=last.effective_steps,
-            gain=last.gain,
-            skipped=last.skipped,
-            sigma2=last.sigma2,
-            mu2=last.mu2,
-            metrics=state.metrics,
-            row=row,
-        )
 
 
 @dataclass

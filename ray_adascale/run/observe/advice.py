@@ -173,7 +173,7 @@ class NoiseWarning(Listener):
         """Warn if the batch has been too large for one window of the averages."""
         if self._warned:
             return
-        if not step.skipped:
+        if not step.result.skipped:
             self._gains += step.metrics["gain"]
             self._scales += step.plan.scale
         if step.plan.scale <= 1:
@@ -184,12 +184,12 @@ class NoiseWarning(Listener):
         if warning is None:  # the noise scale may be NaN, too
             self._too_large_since = None
             return
-        since = step.tau if self._too_large_since is None else self._too_large_since
+        since = step.result.effective_steps if self._too_large_since is None else self._too_large_since
         self._too_large_since = since
         # Noise at the beginning of a run seldom lasts, and averages of a few samples vary.
         settled = max(_WINDOWS * self._window, self._warmed_up + self._window)
-        reliable = step.tau >= settled and step.metrics["optimizer_steps"] >= _STEPS
-        if reliable and step.tau - since >= self._window and not self._efficient_as_a_whole(step):
+        reliable = step.result.effective_steps >= settled and step.metrics["optimizer_steps"] >= _STEPS
+        if reliable and step.result.effective_steps - since >= self._window and not self._efficient_as_a_whole(step):
             self._warned = True
             warn_at_user(warning)
 
@@ -199,7 +199,7 @@ class NoiseWarning(Listener):
             return True
         if self._forecast is None:
             return False
-        steps = step.metrics["optimizer_steps"] + self._forecast.steps_left(step.tau)
+        steps = step.metrics["optimizer_steps"] + self._forecast.steps_left(step.result.effective_steps)
         return 2 * step.total_steps >= step.plan.scale * steps
 
 

@@ -99,14 +99,16 @@ class EtaTracker(Listener):
     def after_step(self, step: Step) -> None:
         """Update :attr:`eta`, unknown after a skipped step. With a forecast, add the remaining steps to the trace's row."""
         scale, taken = step.plan.scale, step.metrics["optimizer_steps"]
-        left = steps_left(self._forecast, tau=step.tau, total_steps=step.total_steps, taken=taken, scale=scale)
+        left = steps_left(
+            self._forecast, tau=step.result.effective_steps, total_steps=step.total_steps, taken=taken, scale=scale
+        )
         if self._forecast is not None:
             step.row["steps_left"] = round(left, 1)
         rough = self._forecast is None and scale > 1
         self._timed += 1
         if self._timed == self._FIRST:
             self._since = time.monotonic()
-        self.eta = UNKNOWN if step.skipped else Eta(left, left * self.seconds_per_step if left else 0.0, rough)
+        self.eta = UNKNOWN if step.result.skipped else Eta(left, left * self.seconds_per_step if left else 0.0, rough)
 
     @property
     def seconds_per_step(self) -> float:

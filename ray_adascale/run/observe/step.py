@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...batch import StepPlan
+from ...optim.step_result import StepResult
+
+_UNKNOWN = StepResult()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class Step:
-    """One optimizer step, with its numbers on the host.
+    """One optimizer step of a run: first what is known as it is taken, and once the host has its numbers those as well.
 
     Attributes:
         number: Optimizer steps of the run so far, including this step and skipped steps.
-        plan: The step's batch.
+        plan: What the step consists of.
         total_steps: T.
         tau_before: τ before the step.
-        tau: τ after the step.
-        gain: r.
-        skipped: Whether a gradient was not finite, so that weights and τ did not change.
-        sigma2: σ² of this step alone, not averaged. NaN if the step had one gradient sample; meaningless if it was skipped.
-        mu2: μ² of this step alone, not averaged. NaN if the step had one gradient sample; meaningless if it was skipped.
+        lr: lr(⌊τ⌋) of the first parameter group, before the gain.
+        position: Examples of the run so far.
+        flags: This worker's flags, if it is the only one. Flags of several workers arrive with the step's numbers.
+        own: The user's metrics of this step.
+        recorded: The user's metrics so far.
+        result: The step's numbers; those of a fresh run until the host has them.
         metrics: The metrics to report: the run's, and the user's as last recorded. A listener may add keys.
         row: The step's row in the trace. A listener may add keys.
     """
@@ -31,13 +36,14 @@ class Step:
     plan: StepPlan
     total_steps: int
     tau_before: float
-    tau: float
-    gain: float
-    skipped: bool
-    sigma2: float
-    mu2: float
-    metrics: dict[str, Any]
-    row: dict[str, Any]
+    lr: float = math.nan
+    position: int = 0
+    flags: int = 0
+    own: dict[str, Any] = field(default_factory=dict)
+    recorded: dict[str, Any] = field(default_factory=dict)
+    result: StepResult = _UNKNOWN
+    metrics: dict[str, Any] = field(default_factory=dict)
+    row: dict[str, Any] = field(default_factory=dict)
 
 
 class Listener:
