@@ -60,12 +60,12 @@ def probe_steps(total_steps: int, every: int | None = None) -> frozenset[int]:
 
     Args:
         total_steps: T.
-        every: Optimizer steps from one to the next. Default: a sixth of :func:`smoothing_width`, about 165 in a run.
+        every: Optimizer steps from one to the next. Default: half of :func:`smoothing_width`, about 55 steps.
     """
     steps, step = [], 0
     while step < total_steps:
         steps.append(step)
-        step += every or max(1, round(smoothing_width(step, total_steps) / 6))
+        step += every or max(1, round(smoothing_width(step, total_steps) / 2))
     return frozenset(steps)
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from study import announce
 from torch import Tensor, nn
 
-from ray_adascale.measure.probe import BatchPair
+from ray_adascale.measure.probe import BatchSamples
 from ray_adascale.recipe import probe_steps
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -154,17 +154,17 @@ class Stepper:
         self._model, self._batch = model.module, (model.x, model.y)
         self.params = list(model.module.parameters())
         self._optimizer = torch.optim.SGD(self.params, lr=1e-3, momentum=0.9)
-        self._pair = BatchPair(model.module, loss_of)
+        self._samples = BatchSamples(model.module, loss_of)
 
     def seconds(self, measured: bool, blocks: int) -> float:
         """Return the CPU seconds of blocks of :data:`EVERY` steps, each with one measurement or none."""
         began = time.process_time()
         for step in range(blocks * EVERY):
-            if self._pair.begun:
-                self._pair.end(self._batch)
+            if self._samples.begun:
+                self._samples.add(self._batch)
             loss_of(self._model, self._batch).backward()
             if measured and step % EVERY == 0:
-                self._pair.begin(self.params)
+                self._samples.begin(self.params)
             self._optimizer.step()
             self._optimizer.zero_grad()
         return time.process_time() - began

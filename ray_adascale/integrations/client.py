@@ -18,7 +18,7 @@ from .._warn import warn_at_user
 from ..batch import StepPlan
 from ..config import AdaScaleConfig, read_settings
 from ..gain import advanced
-from ..measure.probe import BatchPair
+from ..measure.probe import BatchSamples
 from ..optim.adascale import AdaScale
 from ..optim.step_result import StepEnd
 from ..optim.tau_schedule import TauSchedule
@@ -241,12 +241,12 @@ class StepLog:
 class RecipeRecorder:
     """Records the recipe of a client's base run: one worker at the base batch, with probes of the noise.
 
-    A probe compares the gradients of two consecutive batches at the weights of the first, in an extra pass for each. It changes
+    A probe compares the gradients of four consecutive batches at the weights of the first, in an extra pass for each. It changes
     no state, so the run is bit-identical to one without probes.
 
     Args:
         loss_fn: ``loss_fn(model, batch)``, the mean loss over the batch's examples, of the bare model.
-        probe_every: Optimizer steps between two probes. Default: about 165 probes, dense at the beginning.
+        probe_every: Optimizer steps between two probes. Default: about 55 probes, dense at the beginning.
     """
 
     def __init__(self, loss_fn: Callable[[nn.Module, Any], Tensor], probe_every: int | None = None) -> None:
@@ -261,8 +261,8 @@ class RecipeRecorder:
     def reset(self) -> None:
         """Drop the probes. An adapter calls this before a new run."""
         self._noise: list[NoiseProbe] = []
-        self._pair: BatchPair | None = None
-        self._tau = 0.0  # of the pair
+        self._samples: BatchSamples | None = None
+        self._tau = 0.0  # of the samples
         self._started = time.monotonic()
 
     def begin(self, schedule: TauSchedule, config: AdaScaleConfig) -> None:
@@ -292,17 +292,20 @@ class RecipeRecorder:
     def before_step(self, model: nn.Module, batch: Any) -> None:
         """Probe the noise, if a probe is due or begun. An adapter calls this before training on the batch."""
         assert self._schedule is not None
-        if self._pair is None:
-            self._pair = BatchPair(model, self._loss_fn)
-        if self._pair.begun:
-            sigma2, mu2 = self._pair.end(batch)
-            if math.isfinite(sigma2) and math.isfinite(mu2):
-                self._noise.append(NoiseProbe(effective_steps=self._tau, sigma2=sigma2, mu2=mu2))
+        if self._samples is None:
+            self._samples = BatchSamples(model, self._loss_fn)
+        found = self._samples.add(batch) if self._samples.begun else None
+        if found is not None and all(map(math.isfinite, found)):
+            self._noise.append(NoiseProbe(effective_steps=self._tau, sigma2=found[0], mu2=found[1]))
         tau = self._schedule.effective_steps
-        if tau in self._steps and not (self._noise and self._noise[-1].effective_steps >= tau):
+        if (
+            tau in self._steps
+            and not self._samples.begun
+            and not (self._noise and self._noise[-1].effective_steps >= tau)
+        ):
             self._tau = tau
             trained = [p for group in self._schedule.optimizer.param_groups for p in group["params"] if p.requires_grad]
-            self._pair.begin_with(batch, trained)
+            self._samples.begin_with(batch, trained)
 
     def recipe(
         self,

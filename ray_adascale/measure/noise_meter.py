@@ -12,21 +12,21 @@ from torch import Tensor, nn
 
 from .._errors import check_count
 from ..gain import Average, plain_noise_scale
-from .probe import BatchPair
+from .probe import SAMPLES, BatchSamples
 
 
 class NoiseMeter:
     """Measures B_noise, the gradient noise scale in examples, in any training loop: ``meter.update(batch)`` once a step.
 
-    A measurement compares the gradients of two consecutive batches at the weights of the first, in an extra pass for each. See
-    :class:`ray_adascale.measure.probe.BatchPair`: training is the same to the bit.
+    A measurement compares the gradients of four consecutive batches at the weights of the first, in an extra pass for each. See
+    :class:`ray_adascale.measure.probe.BatchSamples`: training is the same to the bit.
 
     Args:
         model: The bare model: not wrapped by DDP, not compiled.
         loss_fn: ``loss_fn(model, batch)``, the mean loss over the batch's examples, a scalar.
         batch_size: Examples of a batch on this worker.
         parameters: Parameters to measure. Default: all of the model. Frozen ones are left out.
-        every: Steps from one measurement to the next, at least 2.
+        every: Steps from one measurement to the next, at least 4.
         window: Width of the moving average, in measurements.
         process_group: Workers whose measurements are averaged. Default: the default group, if there is one.
 
@@ -41,15 +41,15 @@ class NoiseMeter:
         batch_size: int,
         parameters: Sequence[nn.Parameter] | None = None,
         *,
-        every: int = 20,
+        every: int = 80,
         window: float = 50.0,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if not window >= 1:
             raise ValueError(f"Invalid {window=}. Must be at least 1.")
-        self._pair, self._params = BatchPair(model, loss_fn), parameters
-        self._device = self._pair.trainable(parameters)[0].device
-        self._size, self._every = check_count("batch_size", batch_size), check_count("every", every, 2)
+        self._samples, self._params = BatchSamples(model, loss_fn), parameters
+        self._device = self._samples.trainable(parameters)[0].device
+        self._size, self._every = check_count("batch_size", batch_size), check_count("every", every, SAMPLES)
         self._decay, self._group = 1 - 1 / window, process_group
         self._average = Average.empty((2, 1))
         self._step = 0
@@ -60,15 +60,16 @@ class NoiseMeter:
         Args:
             batch: The batch of the step, as ``loss_fn`` receives it.
         """
-        if self._pair.begun:
-            sample = torch.tensor(self._pair.end(batch), dtype=torch.float64, device=self._device).view(2, 1)
+        found = self._samples.add(batch) if self._samples.begun else None
+        if found is not None:
+            sample = torch.tensor(found, dtype=torch.float64, device=self._device).view(2, 1)
             if dist.is_available() and dist.is_initialized():
                 dist.all_reduce(sample, group=self._group)
                 sample /= dist.get_world_size(self._group)
             sample = sample.cpu()
             self._average = self._average.update(sample, self._decay, use=torch.isfinite(sample).all())
         if self._step % self._every == 0:
-            self._pair.begin_with(batch, self._params)
+            self._samples.begin_with(batch, self._params)
         self._step += 1
 
     @property

@@ -1,10 +1,11 @@
-"""The noise of a base run, measured in an extra pass without an effect on training: by pairs of base batches.
+"""The noise of a base run, measured in extra passes without an effect on training: several base batches at the same weights.
 
 A base run has one gradient sample per step, so the variance cannot be read off the step itself. The gradients of two steps are of
-different weights, and μ² from them is 31 to 46 % low. So :class:`BatchPair` keeps the weights and the gradient of a step, and
-computes the gradient of the *next* batch at the same weights. The run has not trained on that batch, so the two are independent
-samples of the gradient of a base batch, whatever a batch consists of and however a loss or batch norm couples its examples. With
-n = 2 samples of B0 examples each, :func:`ray_adascale.gain.gradient_moments` gives unbiased σ² and μ².
+different weights, and μ² from them is 31 to 46 % low. So :class:`BatchSamples` keeps the weights and the gradient of a step, and
+computes the gradients of the *next* batches at the same weights. The run has not trained on those batches, so all of them are
+independent samples of the gradient of a base batch, whatever a batch consists of, and however a loss or batch norm couples its
+examples. With n samples of B0 examples each, :func:`ray_adascale.gain.gradient_moments` gives unbiased σ² and μ². The pairs of
+samples grow with n² and the passes with n, so four batches at few steps tell more than two batches at many.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,40 +25,55 @@ from torch.nn.parallel import DistributedDataParallel
 from ..gain import gradient_moments
 from .norms import take_norms
 
+SAMPLES = 4
+"""n, batches of a measurement."""
 
-class _Kept(NamedTuple):
-    """Copies of the weights, and of the gradient there, of some parameters."""
+
+@dataclass
+class _Kept:
+    """Copies of the weights of some parameters, and what is known of the gradients there.
+
+    Attributes:
+        parameters: The parameters.
+        weights: Copies of them.
+        mean: Mean of the gradients so far.
+        squares: Σ ‖g − mean‖² so far, float64, 0-dim.
+        count: Gradients so far.
+    """
 
     parameters: list[Tensor]
     weights: list[Tensor]
-    gradients: list[Tensor | None]
+    mean: list[Tensor]
+    squares: Tensor
+    count: int = 1
 
 
-class BatchPair:
-    """Measures σ² and μ² from the gradients of two batches at the same weights.
+class BatchSamples:
+    """Measures σ² and μ² from the gradients of several batches at the same weights.
 
-    Call :meth:`begin` with one batch and :meth:`end` with the next.
+    Call :meth:`begin` with one batch and :meth:`add` with each of the next ones.
 
     Gradients, buffers (batch-norm statistics), module attributes, train/eval mode and the random number generators (torch on
     the CPU and on the model's CUDA devices, Python, NumPy's global one) are restored, also if ``loss_fn`` raises.
     Hooks on the parameters don't fire; module hooks do, since ``loss_fn`` calls the model itself. Two things can't be restored:
     weights that ``loss_fn`` writes to, and objects that an attribute refers to (the items of a list).
 
-    Memory: the weights and two gradients beside the training's own. Time: one forward and backward pass over a batch, and one
+    Memory: the weights and two gradients beside the training's own. Time: n − 1 forward and backward passes over a batch, and one
     host synchronization.
 
     Args:
         model: The bare model: not wrapped by DDP, not compiled.
         loss_fn: ``loss_fn(model, batch)`` is the *mean* loss over the batch's examples, a scalar.
+        samples: n, batches of a measurement, at least 2.
 
     Raises:
         ValueError: The model is wrapped.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor]) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], samples: int = SAMPLES) -> None:
         if isinstance(model, DistributedDataParallel):
             raise ValueError("Invalid model: wrapped in DistributedDataParallel. Probe the bare one, model.module.")
-        self._model, self._loss_fn = model, loss_fn
+        self._model, self._loss_fn, self._samples = model, loss_fn, samples
         self._kept: _Kept | None = None
 
     @property
@@ -74,8 +91,7 @@ class BatchPair:
             ValueError: A parameter is not in the model, or nothing is trainable.
         """
         chosen = self.trainable(parameters)
-        grads = [None if p.grad is None else p.grad.detach().clone() for p in chosen]
-        self._kept = _Kept(chosen, [p.detach().clone() for p in chosen], grads)
+        self._keep(chosen, [p.detach().clone() for p in chosen], [p.grad for p in chosen])
 
     def begin_with(self, batch: Any, parameters: Sequence[Tensor] | None = None) -> None:
         """Keep copies of the weights, and compute the gradient of a batch there, in an extra pass of its own.
@@ -89,32 +105,42 @@ class BatchPair:
         """
         chosen = self.trainable(parameters)
         weights = [p.detach().clone() for p in chosen]
-        self._kept = _Kept(chosen, weights, self._gradients(batch, chosen, weights))
+        self._keep(chosen, weights, self._gradients(batch, chosen, weights))
 
-    def end(self, batch: Any) -> tuple[float, float]:
-        """Return unbiased σ² and μ² at the weights of :meth:`begin`, from its gradient and that of another batch there.
+    def _keep(self, parameters: list[Tensor], weights: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        mean = [_plain(g, w, copy=True) for g, w in zip(gradients, weights, strict=True)]
+        self._kept = _Kept(parameters, weights, mean, torch.zeros((), dtype=torch.float64, device=mean[0].device))
+
+    def add(self, batch: Any) -> tuple[float, float] | None:
+        """Compute the gradient of another batch at the weights of :meth:`begin`.
 
         Args:
             batch: A batch of B0 examples that the loop has not trained on yet.
 
         Returns:
-            ``(σ², μ²)``, of the loss as ``loss_fn`` returns it (not multiplied by a loss scale), unclipped and unsmoothed:
-            μ² may be negative, and both are infinite or NaN where the gradient is.
+            With the last of the batches unbiased ``(σ², μ²)``, of the loss as ``loss_fn`` returns it (not multiplied by a loss
+            scale), unclipped and unsmoothed: μ² may be negative, and both are infinite or NaN where a gradient is. Else None.
 
         Raises:
             ValueError: The loss is not a scalar or depends on no parameter.
             RuntimeError: After the pass the model holds another parameter object than before. An optimizer would go on to update
                 the old one.
         """
-        assert self._kept is not None
-        kept, self._kept = self._kept, None
-        pairs = list(zip(kept.gradients, self._gradients(batch, kept.parameters, kept.weights), strict=True))
-        g1, g2 = [a for a, _ in pairs if a is not None], [b for _, b in pairs if b is not None]
-        # ‖g1‖², ‖g2‖², ‖g1 − g2‖², summed in parameter order. A − C = ‖g1 − g2‖²/4: the same number without the cancellation.
-        sums = [_sq_norm(x) for x in (g1, g2, [_difference(a, b) for a, b in pairs if a is not None or b is not None])]
-        n1, n2, difference = torch.stack(sums).cpu()
-        a = (n1 + n2) / 2
-        sigma2, mu2 = gradient_moments(a, a - difference / 4, scale=2.0, count=2)  # the two batches are one at S = 2
+        kept = self._kept
+        assert kept is not None
+        found = self._gradients(batch, kept.parameters, kept.weights)
+        kept.count += 1
+        # The running mean and Σ ‖g − mean‖² of Welford: without the cancellation of A − C.
+        moved = [_plain(g, w) - mean for g, w, mean in zip(found, kept.weights, kept.mean, strict=True)]
+        kept.squares += _sq_norm(moved) * ((kept.count - 1) / kept.count)
+        torch._foreach_add_(kept.mean, moved, alpha=1 / kept.count)
+        if kept.count < self._samples:
+            return None
+        self._kept, n = None, kept.count
+        c, squares = torch.stack([_sq_norm(kept.mean), kept.squares]).cpu()
+        sigma2, mu2 = gradient_moments(
+            c + squares / n, c, scale=float(n), count=n
+        )  # n base batches are one batch at S = n
         return sigma2.item(), mu2.item()
 
     def trainable(self, parameters: Sequence[Tensor] | None) -> list[Tensor]:
@@ -177,20 +203,17 @@ class BatchPair:
 
 def _sq_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return Σ ‖x‖² as a float64 scalar, summed in the order of the tensors."""
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64)
     return torch.stack([norm.to(tensors[0].device, torch.float64) for norm in take_norms(tensors)]).square().sum()
 
 
-def _difference(x: Tensor | None, y: Tensor | None) -> Tensor:
-    """Return x − y, where None is zero. Half-precision gradients are subtracted in float32."""
-    if x is None or y is None:
-        one = y if x is None else x
-        assert one is not None
-        return one
-    if x.layout != y.layout:
-        x, y = x.to_dense(), y.to_dense()
-    return x.float() - y if x.dtype in (torch.float16, torch.bfloat16) else x - y
+def _plain(gradient: Tensor | None, weight: Tensor, *, copy: bool = False) -> Tensor:
+    """Return a gradient as a dense tensor, of float32 where it is of half precision; zeros for None."""
+    if gradient is None:
+        gradient, copy = torch.zeros_like(weight), False
+    gradient = gradient.detach()
+    plain = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+    plain = plain.float() if plain.dtype in (torch.float16, torch.bfloat16) else plain
+    return plain.clone() if copy and plain is gradient else plain
 
 
 def _held(module: nn.Module, members: Callable[..., Iterator[tuple[str, Tensor]]]) -> dict[str, Tensor]:

@@ -47,8 +47,8 @@ class Search:
             trial is one process. Schedulers that stop trials then need Ray's dashboard, which frees the trials' resources.
         max_concurrent_trials: Most trials at a time. Default: as many as fit. With ``scaling_config`` it is at most the number
             that fits on the cluster at the start.
-        probe_every: Optimizer steps from one measurement of the noise to the next, for the forecast. Each costs one more
-            pass; with ``scaling_config`` the workers' gradient samples have the noise at no cost. Default: about 165
+        probe_every: Optimizer steps from one measurement of the noise to the next, for the forecast. Each costs three more
+            passes; with ``scaling_config`` the workers' gradient samples have the noise at no cost. Default: about 55
             measurements, dense at the beginning.
         storage_path: Folder or URI for Tune's results. Default: ``~/ray_results``.
         name: Name of the search and of its folder under ``storage_path``. The same name continues a search.

@@ -147,7 +147,7 @@ class Collected:
                 advice=self.advice,
                 unread={} if self.reads is None else self.reads.unread,
                 momentum=self.momentum,
-                noise_source="samples" if self.recorder is None else "pairs",
+                noise_source="samples" if self.recorder is None else "batches",
             )
             report[RESULT] = ended.to_json()
         return report

@@ -44,7 +44,7 @@ def tune_recipe(search: Search) -> Recipe:
 
     Each trial is the plain base run in one process. S = 1, so it is bit-identical to a loop without this library. It reports to
     Tune after each evaluation: every ``config.evaluate_every`` effective steps, a tenth of the run by default, and at the end.
-    The noise of the gradients is measured at some steps, by an extra pass over the next batch at the weights of the step.
+    The noise of the gradients is measured at some steps, by extra passes over the next batches at the weights of the step.
 
     The winner is the best of the trials that reached T, by the workload's metric at the end. With the metric ``"loss"``, a
     report holds the mean training loss since the previous report (at the end, of the last tenth of the run), because the loss

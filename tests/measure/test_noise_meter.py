@@ -36,14 +36,14 @@ def exact(model: nn.Linear) -> float:
 
 
 def run(workers: int = 1) -> tuple[float, float]:
-    """Measure 200 batches of 32 a worker at fixed weights, and return B_noise measured and exact."""
+    """Measure 400 batches of 32 a worker at fixed weights, and return B_noise measured and exact."""
     rank = dist.get_rank() if workers > 1 else 0
     torch.manual_seed(1)
     model = nn.Linear(20, 1)
-    meter = NoiseMeter(model, mse, 32, every=2, window=1e9)
+    meter = NoiseMeter(model, mse, 32, every=4, window=1e9)
     x, y = data()
     generator = torch.Generator().manual_seed(2 + rank)
-    for _ in range(200):
+    for _ in range(400):
         rows = torch.randint(N, (32,), generator=generator)
         meter.update((x[rows], y[rows]))
     assert meter.measurements == 100
@@ -52,7 +52,7 @@ def run(workers: int = 1) -> tuple[float, float]:
 
 def test_it_is_the_noise_scale_of_the_data() -> None:
     found, true = run()
-    # 100 pairs of batches of 32: trΣ is then known to about 3 %, and ‖G‖² at this noise to about 5 %.
+    # 100 measurements of 4 batches of 32: trΣ is then known to about 2 %, and ‖G‖² at this noise to about 4 %.
     assert found == pytest.approx(true, rel=0.15)
 
 
@@ -69,7 +69,7 @@ def test_training_stays_as_it_is_to_the_bit() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        noise = NoiseMeter(model, mse, 16, every=3) if meter else None
+        noise = NoiseMeter(model, mse, 16, every=4) if meter else None
         x, y = data()
         for i in range(20):
             batch = x[i * 16 : i * 16 + 16], y[i * 16 : i * 16 + 16]
@@ -78,7 +78,7 @@ def test_training_stays_as_it_is_to_the_bit() -> None:
             mse(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert noise is None or noise.measurements == 7
+        assert noise is None or noise.measurements == 5
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     assert torch.equal(weights(True), weights(False))
@@ -86,9 +86,9 @@ def test_training_stays_as_it_is_to_the_bit() -> None:
 
 def test_a_gradient_that_is_not_finite_is_left_out() -> None:
     model = nn.Linear(2, 1)
-    meter = NoiseMeter(model, mse, 2, every=2)
+    meter = NoiseMeter(model, mse, 2, every=4)
     assert math.isnan(meter.noise_scale)
-    for value in (math.inf, 1.0, 1.0, 2.0):
+    for value in (math.inf, 1.0, 1.0, 2.0, 1.0, 2.0, 3.0, 4.0):
         meter.update((torch.tensor([[1.0, 2.0], [1.1, 2.0]]), value * torch.ones(2, 1)))
     assert meter.measurements == 1
     assert math.isfinite(meter.noise_scale)
@@ -98,7 +98,7 @@ def test_a_gradient_that_is_not_finite_is_left_out() -> None:
     ("model", "size", "how", "message"),
     [
         (nn.Linear(2, 2), 0, {}, "Invalid batch_size=0"),
-        (nn.Linear(2, 2), 2, {"every": 1}, "Invalid every=1"),
+        (nn.Linear(2, 2), 2, {"every": 3}, "Invalid every=3"),
         (nn.Linear(2, 2), 2, {"window": 0.5}, "Invalid window=0.5"),
         (nn.ReLU(), 2, {}, "none is trainable"),
     ],

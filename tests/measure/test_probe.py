@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ray_adascale.data.cut import halves_of
 from ray_adascale.gain import gradient_moments
-from ray_adascale.measure.probe import BatchPair
+from ray_adascale.measure.probe import BatchSamples
 
 Batch = tuple[Tensor, Tensor]
 
@@ -38,10 +38,11 @@ def probe_noise(
     """σ² and μ² from the two halves of a batch, as two batches of half the size."""
     halves = halves_of(batch)
     assert halves is not None
-    pair = BatchPair(model, loss_fn)
+    pair = BatchSamples(model, loss_fn, samples=2)
     pair.begin_with(halves[0][0], parameters)
     assert pair.begun
-    found = pair.end(halves[1][0])
+    found = pair.add(halves[1][0])
+    assert found is not None
     assert not pair.begun
     return found
 
@@ -62,17 +63,31 @@ def test_a_step_is_the_first_of_the_pair_at_its_own_weights() -> None:
     plain = copy.deepcopy(model)
     first, second = ((torch.randn(8, 6), torch.randint(3, (8,))) for _ in range(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    pair, other = BatchPair(model, cross_entropy), BatchPair(plain, cross_entropy)
+    pair, other = BatchSamples(model, cross_entropy, 2), BatchSamples(plain, cross_entropy, 2)
     cross_entropy(model, first).backward()
     pair.begin()
     optimizer.step()
     optimizer.zero_grad()
     other.begin_with(first)
-    assert pair.end(second) == other.end(second)
+    assert pair.add(second) == other.add(second) is not None
+
+
+@pytest.mark.parametrize("n", [2, 4, 5])
+def test_n_batches_are_the_samples_of_the_formula(n: int) -> None:
+    rng = np.random.default_rng(n)
+    x, y, w = rng.normal(size=(n, 6, 3)), rng.normal(size=(n, 6)), rng.normal(size=3)
+    g = np.stack([(xs @ w - ys) @ xs / 6 for xs, ys in zip(x, y, strict=True)])
+    samples = BatchSamples(linear(w), mse, n)
+    batches = [(torch.from_numpy(xs), torch.from_numpy(ys)) for xs, ys in zip(x, y, strict=True)]
+    samples.begin_with(batches[0])
+    *unfinished, found = map(samples.add, batches[1:])
+    assert unfinished == [None] * (n - 2)
+    sigma2 = g.var(axis=0, ddof=1).sum()
+    assert found == pytest.approx((sigma2, g.mean(0) @ g.mean(0) - sigma2 / n), rel=1e-12)
 
 
 def test_it_is_unbiased_where_batch_norm_couples_the_examples() -> None:
-    """The mean of 200 pairs against the variance and the mean of 500 gradients of whole batches."""
+    """The mean of 70 measurements against the variance and the mean of 500 gradients of whole batches."""
     seed_all()
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
     x, y = torch.randn(400, 4), torch.randint(3, (400,))
@@ -82,20 +97,20 @@ def test_it_is_unbiased_where_batch_norm_couples_the_examples() -> None:
         rows = torch.randint(400, (8,))
         return x[rows], y[rows]
 
-    pair, pairs = BatchPair(model, cross_entropy), []
-    for _ in range(200):
-        pair.begin_with(batch())
-        pairs.append(pair.end(batch()))
-    samples = torch.stack(
+    samples, found = BatchSamples(model, cross_entropy), []
+    while len(found) < 70:
+        samples.begin_with(batch())
+        found += [moments for moments in (samples.add(batch()) for _ in range(3)) if moments is not None]
+    plain = torch.stack(
         [
             torch.cat([g.flatten() for g in torch.autograd.grad(cross_entropy(model, batch()), params)])
             for _ in range(500)
         ]
     ).double()
-    sigma2, mu2 = torch.tensor(pairs, dtype=torch.float64).mean(0).tolist()
-    assert sigma2 == pytest.approx(float(samples.var(0).sum()), rel=0.15)  # 200 pairs: a standard error of 4 %
-    error = torch.tensor(pairs, dtype=torch.float64)[:, 1].std() / 200**0.5
-    assert abs(mu2 - float(samples.mean(0).square().sum())) < 3 * error
+    moments = torch.tensor(found, dtype=torch.float64)
+    sigma2, mu2 = moments.mean(0).tolist()
+    assert sigma2 == pytest.approx(float(plain.var(0).sum()), rel=0.15)  # a standard error of 4 %
+    assert abs(mu2 - float(plain.mean(0).square().sum())) < 3 * moments[:, 1].std() / len(found) ** 0.5
 
 
 # --- Training doesn't notice ------------------------------------------------------------------------------------------

@@ -295,7 +295,7 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
     rows: list[Row] = []
     tau, r, position, loss_scale = 0.0, 1.0, 0, 65536.0 if case.precision == "fp16" else 1.0
     base, evaluated_at = case.legs[0].base, 0.0
-    expected = ExpectedNorm()
+    expected, free = ExpectedNorm(), 0.0  # the step from which the next measurement may begin
     for leg in case.legs:
         curve, averages.total_steps, hooked_for = base_hyperparameters(case, leg), leg.total, None
         if base != leg.base:
@@ -355,11 +355,15 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             r, (_, increment) = result.gain, apply_rule(case, leg, result.gain, scale, tau)
             noise = result.sigma2, result.mu2
             if base_run:
-                measured = (
-                    tau % case.probe_every == 0 and tau + 1 < leg.total
-                )  # after the last step there is no next batch
-                then, _ = examples_of(case, position, shape.batch, 1, 1)
-                noise = probe(case, module, [seen[0][0], then[0][0]]) if measured else (math.nan, math.nan)
+                noise = (math.nan, math.nan)
+                if tau % case.probe_every == 0 and tau >= free:
+                    free, then = tau + 3, position
+                    following = [seen[0][0]]
+                    for _ in range(3):
+                        (own,), then = examples_of(case, then, shape.batch, 1, 1)
+                        following.append(own[0])
+                    if free < leg.total:  # after the last step there is no next batch
+                        noise = probe(case, module, following)
             if limit < math.inf:
                 stepped = {p for group in groups for p in group["params"]}
                 torch.nn.utils.clip_grad_norm_([p for p in module.parameters() if p in stepped], limit)
@@ -382,7 +386,7 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
 
 
 def probe(case: Case, module: nn.Module, batches: list[list[int]]) -> tuple[float, float]:
-    """σ² and μ² of a step of a base run: of its batch and the next one, at the same weights."""
+    """σ² and μ² of a step of a base run: of its batch and the next three, at the same weights."""
     optimizer = optimizers(case, module)[0]  # for its metric only, which is the Euclidean one
     found = [flat(case, optimizer, list(module.parameters()), gradient(case, module, batch)) for batch in batches]
-    return moments(found, [0.5, 0.5], 2.0)
+    return moments(found, [0.25] * 4, 4.0)

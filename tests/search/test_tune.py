@@ -30,8 +30,7 @@ from ray_adascale.cli.main import main
 from ray_adascale.cli.source import resolve
 from ray_adascale.data.cut import halves_of
 from ray_adascale.data.order import epoch_order
-from ray_adascale.measure.probe import BatchPair
-from ray_adascale.recipe import probe_steps
+from ray_adascale.measure.probe import BatchSamples
 from ray_adascale.run.base.base_run import BaseResult
 from ray_adascale.search.tune import _ranking, _restored
 from ray_adascale.search.watch import Finished, Watch
@@ -39,7 +38,7 @@ from ray_adascale.train.run_lock import LOCK
 from ray_adascale.workload import build
 
 from ..live_lock import OWNER, locked_elsewhere
-from ..samples_of import schedule
+from ..samples_of import measured_steps, schedule
 
 LRS = [0.01, 0.02, 5e-5]
 B0, T, LENGTH, DIM = 16, 200, 72, 8  # 4.5 base steps an epoch: batches run across borders
@@ -321,7 +320,7 @@ def test_paused_trial_resumes_where_it_was(ray_session: Path) -> None:
     assert len(scheduler.paused) == 1
     assert recipe.hyperparameters["lr"] == np.random.default_rng(5).uniform(0.01, 0.03)
     assert recipe.score == plain_loop(recipe.hyperparameters, seed=5)
-    assert [probe.effective_steps for probe in recipe.noise] == sorted(probe_steps(T))[:-1]
+    assert [probe.effective_steps for probe in recipe.noise] == measured_steps(T)
     assert recipe.search["scheduler"] == "PauseOnce"
 
 
@@ -409,7 +408,7 @@ def test_interrupted_search_goes_on_and_repeats_decide(
     assert [(repeat.seed, repeat.score) for repeat in recipe.repeats] == [
         (seed, plain_loop({"lr": LRS[1]}, seed=seed)) for seed in (4, 5)
     ]
-    assert [len(repeat.noise) for repeat in recipe.repeats] == [len(probe_steps(T)) - 1] * 2
+    assert [len(repeat.noise) for repeat in recipe.repeats] == [len(measured_steps(T))] * 2
     assert recipe.search["completed"] == 3
     with pytest.raises(ValueError, match=r"Invalid seed=9: the search in \S+ was started with 3"):
         search(config=replace(CONFIG, seed=9))
@@ -444,9 +443,9 @@ def test_a_trial_spread_over_workers_makes_the_same_recipe(
     halves = halves_of(batch_of_step(workload, 0, seed=3))
     assert halves is not None
     (first, _), (second, _) = halves
-    pair = BatchPair(workload.model, loss_fn)
+    pair = BatchSamples(workload.model, loss_fn, 2)
     pair.begin_with(first)
-    sigma2, mu2 = pair.end(second)
+    sigma2, mu2 = pair.add(second) or (0.0, 0.0)
     assert (recipe.noise[0].sigma2, recipe.noise[0].mu2) == pytest.approx((sigma2 / 2, mu2), rel=0.05)
 
     # And a run at scale takes it.

@@ -62,7 +62,7 @@ class BaseResult:
         advice: The run's :attr:`ray_adascale.Run.advice`, because the warnings of a trial are not shown.
         unread: The hyperparameters that the workload had not read by the end, as in ``ConfigAccessLog.unread``.
         momentum: The momentum of the optimizer, see :func:`momentum_of`.
-        noise_source: What the noise was measured from: "pairs" of batches, or the "samples" of several workers.
+        noise_source: What the noise was measured from: the "batches" after some steps, or the "samples" of several workers.
     """
 
     metric: str
@@ -73,7 +73,7 @@ class BaseResult:
     advice: list[str] = field(default_factory=list)
     unread: dict[str, str | None] = field(default_factory=dict)
     momentum: Momentum = field(default_factory=Momentum)
-    noise_source: str = "pairs"
+    noise_source: str = "batches"
 
     @property
     def objective(self) -> float:
@@ -118,8 +118,8 @@ def record_recipe(
         total_epochs: Length of the run in passes over the dataset.
         seed: Seed of the weights and of the order of examples.
         config: Further settings of the loop, as for ``tune_recipe``.
-        probe_every: Optimizer steps from one measurement of the noise to the next. Each costs one more pass. Default: about 165
-            measurements, dense at the beginning, see :func:`ray_adascale.recipe.probe_steps`.
+        probe_every: Optimizer steps from one measurement of the noise to the next. Each costs three more passes. Default: about
+            55 measurements, dense at the beginning, see :func:`ray_adascale.recipe.probe_steps`.
         backend: Stores checkpoints and trace, in an empty folder. Default: neither is kept.
 
     Raises:
