@@ -189,33 +189,6 @@ def test_the_adaptive_batch_runs_and_kept_runs_are_not_repeated(tmp_path: Path) 
     assert path.read_text() == text
 
 
-def test_efficiencies_are_compared_at_as_many_steps_seed_by_seed(autobatch: Any) -> None:
-    # Fixed: 100 steps for 1,000 examples, 25 for 4,000, scores 0.8 and 0.6. 50 steps lie half-way on the logarithm: 2,000, 0.7.
-    results = {}
-    for seed, examples, score in ((1, 1500, 0.75), (2, 1000, 0.65)):
-        for choice, steps, fixed, quality in (("S=1", 100, 1000, 0.8), ("S=4", 25, 4000, 0.6)):
-            results[autobatch.Job("mnist1d", choice, seed, 100)] = autobatch.Result(
-                quality, steps, fixed, [], [], 0.0, ""
-            )
-        job = autobatch.Job("mnist1d", "E=0.6", seed, 100)
-        results[job] = autobatch.Result(score, 50, examples, [], [], 0.0, "")
-    case = autobatch.WORKLOADS["mnist1d"]
-    for seed in (1, 2):  # S = 8 takes more steps and more examples than S = 4: it is left out of the frontier
-        wasted = autobatch.Result(0.1, 40, 9000, [], [], 0.0, "")
-        results[autobatch.Job("mnist1d", "S=8", seed, 100)] = wasted
-    assert autobatch.against(case, results, "mnist1d", 100, "E=0.6", [1, 4, 8]) == autobatch.against(
-        case, results, "mnist1d", 100, "E=0.6", [1, 4]
-    )
-    found = autobatch.against(case, results, "mnist1d", 100, "E=0.6", [1, 4])
-    assert (found.steps, found.examples, found.outside) == (50, 1250, 0)
-    assert found.saved == pytest.approx(0.375)  # a quarter and a half
-    assert found.saved_error == pytest.approx(0.125)
-    assert found.better == pytest.approx(0.0)  # 0.05 better and 0.05 worse
-    assert found.better_error == pytest.approx(0.05)
-    assert autobatch.against(case, results, "mnist1d", 100, "E=0.6", [1, 2, 4]) is None  # S = 2 was not run
-    assert autobatch.interpolated([(0, 1), (2, 3)], 5) == 3
-
-
 # ---- scale.py -------------------------------------------------------------------------------------------
 
 
