@@ -254,15 +254,10 @@ def test_the_controller_is_measured(tmp_path: Path) -> None:
     assert row["start_s"] > 0
 
 
-def test_the_study_of_noise_measures_cost_steps_and_spread() -> None:
-    """About 20 s: three parts, each with runs of a hundred steps."""
-    printed = run_script(STUDIES / "noise.py")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines() if line[:2] == "| "]
-    dense, conv = (next(row for row in rows if row[0].startswith(name)) for name in ("dense", "conv"))
-    assert all(float(row[3]) > 1 for row in (dense, conv))  # a measured step does more than a plain one
-    (_, eight, *ways), (_, *levels, ratio) = (row for row in rows if row[0].startswith("images"))
-    assert len(ways) == 2
-    assert all("%" in way for way in ways)
-    assert float(eight.split(",")[0]) > 0
-    assert all("±" in level for level in levels)
-    assert float(ratio) > 0
+def test_the_study_of_noise_measures_what_it_costs() -> None:
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in run_script(STUDIES / "noise.py").splitlines()
+    ]
+    for name in ("dense", "conv"):
+        (row,) = (row for row in rows if row[0].startswith(name))
+        assert float(row[2]) > 0 < float(row[3])
