@@ -158,12 +158,28 @@ def test_a_row_is_written_before_the_next_step_and_a_skipped_step_leaves_it_alon
     assert [row["loss"] for row in read_trace(tmp_path / "trace.jsonl")][1:] == [0.25, 0.5]
 
 
-@pytest.mark.parametrize("resumed_at", [0, 2])
-def test_a_base_run_is_probed_by_pairs_of_batches_and_a_resumed_one_warns_of_the_noise_that_it_lacks(
-    resumed_at: int,
-) -> None:
+def test_a_base_run_is_probed_by_pairs_of_batches() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = AdaScaleConfig(base_batch_size=8, total_steps=4)
+    adascale, schedule = attach(model, optimizer, None, config)
+    recorder = RecipeRecorder(lambda model, batch: model(batch).square().mean(), probe_every=2)
+    recorder.begin(schedule, config)
+    for _ in range(4):
+        batch = torch.randn(8, 3)
+        recorder.before_step(model, batch)
+        model(batch).square().mean().backward()
+        adascale.step()
+        adascale.zero_grad()
+    recipe = recorder.recipe({}, metric="loss", mode="min", score=0.0, workload=nn.Linear)
+    assert [probe.effective_steps for probe in recipe.noise] == [0, 2]
+    assert recipe.search["noise"] == "pairs"
+
+
+@pytest.mark.parametrize("resumed_at", [0, 2])
+def test_a_recipe_of_a_resumed_run_warns_of_the_noise_that_it_lacks(resumed_at: int) -> None:
+    model = nn.Linear(3, 1)
     config = AdaScaleConfig(base_batch_size=8, total_steps=4)
     adascale, schedule = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), None, config)
     recorder = RecipeRecorder(lambda model, batch: model(batch).square().mean(), probe_every=2)
@@ -178,7 +194,6 @@ def test_a_base_run_is_probed_by_pairs_of_batches_and_a_resumed_one_warns_of_the
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         recipe = recorder.recipe({}, metric="loss", mode="min", score=0.0, workload=nn.Linear)
-    assert recipe.search["noise"] == "pairs"
     assert [probe.effective_steps for probe in recipe.noise] == [0, 2][resumed_at // 2 :]
     told = ["before effective step 2 was not recorded" in str(each.message) for each in seen]
     assert told == [True] * (resumed_at > 0)
