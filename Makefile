@@ -10,7 +10,7 @@ DEMO ?= runs/demo
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(if $(TMPDIR),$(TMPDIR),/tmp)/ray_adascale-pycache
 
-.PHONY: help setup demo test test-ray test-pool test-simulated test-plain test-docs test-gpu gpu-evidence test-all test-oldest test-clients-newest docs check format bench \
+.PHONY: help setup demo quick test test-ray test-pool test-simulated test-plain test-docs test-gpu gpu-evidence test-all test-oldest test-clients-newest docs check format bench \
 	dist clean
 
 .DEFAULT_GOAL := help
@@ -32,6 +32,11 @@ $(VENV)/.installed-%: $(STAMP)
 
 demo: $(STAMP)  ## search at batch 8, then the same schedule on two workers, then the comparison table
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh $(DEMO)
+
+# Two parts of the drawn cases, 30 each.
+DRAWN = tests/model/test_model.py::test_runs_agree_with_the_literal_model
+quick: $(STAMP)  ## 60 drawn whole runs, the architecture, and one folder of tests, in two minutes: make quick ROOM=optim
+	$(BIN)/python -m pytest -q -m "not slow" $(ROOM:%=tests/%) tests/project/test_architecture.py '$(DRAWN)[0]' '$(DRAWN)[1]'
 
 test: $(STAMP)  ## all tests but the slow ones and those of docs and benchmarks, in four lanes, two at a time; runs all, then fails
 	$(MAKE) --keep-going --jobs=2 --output-sync=target test-ray test-pool test-simulated test-plain

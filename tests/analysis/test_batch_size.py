@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,23 +153,17 @@ def test_nothing_fits() -> None:
     assert "2 examples a pass did not fit into memory, so 1 was tried." in error.value.__notes__
 
 
-def test_another_error_is_the_users_own() -> None:
-    def workload(config: dict[str, Any]) -> Workload:
-        built = limited(10**6)(config)
-        built.loss_fn = lambda model, batch: torch.zeros(3)
-        return built
+def test_losses_that_are_not_finite_end_no_search_and_another_error_is_the_users_own() -> None:
+    def workload(loss_fn: Any) -> Any:
+        def build(config: dict[str, Any]) -> Workload:
+            return replace(limited(20)(config), loss_fn=loss_fn)
 
+        return build
+
+    lost = workload(lambda model, batch: model(batch[0]).sum() * math.nan)
+    assert find_batch_size(lost, CONFIG, device="cpu") == 19
     with pytest.raises(ValueError, match="Must be a scalar"):
-        find_batch_size(workload, CONFIG, device="cpu")
-
-
-def test_losses_that_are_not_finite_end_no_search() -> None:
-    def workload(config: dict[str, Any]) -> Workload:
-        built = limited(20)(config)
-        built.loss_fn = lambda model, batch: model(batch[0]).sum() * math.nan
-        return built
-
-    assert find_batch_size(workload, CONFIG, device="cpu") == 19
+        find_batch_size(workload(lambda model, batch: torch.zeros(3)), CONFIG, device="cpu")
 
 
 def test_what_the_search_can_not_work_with() -> None:

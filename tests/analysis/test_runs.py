@@ -70,13 +70,6 @@ def test_events_are_restarts_and_changes_of_size() -> None:
     ]
 
 
-def test_a_change_of_scale_with_a_change_of_workers_is_no_choice_of_the_run() -> None:
-    rows = [row(1, attempt=0, world_size=2, scale=2.0), row(2, attempt=0, world_size=4, scale=4.0)]
-    assert not RunTrace("x", rows).changed_its_batch
-    rows = [row(1, attempt=0, world_size=2, scale=2.0), row(2, attempt=0, world_size=2, scale=4.0)]
-    assert RunTrace("x", rows).changed_its_batch
-
-
 def test_a_step_of_fewer_passes_is_no_change_of_the_batch() -> None:
     short = {"scale": 2.0, "short_step": True}
     run = RunTrace("x", [row(1), row(2), row(3) | short, row(4), row(5) | short])
@@ -95,4 +88,5 @@ def test_a_scale_that_the_run_chose_is_no_event() -> None:
     assert run.changed_its_batch
     assert run.events == [(4.0, "resized from 2 workers (S = 5) to 1 worker (S = 8)")]
     assert not RunTrace("x", [rows[0], rows[2]]).changed_its_batch
+    assert not RunTrace("x", [row(1, scale=2.0), row(2, world_size=4)]).changed_its_batch  # other workers in one start
     assert not RunTrace("x", [row(1)]).changed_its_batch

@@ -452,28 +452,6 @@ def test_what_the_program_freezes_otherwise_than_before_stays_so_and_is_named(tm
     assert frozen(run_of(with_frozen("1.weight"), WaitingBackend(tmp_path)).module) == {"1.weight", "3.bias"}
 
 
-def unfrozen_in_mid_run(folder: str, sharding: str, stop: int) -> list[float]:
-    run = run_of(
-        with_frozen("0.weight", "0.bias"),
-        WaitingBackend(folder, device="cpu"),
-        adamw=True,
-        sharding=sharding,
-        per_worker_batch_size=4,
-    )
-    train_with_change(run, stop)
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in run.module.parameters()]
-    return [v for p in whole for v in p.flatten().tolist()]
-
-
-@pytest.mark.parametrize("sharding", ["zero2", "fsdp2"])
-def test_an_unfrozen_layer_goes_on_over_a_restart_of_two_workers(pool: Any, tmp_path: Path, sharding: str) -> None:
-    whole = pool(2).run(unfrozen_in_mid_run, str(tmp_path / "whole"), sharding, 6)
-    cut = pool(2).run(unfrozen_in_mid_run, str(tmp_path / "cut"), sharding, 4)
-    resumed = pool(2).run(unfrozen_in_mid_run, str(tmp_path / "cut"), sharding, 6)
-    assert resumed == whole
-    assert resumed[0] == resumed[1] != cut[0]
-
-
 # ---- parameter groups ----------------------------------------------------------------------------------------------------------
 
 

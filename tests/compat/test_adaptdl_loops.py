@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD
 from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
 
 from ray_adascale import AdaptiveDataParallel, scaling_rules
@@ -165,10 +165,6 @@ class Loop:
 def _two_groups(bare: nn.Sequential, factor: float) -> SGD:
     groups = [{"lr": 0.05, **group} for group in two_groups(bare)]
     return SGD([{**group, "lr": group["lr"] * factor} for group in groups], momentum=0.9)
-
-
-def _adam(bare: nn.Sequential, factor: float) -> Adam:
-    return Adam(bare.parameters(), lr=0.01)
 
 
 LOOPS = {

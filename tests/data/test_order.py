@@ -16,20 +16,6 @@ from ray_adascale.data.order import BatchSplit, ExampleOrder, StepSampler, epoch
 from .stream import settings_of, stream
 
 
-def one_step(
-    position: int, world: int, passes: int, *, length: int, batch: int, order: ExampleOrder
-) -> tuple[list[list[int]], int]:
-    """All workers' micro-batches of one step, part by part, and the next position."""
-    cuts = [BatchSplit(batch, rank=r, world_size=world, accumulation=passes) for r in range(world)]
-    samplers = [StepSampler(length, cut, order, position) for cut in cuts]
-    by_rank = [list(itertools.islice(s, passes)) for s in samplers]
-    parts = [by_rank[part % world][part // world] for part in range(world * passes)]
-    assert [len(p) for p in parts] == cuts[0].sample_sizes
-    assert [[len(p) for p in of_rank] for of_rank in by_rank] == [cut.micro_batch_sizes for cut in cuts]
-    (after,) = {s.next_position(position) for s in samplers}
-    return parts, after
-
-
 def test_the_order_of_an_epoch_is_a_function_of_seed_and_epoch() -> None:
     orders = {(s, e): tuple(epoch_order(50, seed=s, epoch=e).tolist()) for s in range(4) for e in range(4)}
     assert all(sorted(order) == list(range(50)) for order in orders.values())
@@ -54,32 +40,6 @@ def test_an_even_split_puts_the_larger_parts_first(total: int, parts: int) -> No
     assert (len(sizes), sum(sizes)) == (parts, total)
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
-
-
-segments = st.lists(
-    st.tuples(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(1, 4)).filter(
-        lambda s: s[0] >= s[1] * s[2]
-    ),
-    min_size=1,
-    max_size=5,
-)
-
-
-@given(length=st.integers(1, 60), seed=st.integers(-3, 3), shuffle=st.booleans(), segments=segments)
-@settings(deadline=None)  # other work may share the machine
-def test_resizing_neither_repeats_nor_skips(
-    length: int, seed: int, shuffle: bool, segments: list[tuple[int, int, int, int]]
-) -> None:
-    """Segments are (B, workers, passes, steps). Put together in part order, the steps are the stream, word for word."""
-    position, seen = 0, []
-    for batch, world, passes, steps in segments:
-        for _ in range(steps):
-            order = ExampleOrder(seed=seed, shuffle=shuffle)
-            parts, position = one_step(position, world, passes, length=length, batch=batch, order=order)
-            assert sum(len(p) for p in parts) == batch
-            seen += [index for part in parts for index in part]
-            assert position == len(seen)
-    assert seen == stream(length, len(seen), seed=seed, shuffle=shuffle)
 
 
 def test_one_iterator_runs_on_over_epochs_and_ignores_a_moved_position() -> None:

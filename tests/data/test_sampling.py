@@ -144,22 +144,6 @@ def trained(dataset: Any, folder: Path | None = None, *, stop: int | None = None
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
-def test_a_run_at_the_base_batch_is_the_plain_loop_with_that_sampler_and_resumes_to_the_bit(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    order = SampledOrder(weighted(), 50, 3)
-    for epoch in range(3):
-        for x, y in DataLoader(data(), batch_size=4, sampler=order.indices(epoch).tolist()):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-    whole = trained(data(), sampler=weighted())
-    assert whole == torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
-    trained(data(), tmp_path, stop=13, sampler=weighted())
-    assert trained(data(), tmp_path, sampler=weighted()) == whole
-
-
 def test_a_loader_with_a_sampler_is_taken_apart() -> None:
     loader = DataLoader(data(), batch_size=4, sampler=weighted())
     with pytest.warns(UserWarning, match=r"a DataLoader with a WeightedRandomSampler.*sampler=loader\.sampler"):

@@ -20,7 +20,7 @@ from .planted import FAULTS, ROOT
 Pool = Callable[[int], ProcessPool]
 
 SEED = 0
-PARTS = 12
+PARTS = 10
 CASES = 300
 
 

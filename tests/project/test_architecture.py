@@ -271,12 +271,11 @@ def test_what_every_worker_loads_is_light(start: str) -> None:
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 LONGEST_FILE, LONGEST_CLASS = 550, 400
-"""Lines of a file, and lines of code of a class: without docstrings, comments and blank lines."""
+"""Lines of a file, and lines of code of a class."""
 
 
-def sizes(source: str) -> Iterator[tuple[str, int]]:
-    """Each class at the top level of a module with its lines of code."""
-    tree = ast.parse(source)
+def code_lines(source: str, tree: ast.AST) -> set[int]:
+    """Numbers of the lines of code: without docstrings, comments and blank lines."""
     docstrings: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -286,9 +285,16 @@ def sizes(source: str) -> Iterator[tuple[str, int]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in blank:
             code.update(range(token.start[0], token.end[0] + 1))
+    return code - docstrings
+
+
+def sizes(source: str) -> Iterator[tuple[str, int]]:
+    """Each class at the top level of a module with its lines of code."""
+    tree = ast.parse(source)
+    code = code_lines(source, tree)
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
-            yield node.name, len({line for line in code - docstrings if node.lineno <= line <= (node.end_lineno or 0)})
+            yield node.name, len({line for line in code if node.lineno <= line <= (node.end_lineno or 0)})
 
 
 @pytest.mark.parametrize("path", modules(ROOT / PACKAGE).values(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -296,3 +302,46 @@ def test_no_file_and_no_class_is_long(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     assert len(source.splitlines()) <= LONGEST_FILE
     assert {name: size for name, size in sizes(source) if size > LONGEST_CLASS} == {}
+
+
+BUDGET = {
+    "analysis": 1490,
+    "checkpoint": 1120,
+    "cli": 950,
+    "compat": 230,
+    "data": 810,
+    "forecast": 340,
+    "integrations": 760,
+    "measure": 790,
+    "optim": 2550,
+    "run": 3640,
+    "search": 1150,
+    "sharding": 1530,
+    "train": 1520,
+    "": 1850,
+    "tests": 34150,
+    "benchmarks": 8350,
+}
+"""The most lines of code of each package with its folders, of the modules beside them (""), of tests and of benchmarks."""
+
+
+def folders_of_code() -> dict[str, list[Path]]:
+    """The files of each entry of the budget."""
+    found: dict[str, list[Path]] = {"tests": [], "benchmarks": []}
+    for name in found:
+        found[name] = sorted((ROOT / name).rglob("*.py"))
+    for path in ALL.values():
+        folder = path.relative_to(ROOT / PACKAGE).parts[0]
+        found.setdefault("" if folder.endswith(".py") else folder, []).append(path)
+    return found
+
+
+def test_every_package_has_a_budget() -> None:
+    assert sorted(BUDGET) == sorted(folders_of_code())
+
+
+@pytest.mark.parametrize("name", BUDGET)
+def test_no_package_outgrows_its_budget(name: str) -> None:
+    texts = [path.read_text(encoding="utf-8") for path in folders_of_code().get(name, [])]
+    lines = sum(len(code_lines(text, ast.parse(text))) for text in texts)
+    assert lines <= BUDGET[name], f"{name or PACKAGE} has {lines} lines of code. A feature brings its own cut."

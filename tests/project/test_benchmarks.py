@@ -189,33 +189,6 @@ def test_the_adaptive_batch_runs_and_kept_runs_are_not_repeated(tmp_path: Path) 
     assert path.read_text() == text
 
 
-def test_efficiencies_are_compared_at_as_many_steps_seed_by_seed(autobatch: Any) -> None:
-    # Fixed: 100 steps for 1,000 examples, 25 for 4,000, scores 0.8 and 0.6. 50 steps lie half-way on the logarithm: 2,000, 0.7.
-    results = {}
-    for seed, examples, score in ((1, 1500, 0.75), (2, 1000, 0.65)):
-        for choice, steps, fixed, quality in (("S=1", 100, 1000, 0.8), ("S=4", 25, 4000, 0.6)):
-            results[autobatch.Job("mnist1d", choice, seed, 100)] = autobatch.Result(
-                quality, steps, fixed, [], [], 0.0, ""
-            )
-        job = autobatch.Job("mnist1d", "E=0.6", seed, 100)
-        results[job] = autobatch.Result(score, 50, examples, [], [], 0.0, "")
-    case = autobatch.WORKLOADS["mnist1d"]
-    for seed in (1, 2):  # S = 8 takes more steps and more examples than S = 4: it is left out of the frontier
-        wasted = autobatch.Result(0.1, 40, 9000, [], [], 0.0, "")
-        results[autobatch.Job("mnist1d", "S=8", seed, 100)] = wasted
-    assert autobatch.against(case, results, "mnist1d", 100, "E=0.6", [1, 4, 8]) == autobatch.against(
-        case, results, "mnist1d", 100, "E=0.6", [1, 4]
-    )
-    found = autobatch.against(case, results, "mnist1d", 100, "E=0.6", [1, 4])
-    assert (found.steps, found.examples, found.outside) == (50, 1250, 0)
-    assert found.saved == pytest.approx(0.375)  # a quarter and a half
-    assert found.saved_error == pytest.approx(0.125)
-    assert found.better == pytest.approx(0.0)  # 0.05 better and 0.05 worse
-    assert found.better_error == pytest.approx(0.05)
-    assert autobatch.against(case, results, "mnist1d", 100, "E=0.6", [1, 2, 4]) is None  # S = 2 was not run
-    assert autobatch.interpolated([(0, 1), (2, 3)], 5) == 3
-
-
 # ---- scale.py -------------------------------------------------------------------------------------------
 
 
@@ -281,15 +254,10 @@ def test_the_controller_is_measured(tmp_path: Path) -> None:
     assert row["start_s"] > 0
 
 
-def test_the_study_of_noise_measures_cost_steps_and_spread() -> None:
-    """About 20 s: three parts, each with runs of a hundred steps."""
-    printed = run_script(STUDIES / "noise.py")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines() if line[:2] == "| "]
-    dense, conv = (next(row for row in rows if row[0].startswith(name)) for name in ("dense", "conv"))
-    assert all(float(row[3]) > 1 for row in (dense, conv))  # a measured step does more than a plain one
-    (_, eight, *ways), (_, *levels, ratio) = (row for row in rows if row[0].startswith("images"))
-    assert len(ways) == 2
-    assert all("%" in way for way in ways)
-    assert float(eight.split(",")[0]) > 0
-    assert all("±" in level for level in levels)
-    assert float(ratio) > 0
+def test_the_study_of_noise_measures_what_it_costs() -> None:
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in run_script(STUDIES / "noise.py").splitlines()
+    ]
+    for name in ("dense", "conv"):
+        (row,) = (row for row in rows if row[0].startswith(name))
+        assert float(row[2]) > 0 < float(row[3])

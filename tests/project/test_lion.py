@@ -1,4 +1,4 @@
-"""The study of Lion: its page has the tables of the kept results, and at S = 1 its methods are one plain run."""
+"""The study of Lion: its page has the tables of the kept results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.project.benchmarks import QUIET, ROOT, load, module, runs_at_s_1
+from tests.project.benchmarks import QUIET, ROOT, load, module
 
 pytest.importorskip("mlxtend")
 pytest.importorskip("lion_pytorch")
@@ -16,13 +16,6 @@ pytestmark = [pytest.mark.docs, *QUIET]
 
 
 lion = module("lion")
-
-
-def test_at_s_1_all_methods_are_the_same_run(lion: Any) -> None:
-    job = lion.Job("tabular", "AdaScale", 1, 1, 0.002, "warmup", 40, "test", None, "lion")
-    first, *others = runs_at_s_1(lion, lion.LION.methods, job)
-    assert first.optimizer_steps == 40
-    assert others == [first] * (len(lion.LION.methods) - 1)
 
 
 def test_lr_times_decay_is_adamws(lion: Any) -> None:

@@ -1,4 +1,4 @@
-"""The study of Muon: its page has the tables of the kept results, and at S = 1 its methods are the chain's plain run."""
+"""The study of Muon: its page has the tables of the kept results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch.optim import AdamW, Muon
 
 from ray_adascale import OptimizerChain, RuleInput
-from tests.project.benchmarks import QUIET, ROOT, load, module, runs_at_s_1
+from tests.project.benchmarks import QUIET, ROOT, load, module
 
 pytest.importorskip("mlxtend")
 
@@ -37,13 +37,6 @@ def test_muon_has_the_hidden_matrices_and_adamw_the_rest(muon: Any) -> None:
     assert found["tabular"] == ["2.weight"]
     per_layer = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
     assert found["transformer"] == [f"layers.{i}.{name}" for i in (0, 1) for name in per_layer]
-
-
-def test_at_s_1_all_methods_are_the_same_run(muon: Any) -> None:
-    job = muon.Job("tabular", "AdaScale", 1, 1, 0.008, "warmup", 40, "test", None, "muon")
-    first, *others = runs_at_s_1(muon, muon.MUON.methods, job)
-    assert first.optimizer_steps == 40
-    assert others == [first] * (len(muon.MUON.methods) - 1)
 
 
 def test_the_gain_in_the_dual_norm_of_the_steps_by_hand(muon: Any) -> None:

@@ -258,21 +258,6 @@ def test_steps_of_a_fixed_batch_are_those_of_the_schedule(resizes: Any) -> None:
     assert max(resizes.PLAN) == 8
 
 
-def test_seconds_follow_steps_examples_and_messages(resizes: Any) -> None:
-    clock = load("wall_clock")
-    measured = clock.StepSeconds(2500, {16: 0.01, 4: 0.004})
-    assert clock.exchange(2500, 1) == 0
-    ring = 6 * (50e-6 + 2500 / 1.25e9)  # four workers: six messages of a quarter of 10 kB
-    assert clock.exchange(2500, 4) == pytest.approx(ring)
-    both = resizes.seconds_of("mnist", "AdaScale", (1, 4), (100, 10), measured)
-    assert both == pytest.approx(100 * 0.01 + 10 * (0.01 + ring))
-    fixed = resizes.seconds_of("mnist", resizes.FIXED, (1, 4), (100, 10), measured)
-    assert fixed == pytest.approx(100 * 0.01 + 10 * (0.004 + ring))
-    assert resizes.worker_examples("mnist", "AdaScale", (1, 4), (100, 10)) == 110
-    assert resizes.worker_examples("mnist", resizes.FIXED, (1, 4), (100, 10)) == 102.5
-    assert resizes.examples_a_worker("smiles", resizes.FIXED, 3) == 3  # of 8, rounded up
-
-
 @pytest.mark.usefixtures("made_up")
 def test_a_run_changes_its_workers_where_the_plan_says(resizes: Any) -> None:
     job = resizes.Job("flights", "nothing changed", resizes.PLAN, 1, 0.005, 400, "test")
@@ -289,46 +274,6 @@ def test_a_run_changes_its_workers_where_the_plan_says(resizes: Any) -> None:
     assert (alone.steps, alone.examples) == ([20], 320)
 
 
-def test_the_table_compares_each_rule_with_undisturbed_runs(resizes: Any) -> None:
-    plan = resizes.Plan(("mnist",), (1, 2), total_steps=100, every=3)
-    results = {
-        job: resizes.Result(0.9, [100], 1600, 0.0, "2026-11-25") for jobs in plan.grid("mnist").values() for job in jobs
-    }
-    for rule, workers in resizes.ways():
-        for seed in (1, 2):
-            score = None if rule == "linear" else 0.9 + 0.01 * seed + (0.02 if rule == "√" else 0.0)
-            steps = [10 * n for n in range(1, len(workers) + 1)]
-            results[plan.job(results, "mnist", rule, workers, seed)] = resizes.Result(
-                score, steps, 3200, 0.0, "2026-11-25"
-            )
-    measured = load("wall_clock").StepSeconds(10, dict.fromkeys(range(1, 17), 0.01))
-    lines = resizes.workload_table(plan, results, "mnist", measured).splitlines()
-    cells = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in lines[2:]}
-    assert cells["linear"][1] == "**failed** (2 of 2)"
-    assert cells["√"][1:4] == ["0.9350 ± 0.0050", "+0.0200 ± 0.0000", "+0.0200 ± 0.0000"]
-    assert cells["undisturbed, 1 worker"][2] == ""
-    assert cells["batch kept fixed"][1] == cells["undisturbed, 1 worker"][1]
-    assert cells["AdaScale"][4] == "660"
-    assert cells["batch kept fixed"][4] == "100"
-    assert cells["batch kept fixed"][6].endswith("(1.00)")
-    assert cells["batch kept fixed"][7].startswith("1.00")
-
-
-def test_the_table_of_ray_workers_adds_the_parts_of_a_run() -> None:
-    workers = load("resize_workers")
-    part = {"workload": "mnist", "workers": 2, "score": None}
-    rows = [
-        part | {"way": workers.FIXED, "step": 90, "seconds": 2.0, "whole": 12.0},
-        part | {"way": workers.ADASCALE, "step": 40, "seconds": 1.0, "whole": 10.0},
-        part | {"way": workers.ADASCALE, "step": 60, "seconds": 0.5, "whole": 5.5, "score": 0.95},
-        part | {"way": workers.FIXED, "step": 150, "seconds": 4.0, "whole": 12.0, "score": 0.9},
-    ]
-    assert workers.table({"rows": rows}).splitlines()[2:] == [
-        "| mnist | batch kept fixed | 150 | 6.0 (1.00) | 9.0 | 24 (1.00) | 0.9000 |",
-        "| mnist | AdaScale | 60 | 1.5 (0.25) | 7.0 | 16 (0.65) | 0.9500 |",
-    ]
-
-
 # ---- the pages -------------------------------------------------------------------------------------------------------
 
 
@@ -338,6 +283,7 @@ def test_the_pages_have_the_tables_of_the_kept_results(at_size: Any, resizes: An
     results = load("comparison").read(ROOT / transfer.KEPT)
     for workload in plan.workloads:
         assert load("comparison_page").workload_table(plan, results, workload) in transfer.PAGE.read_text()
+    assert transfer.robustness(plan, results) in transfer.PAGE.read_text()
     autobatch = load("autobatch")
     page, every = (load("bench").PAGES / "adaptive-batch.md").read_text(), autobatch.parse([])
     kept = load("study").read_runs(ROOT / autobatch.KEPT, autobatch.Job, autobatch.Result)

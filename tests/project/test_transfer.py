@@ -16,14 +16,11 @@ from ray_adascale import BetaRule, RuleInput
 from ray_adascale.cli.source import resolve
 from ray_adascale.optim.rules import betas_of
 from ray_adascale.workload import build
-from tests.project.benchmarks import ROOT, STUDIES, load, module, run_script, runs_at_s_1
+from tests.project.benchmarks import QUIET, ROOT, STUDIES, load, module, run_script, runs_at_s_1
 
 pytest.importorskip("mlxtend")
 
-pytestmark = [
-    pytest.mark.docs,
-    pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),
-]
+pytestmark = [pytest.mark.docs, *QUIET]
 
 
 candidates = module("adam_candidates")
@@ -119,22 +116,26 @@ def test_an_interrupted_benchmark_goes_on_with_what_is_missing(
         assert replace(results[job], cpu_s=0, date="") == replace(result, cpu_s=0, date="")
 
 
-@pytest.mark.filterwarnings("ignore:rule='adascale_betas' has no derivation")
-def test_at_s_1_all_methods_are_the_same_run(transfer: Any) -> None:
-    job = transfer.Job("tabular", "AdaScale", 1, 1, 0.02, "warmup", 40, "test")
-    first, *others = runs_at_s_1(transfer, transfer.SGD.methods, job)
-    assert first.optimizer_steps == 40
-    assert others == [first] * 5
+AT_S_1 = {
+    "transfer": ("SGD", 0.02, "sgd"),
+    "adam_betas": ("BETAS", 0.004, "adamw"),
+    "muon": ("MUON", 0.008, "muon"),
+    "lion": ("LION", 0.002, "lion"),
+}
 
 
-@pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD", "ignore:rule='adascale_betas' has no derivation")
-def test_at_s_1_all_candidates_for_adam_are_the_same_run(transfer: Any, betas: Any) -> None:
-    job = betas.Job("tabular", "AdaScale", 1, 1, 0.004, "warmup", 40, "test", None, "adamw")
-    first, *others = runs_at_s_1(betas, betas.BETAS.methods, job)
+@pytest.mark.parametrize("name", AT_S_1)
+def test_at_s_1_all_methods_are_the_same_run(name: str) -> None:
+    if name == "lion":
+        pytest.importorskip("lion_pytorch")
+    study, (comparison, lr, optimizer) = load(name), AT_S_1[name]
+    methods = getattr(study, comparison).methods
+    job = study.Job("tabular", "AdaScale", 1, 1, lr, "warmup", 40, "test", None, optimizer)
+    first, *others = runs_at_s_1(study, methods, job)
     assert first.optimizer_steps == 40
-    assert others == [first] * (len(betas.BETAS.methods) - 1)
-    # The workload's SGD gives another score.
-    assert transfer.train(replace(job, optimizer="sgd")).score != first.score
+    assert others == [first] * (len(methods) - 1)
+    if name == "adam_betas":  # the workload's SGD gives another score
+        assert load("transfer").train(replace(job, optimizer="sgd")).score != first.score
 
 
 def test_what_a_candidate_changes_is_in_adams_step_and_nowhere_after(candidates: Any) -> None:
@@ -245,7 +246,6 @@ def test_divergence_is_a_result(transfer: Any, comparison: Any, pages: Any) -> N
     assert "tabular, S = 4: 1 of 1 runs of AdaScale failed." in pages.verdicts(plan, results)
 
 
-@pytest.mark.filterwarnings("ignore:typing:DeprecationWarning")  # the text is made of all of typing's docstrings
 def test_the_search_split_chooses_and_the_test_split_reports(transfer: Any, study: Any) -> None:
     plan = transfer.parse(["--workloads", "tabular", "--scales", "1", "4", "--seeds", "1"])[1]
     assert {job.split for job in plan.grid_jobs()} == {"search"}
@@ -260,44 +260,6 @@ def test_the_search_split_chooses_and_the_test_split_reports(transfer: Any, stud
             with torch.no_grad():
                 scores.append(built.evaluate(built.model)[built.metric])
         assert scores[0] != scores[1], make
-
-
-def test_rank_correlation_by_hand(transfer: Any) -> None:
-    # Σd² = 1 + 1 + 1 + 1 + 0 = 4, and 1 − 6 · 4 / (5 · 24) = 0.8
-    assert transfer.rank_correlation([10, 20, 30, 40, 50], [2, 1, 4, 3, 99]) == pytest.approx(0.8)
-    assert transfer.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
-    # Ties share the mean of their ranks: 1, 2½, 2½, 4 against 1, 2, 3, 4 is 4.5 / √(4.5 · 5).
-    assert transfer.ranks([1, 7, 7, math.inf]) == [1, 2.5, 2.5, 4]
-    assert transfer.rank_correlation([1, 7, 7, math.inf], [1, 2, 3, 4]) == pytest.approx(4.5 / math.sqrt(22.5))
-    assert math.isnan(transfer.rank_correlation([1, 1, 1], [1, 2, 3]))
-
-
-def test_differences_are_paired_by_seed(transfer: Any, pages: Any, study: Any) -> None:
-    def runs(*scores: float | None) -> dict[int, Any]:
-        one = transfer.Result(0.0, 0.0, 1, 1, 1.0, [], [], False, 0.0, "")
-        return {seed: replace(one, score=score, failed=score is None) for seed, score in enumerate(scores)}
-
-    more, less = study.CASES["vision"], study.CASES["text"]
-    # Differences .1, .1, .2: mean .1333, sd .0577; Student's t with 2 degrees of freedom is 4.303, so ± .1434.
-    near = pages.difference(more, runs(0.9, 0.8, 0.7), runs(0.8, 0.7, 0.5))
-    assert (near.mean, near.low, near.high) == pytest.approx((0.13333, -0.01010, 0.27676), abs=1e-4)
-    assert near.verdict == "no clear difference"
-    # Differences .10, .11, .12, however much the seeds themselves differ: .11 ± .0248.
-    clear = pages.difference(more, runs(0.3, 0.6, 0.9), runs(0.2, 0.49, 0.78))
-    assert (clear.mean, clear.low) == pytest.approx((0.11, 0.0852), abs=1e-4)
-    assert clear.verdict == "better"
-    assert pages.difference(less, runs(0.3, 0.6, 0.9), runs(0.2, 0.49, 0.78)).verdict == "worse"
-    # The failed run is counted, but not part of the mean.
-    lost = pages.difference(more, runs(0.3, 0.6, 0.9), runs(0.2, 0.49, None))
-    assert lost.mean == pytest.approx(0.105)
-    assert lost.verdict.endswith("the other failed 1 time")
-    assert pages.difference(more, runs(0.9), runs(None)).verdict == "the other failed"
-    # So are the method's own, which would otherwise look like runs that were not made.
-    assert pages.difference(more, runs(None, None), runs(0.9, 0.8)).verdict == "failed"
-    assert pages.difference(more, runs(None), runs(None)).verdict == "both failed"
-    survivors = pages.difference(more, runs(0.3, None, None), runs(0.2, 0.49, 0.78))
-    assert survivors.verdict == "one seed only; failed itself 2 times"
-    assert pages.difference(more, runs(0.9), {}).verdict == "not run"
 
 
 # ---- examples/mnist.py -----------------------------------------------------------------------------------------------

@@ -201,27 +201,6 @@ def steps(run: Run, count: int) -> None:
             break
 
 
-def test_an_average_of_the_weights_resumes_bit_for_bit(tmp_path: Path) -> None:
-    whole, expected = with_average(None, 1)
-    steps(whole, 20)
-    counter = Counter()
-    first, average = with_average(tmp_path, 1, counter=counter)
-    counter.state["count"] = 7
-    counter.state["by"]["weights"] = (torch.arange(3), torch.tensor(2.5, dtype=torch.float64))
-    steps(first, 9)
-    counter = Counter()
-    second, average = with_average(tmp_path, 2, counter=counter)
-    assert counter.state["count"] == 7
-    assert counter.state["by"]["name"] == [1.5, None, "x"]
-    whole_numbers, half = counter.state["by"]["weights"]
-    assert whole_numbers.tolist() == [0, 1, 2]
-    assert half.dtype == torch.float64
-    assert half == 2.5
-    assert average.n_averaged == 9
-    steps(second, 11)
-    assert torch.equal(flat(average), flat(expected))
-
-
 def test_extra_state_that_comes_or_goes_is_told(tmp_path: Path) -> None:
     first, _ = with_average(tmp_path, 1, counter=Counter())
     steps(first, 3)

@@ -4,25 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
-from ray_adascale.sharding.buckets import Bucket, Fragment, make_buckets, memory_order, memory_view
-from ray_adascale.sharding.partition import partition
-
-SIZES = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 200), st.integers(2000, 5000)), min_size=1, max_size=8)
-
-
-def make(sizes: list[int], world_size: int, whole: bool, numel: int = 300) -> list[list[Bucket]]:
-    """The buckets of each rank, each over parameters of its own with the values 0, 1, 2, ..."""
-    out = []
-    for rank in range(world_size):
-        values = torch.arange(sum(sizes), dtype=torch.float32).split(sizes)
-        params = [nn.Parameter(v.clone()) for v in values]
-        owners = partition(sizes, world_size) if whole else None
-        groups = [i % 2 for i in range(len(sizes))]
-        out.append(make_buckets(params, groups, owners, rank=rank, world_size=world_size, numel=numel))
-    return out
+from ray_adascale.sharding.buckets import Bucket, Fragment, make_buckets, memory_order
 
 
 def test_buckets_are_in_the_order_in_which_a_backward_pass_fills_them() -> None:
@@ -34,19 +18,6 @@ def test_buckets_are_in_the_order_in_which_a_backward_pass_fills_them() -> None:
     # Another dtype, and what is frozen, lies by itself; a bucket is full when its earliest parameter has its gradient.
     assert places == [[5, 4], [3], [1], [2, 0]]
     assert [b.flat.dtype for b in buckets].count(torch.float64) == 1
-
-
-def layouts() -> list[Tensor]:
-    torch.manual_seed(0)
-    return [
-        torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
-        torch.randn(2, 3, 2, 2, 2).to(memory_format=torch.channels_last_3d),
-        torch.randn(5, 3).t(),
-        torch.randn(3, 4, 5).permute(2, 0, 1),
-        torch.tensor(2.5),
-        torch.randn(0, 4),
-        torch.randn(1, 3, 1),
-    ]
 
 
 def test_parameters_with_holes_or_overlaps_become_dense() -> None:
@@ -91,15 +62,6 @@ def test_refuses_parameters_that_were_converted() -> None:
 
 
 # ---- a fragment of another tensor --------------------------------------------------------------------------------------
-
-
-def test_fragments_of_a_state_of_another_dtype() -> None:
-    param = nn.Parameter(torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last))
-    (f,) = Bucket([param], [0], None, 1, 2).fragments
-    state = torch.arange(24, dtype=torch.float64).view(2, 3, 2, 2)
-    part = f.of(state)
-    assert part.dtype is torch.float64
-    assert torch.equal(part, memory_view(state.to(memory_format=torch.channels_last))[12:])
 
 
 def test_fragments_of_a_sparse_gradient() -> None:

@@ -146,28 +146,20 @@ class Passed(SGD):
         return "its own"
 
 
-def test_what_the_optimizer_returns_and_takes_is_its_own() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    optimizer = OSS(model.parameters(), Passed, lr=0.1)
-    model(torch.ones(1, 1)).sum().backward()
-    before, kept = model.weight.item(), []
-    assert optimizer.step(kept=kept) == "its own"
-    assert kept == [None]
-    assert model.weight.item() == pytest.approx(before - 0.1)
-
-
 class WithoutClosure(SGD):
     def step(self) -> Any:  # type: ignore[override]
         return super().step()
 
 
-def test_an_optimizer_that_takes_no_closure_is_given_none() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    optimizer = OSS(model.parameters(), WithoutClosure, lr=0.1)
-    model(torch.ones(1, 1)).sum().backward()
-    before = model.weight.item()
-    optimizer.step()
-    assert model.weight.item() == pytest.approx(before - 0.1)
+def test_what_the_optimizer_takes_and_returns_is_its_own() -> None:
+    for kind, given, returned in ((Passed, {"kept": []}, "its own"), (WithoutClosure, {}, None)):
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = OSS(model.parameters(), kind, lr=0.1)
+        model(torch.ones(1, 1)).sum().backward()
+        before = model.weight.item()
+        assert optimizer.step(**given) == returned
+        assert given.get("kept", [None]) == [None]
+        assert model.weight.item() == pytest.approx(before - 0.1)
 
 
 class Holder(SGD):
