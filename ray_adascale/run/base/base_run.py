@@ -26,8 +26,8 @@ from ...optim.schedule import BaseSchedule
 from ...recipe import SETTINGS, NoiseProbe, Recipe, Repeat, probe_steps
 from ...workload import Workload, WorkloadFn, build, injected_settings
 from ..boundary.backend import Backend
-from ..evidence import kind_of
 from ..loop import Run
+from ..observe.advice import kind_of
 from .base_noise import NoiseRecorder
 
 RESULT = "outcome"
@@ -41,7 +41,7 @@ class Momentum:
     Attributes:
         value: m, 0 ≤ m < 1; None: unknown.
         is_beta: Whether m is β1, which a rule for betas changes.
-        optimizer_class: Name of the optimizer's class, see :func:`ray_adascale.run.evidence.kind_of`; empty: unknown.
+        optimizer_class: Name of the optimizer's class, see :func:`ray_adascale.run.observe.advice.kind_of`; empty: unknown.
     """
 
     value: float | None = None
