@@ -25,7 +25,7 @@ def by(check: Check) -> dict[str, Check]:
 
 
 def check_fields(owner: Any, called: str = "") -> None:
-    """Check the fields of a dataclass by the checks declared with them, and by types such as ``Literal["min", "max"] | None``.
+    """Check the fields of a dataclass declared with them or by their types, ``bool`` and ``Literal["min", "max"] | None``.
 
     Args:
         owner: The object. Its fields become plain Python.
@@ -36,8 +36,10 @@ def check_fields(owner: Any, called: str = "") -> None:
     """
     for each in fields(owner):
         literal = re.fullmatch(r"Literal\[(.*?)\]( \| None)?", str(each.type))
-        chosen = literal and one_of(*re.findall(r"\w+", literal[1]), *([None] if literal[2] else []))
-        if check := each.metadata.get("check", chosen):
+        by_type = literal and one_of(*re.findall(r"\w+", literal[1]), *([None] if literal[2] else []))
+        if each.type == "bool":
+            by_type = _flag
+        if check := each.metadata.get("check", by_type):
             try:
                 object.__setattr__(owner, each.name, check(each.name, getattr(owner, each.name)))
             except SettingError as error:
@@ -105,6 +107,10 @@ def must_be(what: str, holds: Callable[[Any], bool], plain: Callable[[Any], Any]
         return plain(value)
 
     return check
+
+
+def _flag(where: str, value: Any) -> bool:
+    return bool(value)
 
 
 def integer(minimum: int | None = 1) -> Check:

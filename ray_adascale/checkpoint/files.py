@@ -69,17 +69,6 @@ class TensorShard:
     offset: int
     numel: int
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.tensor, Tensor) or is_dtensor(self.tensor):
-            raise TypeError(f"TensorShard(tensor=…) takes a plain tensor, not a {type(self.tensor).__name__}.")
-        if self.tensor.dim() != 1:
-            raise ValueError(f"Invalid shape {tuple(self.tensor.shape)}. A TensorShard is flat: pass tensor.view(-1).")
-        if self.offset < 0 or self.offset + len(self.tensor) > self.numel:
-            raise ValueError(
-                f"Invalid offset={self.offset}, numel={self.numel}. "
-                f"{len(self.tensor)} elements from there do not lie within the whole."
-            )
-
 
 def check_tensor(key: object, value: object) -> None:
     """Raise TypeError unless ``value`` is a tensor with data of its own, which can be stored without pickling."""
