@@ -25,7 +25,7 @@ def by(check: Check) -> dict[str, Check]:
 
 
 def check_fields(owner: Any, called: str = "") -> None:
-    """Check the fields of a dataclass declared with them or by their types, ``bool`` and ``Literal["min", "max"] | None``.
+    """Check the fields of a dataclass by their own checks, or by types: ``bool`` and ``Literal["min", "max"] | None``.
 
     Args:
         owner: The object. Its fields become plain Python.

@@ -463,6 +463,4 @@ def _describe_noise(recipe: Recipe) -> str:
         scale = "unknown"
     of_repeats = sum(len(repeat.noise) for repeat in recipe.repeats)
     more = f" and {of_repeats} in the repeats" if of_repeats else ""
-    how = recipe.search.get("noise")
-    source = f", from {how}" if isinstance(how, str) else ""
-    return f"{len(recipe.noise)} probes{more}{source}; noise scale over the whole run {scale}"
+    return f"{len(recipe.noise)} probes{more}; noise scale over the whole run {scale}"

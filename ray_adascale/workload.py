@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
@@ -20,6 +19,7 @@ from torch.utils.data import default_collate
 
 from ._errors import SettingError, kind_of, noted
 from ._fields import MAYBE_FUNCTION, by, check_fields, integer, must_be
+from ._torch import leaves
 from ._warn import warn_at_user
 from .config import AdaScaleConfig
 from .data.iterables import own_sampler
@@ -282,20 +282,12 @@ def build(
 
 
 def _loss_note(model: nn.Module, batch: Any) -> str:
-    tensors = list(itertools.islice(_tensors(batch), 6))
+    tensors = [part for part in leaves(batch) if isinstance(part, Tensor)][:6]
     dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in model.parameters())
     return (
         f"In loss_fn(model, batch), with {', '.join(map(_in_words, tensors)) or 'no tensor'} in the batch and parameters of "
         f"{', '.join(dtypes) or 'no dtype'}. Compare dtypes and shapes with what the model takes, and labels with its classes."
     )
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping | list | tuple):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(part)
 
 
 def _in_words(tensor: Tensor) -> str:

@@ -10,6 +10,8 @@ import numpy as np
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .._torch import leaves
+
 
 def examples_of(batch: Any, count: int) -> tuple[Any, int] | None:
     """Return the first examples of a batch, and their number; None if the batch can't be cut.
@@ -30,20 +32,9 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, Tensor | np.ndarray)
 
 
-def _leaves(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, Mapping):
-        for x in batch.values():
-            yield from _leaves(x)
-    elif isinstance(batch, tuple | list) and not isinstance(batch, PackedSequence):
-        for x in batch:
-            yield from _leaves(x)
-    else:
-        yield batch
-
-
 def _leading_dimensions(batch: Any) -> Iterator[int]:
     """Yield m of every array; 0, which can't be cut, if its examples lie along another dimension than the first."""
-    for x in _leaves(batch):
+    for x in leaves(batch):
         if isinstance(x, PackedSequence) or (isinstance(x, Tensor) and x.is_nested):
             yield 0
         elif _is_array(x) and x.ndim > 0:

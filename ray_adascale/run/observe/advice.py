@@ -13,9 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..._torch import leaves
 from ..._warn import warn_at_user, warn_on_first_worker
 from ...chain import largest_part, parts_of
 from ...checkpoint.per_worker import without_own
@@ -43,7 +45,7 @@ _STUDIES = {
 # ---- when a run is built ---------------------------------------------------------------------------------------------
 
 
-def kind_of(optimizer: Optimizer) -> str:
+def class_name(optimizer: Optimizer) -> str:
     """Return the name of an optimizer's class. If the class is derived from a measured one, return the name of that one."""
     names = [kind.__name__ for kind in type(optimizer).__mro__]
     return next((name for name in names if name in SGD | ADAM | MUON | LION), names[0])
@@ -69,7 +71,10 @@ def _rule_advice(rule: ScalingRule, optimizer: Optimizer) -> str | None:
             "AdamW (benchmarks/studies/pages/adam.md). Use 'adascale', or compare with a base run before you trust it."
         )
     parts = [part for part, _ in parts_of(optimizer)]
-    kinds, name = {kind_of(part) for part in parts}, " and ".join(dict.fromkeys(type(part).__name__ for part in parts))
+    kinds, name = (
+        {class_name(part) for part in parts},
+        " and ".join(dict.fromkeys(type(part).__name__ for part in parts)),
+    )
     betas = betas_of(rule) is not None
     if not isinstance(rule, AdaScaleRule) or (kinds <= SGD and not betas):
         return None
@@ -87,7 +92,7 @@ def _rule_advice(rule: ScalingRule, optimizer: Optimizer) -> str | None:
 
 
 def _recipe_advice(recipe: Recipe, optimizer: Optimizer) -> str | None:
-    before, now = recipe.optimizer_class, kind_of(largest_part(optimizer))
+    before, now = recipe.optimizer_class, class_name(largest_part(optimizer))
     if before in ("", now):
         return None
     return (
@@ -100,7 +105,7 @@ def forecast_advice(kind: str) -> str | None:
     """Return a note if the forecast failed with a class of optimizers, or was not measured with it; otherwise None.
 
     Args:
-        kind: :func:`kind_of` the optimizer of the base run; empty: unknown.
+        kind: :func:`class_name` the optimizer of the base run; empty: unknown.
     """
     if not kind or kind in SGD | ADAM | MUON:
         return None
@@ -216,12 +221,9 @@ class EqualLosses:
 
 def _tensors_of(batch: Any) -> list[Tensor]:
     """Return the tensors and arrays of a batch."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    if isinstance(batch, np.ndarray) and batch.dtype.kind in "biuf":
-        return [torch.from_numpy(batch)]
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return [tensor for part in parts for tensor in _tensors_of(part)]
+    parts = (part.data if isinstance(part, PackedSequence) else part for part in leaves(batch))
+    arrays = (torch.from_numpy(x) if isinstance(x, np.ndarray) and x.dtype.kind in "biuf" else x for x in parts)
+    return [x for x in arrays if isinstance(x, Tensor)]
 
 
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

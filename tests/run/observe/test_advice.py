@@ -21,8 +21,8 @@ from ray_adascale.optim.rules import make_rule
 from ray_adascale.run.observe.advice import (
     NoiseWarning,
     UnreadHyperparameters,
+    class_name,
     forecast_advice,
-    kind_of,
     sum_advice,
     warn_of_optimizer,
 )
@@ -183,7 +183,7 @@ def test_a_warning_names_the_measurement_of_just_these_optimizers(
     ],
 )
 def test_a_forecast_says_where_its_formula_was_not_found(kind: Any, words: str | None) -> None:
-    found = forecast_advice(kind_of(made(kind)))
+    found = forecast_advice(class_name(made(kind)))
     assert found is None if words is None else re.search(words, found or "")
     assert forecast_advice("") is None  # a recipe of an earlier version
 
