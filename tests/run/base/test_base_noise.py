@@ -66,7 +66,7 @@ def test_a_measurement_is_one_more_pass_and_they_are_dense_at_the_beginning() ->
         [probe.effective_steps for probe in found.noise] == steps[:-1] == list(range(T - 1))
     )  # after the last is no batch
     assert calls == 2 * T - 1
-    assert "59 probes, from pairs; noise scale" in found.describe()
+    assert "59 probes; noise scale" in found.describe()
     assert [probe.effective_steps for probe in record().noise] == [0, 20, 40]
 
 
