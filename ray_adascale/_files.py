@@ -141,7 +141,7 @@ def _locked(path: Path) -> int:
     return descriptor
 
 
-def room_in_words(error: BaseException, path: str | os.PathLike[str]) -> str:
+def full_disk_note(error: BaseException, path: str | os.PathLike[str]) -> str:
     """Return an addition to the error of a failed write if a disk is full: the disk, and its free space. Otherwise "".
 
     Args:

@@ -207,7 +207,7 @@ class Writer(FileSystemWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
-            self._state_json = disk.encode_state(self._state)
+            self._state_json = json.dumps(dict(self._state or {}))  # floats to the last bit, NaN and ±inf included
 
     def prepare_local_plan(self, plan: plans.SavePlan) -> plans.SavePlan:
         if (self._directory / disk.MANIFEST).exists():

@@ -137,29 +137,6 @@ def copy_start(source: Path, size: int, target: Path) -> FileDigest:
     return FileDigest(target.name, size, sha256.hexdigest())
 
 
-def encode_state(state: Mapping[str, Any] | None) -> str:
-    """Return ``state`` as JSON. Floats are restored to the last bit (``repr``), NaN and ±inf included.
-
-    Raises:
-        TypeError: A dict key is no string, or a value is not a JSON value and would change. (A tuple becomes a list.)
-    """
-
-    def check(value: object, where: str) -> None:
-        if isinstance(value, Mapping):
-            for key, item in value.items():
-                if not isinstance(key, str):  # json would silently turn 1 into "1"
-                    raise TypeError(f"{where} has the key {key!r}: state.json holds only dicts with string keys.")
-                check(item, f"{where}[{key!r}]")
-        elif isinstance(value, (list, tuple)):
-            for i, item in enumerate(value):
-                check(item, f"{where}[{i}]")
-        elif not (value is None or isinstance(value, (str, int, float))):
-            raise TypeError(f"{where} is a {type(value).__name__}: state.json holds JSON values; tensors go elsewhere.")
-
-    check({} if state is None else state, "state")
-    return json.dumps({} if state is None else dict(state))
-
-
 def is_count(value: object) -> bool:
     """Return whether a value from a JSON file can be a size or an offset: a non-negative int of at most 63 bits."""
     return type(value) is int and 0 <= value < 2**63

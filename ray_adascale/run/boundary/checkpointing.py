@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ... import checkpoint
-from ..._files import room_in_words
+from ..._files import full_disk_note
 from ...batch import BatchPlan
 from ..observe.trace import TraceFile
 from .backend import Backend
@@ -187,7 +187,7 @@ def check_agreement(
             error,
             checkpoint.CheckpointError(
                 f"No checkpoint was written: rank {backend.rank}: {type(error).__name__}: {error}"
-                + room_in_words(error, error.filename or tempfile.gettempdir())
+                + full_disk_note(error, error.filename or tempfile.gettempdir())
             ),
         )
         error.__cause__ = cause

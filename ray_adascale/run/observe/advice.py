@@ -158,8 +158,8 @@ def warn_of_step_hooks(optimizer: Optimizer) -> None:
     parts = [optimizer, *(part for part, _ in parts_of(optimizer))]
     if any(part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks for part in parts):
         warn_on_first_worker(
-            f"{type(optimizer).__name__} has hooks around its step. With sharded state they see this worker's share of the "
-            "parameters and gradients, before the workers exchange their shares. Use after_step= for an average of the weights, "
+            f"{type(optimizer).__name__} has hooks around its step. With sharded state they see this worker's shard of the "
+            "parameters and gradients, before the workers gather the shards. Use after_step= for an average of the weights, "
             "grad_clip= for clipping, or AdaScaleConfig(sharding='none')."
         )
 
@@ -172,7 +172,9 @@ _WINDOWS, _STEPS = 3, 20
 
 
 _EQUAL_STEPS = 10
-_OWN_SHARE = "Give each rank its share of them, or generators with seeds of its own (torch.distributed.get_rank())."
+_OWN_EXAMPLES = (
+    "Give each rank examples of its own, or generators with seeds of its own (torch.distributed.get_rank())."
+)
 
 
 def warn_of_equal_batches(batch: Any, world_size: int, device: torch.device) -> None:
@@ -189,7 +191,7 @@ def warn_of_equal_batches(batch: Any, world_size: int, device: torch.device) -> 
     if equal:
         warn_on_first_worker(
             f"The data of ranks {', '.join(map(str, equal))} begin with the same micro-batch: they read the same examples, so "
-            f"more workers help nothing. {_OWN_SHARE}"
+            f"more workers help nothing. {_OWN_EXAMPLES}"
         )
 
 
@@ -215,7 +217,7 @@ class EqualLosses:
         if self._in_a_row == _EQUAL_STEPS:
             warn_on_first_worker(
                 f"The loss was the same on all workers in {_EQUAL_STEPS} steps in a row: they compute with equal data, so more "
-                f"workers help nothing. {_OWN_SHARE}"
+                f"workers help nothing. {_OWN_EXAMPLES}"
             )
 
 
