@@ -102,8 +102,9 @@ class _Config(dict[str, Any]):
         return _Config(copy.deepcopy(dict(super().items()), memo), self._injected, self._log)
 
 
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
+_METRIC = must_be(
+    "'loss' or a key of the dict that evaluate returns", lambda value: isinstance(value, str) and value != ""
+)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -186,9 +187,7 @@ class Workload(Pieces):
 
     scheduler_unit: Literal["step", "epoch"] | None = None
     loss_fn: Callable[[nn.Module, Any], Tensor] = field(metadata=by(must_be("a function", callable)))
-    metric: str = field(
-        default="loss", metadata=by(must_be("'loss' or a key of the dict that evaluate returns", _is_name))
-    )
+    metric: str = field(default="loss", metadata=by(_METRIC))
     mode: Literal["min", "max"] = "min"
     config_reads: ConfigAccessLog | None = field(default=None, repr=False)
 
