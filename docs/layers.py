@@ -71,7 +71,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "run",
             "the loop of one worker",
-            "loop assemble build evidence passes after_step unit_weights clipping skipped",
+            "loop assemble build passes after_step unit_weights clipping skipped",
         ),
         Package(
             "run.boundary",
@@ -117,7 +117,7 @@ TORCH_LAYERS: list[list[Package]] = [
     ],
     [
         Package("", "how noisy a gradient is: the mathematics, as pure functions", "gain"),
-        Package("", "checks of the fields of a JSON document", "_fields"),
+        Package("", "checks that are declared with the fields of settings and recipes", "_fields"),
         Package(
             "",
             "helpers for torch, files, errors and warnings that several packages use; the version",

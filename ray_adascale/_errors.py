@@ -4,10 +4,8 @@ on the errors of others.
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 
@@ -34,7 +32,7 @@ class SettingError(ValueError):
 
     Args:
         text: The message. ``{}`` stands for the settings.
-        owner: The class that has the settings; empty for arguments of a function.
+        owner: The class that has the settings; empty for arguments of a function. :func:`check_fields` fills it in.
         **settings: The values by name. ``...`` is a value that was not given.
 
     Attributes:
@@ -43,12 +41,12 @@ class SettingError(ValueError):
 
     def __init__(self, text: str, owner: str = "AdaScaleConfig", /, **settings: Any) -> None:
         super().__init__(text, owner)  # unpickling calls the class with these two and restores the rest
-        self._text, self._owner = text, owner
+        self._text, self.owner = text, owner
         self.settings = settings
 
     def __str__(self) -> str:
-        each = ", ".join(f"{name}={'...' if value is ... else repr(value)}" for name, value in self.settings.items())
-        return self.with_settings_as(f"{self._owner}({each})" if self._owner else each)
+        each = ", ".join(f"{name}={'...' if value is ... else short(value)}" for name, value in self.settings.items())
+        return self.with_settings_as(f"{self.owner}({each})" if self.owner else each)
 
     def with_settings_as(self, text: str) -> str:
         """Return the message with this text for the settings."""
@@ -104,6 +102,11 @@ def check_type(name: str, value: Any, kind: Any, remedy: str) -> None:
         raise ValueError(f"Invalid {name} of type {type(value).__name__}. {remedy}")
 
 
+def short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def listed(names: Sequence[str], most: int = 3) -> str:
     """Return the number of parameters, and the names of the first ones: "2 parameters: 'a', 'b'"."""
     return f"{len(names)} parameters: {', '.join(map(repr, names[:most]))}{', ...' if len(names) > most else ''}"
@@ -116,21 +119,3 @@ def kind_of(value: Any) -> str:
 def clip_multiple(grad_clip: str | float | None) -> float | None:
     """Return κ of a ``grad_clip`` such as "2x"; None for a number and for no clipping."""
     return float(grad_clip[:-1]) if isinstance(grad_clip, str) else None
-
-
-def checked_clip(grad_clip: Any) -> str | float | None:
-    """Return a valid ``grad_clip``: None, a positive number, or a text such as "2x". A number as text becomes the number.
-
-    Raises:
-        SettingError: It is none of these.
-    """
-    if grad_clip in (None, "none"):  # as typed on the command line
-        return None
-    text = isinstance(grad_clip, str)
-    with suppress(ValueError, TypeError):
-        number = float(grad_clip.removesuffix("x") if text else grad_clip)
-        if number > 0 and not isinstance(grad_clip, bool) and (math.isfinite(number) or not text or grad_clip == "inf"):
-            return grad_clip if text and grad_clip.endswith("x") else number
-    raise SettingError(
-        'Invalid {}. Must be a positive number, or a multiple of the expected norm such as "2x".', grad_clip=grad_clip
-    )

@@ -1,17 +1,50 @@
-"""Checks of the fields of a JSON document. Each returns a value as plain Python, or raises an error that names the field."""
+"""Checks of the fields of settings and recipes, declared with the fields, as in ``field(default=1, metadata=COUNT)``.
+
+Each check returns a value as plain Python, or raises an error that names the field and what it must be. It loads no torch.
+"""
 
 from __future__ import annotations
 
 import math
+import numbers
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 
-import numpy as np
-
-from ._errors import RecipeError
+from ._errors import RecipeError, SettingError, check_count, short
 
 Check = Callable[[str, Any], Any]
 """Maps a field's name and value to the value as plain Python."""
+
+
+def by(check: Check) -> dict[str, Check]:
+    """Return the metadata of a field with this check."""
+    return {"check": check}
+
+
+def check_fields(owner: Any, called: str = "") -> None:
+    """Check the fields of a dataclass by their own checks, or by types: ``bool`` and ``Literal["min", "max"] | None``.
+
+    Args:
+        owner: The object. Its fields become plain Python.
+        called: Its class in the error; empty for names alone.
+
+    Raises:
+        SettingError: A value is not what its check requires.
+    """
+    for each in fields(owner):
+        literal = re.fullmatch(r"Literal\[(.*?)\]( \| None)?", str(each.type))
+        by_type = literal and one_of(*re.findall(r"\w+", literal[1]), *([None] if literal[2] else []))
+        if each.type == "bool":
+            by_type = _flag
+        if check := each.metadata.get("check", by_type):
+            try:
+                object.__setattr__(owner, each.name, check(each.name, getattr(owner, each.name)))
+            except SettingError as error:
+                error.owner = called
+                raise
 
 
 def json_value(where: str, value: Any) -> Any:
@@ -24,6 +57,8 @@ def json_value(where: str, value: Any) -> Any:
     Raises:
         RecipeError: The value has another type, which a recipe can't keep.
     """
+    import numpy as np  # here, since the help of the command line loads this module
+
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool):
@@ -68,17 +103,18 @@ def must_be(what: str, holds: Callable[[Any], bool], plain: Callable[[Any], Any]
 
     def check(where: str, value: Any) -> Any:
         if not holds(value):
-            raise RecipeError(f"Invalid {where}={short(value)}. Must be {what}.")
+            raise SettingError(f"Invalid {{}}. Must be {what}.", "", **{where: value})
         return plain(value)
 
     return check
 
 
-def integer(minimum: int) -> Check:
-    def holds(value: Any) -> bool:
-        return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= minimum)
+def _flag(where: str, value: Any) -> bool:
+    return bool(value)
 
-    return must_be(f"an integer of at least {minimum}", holds, int)
+
+def integer(minimum: int | None = 1) -> Check:
+    return lambda where, value: check_count(where, value, minimum)
 
 
 def one_of(*allowed: str | None) -> Check:
@@ -89,24 +125,18 @@ def one_of(*allowed: str | None) -> Check:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
-
-
-def number(where: str, value: Any) -> float:
-    return float(_FINITE(where, _NUMBER(where, value)))
+    with suppress(OverflowError):
+        return _is_number(value) and math.isfinite(value)
+    return False
 
 
 def within(what: str, holds: Callable[[float], bool]) -> Check:
-    """Return the check of a number in a range."""
-    in_range = must_be(what, holds, float)
-    return lambda where, value: in_range(where, _FINITE(where, _NUMBER(where, value)))
+    """Return the check of a finite number in a range."""
+    return must_be(what, lambda value: _is_finite(value) and holds(value), float)
 
 
 def optional(check: Check) -> Check:
@@ -114,9 +144,24 @@ def optional(check: Check) -> Check:
     return lambda where, value: None if value is None else check(where, value)
 
 
-def short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+number = must_be("a finite number", _is_finite, float)
+COUNT = by(integer())
+MAYBE_COUNT = by(optional(integer()))
+MAYBE_FUNCTION = by(optional(must_be("a function", callable)))
 
 
-_NUMBER, _FINITE = must_be("a number", _is_number), must_be("finite", _is_finite)
+def positive(what: str = "a positive number") -> Check:
+    return must_be(what, lambda value: _is_number(value) and value > 0)
+
+
+def clip(where: str, value: Any) -> str | float | None:
+    """Return a valid ``grad_clip``: None, a positive number, or a text such as "2x". A number as text becomes the number."""
+    if value in (None, "none"):  # as typed on the command line
+        return None
+    text = isinstance(value, str)
+    with suppress(ValueError, TypeError):
+        number = float(value.removesuffix("x") if text else value)
+        if number > 0 and not isinstance(value, bool) and (math.isfinite(number) or not text or value == "inf"):
+            return value if text and value.endswith("x") else number
+    what = 'Invalid {}. Must be a positive number, or a multiple of the expected norm such as "2x".'
+    raise SettingError(what, "", **{where: value})

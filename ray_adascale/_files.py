@@ -141,7 +141,7 @@ def _locked(path: Path) -> int:
     return descriptor
 
 
-def room_in_words(error: BaseException, path: str | os.PathLike[str]) -> str:
+def full_disk_note(error: BaseException, path: str | os.PathLike[str]) -> str:
     """Return an addition to the error of a failed write if a disk is full: the disk, and its free space. Otherwise "".
 
     Args:
@@ -168,12 +168,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tried = path.with_name(f".{path.name}.tried")
-    try:
-        write_atomically(tried, [bytes(1 << 18)])  # a recipe's size
-    finally:
-        tried.unlink(missing_ok=True)
+    check_folder(path.parent)
 
 
 def check_folder(path: Path) -> None:
@@ -185,7 +180,7 @@ def check_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     tried = path / f".ray_adascale-{os.getpid()}-{uuid.uuid4().hex[:8]}.tried"
     try:
-        tried.write_bytes(b"tried")
+        write_atomically(tried, [bytes(1 << 18)])  # a recipe's size
     finally:
         tried.unlink(missing_ok=True)
 

@@ -6,14 +6,18 @@ They recognize DTensors without importing them, keep functions from Dynamo, and 
 from __future__ import annotations
 
 import functools
+import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -140,3 +144,25 @@ def first_difference(own: Mapping[str, Any], workers: int, group: dist.ProcessGr
             if value != first[1]:
                 return name, f"{first[1]} on rank {first[0]} and {value} on rank {rank}"
     return None
+
+
+def leaves(batch: Any) -> Iterator[Any]:
+    """Yield what is in a batch: in nested mappings, lists and tuples, and a packed sequence as a whole."""
+    inside = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(inside, PackedSequence) or not (inside is not batch or isinstance(batch, list | tuple)):
+        yield batch
+        return
+    for part in inside:
+        yield from leaves(part)
+
+
+@contextmanager
+def generators_kept(devices: Iterable[int] = ()) -> Iterator[None]:
+    """Restore the global random number generators on exit: Python's, NumPy's, and torch's of the CPU and of CUDA devices."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (users' code draws from the global generator)
+    with torch.random.fork_rng(devices=list(devices)):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002

@@ -11,11 +11,12 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ._errors import SettingError, check_count
+from ._fields import COUNT, MAYBE_COUNT, by, check_fields, optional, within
 
 if TYPE_CHECKING:  # the settings, and with them the options of the command line, load no torch
     from .data.order import BatchSplit
@@ -192,6 +193,13 @@ def _read_start(start: object) -> float:
 # ---- which batches the workers can make ------------------------------------------------------------------------------
 
 
+_TARGET = within(
+    "a number above 0 and at most 1 (0.6: the progress of a step is to be 60 % of the progress that its examples make at the "
+    "base batch), or None",
+    lambda target: 0 < target <= 1,
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchSettings:
     """The fields of :class:`ray_adascale.AdaScaleConfig` that decide the batch, with their meanings there.
@@ -203,25 +211,20 @@ class BatchSettings:
         SettingError: A field is out of its range, or two fields contradict each other.
     """
 
-    base_batch_size: int
-    per_worker_batch_size: int | None = None
-    accumulation: int = 1
-    global_batch_size: int | None = None
-    target_efficiency: float | None = None
+    base_batch_size: int = field(metadata=COUNT)
+    per_worker_batch_size: int | None = field(default=None, metadata=MAYBE_COUNT)
+    accumulation: int = field(default=1, metadata=COUNT)
+    global_batch_size: int | None = field(default=None, metadata=MAYBE_COUNT)
+    target_efficiency: float | None = field(default=None, metadata=by(optional(_TARGET)))
     batch_schedule: Any = None
-    max_global_batch_size: int | None = None
+    max_global_batch_size: int | None = field(default=None, metadata=MAYBE_COUNT)
     elastic: bool = False
     schedule: BatchSchedule | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        others = {"target_efficiency", "batch_schedule", "schedule", "elastic"}
-        given = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None or f.default is not None}
-        for name, value in given.items():
-            if name not in others:
-                check_count(name, value)
-        decide = {
-            name: given[name] for name in ("target_efficiency", "batch_schedule", "global_batch_size") if name in given
-        }
+        check_fields(self, "AdaScaleConfig")
+        own = {name: getattr(self, name) for name in ("target_efficiency", "batch_schedule", "global_batch_size")}
+        decide = {name: value for name, value in own.items() if value is not None}
         if len(decide) > 1:
             raise SettingError(
                 "Invalid {}. Give one of them, not both: each decides the batch of a step. max_global_batch_size bounds the "
@@ -233,15 +236,6 @@ class BatchSettings:
                 "Invalid {}: it bounds the batch that target_efficiency chooses. Give target_efficiency as well, or "
                 "batch_schedule, or per_worker_batch_size, accumulation or global_batch_size instead.",
                 max_global_batch_size=self.max_global_batch_size,
-            )
-        target: object = self.target_efficiency
-        if target is not None and (
-            isinstance(target, bool) or not isinstance(target, int | float) or not 0 < target <= 1
-        ):
-            raise SettingError(
-                "Invalid {}. Must be a number above 0 and at most 1 (0.6: the progress of a step is to be 60 % of the progress "
-                "that its examples make at the base batch), or None.",
-                target_efficiency=target,
             )
         object.__setattr__(
             self, "schedule", None if self.batch_schedule is None else read_schedule(self.batch_schedule)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from ._errors import SettingError, check_count, checked_clip, clip_multiple, typed
+from ._errors import SettingError, clip_multiple, typed
+from ._fields import MAYBE_COUNT, by, check_fields, clip, integer, must_be, optional, positive
 from .batch import BatchSettings
 
 if TYPE_CHECKING:  # the options of the command line come from this module, and their help needs no torch
@@ -30,17 +31,12 @@ class EarlyStop:
         ValueError: A field is out of its range.
     """
 
-    patience: float
+    patience: float = field(metadata=by(positive("a positive number of effective steps")))
     metric: str | None = None
     mode: Literal["min", "max"] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.patience, bool) or not isinstance(self.patience, int | float) or not self.patience > 0:
-            raise SettingError(
-                "Invalid {}. Must be a positive number of effective steps.", "EarlyStop", patience=self.patience
-            )
-        if self.mode not in (None, "min", "max"):
-            raise ValueError(f"Invalid EarlyStop(mode={self.mode!r}). Must be 'min' or 'max'.")
+        check_fields(self, "EarlyStop")
         if (self.metric is None) != (self.mode is None):
             raise ValueError(
                 f"Invalid EarlyStop(metric={self.metric!r}, mode={self.mode!r}). Give both, or neither to use the "
@@ -52,6 +48,10 @@ class EarlyStop:
         if math.isnan(value):
             return False
         return best is None or (value > best if self.mode == "max" else value < best)
+
+
+_MAYBE_POSITIVE = by(optional(positive()))
+_MAYBE_STOP = by(optional(must_be("an EarlyStop(patience=...), or None", lambda value: isinstance(value, EarlyStop))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +124,8 @@ class AdaScaleConfig:
     """
 
     base_batch_size: int | None = None
-    total_steps: int | None = None
-    total_epochs: float | None = None
+    total_steps: int | None = field(default=None, metadata=MAYBE_COUNT)
+    total_epochs: float | None = field(default=None, metadata=_MAYBE_POSITIVE)
     scheduler_unit: Literal["step", "epoch"] | None = None
     per_worker_batch_size: int | None = None
     accumulation: int = 1
@@ -137,57 +137,33 @@ class AdaScaleConfig:
     rule: str | ScalingRule = "adascale"
     sharding: Literal["auto", "none", "oss", "zero2", "fsdp2"] = "auto"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    grad_clip: str | float | None = None
-    averaging_window: float = 0.05
-    seed: int = 0
+    grad_clip: str | float | None = field(default=None, metadata=by(clip))
+    averaging_window: float = field(default=0.05, metadata=by(positive()))
+    seed: int = field(default=0, metadata=by(integer(None)))
     shuffle: bool = True
-    dataset_length: int | None = None
+    dataset_length: int | None = field(default=None, metadata=MAYBE_COUNT)
     drop_last: bool = False
-    num_loader_workers: int = 0
+    num_loader_workers: int = field(default=0, metadata=by(integer(0)))
     find_unused_parameters: bool = False
-    evaluate_every: float | None = None
-    checkpoint_every_s: float = 300.0
+    evaluate_every: float | None = field(default=None, metadata=_MAYBE_POSITIVE)
+    checkpoint_every_s: float = field(default=300.0, metadata=by(positive()))
     accept_changes: bool = False
-    report_every_s: float = 10.0
-    step_timeout_s: float | None = None
-    early_stop: EarlyStop | None = None
+    report_every_s: float = field(default=10.0, metadata=by(positive()))
+    step_timeout_s: float | None = field(default=None, metadata=_MAYBE_POSITIVE)
+    early_stop: EarlyStop | None = field(default=None, metadata=_MAYBE_STOP)
 
     def __post_init__(self) -> None:
         from .optim.rules import follows_gain, make_rule
 
-        for name in ("total_steps", "dataset_length"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
-        for name in (
-            "total_epochs",
-            "averaging_window",
-            "evaluate_every",
-            "checkpoint_every_s",
-            "report_every_s",
-            "step_timeout_s",
-        ):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and value > 0):
-                raise SettingError("Invalid {}. Must be a positive number.", **{name: value})
-        object.__setattr__(self, "grad_clip", checked_clip(self.grad_clip))
+        check_fields(self, "AdaScaleConfig")
         if self.total_epochs == math.inf:
             raise SettingError("Invalid {}. Must be finite: the schedule and the run end there.", total_epochs=math.inf)
-        if self.early_stop is not None and not isinstance(self.early_stop, EarlyStop):
-            raise SettingError("Invalid {}. Must be an EarlyStop(patience=...), or None.", early_stop=self.early_stop)
         if self.total_steps is not None and self.total_epochs is not None:
             raise SettingError(
                 "Invalid {}. Give total_steps or total_epochs, not both.",
                 total_steps=self.total_steps,
                 total_epochs=self.total_epochs,
             )
-        check_count("num_loader_workers", self.num_loader_workers, 0)
-        for name, allowed in (
-            ("scheduler_unit", (None, "step", "epoch")),
-            ("sharding", ("auto", "none", "oss", "zero2", "fsdp2")),
-            ("precision", ("fp32", "bf16", "fp16")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise SettingError(f"Invalid {{}}. Must be one of {allowed}.", **{name: getattr(self, name)})
         rule = make_rule(self.rule)
         # B0 may still come from a recipe, and any number serves for the check.
         self._batch_of(1 if self.base_batch_size is None else self.base_batch_size)

@@ -11,9 +11,9 @@ gradient samples ``g_i`` and ``ḡ = Σ w_i g_i``::
     S                       scale: global batch size / base batch size
     r                       gain, between 1 and S
 
-Statistics are float64 tensors of any common shape (in practice one entry per parameter group); scalars broadcast. For numbers
-on the host, making one tensor would cost more than the formula: :func:`plain_gain` and :func:`plain_noise_scale` take plain
-numbers. Their results equal those of the functions of tensors, to the bit if S is a power of two.
+Tensors of statistics are float64, of any common shape (in practice one entry per parameter group). Functions called ``plain``
+take numbers of the host, where making one tensor would cost more than the formula. :func:`plain_gain` equals
+:func:`gain_of_sums`, to the bit if S is a power of two.
 """
 
 from __future__ import annotations
@@ -53,30 +53,25 @@ def gradient_moments(
     return sigma2, mu2
 
 
-def gain(sigma2: Tensor, mu2: Tensor, scale: float, *, variance_floor: float = 0.0) -> Tensor:
-    """Return ``r = (σ² + μ²) / (σ²/S + μ²)`` from averaged statistics, which are clipped to non-negative here.
-
-    1 where both are zero, and where either is NaN (no sample yet).
-
-    Args:
-        sigma2: Averaged gradient variance of one base batch.
-        mu2: Averaged squared gradient, same shape.
-        scale: ``S``. Exactly 1 gives exactly 1. Below 1 (AdaptDL allows it) the gain lies between S and 1.
-        variance_floor: Lower bound on σ². 0 makes the gain independent of the gradients' magnitude; 1e-6 is
-            FairScale's and AdaptDL's constant, and reports S for gradients much smaller than that.
-    """
-    return gain_of_sums(sigma2.clamp(min=variance_floor), mu2.clamp(min=0.0), scale)
-
-
 def gain_of_sums(sigma2: Tensor, mu2: Tensor, scale: float) -> Tensor:
-    """Return :func:`gain` of statistics that are not negative. A factor that both have cancels, as the weight of an average."""
+    """Return :func:`plain_gain` of statistics that are not negative. A factor of both cancels, as the weight of an average."""
     r = (sigma2 + mu2) / torch.add(mu2, sigma2, alpha=1 / scale)
     # 0/0 (no gradient at all, or no sample) is a gain of 1. Rounding may leave the interval by one ulp.
     return r.nan_to_num_(nan=1.0, posinf=1.0).clamp_(min=min(1.0, scale), max=max(1.0, scale))
 
 
 def plain_gain(sigma2: float, mu2: float, scale: float, *, variance_floor: float = 0.0) -> float:
-    """Return :func:`gain` of plain numbers."""
+    """Return ``r = (σ² + μ²) / (σ²/S + μ²)`` from averaged statistics, which are clipped to non-negative here.
+
+    1 where both are zero, and where either is NaN (no sample yet).
+
+    Args:
+        sigma2: Averaged gradient variance of one base batch.
+        mu2: Averaged squared gradient.
+        scale: ``S``. Exactly 1 gives exactly 1. Below 1 (AdaptDL allows it) the gain lies between S and 1.
+        variance_floor: Lower bound on σ². 0 makes the gain independent of the gradients' magnitude; 1e-6 is
+            FairScale's and AdaptDL's constant, and reports S for gradients much smaller than that.
+    """
     if scale == 1:
         return 1.0
     # In this order NaN stays NaN: max() keeps its first argument unless the second is larger.
@@ -86,7 +81,7 @@ def plain_gain(sigma2: float, mu2: float, scale: float, *, variance_floor: float
     return min(max(r, min(1.0, scale)), max(1.0, scale)) if math.isfinite(r) else 1.0
 
 
-def noise_scale(sigma2: Tensor, mu2: Tensor, base_batch_size: float) -> Tensor:
+def plain_noise_scale(sigma2: float, mu2: float, base_batch_size: float) -> float:
     """Return ``B_noise = B0·σ²/μ²`` in examples: the batch size above which a larger batch buys less than half.
 
     Infinite where μ² ≤ 0 < σ², zero where there is no noise either, NaN where either is NaN (no sample yet). At the batch
@@ -94,14 +89,6 @@ def noise_scale(sigma2: Tensor, mu2: Tensor, base_batch_size: float) -> Tensor:
 
     The simple noise scale of McCandlish et al., *An Empirical Model of Large-Batch Training* (arXiv 1812.06162).
     """
-    signal = mu2 > 0
-    ratio = base_batch_size * sigma2.clamp(min=0.0) / torch.where(signal, mu2, 1.0)
-    known = torch.where(signal, ratio, torch.where(sigma2 > 0, math.inf, 0.0))
-    return known.masked_fill(sigma2.isnan() | mu2.isnan(), math.nan)
-
-
-def plain_noise_scale(sigma2: float, mu2: float, base_batch_size: float) -> float:
-    """Return :func:`noise_scale` of plain numbers."""
     if math.isnan(sigma2) or math.isnan(mu2):
         return math.nan
     if mu2 > 0:
@@ -150,7 +137,7 @@ def count_decay(count: int) -> float:
     return max(1.0 - count / 1000.0, 0.0)
 
 
-def effective_decay(previous_gain: Tensor | float, *, window: float, total_steps: float) -> Tensor:
+def plain_effective_decay(previous_gain: float, *, window: float, total_steps: float) -> float:
     """Return θ_t = exp(−r_{t−1} / (window·T)) of a moving average over *effective* time.
 
     Memory reaches back over the same share of the run at every scale and every n, so the outcome does not depend on how
@@ -161,13 +148,6 @@ def effective_decay(previous_gain: Tensor | float, *, window: float, total_steps
         window: Width as a fraction of the run, e.g. 0.05.
         total_steps: ``T``, effective steps in the run.
     """
-    if not (window > 0 and total_steps > 0):
-        raise ValueError(f"Invalid {window=}, {total_steps=}. Both must be positive.")
-    return torch.exp(-torch.as_tensor(previous_gain, dtype=torch.float64) / (window * total_steps))
-
-
-def plain_effective_decay(previous_gain: float, *, window: float, total_steps: float) -> float:
-    """Return :func:`effective_decay` of plain numbers."""
     return math.exp(-previous_gain / (window * total_steps))
 
 

@@ -14,21 +14,94 @@ import math
 import os
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from ._errors import RecipeError, SettingError, checked_clip
-from ._fields import Check, integer, json_object, must_be, number, one_of, optional, short, within
+from ._errors import RecipeError, SettingError, short
+from ._fields import (
+    COUNT,
+    Check,
+    by,
+    check_fields,
+    clip,
+    integer,
+    json_object,
+    must_be,
+    number,
+    one_of,
+    optional,
+    within,
+)
 from ._files import write_atomically
 from ._version import __version__
 from .gain import plain_noise_scale
 
 FORMAT = "ray_adascale/recipe"
 VERSION = 1
+
+
+# --- Checks: each returns the value as plain Python, or raises an error that names the field -----------------------------
+
+
+def _date(where: str, value: Any) -> str:
+    text: str = _text(where, value)
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        raise RecipeError(f"Invalid {where}={text!r}. Must be an ISO 8601 date, as 2026-01-31.") from None
+    return text
+
+
+def _texts(where: str, value: Any) -> dict[str, str]:
+    return {key: _text(f"{where}.{key}", item) for key, item in json_object(where, value).items()}
+
+
+def _settings(where: str, value: Any) -> dict[str, Any]:
+    settings = json_object(where, value)
+    for name in settings.keys() - SETTINGS.keys():
+        raise RecipeError(f"Invalid {where}.{name}. Must be one of {', '.join(SETTINGS)}.")
+    return {name: SETTINGS[name](f"{where}.{name}", item) for name, item in settings.items()}
+
+
+def _records(cls: Any, what: str) -> dict[str, Check]:
+    """Return the check of a list of records. The items are objects of the class, or dicts with its fields, as in a file."""
+    checks: dict[str, Check] = {each.name: each.metadata["check"] for each in dataclasses.fields(cls)}
+
+    def check(where: str, value: Any) -> list[Any]:
+        if not isinstance(value, list | tuple):
+            raise RecipeError(f"Invalid {where}: {type(value).__name__}. Must be a list of {what}.")
+        checked = []
+        for i, item in enumerate(value):
+            given = vars(item) if isinstance(item, cls) else item
+            if not isinstance(given, dict) or given.keys() != checks.keys():
+                raise RecipeError(
+                    f"Invalid {where}[{i}]: {short(item)}. Must be a {cls.__name__} with exactly the fields {', '.join(checks)}."
+                )
+            checked.append(cls(**{name: one(f"{where}[{i}].{name}", given[name]) for name, one in checks.items()}))
+        return checked
+
+    return by(check)
+
+
+_MOMENTUM = within("at least 0 and below 1, or null where unknown", lambda x: 0 <= x < 1)
+_RATE = within("a learning rate, which is not negative", lambda x: x >= 0)
+_text = must_be("a non-empty string", lambda value: isinstance(value, str) and value != "", str.__str__)
+
+
+SETTINGS: dict[str, Check] = {
+    "precision": one_of("fp32", "bf16", "fp16"),
+    "grad_clip": clip,
+    "shuffle": must_be("true or false", lambda value: isinstance(value, bool)),
+    "drop_last": must_be("true or false", lambda value: isinstance(value, bool)),
+}
+"""The fields of ``AdaScaleConfig`` that a recipe keeps, because they change what the base run trains; and their checks."""
+
+
+# --- The recipe ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +114,9 @@ class NoiseProbe:
         mu2: μ², squared norm of the true gradient (squared units of the gradient); a single probe may be negative.
     """
 
-    effective_steps: float
-    sigma2: float
-    mu2: float
+    effective_steps: float = field(metadata=by(number))
+    sigma2: float = field(metadata=by(number))
+    mu2: float = field(metadata=by(number))
 
 
 def smoothing_width(tau: Any, total_steps: float) -> Any:
@@ -79,9 +152,9 @@ class Repeat:
         noise: The probes of the repeat.
     """
 
-    seed: int
-    score: float
-    noise: list[NoiseProbe]
+    seed: int = field(metadata=by(integer(0)))
+    score: float = field(metadata=by(number))
+    noise: list[NoiseProbe] = field(metadata=_records(NoiseProbe, "probes"))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -121,29 +194,31 @@ class Recipe:
         RecipeError: A field of the wrong type or out of range, naming it.
     """
 
-    hyperparameters: dict[str, Any]
-    base_batch_size: int
-    total_steps: int
-    base_steps_per_epoch: float | None
+    hyperparameters: dict[str, Any] = field(metadata=by(json_object))
+    base_batch_size: int = field(metadata=COUNT)
+    total_steps: int = field(metadata=COUNT)
+    base_steps_per_epoch: float | None = field(metadata=by(optional(within("positive", lambda x: x > 0))))
     scheduler_unit: Literal["step", "epoch"] | None
-    metric: str
+    metric: str = field(metadata=by(_text))
     mode: Literal["min", "max"]
-    score: float
+    score: float = field(metadata=by(number))
     lr_curve: list[list[float]]
-    noise: list[NoiseProbe]
-    seed: int
-    search: dict[str, Any]
-    workload: str
-    versions: dict[str, str]
-    created: str
-    repeats: list[Repeat] = dataclasses.field(default_factory=list)
-    settings: dict[str, Any] | None = None
-    momentum: float | None = None
+    noise: list[NoiseProbe] = field(metadata=_records(NoiseProbe, "probes"))
+    seed: int = field(metadata=by(integer(0)))
+    search: dict[str, Any] = field(metadata=by(json_object))
+    workload: str = field(metadata=by(must_be("a string", lambda value: isinstance(value, str), str.__str__)))
+    versions: dict[str, str] = field(metadata=by(_texts))
+    created: str = field(metadata=by(_date))
+    repeats: list[Repeat] = field(default_factory=list, metadata=_records(Repeat, "repeats"))
+    settings: dict[str, Any] | None = field(default=None, metadata=by(optional(_settings)))
+    momentum: float | None = field(default=None, metadata=by(optional(_MOMENTUM)))
 
     def __post_init__(self) -> None:
-        for name, check in _CHECKS.items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))
-        object.__setattr__(self, "lr_curve", _checked_curve(self))
+        try:
+            check_fields(self)
+            object.__setattr__(self, "lr_curve", _checked_curve(self))
+        except SettingError as error:
+            raise RecipeError(str(error)) from None
         probes = {"noise": self.noise} | {f"repeats[{i}].noise": repeat.noise for i, repeat in enumerate(self.repeats)}
         for name, noise in probes.items():
             for i, probe in enumerate(noise):
@@ -260,7 +335,7 @@ class Recipe:
         try:
             fields, digest = _open_document(document, digest_required=not accept_edits)
             recipe = cls(**fields)
-        except RecipeError as error:
+        except (RecipeError, SettingError) as error:
             raise RecipeError(f"{path}: {error}") from error
         if digest != _digest(_fields(recipe)) and not accept_edits:
             raise RecipeError(
@@ -341,9 +416,6 @@ def _open_document(document: Any, *, digest_required: bool) -> tuple[dict[str, A
     return {name: document[name] for name in names}, digest
 
 
-# --- Checks: each returns the value as plain Python, or raises an error that names the field -----------------------------
-
-
 def _checked_curve(recipe: Recipe) -> list[list[float]]:
     curve = recipe.lr_curve
     if not isinstance(curve, list | tuple) or not curve:
@@ -363,87 +435,6 @@ def _checked_curve(recipe: Recipe) -> list[list[float]]:
             raise RecipeError(f"Invalid lr_curve[{g}]: {len(rates)} values, but group 0 has {len(checked[0])}.")
         checked.append(rates)
     return checked
-
-
-def _date(where: str, value: Any) -> str:
-    text: str = _text(where, value)
-    try:
-        datetime.fromisoformat(text)
-    except ValueError:
-        raise RecipeError(f"Invalid {where}={text!r}. Must be an ISO 8601 date, as 2026-01-31.") from None
-    return text
-
-
-def _texts(where: str, value: Any) -> dict[str, str]:
-    return {key: _text(f"{where}.{key}", item) for key, item in json_object(where, value).items()}
-
-
-def _settings(where: str, value: Any) -> dict[str, Any]:
-    settings = json_object(where, value)
-    for name in settings.keys() - SETTINGS.keys():
-        raise RecipeError(f"Invalid {where}.{name}. Must be one of {', '.join(SETTINGS)}.")
-    return {name: SETTINGS[name](f"{where}.{name}", item) for name, item in settings.items()}
-
-
-def _records(cls: type[NoiseProbe] | type[Repeat], what: str, **checks: Check) -> Check:
-    """Return the check of a list of records. The items are objects of the class, or dicts with its fields, as in a file."""
-
-    def check(where: str, value: Any) -> list[Any]:
-        if not isinstance(value, list | tuple):
-            raise RecipeError(f"Invalid {where}: {type(value).__name__}. Must be a list of {what}.")
-        checked = []
-        for i, item in enumerate(value):
-            fields = vars(item) if isinstance(item, cls) else item
-            if not isinstance(fields, dict) or fields.keys() != checks.keys():
-                raise RecipeError(
-                    f"Invalid {where}[{i}]: {short(item)}. Must be a {cls.__name__} with exactly the fields {', '.join(checks)}."
-                )
-            checked.append(cls(**{name: one(f"{where}[{i}].{name}", fields[name]) for name, one in checks.items()}))
-        return checked
-
-    return check
-
-
-_NOISE = _records(NoiseProbe, "probes", effective_steps=number, sigma2=number, mu2=number)
-_SEED = integer(0)
-_RATE = within("a learning rate, which is not negative", lambda x: x >= 0)
-_text = must_be("a non-empty string", lambda value: isinstance(value, str) and value != "", str.__str__)
-
-
-def _clip(name: str, value: Any) -> Any:
-    try:
-        return checked_clip(value)
-    except SettingError as error:
-        raise RecipeError(error.with_settings_as(f"{name}={value!r}")) from None
-
-
-SETTINGS: dict[str, Check] = {
-    "precision": one_of("fp32", "bf16", "fp16"),
-    "grad_clip": optional(_clip),
-    "shuffle": must_be("true or false", lambda value: isinstance(value, bool)),
-    "drop_last": must_be("true or false", lambda value: isinstance(value, bool)),
-}
-"""The fields of ``AdaScaleConfig`` that a recipe keeps, because they change what the base run trains; and their checks."""
-
-_CHECKS: dict[str, Check] = {
-    "hyperparameters": json_object,
-    "base_batch_size": integer(1),
-    "total_steps": integer(1),
-    "base_steps_per_epoch": optional(within("positive", lambda x: x > 0)),
-    "scheduler_unit": one_of("step", "epoch", None),
-    "metric": _text,
-    "mode": one_of("min", "max"),
-    "score": number,
-    "noise": _NOISE,
-    "seed": _SEED,
-    "search": json_object,
-    "workload": must_be("a string", lambda value: isinstance(value, str), str.__str__),
-    "versions": _texts,
-    "created": _date,
-    "repeats": _records(Repeat, "repeats", seed=_SEED, score=number, noise=_NOISE),
-    "settings": optional(_settings),
-    "momentum": optional(within("at least 0 and below 1, or null where unknown", lambda x: 0 <= x < 1)),
-}
 
 
 # --- For people -------------------------------------------------------------------------------------------------------
@@ -472,6 +463,4 @@ def _describe_noise(recipe: Recipe) -> str:
         scale = "unknown"
     of_repeats = sum(len(repeat.noise) for repeat in recipe.repeats)
     more = f" and {of_repeats} in the repeats" if of_repeats else ""
-    how = recipe.search.get("noise")
-    source = f", from {how}" if isinstance(how, str) else ""
-    return f"{len(recipe.noise)} probes{more}{source}; noise scale over the whole run {scale}"
+    return f"{len(recipe.noise)} probes{more}; noise scale over the whole run {scale}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
@@ -18,7 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
-from ._errors import SettingError, check_count, kind_of, noted
+from ._errors import SettingError, kind_of, noted
+from ._fields import MAYBE_FUNCTION, by, check_fields, integer, must_be
+from ._torch import leaves
 from ._warn import warn_at_user
 from .config import AdaScaleConfig
 from .data.iterables import own_sampler
@@ -101,6 +102,11 @@ class _Config(dict[str, Any]):
         return _Config(copy.deepcopy(dict(super().items()), memo), self._injected, self._log)
 
 
+_METRIC = must_be(
+    "'loss' or a key of the dict that evaluate returns", lambda value: isinstance(value, str) and value != ""
+)
+
+
 @dataclass(kw_only=True, eq=False)
 class Pieces:
     """The pieces that every run has, checked. The attributes are those of :class:`Workload`.
@@ -114,19 +120,19 @@ class Pieces:
     scheduler: LRScheduler | None = None
     train_dataset: Any
     sampler: Sampling | None = None
-    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
-    collate_fn: Callable[[list[Any]], Any] | None = None
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = field(default=None, metadata=MAYBE_FUNCTION)
+    collate_fn: Callable[[list[Any]], Any] | None = field(default=None, metadata=MAYBE_FUNCTION)
     extra_state: Mapping[str, Any] | None = None
-    after_step: Callable[..., object] | None = None
-    weight_of: Callable[[Any], Any] | None = None
-    starting_step: int = 0
+    after_step: Callable[..., object] | None = field(default=None, metadata=MAYBE_FUNCTION)
+    weight_of: Callable[[Any], Any] | None = field(default=None, metadata=MAYBE_FUNCTION)
+    starting_step: int = field(default=0, metadata=by(integer(0)))
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
             raise ValueError(f"Invalid model: {kind_of(self.model)}. Must be a torch.nn.Module.")
         check_wrappable(self.optimizer)
         check_parameters(self.model, self.optimizer, alone=True)
-        check_count("starting_step", self.starting_step, 0)
+        check_fields(self)
         if self.scheduler is not None:
             check_scheduler(self.optimizer, self.scheduler)
             if self.starting_step:
@@ -143,10 +149,6 @@ class Pieces:
             )
         if _length(self.train_dataset) == 0:
             raise ValueError("Invalid train_dataset: it is empty. Must hold at least one example.")
-        for name in ("evaluate", "collate_fn", "after_step", "weight_of"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise ValueError(f"Invalid {name}: {kind_of(value)}. Must be a function.")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -184,34 +186,24 @@ class Workload(Pieces):
     """
 
     scheduler_unit: Literal["step", "epoch"] | None = None
-    loss_fn: Callable[[nn.Module, Any], Tensor]
-    metric: str = "loss"
+    loss_fn: Callable[[nn.Module, Any], Tensor] = field(metadata=by(must_be("a function", callable)))
+    metric: str = field(default="loss", metadata=by(_METRIC))
     mode: Literal["min", "max"] = "min"
     config_reads: ConfigAccessLog | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scheduler_unit not in (None, "step", "epoch"):
-            raise ValueError(f"Invalid scheduler_unit={self.scheduler_unit!r}. Must be 'step' or 'epoch'.")
         if self.scheduler is not None and self.scheduler_unit is None:
             raise ValueError(
                 "Missing scheduler_unit. It is what one scheduler.step() meant in the base run: 'step' if it was called after "
                 "every optimizer step, 'epoch' if once an epoch. A wrong guess would be silently wrong: the learning rate "
                 "would fall hundreds of times too fast or too slowly."
             )
-        if not callable(self.loss_fn):
-            raise ValueError(f"Invalid loss_fn: {kind_of(self.loss_fn)}. Must be a function.")
-        if not isinstance(self.metric, str) or not self.metric:
-            raise ValueError(
-                f"Invalid metric={self.metric!r}. Must be 'loss' or a key of the dict that evaluate returns."
-            )
         if self.metric != "loss" and self.evaluate is None:
             raise ValueError(
                 f"Invalid metric={self.metric!r} without evaluate. Pass evaluate=, a function from the model to a dict "
                 "with that key, or use metric='loss'."
             )
-        if self.mode not in ("min", "max"):
-            raise ValueError(f"Invalid mode={self.mode!r}. Must be 'min' or 'max'.")
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return ``loss_fn(model, batch)``. An exception gets a note on the batch, since torch's messages don't name it."""
@@ -289,20 +281,12 @@ def build(
 
 
 def _loss_note(model: nn.Module, batch: Any) -> str:
-    tensors = list(itertools.islice(_tensors(batch), 6))
+    tensors = [part for part in leaves(batch) if isinstance(part, Tensor)][:6]
     dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in model.parameters())
     return (
         f"In loss_fn(model, batch), with {', '.join(map(_in_words, tensors)) or 'no tensor'} in the batch and parameters of "
         f"{', '.join(dtypes) or 'no dtype'}. Compare dtypes and shapes with what the model takes, and labels with its classes."
     )
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping | list | tuple):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(part)
 
 
 def _in_words(tensor: Tensor) -> str:

@@ -6,6 +6,7 @@ import math
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ray_adascale import AdaScaleConfig, Run, attach
@@ -39,6 +40,11 @@ def test_fields_out_of_range_are_named(names: str, refused: list[Any], taken: li
                 AdaScaleConfig(**{name: value})
         for value in taken:
             assert getattr(AdaScaleConfig(**{name: value}), name) == value
+
+
+def test_numpys_values_become_pythons() -> None:
+    config = AdaScaleConfig(total_steps=np.int64(3), seed=np.int64(3), shuffle=np.bool_(True))  # as from a search space
+    assert [type(value) for value in (config.total_steps, config.seed, config.shuffle)] == [int, int, bool]
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

@@ -100,7 +100,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
         ({"scheduler": StepLR(sgd(nn.Linear(2, 1)), 1)}, "The StepLR drives another optimizer"),
         ({"scheduler": ReduceLROnPlateau(sgd(nn.Linear(2, 1)))}, "ReduceLROnPlateau is not supported"),
         ({"train_dataset": []}, "Invalid train_dataset: it is empty"),
-        ({"loss_fn": None}, "Invalid loss_fn: None"),
+        ({"loss_fn": None}, "Invalid loss_fn=None. Must be a function"),
         ({"evaluate": {"accuracy": 1}}, "Invalid evaluate"),
         ({"collate_fn": 3}, "Invalid collate_fn"),
         ({"metric": "accuracy"}, "Invalid metric='accuracy' without evaluate"),

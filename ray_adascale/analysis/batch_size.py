@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .._errors import check_count
+from .._torch import leaves
 from ..batch import StepPlan
 from ..checkpoint.rng import capture_rng, restore_rng, seed_everything
 from ..config import AdaScaleConfig, read_settings
@@ -212,14 +213,8 @@ class _FewExamples(Dataset[Any]):
 
 
 def _bytes_of(value: Any) -> int:
-    """Return the bytes of the tensors in an example; of other sequences their lengths."""
-    if hasattr(value, "nbytes"):
-        return int(value.nbytes)
-    if isinstance(value, Mapping):
-        return sum(map(_bytes_of, value.values()))
-    if isinstance(value, list | tuple):
-        return len(value) + sum(map(_bytes_of, value))
-    return len(value) if isinstance(value, str | bytes) else 0
+    """Return the bytes of the tensors in an example, with the lengths of texts and the number of other values."""
+    return sum(len(x) if isinstance(x, str | bytes) else getattr(x, "nbytes", 1) for x in leaves(value))
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -8,16 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-import torch
-
 from ..batch import BatchSettings
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig, read_settings
-from ..data.cut import examples_of, halves_of
+from ..data.cut import examples_of
 from ..recipe import Recipe
 from ..run.boundary.backend import LocalBackend
-from ..run.boundary.evaluation import in_eval_mode
 from ..run.loop import Run
+from ..run.observe.advice import sum_advice
 from ..run.observe.failure import annotate_exceptions, lines_of, raised_when
 from ..run.observe.metrics import values_of
 from ..workload import Workload, WorkloadFn, build, unread_warning
@@ -51,9 +49,8 @@ def check_workload(
 ) -> list[Finding]:
     """Build a workload, prepare a run at its base batch in this process, and make one pass over at most 8 examples.
 
-    The untrained model is evaluated. Preparing a run checks the optimizer, the schedule, and the recipe's LR curve. The loss of
-    the examples is compared with that of their halves: a sum in place of a mean gives a warning. The check ends at the first
-    failure.
+    The untrained model is evaluated. Preparing a run checks the optimizer, the schedule, and the recipe's LR curve. A loss that
+    is a sum in place of a mean gives a warning. The check ends at the first failure.
 
     Args:
         workload: A function from a config to a :class:`ray_adascale.Workload`.
@@ -108,8 +105,9 @@ def _pass(run: Run, built: Workload) -> list[Finding]:
     for batch in run:
         few = examples_of(batch, _EXAMPLES)
         examples, count = (batch, None) if few is None else few
-        summed = _sum_warning(run, built, examples)
         loss = built.loss(run.model, examples)
+        advice = None if count is None else sum_advice(loss, count)
+        summed = [] if advice is None else [Finding("warning", advice)]
         run.backward(loss)
         value = float(loss.detach())
         how_many = "a batch" if count is None else f"{count} example{'' if count == 1 else 's'}"
@@ -117,26 +115,3 @@ def _pass(run: Run, built: Workload) -> list[Finding]:
             return [*summed, Finding("warning", f"The loss of {how_many} is {value}.")]
         return [*summed, Finding("ok", f"One forward and backward pass over {how_many}: loss {value:.4g}.")]
     return [Finding("warning", "The dataset has no batch, so no pass was made.")]
-
-
-def _sum_warning(run: Run, built: Workload, examples: Any) -> list[Finding]:
-    """Return a warning if the loss of the examples is the sum of the losses of their halves, not the mean."""
-    halves = halves_of(examples)
-    if halves is None:
-        return []
-    (first, m1), (second, m2) = halves
-    try:
-        with in_eval_mode(run.module), torch.no_grad():  # dropout would draw other numbers for the halves
-            whole, one, two = (float(built.loss_fn(run.model, part).detach()) for part in (examples, first, second))
-    except Exception:  # some models have a loss in train mode only
-        return []
-    mean = (m1 * one + m2 * two) / (m1 + m2)
-    if not abs(whole - (one + two)) < 0.01 * abs(whole) < 0.1 * abs(whole - mean):
-        return []
-    return [
-        Finding(
-            "warning",
-            f"The loss looks like a sum over the examples: {whole:.4g} for {m1 + m2} of them, {one:.4g} and {two:.4g} for their "
-            "halves. It must be the mean (reduction='mean'), else the learning rate grows with each pass's batch.",
-        )
-    ]

@@ -24,7 +24,7 @@ from ..forecast.replay import MOST_STEPS, Forecaster, Steps
 from ..forecast.throughput import Throughput
 from ..optim.rules import make_rule, metric_of
 from ..recipe import Recipe
-from ..run.evidence import forecast_doubt
+from ..run.observe.advice import forecast_advice
 from .plots import pyplot
 
 _PAYS = 0.5  # share of the first worker's speed that further workers must add to be useful
@@ -372,8 +372,7 @@ def _notes(
         time = list(throughput.notes)
     if not forecaster.measures:
         return time  # the steps follow from S alone
-    doubt = forecast_doubt(recipe.optimizer_class)
-    notes = [] if doubt is None else [doubt]
+    notes = list(filter(None, [forecast_advice(recipe.optimizer_class)]))
     if rows[-1].scale > _FAR:
         notes.append(
             f"Above S = {_FAR} a forecast is rough: of twelve at S = 64, seven were within a quarter of the actual steps."

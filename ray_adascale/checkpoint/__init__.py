@@ -71,7 +71,8 @@ def save(
     *,
     files: Mapping[str, tuple[Path, int]] | None = None,
     process_group: dist.ProcessGroup | None = None,
-) -> None:
+    background: bool = False,
+) -> Save:
     """Write a checkpoint. Collective: every rank of the group calls this, or one process without a group.
 
     Either all ranks return, and the checkpoint is complete and on disk, or all ranks raise, and no manifest exists.
@@ -87,6 +88,8 @@ def save(
         files: Further files from rank 0, by their name in the checkpoint: (path, number of bytes from the start). The number
             of bytes cuts a growing file at a known place.
         process_group: Default: all ranks. "Rank 0" is rank 0 of the group.
+        background: Copy this rank's share to the CPU, and let a thread write the copy. The tensors may change after the call.
+            The checkpoint is complete once all ranks have called :meth:`Save.finish`, which raises the threads' errors.
 
     Raises:
         TypeError: A value is not a dense tensor, or a value in ``state`` is not a JSON value. Every rank names it.
@@ -94,33 +97,16 @@ def save(
             overlap, or a rank could not write. Every rank names all ranks that failed, with the causes.
     """
     saving = Save(directory, tensors, state, files, process_group)
+    if background:
+        saving.start()
+        return saving
     saving.write()
     saving.finish()
-
-
-def begin_save(
-    directory: StrPath,
-    tensors: Mapping[str, Tensor | TensorShard],
-    state: Mapping[str, Any] | None = None,
-    *,
-    files: Mapping[str, tuple[Path, int]] | None = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> Save:
-    """Start to write a checkpoint as :func:`save` does. Copies this rank's share to the CPU; a thread writes the copy.
-
-    Collective. The tensors may change after the call. The checkpoint is complete once all ranks have called
-    :meth:`Save.finish`, which raises the errors of all ranks' threads.
-
-    Raises:
-        TypeError, CheckpointError: As :func:`save`, except for errors of the writing itself.
-    """
-    saving = Save(directory, tensors, state, files, process_group)
-    saving.start()
     return saving
 
 
 class Save:
-    """A checkpoint that is being written; returned by :func:`begin_save`.
+    """A checkpoint that is being written; returned by :func:`save`.
 
     :meth:`finish` is collective, and so is the constructor, in which the ranks agree on the share of each.
     """

@@ -69,17 +69,6 @@ class TensorShard:
     offset: int
     numel: int
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.tensor, Tensor) or is_dtensor(self.tensor):
-            raise TypeError(f"TensorShard(tensor=…) takes a plain tensor, not a {type(self.tensor).__name__}.")
-        if self.tensor.dim() != 1:
-            raise ValueError(f"Invalid shape {tuple(self.tensor.shape)}. A TensorShard is flat: pass tensor.view(-1).")
-        if self.offset < 0 or self.offset + len(self.tensor) > self.numel:
-            raise ValueError(
-                f"Invalid offset={self.offset}, numel={self.numel}. "
-                f"{len(self.tensor)} elements from there do not lie within the whole."
-            )
-
 
 def check_tensor(key: object, value: object) -> None:
     """Raise TypeError unless ``value`` is a tensor with data of its own, which can be stored without pickling."""
@@ -146,29 +135,6 @@ def copy_start(source: Path, size: int, target: Path) -> FileDigest:
         writing.flush()
         os.fsync(writing.fileno())
     return FileDigest(target.name, size, sha256.hexdigest())
-
-
-def encode_state(state: Mapping[str, Any] | None) -> str:
-    """Return ``state`` as JSON. Floats are restored to the last bit (``repr``), NaN and ±inf included.
-
-    Raises:
-        TypeError: A dict key is no string, or a value is not a JSON value and would change. (A tuple becomes a list.)
-    """
-
-    def check(value: object, where: str) -> None:
-        if isinstance(value, Mapping):
-            for key, item in value.items():
-                if not isinstance(key, str):  # json would silently turn 1 into "1"
-                    raise TypeError(f"{where} has the key {key!r}: state.json holds only dicts with string keys.")
-                check(item, f"{where}[{key!r}]")
-        elif isinstance(value, (list, tuple)):
-            for i, item in enumerate(value):
-                check(item, f"{where}[{i}]")
-        elif not (value is None or isinstance(value, (str, int, float))):
-            raise TypeError(f"{where} is a {type(value).__name__}: state.json holds JSON values; tensors go elsewhere.")
-
-    check({} if state is None else state, "state")
-    return json.dumps({} if state is None else dict(state))
 
 
 def is_count(value: object) -> bool:

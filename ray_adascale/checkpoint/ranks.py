@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from .._files import room_in_words
+from .._files import full_disk_note
 from .._torch import global_rank
 from .files import CheckpointError
 
@@ -24,20 +24,20 @@ class _Failure:
 
     Attributes:
         rank: The rank that raised.
-        mistake: Whether the exception is a TypeError, which means a mistake of the user.
+        of_program: Whether the exception is a TypeError, which the program has caused and not the disk.
         message: The exception's message.
         traceback: The exception's traceback.
     """
 
     rank: int
-    mistake: bool
+    of_program: bool
     message: str
     traceback: str
 
     @classmethod
     def of(cls, rank: int, error: BaseException, path: Path) -> _Failure:
         ours = isinstance(error, (TypeError, CheckpointError))
-        message = str(error) if ours else f"{type(error).__name__}: {error}{room_in_words(error, path)}"
+        message = str(error) if ours else f"{type(error).__name__}: {error}{full_disk_note(error, path)}"
         text = "".join(traceback.format_exception(error))
         return cls(rank, isinstance(error, TypeError), message, f"On rank {rank}:\n{text}")
 
@@ -89,7 +89,7 @@ class Ranks:
         if isinstance(answer, list) and answer and isinstance(answer[0], _Failure):
             if caught is not None and not isinstance(caught, Exception):
                 raise caught
-            kind = TypeError if all(failure.mistake for failure in answer) else CheckpointError
+            kind = TypeError if all(failure.of_program for failure in answer) else CheckpointError
             text = "; ".join(f"rank {failure.rank}: {failure.message}" for failure in answer)
             error = kind(f"No checkpoint was saved to {self._path}. {text}")
             for failure in answer:

@@ -88,7 +88,7 @@ def _help(field: dataclasses.Field[Any], texts: Mapping[str, str], default: str 
 def _arguments(field: dataclasses.Field[Any]) -> tuple[list[str], dict[str, Any]]:
     """Return the arguments of ``add_argument`` that follow from a field's name, type and metadata."""
     more, (kind, _, rest) = dict(field.metadata), str(field.type).partition(" | ")
-    pattern = more.pop("pattern", None)
+    pattern, _ = more.pop("pattern", None), more.pop("check", None)
     if field.default is field.default_factory is dataclasses.MISSING:
         return [field.name], more
     flags = ["-o", "--output"] if field.name == "output" else [flag_of(field.name)]

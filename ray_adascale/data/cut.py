@@ -1,4 +1,4 @@
-"""Parts of a batch: its first examples, and its two halves."""
+"""The first examples of a batch."""
 
 from __future__ import annotations
 
@@ -10,75 +10,52 @@ import numpy as np
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .._torch import leaves
+
 
 def examples_of(batch: Any, count: int) -> tuple[Any, int] | None:
     """Return the first examples of a batch, and their number; None if the batch can't be cut.
 
     Args:
         batch: Tensors and NumPy arrays with the same leading dimension m, in nested lists, tuples, named tuples and mappings.
-            They are cut, as are lists of m strings; any other leaf is in each part.
+            They are cut, as are lists of m strings; any other leaf is whole.
         count: Most examples to return.
     """
     sizes = list(_leading_dimensions(batch))
     if not sizes or min(sizes) != max(sizes) or sizes[0] < 1:
         return None
     count = min(count, sizes[0])
-    return _part(batch, sizes[0], slice(0, count)), count
-
-
-def halves_of(batch: Any) -> tuple[tuple[Any, int], tuple[Any, int]] | None:
-    """Return the two halves of a batch, each with its number of examples; None if the batch can't be cut.
-
-    Args:
-        batch: As for :func:`examples_of`.
-    """
-    sizes = list(_leading_dimensions(batch))
-    if not sizes or min(sizes) != max(sizes) or sizes[0] < 2:
-        return None
-    m = sizes[0]
-    cut = (m + 1) // 2
-    return (_part(batch, m, slice(0, cut)), cut), (_part(batch, m, slice(cut, m)), m - cut)
+    return _first(batch, sizes[0], count), count
 
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, Tensor | np.ndarray)
 
 
-def _leaves(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, Mapping):
-        for x in batch.values():
-            yield from _leaves(x)
-    elif isinstance(batch, tuple | list) and not isinstance(batch, PackedSequence):
-        for x in batch:
-            yield from _leaves(x)
-    else:
-        yield batch
-
-
 def _leading_dimensions(batch: Any) -> Iterator[int]:
     """Yield m of every array; 0, which can't be cut, if its examples lie along another dimension than the first."""
-    for x in _leaves(batch):
+    for x in leaves(batch):
         if isinstance(x, PackedSequence) or (isinstance(x, Tensor) and x.is_nested):
             yield 0
         elif _is_array(x) and x.ndim > 0:
             yield x.shape[0]
 
 
-def _part(batch: Any, m: int, rows: slice) -> Any:
-    """Return the same structure with only some of the m examples. Arrays are views."""
+def _first(batch: Any, m: int, count: int) -> Any:
+    """Return the same structure with only the first of the m examples. Arrays are views."""
     if _is_array(batch):
-        return batch[rows] if batch.ndim > 0 else batch
+        return batch[:count] if batch.ndim > 0 else batch
     if isinstance(batch, Mapping):
-        items = {key: _part(x, m, rows) for key, x in batch.items()}
+        items = {key: _first(x, m, count) for key, x in batch.items()}
         if type(batch) is dict or not isinstance(batch, MutableMapping):
             return items
         part = copy.copy(batch)  # defaultdict, Hugging Face's BatchEncoding ... have constructors of their own
         part.update(items)
         return part
     if isinstance(batch, list) and len(batch) == m and all(isinstance(x, str | bytes) for x in batch):
-        return batch[rows]  # default_collate leaves texts as a list: one per example
+        return batch[:count]  # default_collate leaves texts as a list: one per example
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_part(x, m, rows) for x in batch))
+        return type(batch)(*(_first(x, m, count) for x in batch))
     if isinstance(batch, tuple | list):
-        return type(batch)(_part(x, m, rows) for x in batch)
+        return type(batch)(_first(x, m, count) for x in batch)
     return batch

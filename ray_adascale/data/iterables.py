@@ -18,7 +18,6 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from .._errors import check_count
 from .._warn import warn_at_user
 from .order import BatchSplit, MicroBatch
 from .sampling import Sampling
@@ -96,7 +95,7 @@ class IterableSource(BatchSource):
             )
         self.split = split
         self.batch_size = even_size(split)
-        self.length = None if length is None else check_count("length", length, 1)
+        self.length = length
         self.position = 0
         self._batches = batches
         self._examples_of = examples_of or _leading_dimension

@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from .._errors import check_count
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleOrder:
@@ -34,19 +32,11 @@ class ExampleOrder:
         seed: Seed of the permutations.
         shuffle: False keeps the dataset's order in every epoch.
         drop_last: Leave out the last examples of an epoch where they are fewer than B. They count as consumed.
-
-    Raises:
-        ValueError: The seed is not an integer.
     """
 
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "seed", check_count("seed", self.seed, None))
-        object.__setattr__(self, "shuffle", bool(self.shuffle))
-        object.__setattr__(self, "drop_last", bool(self.drop_last))
 
 
 @dataclass(frozen=True)
@@ -60,10 +50,7 @@ class BatchSplit:
         global_batch_size: B, examples per optimizer step.
         rank: This worker, from 0.
         world_size: Workers.
-        accumulation: Passes per optimizer step.
-
-    Raises:
-        ValueError: A field is out of range; the message says what to change.
+        accumulation: Passes per optimizer step. Each of the n parts has an example: B ≥ n.
     """
 
     global_batch_size: int
@@ -71,18 +58,6 @@ class BatchSplit:
     rank: int = 0
     world_size: int = 1
     accumulation: int = 1
-
-    def __post_init__(self) -> None:
-        for name, minimum in (("global_batch_size", 1), ("world_size", 1), ("accumulation", 1), ("rank", 0)):
-            object.__setattr__(self, name, check_count(name, getattr(self, name), minimum))
-        if self.rank >= self.world_size:
-            raise ValueError(f"Invalid rank={self.rank} with world_size={self.world_size}. Ranks count from 0.")
-        if self.global_batch_size < self.num_samples:
-            raise ValueError(
-                f"Invalid global_batch_size={self.global_batch_size}: world_size={self.world_size} times"
-                f" accumulation={self.accumulation} makes {self.num_samples} micro-batches a step, and each needs an"
-                " example. Use a larger batch, fewer workers or fewer accumulation passes."
-            )
 
     @property
     def num_samples(self) -> int:
@@ -194,8 +169,6 @@ def _hash(x: np.ndarray) -> np.ndarray:
 
 def split_evenly(total: int, parts: int) -> list[int]:
     """Return ``parts`` sizes that sum to ``total`` and differ by at most 1, the larger ones first."""
-    check_count("total", total, 0)
-    check_count("parts", parts, 1)
     size, larger = divmod(total, parts)
     return [size + 1] * larger + [size] * (parts - larger)
 
@@ -225,12 +198,10 @@ class StepSampler(Sampler[list[int]]):
         position: int = 0,
         epoch_indices: Callable[[int], Tensor] | None = None,
     ) -> None:
-        self.length = check_count("length", length, 0)
-        if length == 0:
-            raise ValueError("Invalid length=0: empty dataset. Give at least one example.")
+        self.length = length
         self.order = order
         self.split = split
-        self.position = check_count("position", position, 0)
+        self.position = position
         self._epoch_indices = epoch_indices
         self._keyed = length >= KEYED_FROM
         self._permutation: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64))

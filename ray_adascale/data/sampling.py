@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from .._errors import kind_of
+from .._torch import generators_kept
 from .order import stable_seed
 
 Sampling = Iterable[int] | Callable[[int], Iterable[int]]
@@ -63,7 +63,10 @@ class SampledOrder:
     def _draw(self, epoch: int) -> Tensor:
         sampler: Any = self._sampling
         seed = stable_seed("sampler", self._seed, epoch)
-        with _seeded(seed):
+        with generators_kept():
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002 (samplers may use the global generator)
             if callable(sampler) and not hasattr(sampler, "__iter__"):
                 drawn = sampler(epoch)
             elif not hasattr(sampler, "__len__"):
@@ -94,18 +97,3 @@ class SampledOrder:
                 f"{epoch}, and the dataset has {self._size} examples."
             )
         return indices
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Return a context in which the global generators are seeded; they are restored after it."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (samplers may use the global generator)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002

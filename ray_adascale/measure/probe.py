@@ -10,18 +10,17 @@ samples grow with n² and the passes with n, so four batches at few steps tell m
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
+from .._torch import generators_kept
 from ..gain import gradient_moments
 from .norms import take_norms
 
@@ -188,7 +187,8 @@ class BatchSamples:
                 aliases[buffer] = buffer.detach().clone()
         held = parameters | buffers
         lent = {name: aliases[tensor] for name, tensor in held.items() if tensor in aliases}
-        with _generators_kept(held.values()), _attributes_kept(call), torch.enable_grad():
+        cuda = {tensor.device.index for tensor in held.values() if tensor.is_cuda}
+        with generators_kept(cuda), _attributes_kept(call), torch.enable_grad():
             functional_call(call, lent, (batch,), tie_weights=False)
         now = _held(call, nn.Module.named_parameters)
         changed = [name.removeprefix("model.") for name, p in parameters.items() if now.get(name) is not p]
@@ -273,17 +273,3 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
             vars(part).update(attributes)
             part._buffers.clear()
             part._buffers.update(buffers)
-
-
-@contextmanager
-def _generators_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Restore the random number generators on exit."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()  # noqa: NPY002 - the user's augmentation may well use the global generator
-    cuda = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
-    with torch.random.fork_rng(devices=cuda):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)  # noqa: NPY002

@@ -34,17 +34,9 @@ from .boundary.replicas import Replicas
 from .boundary.reporting import Reporting
 from .boundary.stage import LoopState, Stage
 from .boundary.train_state import TrainState, log_start
-from .build import (
-    check_built,
-    check_equal,
-    check_schedule,
-    facts_of,
-    set_batch,
-    warn_of_state_dict_hooks,
-    wrap,
-)
+from .build import check_built, check_equal, check_schedule, facts_of, set_batch, wrap
 from .clipping import Clipping
-from .observe.advice import NoiseWarning
+from .observe.advice import NoiseWarning, warn_of_state_dict_hooks
 from .observe.eta import EtaTracker, forecast_run
 from .observe.metrics import METRICS
 from .observe.step import Listener

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError
 from .._torch import first_difference
-from .._warn import warn_on_first_worker
 from ..batch import StepPlan
 from ..chain import parts_of
 from ..checkpoint.optimizer import parameter_names
@@ -24,7 +22,7 @@ from ..config import AdaScaleConfig
 from ..data.source import BatchSource
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
-from ..optim.curves import curve_difference, other_length
+from ..optim.curves import curve_difference
 from ..optim.rules import betas_of, make_rule, metric_of
 from ..optim.schedule import BaseSchedule, LRCurves
 from ..optim.wrapper import check_parameters, check_wrappable
@@ -33,7 +31,7 @@ from ..sharding.oss import OSS
 from ..sharding.partition import has_state
 from ..sharding.sharded_ddp import ShardedDataParallel
 from ..workload import Pieces
-from .evidence import doubt, recipe_doubt
+from .observe.advice import warn_of_optimizer, warn_of_schedule, warn_of_step_hooks
 
 
 @dataclass(frozen=True)
@@ -74,9 +72,7 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, 
     check_parameters(model, optimizer, alone=True)
     if betas is not None:
         betas.check(optimizer)
-    doubts = [doubt(rule, optimizer), None if recipe is None else recipe_doubt(recipe, optimizer)]
-    for sentence in filter(None, doubts):
-        warn_on_first_worker(sentence)
+    warn_of_optimizer(rule, optimizer, recipe)
 
 
 _NOT_COMPARED = {"seed", "shuffle", "drop_last", "rule", "num_loader_workers"}
@@ -131,31 +127,6 @@ def check_equal(facts: Mapping[str, str], workers: int, group: dist.ProcessGroup
         )
 
 
-def warn_of_state_dict_hooks(optimizer: Optimizer) -> None:
-    """Warn if the optimizer has hooks around its state dict, or more in it: the run's checkpoints save tensors of parameters."""
-    parts = [part for part, _ in parts_of(optimizer)]
-    if any(
-        getattr(part, f"_optimizer_{name}_hooks")
-        for part in (optimizer, *parts)
-        for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
-    ) or any(part.state_dict().keys() - {"state", "param_groups"} for part in parts):
-        warn_on_first_worker(
-            f"{type(optimizer).__name__} has hooks around its state dict, or entries of its own in it. The run's checkpoints "
-            "lack what they add. Give it as extra_state=, an object with state_dict() and load_state_dict()."
-        )
-
-
-def _warn_of_step_hooks(optimizer: Optimizer) -> None:
-    """Warn if the optimizer that is to be sharded has hooks around its step."""
-    parts = [optimizer, *(part for part, _ in parts_of(optimizer))]
-    if any(part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks for part in parts):
-        warn_on_first_worker(
-            f"{type(optimizer).__name__} has hooks around its step. With sharded state they see this worker's share of the "
-            "parameters and gradients, before the workers exchange their shares. Use after_step= for an average of the weights, "
-            "grad_clip= for clipping, or AdaScaleConfig(sharding='none')."
-        )
-
-
 def check_recipe(recipe: Recipe, schedule: BaseSchedule) -> None:
     """Check that a schedule is the recipe's.
 
@@ -199,28 +170,7 @@ def check_schedule(
     if recipe is not None:
         check_recipe(recipe, schedule)
     check_rule(config, schedule.lr_curve)
-    doubts = _doubts_about(scheduler, schedule, batch)
-    for sentence in doubts:
-        warn_on_first_worker(sentence)
-    return doubts
-
-
-def _doubts_about(scheduler: LRScheduler | None, schedule: BaseSchedule, batch: int) -> list[str]:
-    """Return doubts about a usable schedule and its batches, a sentence each; usually none."""
-    found = [other_length(scheduler, schedule)]
-    base = schedule.base_batch_size
-    length = math.inf if schedule.base_steps_per_epoch is None else schedule.base_steps_per_epoch * base
-    for what, size, remedy in (
-        ("base batch", base, "base_batch_size"),
-        ("batch", batch, "the workers, per_worker_batch_size or accumulation"),
-    ):
-        if size > length:
-            found.append(
-                f"The {what} of {size} is larger than the dataset of {length:.0f} examples, so a step has some of them twice, "
-                f"and its noise is smaller than that of so large a batch. Lower {remedy}."
-            )
-            break
-    return [sentence for sentence in found if sentence is not None]
+    return warn_of_schedule(scheduler, schedule, batch)
 
 
 def check_rule(config: AdaScaleConfig, curve: Sequence[Sequence[float]]) -> None:
@@ -257,7 +207,7 @@ def wrap(
         shard_model(module, optimizer, device)
         names = parameter_names(module, optimizer)
     if sharding in ("oss", "zero2"):
-        _warn_of_step_hooks(optimizer)
+        warn_of_step_hooks(optimizer)
         optimizer = OSS.wrap(optimizer)
     if sharding == "zero2":
         model = ShardedDataParallel(module, optimizer)

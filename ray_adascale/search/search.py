@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from .._errors import check_count, check_type
+from .._errors import check_type
+from .._fields import COUNT, MAYBE_COUNT, by, check_fields, integer
 from ..config import AdaScaleConfig, read_settings
 
 if TYPE_CHECKING:  # the command's options come from this module, and their help needs neither torch nor Ray
@@ -64,15 +65,15 @@ class Search:
     param_space: dict[str, Any]
     _: KW_ONLY
     config: AdaScaleConfig
-    num_samples: int = 8
-    repeats: int = 0
-    repeat_best: int = 3
+    num_samples: int = field(default=8, metadata=COUNT)
+    repeats: int = field(default=0, metadata=by(integer(0)))
+    repeat_best: int = field(default=3, metadata=COUNT)
     search_alg: Any = None
     scheduler: Literal["asha"] | TrialScheduler | None = "asha"
     resources_per_trial: Mapping[str, float] | None = None
     scaling_config: ScalingConfig | None = None
-    max_concurrent_trials: int | None = None
-    probe_every: int | None = None
+    max_concurrent_trials: int | None = field(default=None, metadata=MAYBE_COUNT)
+    probe_every: int | None = field(default=None, metadata=MAYBE_COUNT)
     storage_path: str | os.PathLike[str] | None = None
     name: str | None = None
     verbose: int = 1
@@ -81,11 +82,7 @@ class Search:
     def __post_init__(self) -> None:
         check_type("workload", self.workload, Callable, "Must be a function config -> Workload.")
         check_type("param_space", self.param_space, dict, "Must be a dict, as for ray.tune.Tuner.")
+        check_fields(self)
         object.__setattr__(self, "config", read_settings(self.config))
         if self.config.batch and self.config.total_epochs is None:
             self.config.resolve_total_steps(None)  # refuses a search without a length
-        optional = {"probe_every": 1, "max_concurrent_trials": 1}
-        for name, least in ({"num_samples": 1, "repeats": 0, "repeat_best": 1} | optional).items():
-            value = getattr(self, name)
-            if value is not None or name not in optional:
-                object.__setattr__(self, name, check_count(name, value, least))

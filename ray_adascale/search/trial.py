@@ -80,7 +80,6 @@ class Collected:
 
     Attributes:
         noise: The measurements of the noise.
-        recorder: Measures the noise; None where it comes from the gradient samples of several workers.
         evaluated: The keys of the dict that the workload's ``evaluate`` has returned.
         advice: The run's warnings about the schedule.
         reads: The keys of the config that the workload's function has read.
@@ -89,7 +88,6 @@ class Collected:
 
     def __init__(self, metric: str, mode: Literal["min", "max"]) -> None:
         self.noise: list[NoiseProbe] = []
-        self.recorder: NoiseRecorder | None = None
         self.evaluated: tuple[str, ...] = ()
         self.advice: list[str] = []
         self.reads: ConfigAccessLog | None = None
@@ -147,7 +145,6 @@ class Collected:
                 advice=self.advice,
                 unread={} if self.reads is None else self.reads.unread,
                 momentum=self.momentum,
-                noise_source="samples" if self.recorder is None else "batches",
             )
             report[RESULT] = ended.to_json()
         return report
@@ -233,7 +230,6 @@ class InOneProcess(TrialSetup):
             run = make_run(workload, self.config, collected, backend)
         with annotate_exceptions(lambda: (0, run.state.iterations)):
             recorder = NoiseRecorder(run, workload, probe_steps(run.total_steps, self.probe_every), collected.noise)
-            collected.recorder = recorder
             train_base(run, workload, recorder, collected.add_loss)
 
 

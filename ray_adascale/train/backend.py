@@ -22,7 +22,7 @@ import ray.train.torch
 import torch.distributed as dist
 
 from .. import checkpoint
-from .._files import TRACE, list_names, read_text, room_in_words, scratch_folder
+from .._files import TRACE, full_disk_note, list_names, read_text, scratch_folder
 from .._warn import warn_at_user
 from ..checkpoint.files import MANIFEST, STATE, TENSORS, NotPermitted
 from ..run.boundary.backend import Backend, ReportPolicy
@@ -257,7 +257,7 @@ class RayTrainBackend(Backend):
     def _not_stored(self, error: OSError) -> checkpoint.CheckpointError:
         folder = self._storage.experiment_fs_path
         here = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
-        why, kind = room_in_words(error, folder) if here else "", checkpoint.CheckpointError
+        why, kind = full_disk_note(error, folder) if here else "", checkpoint.CheckpointError
         if isinstance(error, PermissionError):
             why, kind = "; this user may not write there", NotPermitted
         return kind(f"The checkpoint could not be stored in {folder}: {type(error).__name__}: {error}{why}.")

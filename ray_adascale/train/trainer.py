@@ -21,7 +21,7 @@ from ray.train.torch import TorchTrainer
 from ray.util.annotations import PublicAPI
 
 from .._errors import SettingError, check_type
-from .._files import join, room_in_words
+from .._files import full_disk_note, join
 from ..config import AdaScaleConfig, read_settings
 from ..recipe import Recipe
 from ..run.boundary.backend import ReportPolicy
@@ -320,7 +320,7 @@ class AdaScaleTrainer(TorchTrainer):
             if not isinstance(cause, RepeatedFailure):
                 if isinstance(cause, OSError):
                     elsewhere = "://" in self._folder or self.run_config.storage_filesystem
-                    room = "" if elsewhere else room_in_words(cause, self._folder)
+                    room = "" if elsewhere else full_disk_note(cause, self._folder)
                     e.add_note(f"Ray's controller could not write to the run's folder {self._folder}{room}.")
                 raise
             failed = ray.train.WorkerGroupError("", cause.failures)

@@ -247,9 +247,9 @@ def test_a_dataset_that_fetches_batches_fetches_them_here() -> None:
 
 def test_bytes_of_an_example() -> None:
     assert _bytes_of(torch.zeros(3)) == 12
-    assert _bytes_of({"a": torch.zeros(3), "b": [torch.zeros(2), 5]}) == 12 + 8 + 2
+    assert _bytes_of({"a": torch.zeros(3), "b": [torch.zeros(2), 5]}) == 12 + 8 + 1
     assert _bytes_of("words") == 5
-    assert _bytes_of(1.0) == 0
+    assert _bytes_of([1.0, 2]) == 2
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

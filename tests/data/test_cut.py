@@ -8,14 +8,9 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
-from ray_adascale.data import cut
+from ray_adascale.data.cut import examples_of
 
 Pair = namedtuple("Pair", ["x", "rest"])
-
-
-def parts_of(batch: Any) -> list[Any]:
-    halves = cut.halves_of(batch)
-    return [] if halves is None else [part for part, _ in halves]
 
 
 def test_a_nested_batch_is_cut_and_keeps_its_structure() -> None:
@@ -29,8 +24,11 @@ def test_a_nested_batch_is_cut_and_keeps_its_structure() -> None:
         "shared": shared,
         "temperature": temperature,
     }
-    first, second = parts_of(batch)
-    for part, rows in ((first, slice(0, 3)), (second, slice(3, 5))):  # as equal as possible
+    for count in (3, 5, 9):
+        found = examples_of(batch, count)
+        assert found is not None
+        part, rows = found[0], slice(0, count)
+        assert found[1] == min(count, 5)
         assert isinstance(part["pair"], Pair)
         assert torch.equal(part["pair"].x, torch.arange(5)[rows])
         np.testing.assert_array_equal(part["pair"].rest[0], np.arange(10).reshape(5, 2)[rows])
@@ -53,7 +51,6 @@ def test_a_nested_batch_is_cut_and_keeps_its_structure() -> None:
         [],
         "text",
         torch.tensor(1.0),
-        torch.zeros(1, 2),
         torch.zeros(0, 2),
         (torch.zeros(4), torch.zeros(3)),
         {"a": torch.zeros(4), "b": [np.zeros(5)]},
@@ -61,5 +58,5 @@ def test_a_nested_batch_is_cut_and_keeps_its_structure() -> None:
         (torch.zeros(2), pack_padded_sequence(torch.zeros(2, 1), torch.tensor([2]))),
     ],
 )
-def test_what_cannot_be_cut_has_no_halves(batch: Any) -> None:
-    assert parts_of(batch) == []
+def test_what_cannot_be_cut_has_no_first_examples(batch: Any) -> None:
+    assert examples_of(batch, 2) is None

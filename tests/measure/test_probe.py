@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ray_adascale.data.cut import halves_of
 from ray_adascale.gain import gradient_moments
 from ray_adascale.measure.probe import BatchSamples
 
@@ -36,12 +35,11 @@ def probe_noise(
     model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, parameters: Any = None
 ) -> tuple[float, float]:
     """σ² and μ² from the two halves of a batch, as two batches of half the size."""
-    halves = halves_of(batch)
-    assert halves is not None
+    first, second = batch.chunk(2) if isinstance(batch, Tensor) else zip(*(x.chunk(2) for x in batch), strict=True)
     pair = BatchSamples(model, loss_fn, samples=2)
-    pair.begin_with(halves[0][0], parameters)
+    pair.begin_with(first, parameters)
     assert pair.begun
-    found = pair.add(halves[1][0])
+    found = pair.add(second)
     assert found is not None
     assert not pair.begun
     return found

@@ -96,7 +96,6 @@ def test_the_last_report_alone_carries_what_the_recipe_needs() -> None:
         score=0.75,
         schedule=last.schedule,
         noise=PROBES,
-        noise_source="samples",
     )
 
 

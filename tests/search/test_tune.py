@@ -28,7 +28,6 @@ from ray_adascale import AdaScaleConfig, Recipe, Run, Search, Workload, tune_rec
 from ray_adascale.analysis.describe import describe
 from ray_adascale.cli.main import main
 from ray_adascale.cli.source import resolve
-from ray_adascale.data.cut import halves_of
 from ray_adascale.data.order import epoch_order
 from ray_adascale.measure.probe import BatchSamples
 from ray_adascale.run.base.base_run import BaseResult
@@ -440,9 +439,7 @@ def test_a_trial_spread_over_workers_makes_the_same_recipe(
     assert [probe.effective_steps for probe in recipe.noise] == list(range(0, T, 10))
     torch.manual_seed(3)
     workload = build(linear, {"lr": 0.02})
-    halves = halves_of(batch_of_step(workload, 0, seed=3))
-    assert halves is not None
-    (first, _), (second, _) = halves
+    first, second = zip(*(tensor.chunk(2) for tensor in batch_of_step(workload, 0, seed=3)), strict=True)
     pair = BatchSamples(workload.model, loss_fn, 2)
     pair.begin_with(first)
     sigma2, mu2 = pair.add(second) or (0.0, 0.0)

@@ -131,7 +131,7 @@ def arm(point: str, nth: int, backend: LocalBackend) -> Callable[[Run], None]:
     if point == "load":
         on_call(checkpoint, "load", 1 + nth % 2, after=True)  # the model is loaded, the optimizer may not be
     elif point == "copied":
-        on_call(checkpoint, "begin_save", 1 + nth // 2, after=True)
+        on_call(checkpoint.Save, "start", 1 + nth // 2, after=True)
     elif point == "bytes":
         half_a_write(nth)
     elif point == "file":
@@ -446,7 +446,7 @@ def test_a_copy_is_made_of_what_is_written_alone(tmp_path: Path, monkeypatch: py
     tensors: dict[str, Any] = {"a": whole[:10], "b": checkpoint.TensorShard(whole[10:20], 0, 10), "c": whole[20]}
     growing = tmp_path / "rows"
     growing.write_text("one\n")
-    saving = checkpoint.begin_save(tmp_path / "c", tensors, {"at": 1}, files={"rows": (growing, 4)})
+    saving = checkpoint.save(tmp_path / "c", tensors, {"at": 1}, files={"rows": (growing, 4)}, background=True)
     assert saving.running
     copies = saving._planner._copies
     assert sum(copy.untyped_storage().nbytes() for copy in copies.values()) == 4 * 21

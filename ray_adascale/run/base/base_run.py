@@ -26,8 +26,8 @@ from ...optim.schedule import BaseSchedule
 from ...recipe import SETTINGS, NoiseProbe, Recipe, Repeat, probe_steps
 from ...workload import Workload, WorkloadFn, build, injected_settings
 from ..boundary.backend import Backend
-from ..evidence import kind_of
 from ..loop import Run
+from ..observe.advice import class_name
 from .base_noise import NoiseRecorder
 
 RESULT = "outcome"
@@ -41,7 +41,7 @@ class Momentum:
     Attributes:
         value: m, 0 ≤ m < 1; None: unknown.
         is_beta: Whether m is β1, which a rule for betas changes.
-        optimizer_class: Name of the optimizer's class, see :func:`ray_adascale.run.evidence.kind_of`; empty: unknown.
+        optimizer_class: Name of the optimizer's class, see :func:`ray_adascale.run.observe.advice.class_name`; empty: unknown.
     """
 
     value: float | None = None
@@ -62,7 +62,6 @@ class BaseResult:
         advice: The run's :attr:`ray_adascale.Run.advice`, because the warnings of a trial are not shown.
         unread: The hyperparameters that the workload had not read by the end, as in ``ConfigAccessLog.unread``.
         momentum: The momentum of the optimizer, see :func:`momentum_of`.
-        noise_source: What the noise was measured from: the "batches" after some steps, or the "samples" of several workers.
     """
 
     metric: str
@@ -73,7 +72,6 @@ class BaseResult:
     advice: list[str] = field(default_factory=list)
     unread: dict[str, str | None] = field(default_factory=dict)
     momentum: Momentum = field(default_factory=Momentum)
-    noise_source: str = "batches"
 
     @property
     def objective(self) -> float:
@@ -203,7 +201,6 @@ def freeze(
         search={
             **search,
             "handed": list(injected_settings(config)),
-            "noise": outcome.noise_source,
             "momentum_is_beta": outcome.momentum.is_beta,
             "optimizer_class": outcome.momentum.optimizer_class,
         },
@@ -273,7 +270,7 @@ def momentum_of(optimizer: Optimizer) -> Momentum:
     group = largest.param_groups[0]
     is_beta = "momentum" not in group and "betas" in group
     value = group["betas"][0] if is_beta else group.get("momentum", 0.0)
-    return Momentum(float(value) if 0 <= value < 1 else None, is_beta, kind_of(largest))
+    return Momentum(float(value) if 0 <= value < 1 else None, is_beta, class_name(largest))
 
 
 def kept_settings(base: AdaScaleConfig) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ... import checkpoint
-from ..._files import room_in_words
+from ..._files import full_disk_note
 from ...batch import StepPlan
 from ..observe.trace import TraceFile
 from .backend import Backend
@@ -112,11 +112,11 @@ class Saver:
             RuntimeError: Workers are at different positions.
             CheckpointError: A worker could not write this checkpoint or the previous one.
         """
-        return self._write(checkpoint.save, boundary, content)[0]
+        return self._write(boundary, content)[0]
 
     def begin(self, boundary: Boundary, content: Callable[[], Content], report: StepReport) -> None:
         """Copy the content of a checkpoint and start a thread that writes it. :meth:`finish` seals and reports it."""
-        folder, saving = self._write(checkpoint.begin_save, boundary, content)
+        folder, saving = self._write(boundary, content, background=True)
         if folder is not None:
             assert saving is not None
             # A copy, because the loop changes its metrics.
@@ -137,9 +137,10 @@ class Saver:
 
     def _write(
         self,
-        write: Callable[..., checkpoint.Save | None],
         boundary: Boundary,
         content: Callable[[], Content],
+        *,
+        background: bool = False,
     ) -> tuple[Path | None, checkpoint.Save | None]:
         self.finish()  # at most one checkpoint is in flight
         folder: Path | None = None
@@ -156,7 +157,10 @@ class Saver:
             check_agreement(boundary, error, self._backend, self._group)
             assert folder is not None
             tensors, state, files = made
-            return folder, write(folder, tensors, state, files=files, process_group=self._group)
+            saving = checkpoint.save(
+                folder, tensors, state, files=files, process_group=self._group, background=background
+            )
+            return folder, saving
 
 
 def check_agreement(
@@ -183,7 +187,7 @@ def check_agreement(
             error,
             checkpoint.CheckpointError(
                 f"No checkpoint was written: rank {backend.rank}: {type(error).__name__}: {error}"
-                + room_in_words(error, error.filename or tempfile.gettempdir())
+                + full_disk_note(error, error.filename or tempfile.gettempdir())
             ),
         )
         error.__cause__ = cause

@@ -290,24 +290,8 @@ def changes_since(was: BaseSchedule, now: BaseSchedule) -> list[str]:
         changed.append(f"scheduler_unit is {now.scheduler_unit!r}, was {was.scheduler_unit!r}")
     difference = curve_difference(was.lr_curve, now.lr_curve)
     if difference is not None:
-        table = _differing_points(was, now) if len(was.lr_curve) == len(now.lr_curve) else []
-        points = f"; at effective step {', '.join(table)}" if table else ""
-        changed.append(f"the learning-rate curve differs: {difference}{points}")
+        changed.append(f"the learning-rate curve differs: {difference}")
     return changed
-
-
-def _differing_points(was: BaseSchedule, now: BaseSchedule, shown: int = 5) -> list[str]:
-    """Return "τ: lr before → lr now" at a few of the τ at which the first group that differs does so."""
-    end = min(was.total_steps, now.total_steps)
-    taus = sorted({int(i * end / 200) for i in range(200)})
-    for group in range(len(was.lr_curve)):
-        rates = dict(zip(taus, zip(was.lrs_at(group, taus), now.lrs_at(group, taus), strict=True), strict=True))
-        differing = [tau for tau, (before, after) in rates.items() if abs(before - after) > 1e-6 * abs(before)]
-        if differing:
-            picked = sorted({differing[i * (len(differing) - 1) // (shown - 1)] for i in range(shown)})
-            name = f" (group {group})" if group else ""
-            return [f"{tau}{name}: lr {rates[tau][0]:.6g} → {rates[tau][1]:.6g}" for tau in picked]
-    return []
 
 
 def log_start(

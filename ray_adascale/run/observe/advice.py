@@ -1,7 +1,11 @@
-"""Advice to the user of a run: warnings about data, batch and hyperparameters."""
+"""What may be wrong in a run, with what to do: a function or a class for each warning.
+
+Warnings that depend on the optimizer name the page with the measurements (``benchmarks/studies/pages``).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,14 +13,158 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from ..._torch import leaves
 from ..._warn import warn_at_user, warn_on_first_worker
+from ...chain import largest_part, parts_of
 from ...checkpoint.per_worker import without_own
 from ...checkpoint.rng import digest_of
 from ...forecast.replay import Replay
+from ...optim.curves import other_length
+from ...optim.rules import AdamScaleRule, AdaScaleRule, ScalingRule, betas_of
+from ...optim.schedule import BaseSchedule
+from ...recipe import Recipe
 from ...workload import ConfigAccessLog, unread_warning
-from .metrics import too_large_for_the_noise
 from .step import Listener, Step
+
+SGD = frozenset({"SGD"})
+ADAM = frozenset({"Adam", "AdamW"})
+MUON = frozenset({"Muon"})
+LION = frozenset({"Lion"})  # of any package, so optimizers are recognised by the name of the class
+
+_STUDIES = {
+    "adascale": {SGD | ADAM: "adam", SGD | ADAM | MUON: "muon", LION: "lion"},
+    "adascale_betas": {SGD: "transfer", ADAM: "adam-betas", ADAM | MUON: "muon", LION: "lion"},
+}
+"""For each rule the optimizers that it was measured with, and the page. The first entry with all optimizers of a run holds."""
+
+
+# ---- when a run is built ---------------------------------------------------------------------------------------------
+
+
+def class_name(optimizer: Optimizer) -> str:
+    """Return the name of an optimizer's class. If the class is derived from a measured one, return the name of that one."""
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    return next((name for name in names if name in SGD | ADAM | MUON | LION), names[0])
+
+
+def warn_of_optimizer(rule: ScalingRule, optimizer: Optimizer, recipe: Recipe | None) -> None:
+    """Warn if the rule has no derivation for the optimizer, or if the recipe was made with another class of optimizers.
+
+    Args:
+        rule: The rule.
+        optimizer: The user's own optimizer, or a chain.
+        recipe: The recipe, if there is one.
+    """
+    for sentence in (_rule_advice(rule, optimizer), recipe and _recipe_advice(recipe, optimizer)):
+        if sentence:
+            warn_on_first_worker(sentence)
+
+
+def _rule_advice(rule: ScalingRule, optimizer: Optimizer) -> str | None:
+    if isinstance(rule, AdamScaleRule):
+        return (
+            "rule='adamscale' is experimental: schedules did not carry over with it, but did with rule='adascale' and the same "
+            "AdamW (benchmarks/studies/pages/adam.md). Use 'adascale', or compare with a base run before you trust it."
+        )
+    parts = [part for part, _ in parts_of(optimizer)]
+    kinds, name = (
+        {class_name(part) for part in parts},
+        " and ".join(dict.fromkeys(type(part).__name__ for part in parts)),
+    )
+    betas = betas_of(rule) is not None
+    if not isinstance(rule, AdaScaleRule) or (kinds <= SGD and not betas):
+        return None
+    derived = "rule='adascale_betas' has no derivation." if betas else "AdaScale is derived for SGD."
+    studies = _STUDIES["adascale_betas" if betas else "adascale"]
+    page = next((page for measured, page in studies.items() if kinds <= measured), None)
+    if page is None:
+        return (
+            f"{derived} It was measured with Adam, AdamW, Muon and Lion (docs/results.md), and with {name} it was not. The run "
+            "goes on. Compare with a base run before you trust it."
+        )
+    fell_behind = page == "lion" and not betas
+    advice = " Use rule='adascale_betas': the metric fell behind the base run's with this one." if fell_behind else ""
+    return f"{derived} With {name} there is no proof, only measurements: benchmarks/studies/pages/{page}.md.{advice}"
+
+
+def _recipe_advice(recipe: Recipe, optimizer: Optimizer) -> str | None:
+    before, now = recipe.optimizer_class, class_name(largest_part(optimizer))
+    if before in ("", now):
+        return None
+    return (
+        f"The recipe was made with {before}, and this run has {now}: the schedule was tuned for another optimizer. Use {before}, "
+        f"or search anew with {now}."
+    )
+
+
+def forecast_advice(kind: str) -> str | None:
+    """Return a note if the forecast failed with a class of optimizers, or was not measured with it; otherwise None.
+
+    Args:
+        kind: :func:`class_name` the optimizer of the base run; empty: unknown.
+    """
+    if not kind or kind in SGD | ADAM | MUON:
+        return None
+    if kind in LION:
+        return "With Lion runs took up to 2.3 times as many steps as forecast at S = 64 (benchmarks/studies/pages/lion.md)."
+    return f"The forecast was measured with SGD, Adam, AdamW and Muon, and with {kind} it was not."
+
+
+def warn_of_schedule(scheduler: LRScheduler | None, schedule: BaseSchedule, batch: int) -> list[str]:
+    """Warn if a usable schedule has another length than the run, or a batch is larger than the dataset. Return the warnings.
+
+    Args:
+        scheduler: The user's.
+        schedule: The base run's.
+        batch: B, examples.
+    """
+    found = [other_length(scheduler, schedule)]
+    base = schedule.base_batch_size
+    length = math.inf if schedule.base_steps_per_epoch is None else schedule.base_steps_per_epoch * base
+    if max(base, batch) > length:
+        what, size, remedy = "batch", batch, "the workers, per_worker_batch_size or accumulation"
+        if base > length:
+            what, size, remedy = "base batch", base, "base_batch_size"
+        found.append(
+            f"The {what} of {size} is larger than the dataset of {length:.0f} examples, so a step has some of them twice, "
+            f"and its noise is smaller than that of so large a batch. Lower {remedy}."
+        )
+    advice = [sentence for sentence in found if sentence is not None]
+    for sentence in advice:
+        warn_on_first_worker(sentence)
+    return advice
+
+
+def warn_of_state_dict_hooks(optimizer: Optimizer) -> None:
+    """Warn if the optimizer has hooks around its state dict, or more in it: the run's checkpoints save tensors of parameters."""
+    parts = [part for part, _ in parts_of(optimizer)]
+    if any(
+        getattr(part, f"_optimizer_{name}_hooks")
+        for part in (optimizer, *parts)
+        for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    ) or any(part.state_dict().keys() - {"state", "param_groups"} for part in parts):
+        warn_on_first_worker(
+            f"{type(optimizer).__name__} has hooks around its state dict, or entries of its own in it. The run's checkpoints "
+            "lack what they add. Give it as extra_state=, an object with state_dict() and load_state_dict()."
+        )
+
+
+def warn_of_step_hooks(optimizer: Optimizer) -> None:
+    """Warn if the optimizer that is to be sharded has hooks around its step."""
+    parts = [optimizer, *(part for part, _ in parts_of(optimizer))]
+    if any(part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks for part in parts):
+        warn_on_first_worker(
+            f"{type(optimizer).__name__} has hooks around its step. With sharded state they see this worker's shard of the "
+            "parameters and gradients, before the workers gather the shards. Use after_step= for an average of the weights, "
+            "grad_clip= for clipping, or AdaScaleConfig(sharding='none')."
+        )
+
+
+# ---- in its first steps ----------------------------------------------------------------------------------------------
 
 _FIRST_STEPS = 3
 _WINDOWS, _STEPS = 3, 20
@@ -24,7 +172,9 @@ _WINDOWS, _STEPS = 3, 20
 
 
 _EQUAL_STEPS = 10
-_OWN_SHARE = "Give each rank its share of them, or generators with seeds of its own (torch.distributed.get_rank())."
+_OWN_EXAMPLES = (
+    "Give each rank examples of its own, or generators with seeds of its own (torch.distributed.get_rank())."
+)
 
 
 def warn_of_equal_batches(batch: Any, world_size: int, device: torch.device) -> None:
@@ -41,7 +191,7 @@ def warn_of_equal_batches(batch: Any, world_size: int, device: torch.device) -> 
     if equal:
         warn_on_first_worker(
             f"The data of ranks {', '.join(map(str, equal))} begin with the same micro-batch: they read the same examples, so "
-            f"more workers help nothing. {_OWN_SHARE}"
+            f"more workers help nothing. {_OWN_EXAMPLES}"
         )
 
 
@@ -67,18 +217,15 @@ class EqualLosses:
         if self._in_a_row == _EQUAL_STEPS:
             warn_on_first_worker(
                 f"The loss was the same on all workers in {_EQUAL_STEPS} steps in a row: they compute with equal data, so more "
-                f"workers help nothing. {_OWN_SHARE}"
+                f"workers help nothing. {_OWN_EXAMPLES}"
             )
 
 
 def _tensors_of(batch: Any) -> list[Tensor]:
     """Return the tensors and arrays of a batch."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    if isinstance(batch, np.ndarray) and batch.dtype.kind in "biuf":
-        return [torch.from_numpy(batch)]
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return [tensor for part in parts for tensor in _tensors_of(part)]
+    parts = (part.data if isinstance(part, PackedSequence) else part for part in leaves(batch))
+    arrays = (torch.from_numpy(x) if isinstance(x, np.ndarray) and x.dtype.kind in "biuf" else x for x in parts)
+    return [x for x in arrays if isinstance(x, Tensor)]
 
 
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -101,21 +248,34 @@ def warn_of_micro_batch(module: nn.Module, loss: Tensor, examples: int, base_bat
             f"{base_batch_size}, so weights and accuracy may differ. Use per_worker_batch_size={base_batch_size} where it fits, "
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or a norm of single examples (GroupNorm)."
         )
-    if examples != base_batch_size and _is_sum(loss.grad_fn, examples):
-        warn_on_first_worker(
-            f"The loss looks like a sum over the {examples} examples of a micro-batch. It must be the mean (reduction='mean'), "
-            "else the learning rate grows with the micro-batch."
-        )
+    if examples != base_batch_size and (summed := sum_advice(loss, examples)):
+        warn_on_first_worker(summed)
 
 
-def _is_sum(node: Any, examples: int) -> bool:
-    """Return whether a loss, or a loss that it adds, ends in a sum over the examples."""
-    if node is None:
-        return False
-    if node.name() == "AddBackward0":
-        return any(_is_sum(term, examples) for term, _ in node.next_functions)
-    sizes = getattr(node, "_saved_self_sym_sizes", ()) if node.name() == "SumBackward0" else ()
-    return getattr(node, "_saved_reduction", None) == _SUM or tuple(sizes[:1]) == (examples,)
+def sum_advice(loss: Any, examples: int) -> str | None:
+    """Return a warning if a loss looks like a sum over its examples. To be called before its backward pass."""
+    if not _is_sum(getattr(loss, "grad_fn", None), examples):
+        return None
+    return (
+        f"The loss looks like a sum over the examples, {examples} here. It must be the mean (reduction='mean'), else the "
+        "learning rate grows with the micro-batch."
+    )
+
+
+def _is_sum(node: Any, examples: int, factor: float = 1.0) -> bool:
+    """Return whether a loss, or a loss that it adds, ends in a sum over the examples, times a factor far above 1/examples."""
+    name = "" if node is None else node.name()
+    if name in ("AddBackward0", "SubBackward0", "NegBackward0", "MulBackward0", "DivBackward0"):
+        by = getattr(node, "_saved_other", None)
+        if by is not None and by.numel() == 1:
+            factor *= abs(float(by)) ** (1 if name.startswith("Mul") else -1)
+        return any(_is_sum(term, examples, factor) for term, _ in node.next_functions)
+    sizes = getattr(node, "_saved_self_sym_sizes", ()) if name == "SumBackward0" else ()
+    sums = getattr(node, "_saved_reduction", None) == _SUM or tuple(sizes[:1]) == (examples,)
+    return sums and factor * examples > 2
+
+
+# ---- in any step -----------------------------------------------------------------------------------------------------
 
 
 class ExtraStateHint:
@@ -176,12 +336,8 @@ class NoiseWarning(Listener):
         if not step.result.skipped:
             self._gains += step.metrics["gain"]
             self._scales += step.plan.scale
-        if step.plan.scale <= 1:
-            self._too_large_since = None
-            return
-        of_step = step.metrics["noise_scale"], step.metrics["gain"]
-        warning = too_large_for_the_noise(step.plan, *of_step, window=self._window)
-        if warning is None:  # the noise scale may be NaN, too
+        noise_scale, plan = step.metrics["noise_scale"], step.plan
+        if plan.scale <= 1 or not plan.global_batch_size > noise_scale:  # which may be NaN
             self._too_large_since = None
             return
         since = step.result.effective_steps if self._too_large_since is None else self._too_large_since
@@ -191,7 +347,11 @@ class NoiseWarning(Listener):
         reliable = step.result.effective_steps >= settled and step.metrics["optimizer_steps"] >= _STEPS
         if reliable and step.result.effective_steps - since >= self._window and not self._efficient_as_a_whole(step):
             self._warned = True
-            warn_at_user(warning)
+            warn_at_user(
+                f"The batch of {plan.global_batch_size} exceeds the gradient noise scale of {noise_scale:.0f} examples over the "
+                f"last {self._window:,.0f} effective steps (gain {step.metrics['gain']:.2f} at scale {plan.scale:g}): more "
+                "workers now buy less than half."
+            )
 
     def _efficient_as_a_whole(self, step: Step) -> bool:
         """Return whether r/S is at least one half on average, over the steps so far or over the whole run by the forecast."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .step import Listener
 
-MISTAKES = (ValueError, TypeError, LookupError, AttributeError, NameError, ImportError)
+ERRORS_OF_PROGRAMS = (ValueError, TypeError, LookupError, AttributeError, NameError, ImportError)
 """Exceptions caused by the program. A retry may help after other exceptions: memory or a disk may be available then."""
 
 _BUILDING = "Raised while the workload was built."
@@ -108,8 +108,8 @@ def _notes(error: BaseException | None) -> list[str]:
 
 
 def was_building(error: BaseException | None) -> bool:
-    """Return whether the error is one of :data:`MISTAKES`, raised while a workload was built."""
-    return isinstance(error, MISTAKES) and _BUILDING in _notes(error)
+    """Return whether the error is one of :data:`ERRORS_OF_PROGRAMS`, raised while a workload was built."""
+    return isinstance(error, ERRORS_OF_PROGRAMS) and _BUILDING in _notes(error)
 
 
 def lines_of(error: BaseException | None) -> str:

@@ -131,22 +131,6 @@ def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def too_large_for_the_noise(plan: StepPlan, noise_scale: float, gain: float, *, window: float) -> str | None:
-    """Return a warning if the batch exceeds the noise scale (examples), so that r/S is below one half; else None.
-
-    Args:
-        plan, noise_scale, gain: Of the last step.
-        window: Effective steps over which the noise scale is averaged.
-    """
-    if plan.scale <= 1 or not plan.global_batch_size > noise_scale:
-        return None
-    return (
-        f"The batch of {plan.global_batch_size} exceeds the gradient noise scale of {noise_scale:.0f} examples "
-        f"over the last {window:,.0f} effective steps (gain {gain:.2f} at scale {plan.scale:g}): more workers now buy less than "
-        "half."
-    )
-
-
 # ---- progress as text ------------------------------------------------------------------------------------------------
 
 

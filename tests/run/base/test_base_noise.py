@@ -62,8 +62,7 @@ def test_a_measurement_is_three_more_passes_and_they_are_dense_at_the_beginning(
     found = record_recipe(counted, {}, base_batch_size=B0, total_steps=T)
     assert [probe.effective_steps for probe in found.noise] == measured_steps(T)
     assert 0 <= calls - T - 3 * len(found.noise) <= 2  # the last one has not ended
-    assert found.search["noise"] == "batches"
-    assert f"{len(found.noise)} probes, from batches; noise scale" in found.describe()
+    assert f"{len(found.noise)} probes; noise scale" in found.describe()
     assert [probe.effective_steps for probe in record().noise] == [0, 20, 40]
 
 

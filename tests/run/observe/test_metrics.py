@@ -11,7 +11,7 @@ import torch
 
 from ray_adascale.config import AdaScaleConfig
 from ray_adascale.optim.step_result import StepResult
-from ray_adascale.run.observe.metrics import METRICS, plain_numbers, step_metrics, too_large_for_the_noise
+from ray_adascale.run.observe.metrics import METRICS, plain_numbers, step_metrics
 
 
 def test_tensors_and_numpy_scalars_are_read_out() -> None:
@@ -38,15 +38,6 @@ def test_a_name_that_the_package_writes_is_refused(name: str) -> None:
 def test_what_is_no_number_is_refused() -> None:
     with pytest.raises(TypeError, match="Invalid metric 'a' of type list"):
         plain_numbers({"a": [1]})
-
-
-def test_a_batch_beyond_the_noise_scale_is_too_large_but_not_at_the_base_batch() -> None:
-    plan = AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=32).batch.plan(2)
-    text = too_large_for_the_noise(plan, 63.0, 2.0, window=100.0) or ""
-    assert "64 exceeds the gradient noise scale of 63 examples over the last 100 effective steps (gain" in text
-    assert too_large_for_the_noise(plan, 64.0, 2.0, window=100.0) is None
-    base = AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=8).batch.plan(1)
-    assert too_large_for_the_noise(base, 1.0, 1.0, window=100.0) is None
 
 
 @pytest.mark.parametrize(
