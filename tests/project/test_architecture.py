@@ -305,21 +305,21 @@ def test_no_file_and_no_class_is_long(path: Path) -> None:
 
 
 BUDGET = {
-    "analysis": 1490,
-    "checkpoint": 1120,
-    "cli": 950,
+    "analysis": 1470,
+    "checkpoint": 1070,
+    "cli": 940,
     "compat": 230,
-    "data": 810,
+    "data": 760,
     "forecast": 340,
     "integrations": 760,
     "measure": 790,
-    "optim": 2550,
-    "run": 3640,
-    "search": 1150,
+    "optim": 2520,
+    "run": 3540,
+    "search": 1140,
     "sharding": 1530,
     "train": 1520,
-    "": 1850,
-    "tests": 34150,
+    "": 1840,
+    "tests": 34100,
     "benchmarks": 8350,
 }
 """The most lines of code of each package with its folders, of the modules beside them (""), of tests and of benchmarks."""

@@ -125,7 +125,7 @@ def test_a_worker_without_news_is_told_after_ten_seconds_with_the_limit_in_force
 def test_the_last_beat_of_a_worker_that_ray_is_about_to_end_is_sent_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the run grows. A worker that only falls silent would be told as lost."""
     sent: list[Phase] = []
-    client: Any = SimpleNamespace(connected=True, beat=lambda beat: sent.append(beat.phase))
+    client: Any = SimpleNamespace(connected=True, beat=lambda beat, wait: bool(sent.append(beat.phase)))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node0"))
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.0")
     pulse = Pulse(None)
