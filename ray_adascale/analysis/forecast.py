@@ -388,7 +388,7 @@ def _notes(
             "closer one."
         )
     probes = len(recipe.noise) + sum(len(repeat.noise) for repeat in recipe.repeats)
-    if probes < 200:
+    if probes < 40:
         notes.append(
             f"Only {probes} probes: at large scales the steps are rough. A search with a smaller --probe-every has more."
         )

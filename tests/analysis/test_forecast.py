@@ -184,7 +184,7 @@ def test_where_it_stops_paying_has_an_interval() -> None:
 def test_what_makes_an_interval_wide_is_said() -> None:
     def notes(**changes: Any) -> str:
         made = forecast_recipe(
-            recipe([(tau, 3, 1) for tau in range(100)], **changes), workers=changes.pop("workers", [4])
+            recipe([(tau, 3, 1) for tau in range(30)], **changes), workers=changes.pop("workers", [4])
         )
         return "\n".join(made.lines())
 
@@ -195,7 +195,7 @@ def test_what_makes_an_interval_wide_is_said() -> None:
     assert "momentum" not in notes()
     assert "With Lion runs took" in notes(search={"optimizer_class": "Lion"})
     assert "Lion" not in notes(search={"optimizer_class": "AdamW"})
-    assert "Only 100 probes" in notes()
+    assert "Only 30 probes" in notes()
     assert "probes" not in notes(**second)
     made = forecast_recipe(recipe([(0, 3, 1)]), workers=[4, 16])
     assert not any("a forecast is rough" in note for note in made.notes)
