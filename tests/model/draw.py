@@ -31,6 +31,7 @@ def refusal(case: Case) -> str | None:
                 run and fixed and batch < leg.base,
                 "larger than the global batch|smaller than base_batch_size",
             ),
+            (case.iterable and leg.workers * leg.passes == 1 and batch > leg.base, "tells nothing of the noise"),
             (run and case.drop_last and batch > case.length, "every batch would be dropped"),
             (run and case.efficiency is not None and not follows, "the clock of that rule advances by the scale"),
             (case.rule == "adascale_betas" and case.optimizer in ("sgd", "rmsprop"), "changes betas|keeps"),
