@@ -46,7 +46,10 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(accelerate|collections|lightning|numpy|os|pathlib|ray|rich|torch|transformers)\..*"),
     # Words of torch's own docstrings, which OSS and ShardedDataParallel inherit, and attributes that an __init__ sets.
     # ScalingRule is an alias of a type, which has no page. A Search names types that are imported for type checkers alone.
-    (r"py:class", r"Module|Optimizer|Path|optional|ScalingRule|BatchSplit|WorkloadFn|ScalingConfig|TrialScheduler|Callback"),
+    (
+        r"py:class",
+        r"Module|Optimizer|Path|optional|ScalingRule|BatchSplit|WorkloadFn|ScalingConfig|TrialScheduler|Callback",
+    ),
     (r"py:attr", r"[a-z_]+"),
     # Modules that are not part of the public interface; their names appear in type annotations.
     (r"py:.*", r"ray_adascale\.[\w.]+\.\w+"),

@@ -129,7 +129,7 @@ def smoothing_width(tau: Any, total_steps: float) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def probe_steps(total_steps: int, every: int | None = None) -> frozenset[int]:
-    """Return the steps of a base run whose noise is measured.
+    """Return the steps of a base run at which the noise is measured.
 
     Args:
         total_steps: T.

@@ -28,7 +28,7 @@ from study import announce, kept
 
 from ray_adascale import AdaScaleConfig, Recipe, Run, forecast_recipe, record_recipe, seed_everything
 from ray_adascale.forecast.replay import Forecaster
-from ray_adascale.recipe import Repeat, probe_steps
+from ray_adascale.recipe import Repeat
 from ray_adascale.workload import build
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -48,21 +48,19 @@ def batch_of(base_batch_size: int, scale: int, seed: int = 0) -> AdaScaleConfig:
 
 
 def base_run(case: Case, seed: int) -> Recipe:
-    """Record a base run with noise of every step."""
+    """Record a base run, with the noise that a search has."""
     return record_recipe(
         case.workload,
         case.hyperparameters,
         base_batch_size=case.base_batch_size,
         total_steps=case.total_steps,
         seed=seed,
-        probe_every=1,
     )
 
 
-def joined(recipes: Sequence[Recipe], every: int | None = None) -> Recipe:
-    """Join base runs with several seeds to one recipe with repeats, with the noise that a search would have."""
-    kept = probe_steps(recipes[0].total_steps, every)
-    winner, *others = (replace(r, noise=[p for p in r.noise if p.effective_steps in kept]) for r in recipes)
+def joined(recipes: Sequence[Recipe]) -> Recipe:
+    """Join base runs with several seeds to one recipe with repeats, as a search does."""
+    winner, *others = recipes
     return replace(winner, repeats=[Repeat(seed=r.seed, score=r.score, noise=r.noise) for r in others])
 
 
@@ -278,7 +276,6 @@ def report(chosen: Mapping[str, Sequence[Case]], args: argparse.Namespace, scale
     for kind, of_kind in chosen.items():
         rows: list[Row] = []
         single: list[Row] = []
-        dense: list[Row] = []
         for case in of_kind:
             folder = args.data / _slug(case.name)
             if not all((folder / f"base-{seed}.json").exists() for seed in args.base_seeds):
@@ -290,13 +287,11 @@ def report(chosen: Mapping[str, Sequence[Case]], args: argparse.Namespace, scale
                     continue
                 runs = scaled_runs(case, args.data, scale, seeds, recipes[0])
                 rows.append(row_of(case, joined(recipes), scale, runs))
-                dense.append(row_of(case, joined(recipes, 1), scale, runs))
                 single.extend(row_of(case, joined([one]), scale, runs) for one in recipes)
         if not rows:
             continue
         print(f"\n{kind}\n\n{markdown(HEADINGS, [row.cells() for row in rows])}")
         print("", *summary(rows), sep="\n")
-        print(f"Noise of every step: {summary(dense)[0]} {summary(dense)[1]}")
         print(f"One seed alone: {summary(single)[0]} {summary(single)[2]}")
         print(f"\n{left_table(rows)}", flush=True)
 
