@@ -101,6 +101,8 @@ class AdaScaleConfig:
             the gradient of a larger batch is less noisy. A multiple does, and clips at S > 1 alone: the expected norm is the root
             of the average of ‖ḡ‖² over effective time, with ``averaging_window`` as its memory.
         averaging_window: Memory of the averages of σ² and μ² as a share of the run.
+        measure_every: k: after the first steps, one optimizer step in k measures the noise. Default: as many as the averages'
+            memory needs, which is each step of a short run.
         seed: Seed of the order of examples, and of the weights that a workload makes.
         shuffle: Draw the order of an epoch's examples from the seed, instead of the dataset's order.
         dataset_length: Examples an epoch over all workers, for datasets without a length (iterables, Ray Data).
@@ -139,6 +141,7 @@ class AdaScaleConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     grad_clip: str | float | None = field(default=None, metadata=by(clip))
     averaging_window: float = field(default=0.05, metadata=by(positive()))
+    measure_every: int | None = field(default=None, metadata=MAYBE_COUNT)
     seed: int = field(default=0, metadata=by(integer(None)))
     shuffle: bool = True
     dataset_length: int | None = field(default=None, metadata=MAYBE_COUNT)

@@ -137,18 +137,17 @@ def count_decay(count: int) -> float:
     return max(1.0 - count / 1000.0, 0.0)
 
 
-def plain_effective_decay(previous_gain: float, *, window: float, total_steps: float) -> float:
-    """Return θ_t = exp(−r_{t−1} / (window·T)) of a moving average over *effective* time.
+def plain_effective_decay(advance: float, window: float) -> float:
+    """Return θ_t = exp(−Δτ / window) of a moving average over *effective* time.
 
     Memory reaches back over the same share of the run at every scale and every n, so the outcome does not depend on how
     many workers share one batch.
 
     Args:
-        previous_gain: ``r_{t−1}``; 1 before the first step.
-        window: Width as a fraction of the run, e.g. 0.05.
-        total_steps: ``T``, effective steps in the run.
+        advance: Δτ since the last sample: ``r_{t−1}`` where each step has one; 1 before the first step.
+        window: Width in effective steps, e.g. 0.05·T.
     """
-    return math.exp(-previous_gain / (window * total_steps))
+    return math.exp(-advance / window)
 
 
 @dataclass(frozen=True)

@@ -297,7 +297,7 @@ def test_steps_forget_by_the_effective_time_that_they_cover(k: int, r: int, wind
     def remembered(steps: int, gain: float) -> float:
         average = Average.of(f64([1.0]), f64(1.0), torch.tensor(1))
         for _ in range(steps):
-            average = average.update(f64(0.0), plain_effective_decay(gain, window=window, total_steps=total))
+            average = average.update(f64(0.0), plain_effective_decay(gain, window * total))
         return average.total.item()
 
     # k steps of gain r forget as much as k·r base steps: exp(−k·r / (window·T)). Up to 225 products, 1e-16 each.

@@ -149,7 +149,7 @@ class SignGain(PassGain):
 
     def _of_step(self, scale: float, total_steps: float) -> float:
         """Return r₁ after the passes of a step."""
-        decay = plain_effective_decay(self._gain, window=self.window, total_steps=total_steps)
+        decay = plain_effective_decay(self._gain, self.window * total_steps)
         self._weight = decay * self._weight + 1 - decay
         signal = noise = 0.0
         for parameter, n in self._passes.items():

@@ -68,7 +68,7 @@ class DualGain(PassGain):
         """
         if any(n % 2 for n in self._passes.values()):
             raise ValueError("Invalid number of passes. Must be even, to have as many signs of each kind.")
-        decay = plain_effective_decay(self._gain, window=self.window, total_steps=total_steps)
+        decay = plain_effective_decay(self._gain, self.window * total_steps)
         whole, noise = (
             sum(self._norms[p](gradients[p]) for p in self._passes) ** 2 for gradients in (self._sums, self._signed)
         )

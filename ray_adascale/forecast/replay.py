@@ -310,7 +310,7 @@ def replay(
     stepped_at = scale  # of the step before
     while tau < length:
         # Raw samples averaged, debiased, clipped on reading: gain.Average in plain numbers.
-        theta = plain_effective_decay(r, window=averaging_window, total_steps=length)
+        theta = plain_effective_decay(r, averaging_window * length)
         now = int(tau)
         if memory > 0:
             now = min(now, int(moved + memory * -math.expm1(-moved / memory)))

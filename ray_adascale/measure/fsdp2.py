@@ -182,7 +182,7 @@ class FSDP2Observer(HookObserver):
                 continue
             if not isinstance(param, DTensor):
                 raise RuntimeError(_NOT_SHARDED.format(shape=tuple(param.shape)))  # unfrozen since
-            if param not in self._whole:
+            if self.watching and param not in self._whole:
                 late.add(param)
             if _counts(param):
                 shards.append((self._group_of[param], cast(DTensor, param.grad).to_local()))

@@ -132,6 +132,9 @@ class GradientObserver(ABC):
     complete: bool = True
     """Whether every gradient of the step was watched; False for the one step in which a parameter was first unfrozen."""
 
+    watching: bool = True
+    """Whether gradient samples are measured. If not, passes may go by unnoticed, and :meth:`reduced_sq_norms` alone is called."""
+
     _sums: GroupSums
 
     def __init__(self, listener: PassListener) -> None:
@@ -160,6 +163,10 @@ class GradientObserver(ABC):
     @abstractmethod
     def add_group(self, params: Sequence[Tensor]) -> None:
         """Watch one more parameter group."""
+
+    def watch(self, watching: bool) -> None:
+        """Measure gradient samples from the next pass on, or leave them out. Called between passes."""
+        self.watching = watching
 
     @abstractmethod
     def detach(self) -> None:
@@ -221,7 +228,15 @@ class HookObserver(GradientObserver):
         self._group_of = {p: g for g, params in enumerate(self.groups) for p in params}
         self._shares: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
         self.detach()
-        self.hook_all()
+        if self.watching:
+            self.hook_all()
+
+    def watch(self, watching: bool) -> None:
+        super().watch(watching)
+        if watching:
+            self.hook_all()
+        else:
+            self.detach()
 
     def hook_all(self) -> None:
         """Hook the parameters that need a gradient and have no hook yet. A frozen parameter can't carry a hook."""
@@ -331,12 +346,13 @@ class HookObserver(GradientObserver):
         if (rank, world_size) not in self._shares:
             self._shares[rank, world_size] = self._share(rank, world_size)
         precondition, share = self._precondition, self._shares[rank, world_size]
-        # Of all parameters, as each worker comes to the same answer.
-        self.complete = len(self.hooked) == len(self._group_of) or all(
-            p.grad is None or p in self.hooked for params in self.groups for p in params
-        )
-        if not self.complete:
-            self.hook_all()
+        if self.watching:
+            # Of all parameters, as each worker comes to the same answer.
+            self.complete = len(self.hooked) == len(self._group_of) or all(
+                p.grad is None or p in self.hooked for params in self.groups for p in params
+            )
+            if not self.complete:
+                self.hook_all()
         with_grads = [(g, p, p.grad) for g, p in share if p.grad is not None]
         if precondition is None:
             norms = take_norms([grad for _, _, grad in with_grads])

@@ -21,6 +21,7 @@ from .algorithm import AdaScaleAlgorithm, from_numbers, portable
 from .averages import Averages, CountDecay, Smoothing, check_averaging
 from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, ScalingRule
+from .sampling import Sampling
 from .step_result import StepEnd, StepResult
 from .workers import Workers
 from .wrapper import OptimizerWrapper, check_parameters
@@ -55,6 +56,8 @@ class AdaScale(OptimizerWrapper):
         clip: Where σ², μ² ≥ 0 is enforced: on each sample ("samples", as FairScale), or on reading the unbiased "averages".
         averaging_window: Average over effective time, with this share of ``total_steps`` as the width, instead of over steps.
         total_steps: T, effective steps in the run.
+        measure_every: k: one step in k is measured, after the first ones. Default: as many as ``averaging_window`` needs, and all
+            without it.
         single_gain: One gain for all parameter groups, from their summed statistics (the paper's form). Default: one a group.
         base_batch_size: B0 in examples; with ``batch_size`` it gives the scale.
         batch_size: B in examples, over all workers and passes.
@@ -92,6 +95,7 @@ class AdaScale(OptimizerWrapper):
         clip: Literal["samples", "averages"] = "samples",
         averaging_window: float | None = None,
         total_steps: float | None = None,
+        measure_every: int | None = None,
         single_gain: bool = False,
         base_batch_size: float | None = None,
         batch_size: float | None = None,
@@ -112,6 +116,8 @@ class AdaScale(OptimizerWrapper):
         if process_group is None and isinstance(optimizer, OSS):
             process_group = optimizer.group
         workers = Workers(world_size, process_group)
+        window = None if averaging_window is None else averaging_window * (total_steps or 1)
+        sampling = Sampling(window, measure_every)
         self._is_scaled_loss = is_scaled_loss
         self._single_gain = single_gain
         self._statistics = GradientStatistics(
@@ -123,6 +129,7 @@ class AdaScale(OptimizerWrapper):
             single_gain=single_gain,
             precondition=precondition,
             model=model,
+            sampling=sampling,
         )
         self._averages = Averages(
             self._statistics.num_gains,
@@ -131,8 +138,7 @@ class AdaScale(OptimizerWrapper):
             variance_floor=variance_floor,
             clip_samples=clip == "samples",
             debias=debias_ewma,
-            window=averaging_window,
-            total_steps=total_steps,
+            sampling=sampling,
         )
         self._algorithm = AdaScaleAlgorithm(
             optimizer,
@@ -264,7 +270,7 @@ class AdaScale(OptimizerWrapper):
             return readout.gain
         if not 0 <= pg_idx < len(self.param_groups):
             raise ValueError(f"Invalid {pg_idx=}. The optimizer has {len(self.param_groups)} parameter groups.")
-        return readout.gains[pg_idx % len(readout.gains)]
+        return readout.group_gains[pg_idx % len(readout.group_gains)]
 
     @property
     def scale(self) -> float:
@@ -438,7 +444,7 @@ class AdaScale(OptimizerWrapper):
     def group_moments(self) -> tuple[list[float], list[float]]:
         """Return averaged (σ², μ²) of each gain's group, unclipped, with the current gradients; NaN before the first sample."""
         readout = self._algorithm.readout()
-        return readout.sigma2, readout.mu2
+        return list(readout.group_sigma2), list(readout.group_mu2)
 
     def average_moments(self) -> tuple[float, float]:
         """Return the averaged (σ², μ²), summed over groups; NaN before the first sample."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from .._warn import warn_on_first_worker
 from ..gain import Average, advanced
 from ..sharding.oss import OSS
-from .averages import Averages, NoiseReadout, StepNumbers
+from .averages import Averages
 from .deferred import HostCopy, skippable_step, steps_on_device
 from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, RuleInput, ScalingRule, betas_of
@@ -63,8 +63,10 @@ class AdaScaleAlgorithm:
         self._total_steps = total_steps
         self._base_batch_size = base_batch_size
         self.last = StepResult()
-        self._of: tuple[StepSums, StepNumbers] | None = None  # the step under way, once its last pass has ended
-        self._pending: tuple[StepNumbers, HostCopy] | None = None  # a step on the device, on its way to the host
+        self._of: tuple[StepSums, Average, Tensor, Tensor] | None = (
+            None  # the step under way, once its last pass has ended
+        )
+        self._pending: tuple[StepSums, Average, HostCopy] | None = None  # a step on the device, on its way to the host
         self._equal_steps = 0  # in a row, of equal gradient samples; −1 once that was warned of
 
     @property
@@ -109,56 +111,63 @@ class AdaScaleAlgorithm:
         """Whether the next step needs no number on the host."""
         return type(self._rule) is AdaScaleRule and steps_on_device(type(self._inner), self._optimizer.param_groups)
 
-    def _numbers(self, sums: StepSums, *, on_host: bool) -> StepNumbers:
-        """Return the numbers of the step under way, computed once; with ``on_host`` on the CPU, which waits for the device."""
+    def _after(self, sums: StepSums, *, on_host: bool) -> tuple[Average, Tensor, Tensor]:
+        """Return :meth:`Averages.after` of the step under way, computed once; with ``on_host`` on the CPU, after a wait."""
         if self._of is None or self._of[0] is not sums:
-            self._of = sums, self._averages.after(sums.on_host() if on_host else sums, self.last.gain)
-        return self._of[1]
+            here = sums.on_host() if on_host else sums
+            self._of = sums, *self._averages.after(here, self._statistics.steps_of_sample * self.last.gain)
+        return self._of[1:]
 
     def _end_step(self) -> None:
         self._of = None
         self._statistics.end_step()
 
     def _step_on_device(self, sums: StepSums) -> None:
-        step = self._numbers(sums, on_host=False)
-        factors = step.gains[: self._statistics.num_gains].unbind()
-        zero, one = (constant(x, step.finite.device, torch.float32)[0] for x in (0.0, 1.0))
-        skip = torch.where(step.finite, zero, one)
-        skippable_step(self._inner, skip, lambda: self._step_inner(factors, step.scale))
-        self._averages.now = step.averages
-        self._pending = step, HostCopy(step.numbers)
+        averages, finite, numbers = self._after(sums, on_host=False)
+        factors = self._averages.gains_of(numbers).unbind()
+        zero, one = (constant(x, finite.device, torch.float32)[0] for x in (0.0, 1.0))
+        skip = torch.where(finite, zero, one)
+        skippable_step(self._inner, skip, lambda: self._step_inner(factors, sums.plan.scale))
+        self._averages.now = averages
+        self._pending = sums, averages, HostCopy(numbers)
 
-    def _step_on_host(self, sums: StepSums, read: tuple[Average, StepResult, NoiseReadout]) -> None:
+    def _step_on_host(self, sums: StepSums, read: tuple[Average, StepResult]) -> None:
         scale = sums.plan.scale
-        averages, step, readout = read
+        averages, step = read
         if step.skipped:
             self._leave_out(step)
             return
-        betas, groups, gains = betas_of(self._rule), self._optimizer.param_groups, readout.gains
+        betas, groups, gains = betas_of(self._rule), self._optimizer.param_groups, step.group_gains
         # Even with one gain, a rule may have another factor for each group.
         answers = [self._apply_rule(gains[i % len(gains)], scale, i) for i in range(len(groups))]
-        factor, increment = self._apply_rule(readout.gain, scale, None)
+        factor, increment = self._apply_rule(step.gain, scale, None)
         increments = [c for _, c in answers]
         with nullcontext() if betas is None else betas.applied(groups, self._inner, increments, self._step_counts):
             self._step_inner([f for f, _ in answers], scale)
         self._averages.now = averages
-        self._averages.cache(averages, scale, readout)
         self._advance(step, factor, increment)
 
-    def _on_host(self, sums: StepSums, *, on_host: bool) -> tuple[Average, StepResult, NoiseReadout]:
-        """Return the averages after a step, and step and averages on the host; waits for the device.
+    def _on_host(self, sums: StepSums, *, on_host: bool) -> tuple[Average, StepResult]:
+        """Return the averages after a step, and the step on the host; waits for the device.
 
         Args:
             sums: The step's.
             on_host: Whether they are computed on the host, or on the device.
         """
         if sums.measured:
-            numbers = self._numbers(sums, on_host=on_host)
-            return numbers.averages, *numbers.read(numbers.numbers.tolist())
+            averages, _, numbers = self._after(sums, on_host=on_host)
+            return averages, self._averages.read(numbers.tolist(), averages, sums)
         averages = self._averages.now
-        readout = self._averages.evaluate(averages, sums.plan.scale)
-        check, *payload = sums.read()
-        return averages, StepResult(gain=readout.gain, skipped=not math.isfinite(check), payload=payload), readout
+        check, payload = sums.read()
+        step = replace(
+            self._averages.evaluate(averages, sums.plan.scale),
+            sigma2=math.nan,
+            mu2=math.nan,
+            squared_norm=check if "c" in sums.parts else math.nan,
+            skipped=not math.isfinite(check),
+            payload=payload,
+        )
+        return averages, step
 
     def _apply_rule(self, r: float, scale: float, group: int | None) -> tuple[float, float]:
         return self._rule(
@@ -221,15 +230,13 @@ class AdaScaleAlgorithm:
     def _advance(self, step: StepResult, lr_factor: float, increment: float) -> None:
         self._check_samples(step)
         tau = advanced(self.last.effective_steps, increment)
-        self.last = StepResult(
-            step.gain, tau, self.last.steps + 1, step.sigma2, step.mu2, lr_factor, payload=step.payload
-        )
+        self.last = replace(step, effective_steps=tau, steps=self.last.steps + 1, lr_factor=lr_factor)
 
     def _check_samples(self, step: StepResult) -> None:
         """Warn once if the gradient samples of several steps in a row were equal: A = C, and so σ² = 0."""
-        if self._equal_steps < 0:
+        if self._equal_steps < 0 or math.isnan(step.mu2):
             return
-        equal = abs(step.sigma2) <= _EQUAL * step.mu2 and step.mu2 > 0  # False for NaN
+        equal = abs(step.sigma2) <= _EQUAL * step.mu2 and step.mu2 > 0
         self._equal_steps = self._equal_steps + 1 if equal else 0
         if self._equal_steps == _EQUAL_STEPS:
             self._equal_steps = -1
@@ -242,9 +249,8 @@ class AdaScaleAlgorithm:
         """Wait for the numbers of a step that was taken on the device, and learn of one that a GradScaler left out."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            numbers, copy = pending
-            step, readout = numbers.read(copy.read())
-            self._averages.cache(numbers.averages, numbers.scale, readout)
+            sums, averages, copy = pending
+            step = self._averages.read(copy.read(), averages, sums)
             if step.skipped:
                 self.last = replace(self.last, skipped=True, payload=step.payload)
             else:
@@ -253,14 +259,14 @@ class AdaScaleAlgorithm:
             self._statistics.left_out = False
             self.last = replace(self.last, skipped=True, payload=())
 
-    def readout(self, *, committed: bool = False) -> NoiseReadout:
-        """Return the readout of the averages, with the current gradients unless ``committed``; waits for the device."""
+    def readout(self, *, committed: bool = False) -> StepResult:
+        """Return what follows from the averages, with the current gradients unless ``committed``; waits for the device."""
         self.synchronize()
         sums = None if committed else self._statistics.sums
         if sums is None:
             return self._averages.evaluate(self._averages.now, self._statistics.plan.scale)
-        step = self._numbers(sums, on_host=not self._on_device)
-        return self._averages.evaluate(step.averages, step.scale)
+        averages, *_ = self._after(sums, on_host=not self._on_device)
+        return self._averages.evaluate(averages, sums.plan.scale)
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -272,6 +278,7 @@ class AdaScaleAlgorithm:
             "effective_steps": torch.tensor(self.last.effective_steps, dtype=torch.float64),
             "previous_gain": torch.tensor(self.last.gain, dtype=torch.float64),
             "steps": torch.tensor(self.last.steps),
+            "ended": torch.tensor(self._statistics.ended),
         }
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -289,12 +296,14 @@ class AdaScaleAlgorithm:
             effective_steps=float(state["effective_steps"]),
             steps=int(state["steps"]),
         )
+        self._statistics.resume(int(state.get("ended", state["steps"])))
 
     def restart(self) -> None:
         """Reset averages and clock."""
         self.synchronize()
         self._averages.restart()
         self.last = replace(self.last, gain=1.0, effective_steps=0.0, steps=0)
+        self._statistics.resume(0)
 
 
 def _scaled(lr: float | Tensor, factor: float | Tensor, scale: float) -> Any:

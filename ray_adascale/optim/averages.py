@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import gain as gain_math
 from ..batch import StepPlan
 from ..gain import Average
+from .sampling import Sampling
 from .step_result import StepResult
 from .step_sums import StepSums, constant
 
@@ -53,68 +54,6 @@ class CountDecay:
         return gain_math.count_decay(plan.workers * self.passes)
 
 
-@dataclass(frozen=True)
-class NoiseReadout:
-    """The numbers of some averages at a scale, on the host.
-
-    Attributes:
-        gains: r of each group.
-        gain: r of the whole optimizer.
-        sigma2: Averaged σ² of each group, unclipped; NaN before the first sample.
-        mu2: Averaged μ² of each group, unclipped; NaN before the first sample.
-    """
-
-    gains: list[float]
-    gain: float
-    sigma2: list[float]
-    mu2: list[float]
-
-    def total_moments(self) -> tuple[float, float]:
-        """Return the averaged (σ², μ²), each group's clipped to non-negative, summed; NaN before the first sample.
-
-        A group without a sample, added later, counts as zero, as in the gain.
-        """
-        if all(math.isnan(x) for x in self.sigma2):
-            return math.nan, math.nan
-        return sum((x for x in self.sigma2 if x > 0), 0.0), sum((x for x in self.mu2 if x > 0), 0.0)
-
-
-@dataclass(frozen=True)
-class StepNumbers:
-    """The numbers of a step, on the device of its sums.
-
-    Attributes:
-        scale: S of the step.
-        averages: The averages with the step's sample in them.
-        finite: Whether the step's gradient is finite; bool, 0-dim.
-        gains: r of each gain's group, float64; then r of the whole optimizer, if there are several groups.
-        numbers: What the host reads, float64, 1-D: a number that is finite if the gradient is, σ² and μ² of the step's sample
-            (NaN where there is none), the gains, the averages, the payload.
-    """
-
-    scale: float
-    averages: Average
-    finite: Tensor
-    gains: Tensor
-    numbers: Tensor
-
-    def read(self, numbers: list[float]) -> tuple[StepResult, NoiseReadout]:
-        """Return the step and the averages on the host. The step's clock, factor and count are not set.
-
-        Args:
-            numbers: :attr:`numbers` on the host.
-        """
-        count, size = self.averages.total.shape[1], len(self.gains)
-        check, sigma2, mu2, *rest = numbers
-        gains, averages = rest[:size], rest[size : size + 3 * count]
-        weights = averages[2 * count :]
-        values = [x / w if w > 0 else math.nan for x, w in zip(averages, weights * 2, strict=False)]
-        readout = NoiseReadout(gains[:count], gains[-1], values[:count], values[count:])
-        skipped, payload = not math.isfinite(check), rest[size + 3 * count :]
-        step = StepResult(gain=readout.gain, sigma2=sigma2, mu2=mu2, skipped=skipped, payload=payload)
-        return step, readout
-
-
 class Averages:
     """Moving averages of σ² and μ² over steps, and the gains that follow from them.
 
@@ -125,8 +64,7 @@ class Averages:
         variance_floor: Lower bound on σ².
         clip_samples: Enforce σ², μ² ≥ 0 on each sample, and not only on the averages when they are evaluated.
         debias: Debiased moving average, else the paper's.
-        window: Average over effective time, with this share of the run as the width; None: over steps, with θ.
-        total_steps: T, for ``window``.
+        sampling: Its window is the width of averages over effective time; without one they are over steps, with θ.
 
     Attributes:
         now: The averages. They are replaced and never changed in place.
@@ -142,20 +80,18 @@ class Averages:
         variance_floor: float,
         clip_samples: bool,
         debias: bool,
-        window: float | None,
-        total_steps: float | None,
+        sampling: Sampling,
     ) -> None:
         self.smoothing = smoothing
         self.variance_floor = variance_floor
         self.clip_samples = clip_samples
         self.debias = debias
-        self._window = window
-        self._total_steps = total_steps
+        self._sampling = sampling
         # One weight for each gain, since a group may be added later.
         self.now = Average.empty((2, num_gains), device)
         self.non_negative = clip_samples
         self._floors = torch.tensor([[variance_floor], [0.0], [1.0]], dtype=torch.float64)
-        self._cached: tuple[Average, float, NoiseReadout] | None = None  # a step reads the same averages several times
+        self._cached: tuple[Average, float, StepResult] | None = None  # a step reads the same averages several times
 
     def _empty(self, num_gains: int | None = None) -> Average:
         groups = self.now.total.shape[1] if num_gains is None else num_gains
@@ -167,12 +103,15 @@ class Averages:
         """Return θ of the moving average over steps, for a step of this plan."""
         return self.smoothing(plan) if callable(self.smoothing) else self.smoothing
 
-    def after(self, sums: StepSums, previous_gain: float) -> StepNumbers:
-        """Return the numbers of a step, with the averages after it. No host synchronization. Call it once for a step.
+    def after(self, sums: StepSums, advance: float) -> tuple[Average, Tensor, Tensor]:
+        """Return the averages after a step, and its numbers, without host synchronization.
 
         Args:
             sums: The step's.
-            previous_gain: r of the step before.
+            advance: Of τ since the last sample.
+
+        Returns:
+            The averages. Whether the step's gradient is finite: bool, 0-dim. The numbers for :meth:`read`.
         """
         check, sample, usable = sums.sample(self.now.total.shape[1])
         finite = check < math.inf
@@ -185,20 +124,19 @@ class Averages:
             if self.clip_samples:
                 sample = torch.maximum(sample, self._floors_on(device))
             use = finite if usable is None else finite & usable
-            decay = self.decay(sums.plan, previous_gain)
+            decay = self.decay(sums.plan, advance)
             now = now.update_packed(sample, decay, debias=self.debias, use=use)
-        return self._numbers(now, sums.plan.scale, check, finite, moments, sums.payload)
+        return now, finite, self._numbers(now, sums.plan.scale, check, moments, sums.payload)
 
-    def decay(self, plan: StepPlan, previous_gain: float) -> float:
+    def decay(self, plan: StepPlan, advance: float) -> float:
         """Return θ for a step of this plan.
 
         Args:
             plan: The plan.
-            previous_gain: r of the step before.
+            advance: Of τ since the last sample.
         """
-        if self._window is None or self._total_steps is None:
-            return self.theta(plan)
-        return gain_math.plain_effective_decay(previous_gain, window=self._window, total_steps=self._total_steps)
+        window = self._sampling.window
+        return self.theta(plan) if window is None else gain_math.plain_effective_decay(advance, window)
 
     def restart(self) -> None:
         """Remove all samples."""
@@ -218,7 +156,7 @@ class Averages:
         for name in ("total", "weight", "count"):
             getattr(self.now, name)[..., :-1] = getattr(old, name)
         count = int(old.count.max())
-        if not self.debias and self._window is None and count > 0:
+        if not self.debias and self._sampling.window is None and count > 0:
             self.now.count[-1], self.now.weight[-1] = count, 1.0
             if count + 1 >= 1 / (1 - self.theta(plan)):
                 self.now.total[1, -1] = 1.0
@@ -231,8 +169,8 @@ class Averages:
         return self._floors
 
     def _numbers(
-        self, averages: Average, scale: float, check: Tensor, finite: Tensor, moments: Tensor, payload: Tensor | None
-    ) -> StepNumbers:
+        self, averages: Average, scale: float, check: Tensor, moments: Tensor, payload: Tensor | None
+    ) -> Tensor:
         total, weight = averages.total, averages.packed[-1:]
         if total.shape[1] > 1:
             # The whole has the sum of the groups' averages. Their totals have unequal weights if a group was added later.
@@ -243,29 +181,48 @@ class Averages:
             total = torch.maximum(total, self._floors_on(total.device)[:2] * weight)
         gains = gain_math.gain_of_sums(total[0], total[1], scale)
         parts = [check.view(1), moments, gains, averages.packed.reshape(-1)]
-        numbers = torch.cat(parts if payload is None else [*parts, payload])
-        return StepNumbers(scale, averages, finite, gains, numbers)
+        return torch.cat(parts if payload is None else [*parts, payload])
 
-    def cache(self, averages: Average, scale: float, readout: NoiseReadout) -> None:
-        """Keep the readout of averages at a scale."""
-        self._cached = averages, scale, readout
+    def gains_of(self, numbers: Tensor) -> Tensor:
+        """Return r of each gain's group from the numbers of :meth:`after`."""
+        return numbers[3 : 3 + self.now.total.shape[1]]
 
-    def cached(self, averages: Average, scale: float) -> NoiseReadout | None:
-        """Return the readout of averages at a scale, if it was kept."""
-        if self._cached is None:
-            return None
-        of, at, readout = self._cached
-        return readout if of is averages and at == scale else None
+    def read(self, numbers: Sequence[float], averages: Average, sums: StepSums) -> StepResult:
+        """Return a step, but for its clock, factor and count, and keep what it says of the averages.
 
-    def evaluate(self, averages: Average, scale: float) -> NoiseReadout:
-        """Return the readout of averages at a scale; waits for the device unless it was kept."""
-        readout = self.cached(averages, scale)
-        if readout is None:
-            zero = constant(0.0, averages.packed.device)
-            found = self._numbers(averages, scale, zero, zero, zero.expand(2), None)
-            readout = found.read(found.numbers.tolist())[1]
-            self.cache(averages, scale, readout)
-        return readout
+        Args:
+            numbers: Those of :meth:`after`, on the host: a number that is finite if the gradient is, σ² and μ² of the step's
+                sample (NaN where there is none), the gains, that of the whole optimizer last, the averages, the payload.
+            averages: Those of :meth:`after`.
+            sums: The step's.
+        """
+        scale, count = sums.plan.scale, averages.total.shape[1]
+        size = count + (count > 1)
+        check, sigma2, mu2, *rest = numbers
+        gains, packed, payload = rest[:size], rest[size : size + 3 * count], rest[size + 3 * count :]
+        weights = packed[2 * count :]
+        values = [x / w if w > 0 else math.nan for x, w in zip(packed, weights * 2, strict=False)]
+        step = StepResult(
+            gain=gains[-1],
+            sigma2=sigma2,
+            mu2=mu2,
+            squared_norm=mu2 + sigma2 / scale if sums.measured else check,
+            skipped=not math.isfinite(check),
+            payload=payload,
+            group_gains=gains[:count],
+            group_sigma2=values[:count],
+            group_mu2=values[count:],
+        )
+        self._cached = averages, scale, step
+        return step
+
+    def evaluate(self, averages: Average, scale: float) -> StepResult:
+        """Return a step's result as far as it follows from averages at a scale; waits for the device unless it was read."""
+        if self._cached is not None and self._cached[0] is averages and self._cached[1] == scale:
+            return self._cached[2]
+        zero = constant(0.0, averages.packed.device)
+        numbers = self._numbers(averages, scale, zero, zero.expand(2), None)
+        return self.read(numbers.tolist(), averages, StepSums(StepPlan().at_scale(scale), {}))
 
     # ---- state ---------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from ..measure.norms import finite_check, take_norm
 from ..measure.observers import GradientObserver
 from ..sharding.oss import OSS
 from .observing import has_dtensors, has_sharded_gradients, make_observer
+from .sampling import Sampling
 from .step_result import StepEnd
 from .step_sums import Parts, StepSums, constant, joined, mean_sq_norm, separate
 from .workers import Workers
@@ -24,7 +25,9 @@ from .workers import Workers
 class GradientStatistics:
     """Counts the backward passes of a step, keeps the norms that an observer measures, and sums them over workers.
 
-    Collective: the last backward pass of a step ends with one small all-reduce.
+    Collective: the last backward pass of a step ends with one small all-reduce. Some steps are not measured. They have no hooks
+    on parameters, and of their gradient only the norm is taken, once it is reduced. Their passes are not counted, unless the
+    sharding does so.
 
     Args:
         optimizer: The wrapped one.
@@ -35,13 +38,14 @@ class GradientStatistics:
         single_gain: Sum the statistics of all parameter groups.
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of.
         model: The model, where norms may be taken of it.
+        sampling: Decides which steps are measured.
 
     Attributes:
         declared: Plan of a full step. Set it with :meth:`declare`.
         step_end: Decides which pass is a step's last; None: the declared number of passes does.
         weights: w of this worker's gradient sample in each pass; None: all 1/n.
-        payload: 1-D numbers that are summed over workers in the same all-reduce; None: none.
         observer: Measures the norms; None where there is nothing to measure.
+        ended: Steps that have ended, with those that were left out.
         passes: Backward passes so far in this step.
         sums: The sums of the step, once its last pass has ended.
         left_out: Whether a GradScaler left out the last complete step, as the clearing of its gradients shows.
@@ -62,6 +66,7 @@ class GradientStatistics:
         single_gain: bool,
         precondition: Callable[[Tensor, Tensor], Tensor] | None,
         model: torch.nn.Module | None,
+        sampling: Sampling,
     ) -> None:
         self._optimizer = optimizer
         self.workers = workers
@@ -71,13 +76,16 @@ class GradientStatistics:
         self._single_gain = single_gain
         self._precondition = precondition
         self._model = model
+        self._sampling = sampling
         self.declared = StepPlan(workers=workers.count)
         self.step_end: StepEnd | None = None
         self._expected: StepPlan | None = None  # of the step under way or the next, where it differs from `declared`
         self.weights: Sequence[float] | None = None
-        self.payload: Tensor | None = None
+        self._payload: Tensor | None = None
+        self.ended = 0
         self.observer: GradientObserver | None = None
         self._unhooked = False
+        self._sent: tuple[Parts, Tensor | None, dist.Work | None] | None = None  # the all-reduce under way
         self.passes = 0
         self.sums: StepSums | None = None
         self.left_out = self.foreign = self._ignored = False
@@ -94,7 +102,7 @@ class GradientStatistics:
             "observer": None,
             "_process_group": None,
             "_model": None,
-            "payload": None,
+            "_payload": None,
             "step_end": None,
         }
         return {**self.__dict__, **own}
@@ -176,6 +184,47 @@ class GradientStatistics:
                 model=self._model,
                 precondition=self._precondition,
             )
+            self._watch()
+
+    @property
+    def measuring(self) -> bool:
+        """Whether the step under way, or else the next, is measured. Steps that may end early are, so that passes are counted."""
+        return self.step_end is not None or self._sampling.measures(self.ended, self.declared)
+
+    @property
+    def steps_of_sample(self) -> int:
+        """Steps for which the sample of the step under way stands, if it is measured."""
+        return 1 if self.step_end is not None else self._sampling.gap(self.ended, self.declared)
+
+    def _watch(self) -> None:
+        """Let the observer hook parameters in the steps that are measured, and only there."""
+        if self.observer is not None and self.observer.watching != self.measuring:
+            self.observer.watch(self.measuring)
+
+    def resume(self, ended: int) -> None:
+        """Continue after a number of steps. At a step boundary."""
+        self.ended = ended
+        self.begin_step()
+        self._watch()
+
+    @property
+    def payload(self) -> Tensor | None:
+        """1-D numbers that are summed over workers in the step's all-reduce; None: none. Set before the step's last pass.
+
+        If the step is not measured, and each worker takes the norm of the reduced gradient by itself, the numbers travel from now
+        on, while the gradients are computed.
+        """
+        return self._payload
+
+    @payload.setter
+    def payload(self, payload: Tensor | None) -> None:
+        self._payload = payload
+        observer = self.observer
+        if payload is None or self.measuring or observer is None or not observer.reduced_everywhere:
+            return
+        if self.workers.reduce and self._sent is None:
+            with torch.no_grad():
+                self._sent = self._send({})
 
     on_reducer_attached = attach
     """Called by OSS when a ShardedDataParallel begins to reduce its gradients."""
@@ -210,16 +259,18 @@ class GradientStatistics:
         self._norms: list[Tensor] = []  # ‖g_i‖² of each pass on this worker, as measured
         self._ending: StepPlan | None = None  # the plan, while the pass that runs is the step's last
         self._ended: StepPlan | None = None  # the plan, once the last pass has ended
-        self._sent: tuple[Parts, Tensor | None, dist.Work | None] | None = None  # the all-reduce under way
+        self._sent = None
         self.sums = None
         self._too_many = self._uncleared = False
 
     def end_step(self) -> None:
         """End the step: it was taken, or is left out for good."""
         self._clear_passes()
+        self.ended += 1
         if self.observer is not None:
+            self._watch()
             self._stepped_with = self._first_gradient()
-        self._expected = self.payload = None
+        self._expected = self._payload = None
 
     def _first_gradient(self) -> tuple[int, int] | None:
         """Return the address and the number of writes of the first gradient; None without one. Clearing changes them."""
@@ -267,7 +318,7 @@ class GradientStatistics:
         if self._ignored:
             return
         plan, self._ending = self._ending, None
-        if plan is None or plan.num_samples > 1:
+        if observer.watching and (plan is None or plan.num_samples > 1):
             self._norms.append(observer.local_sq_norms())
         self.passes += 1
         if plan is None:
@@ -329,7 +380,11 @@ class GradientStatistics:
         if self.observer is not None and self.lacks_samples:
             raise self._no_samples()
         lacks_passes = self.accumulating
-        if self.observer is not None and self.workers.reduce:
+        if self.observer is not None and not self.observer.watching:
+            if lacks_passes:
+                raise self._too_early(caller)
+            self._finish_passes(self._gather(self.observer))
+        elif self.observer is not None and self.workers.reduce:
             # A backward pass reached no parameter here: a sample of zero. The others are in the reduction already.
             sums = self._gather(self.observer)
             if lacks_passes and not bool(sums.parts["complete"] > 0):
@@ -367,19 +422,21 @@ class GradientStatistics:
     # ---- over all workers ----------------------------------------------------------------------------------------
 
     def _send(self, parts: Parts) -> tuple[Parts, Tensor | None, dist.Work | None]:
-        """Start the one small all-reduce of a step: ``parts``, A, whether all passes were seen, examples, the payload.
+        """Start the small all-reduce of a step: ``parts``, the payload; if it is measured A, and whether all passes were seen.
 
         Returns:
             All parts, and, if there are several workers, the tensor in which they travel and the all-reduce.
         """
-        if self._norms:
-            local = mean_sq_norm(self.plan, self._norms, self.weights)
-        else:
-            local = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=self.device)
-        parts = {**parts, "a": local, "complete": constant(float(self._ended is not None), local.device)}
-        if self.payload is not None:
-            parts["payload"] = self.payload.to(local)
-        if not self.workers.reduce:
+        device = self.device
+        if self.observer is None or self.observer.watching:
+            if self._norms:
+                local = mean_sq_norm(self.plan, self._norms, self.weights)
+            else:
+                local = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=device)
+            parts = {**parts, "a": local, "complete": constant(float(self._ended is not None), device)}
+        if self._payload is not None:
+            parts = {**parts, "payload": self._payload.to(device, torch.float64)}
+        if not self.workers.reduce or not parts:
             return parts, None, None
         numbers = joined(parts)
         work = dist.all_reduce(numbers, group=self._process_group, async_op=True)
@@ -399,6 +456,7 @@ class GradientStatistics:
             parts, numbers, work = self._send({"c": observer.reduced_sq_norms(rank, world_size)})
         if work is not None:
             work.wait()
+        if self.workers.reduce:
             self.replicated = own.get("c")
             if not own and type(observer).reduced_everywhere:
                 # Workers took shares of C. The smallest gradient, which all of them have, stands for it.
@@ -406,7 +464,7 @@ class GradientStatistics:
                 self.replicated = take_norm(min(whole, key=Tensor.numel)).double().view(1) if whole else None
         if self._grad_scaler is not None and self._scales_loss:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
-            own["loss_scale"] = self._grad_scaler.scale(constant(1.0, parts["a"].device))
+            own["loss_scale"] = self._grad_scaler.scale(constant(1.0, self.device))
         travelled = None if own else numbers
         return StepSums(self.plan, own | parts, travelled, observer.complete, self._ended is not None)
 
@@ -422,8 +480,8 @@ class GradientStatistics:
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
             check = 1 / flag.double()
         parts = {"check": check}
-        if self.payload is not None:
-            parts["payload"] = self.payload.to(device, torch.float64)
+        if self._payload is not None:
+            parts["payload"] = self._payload.to(device, torch.float64)
         return StepSums(self.plan, parts)
 
 

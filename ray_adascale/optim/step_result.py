@@ -22,7 +22,11 @@ class StepResult:
         steps: Optimizer steps taken up to this one, without those that were skipped.
         sigma2: σ² of the step's own gradient samples, summed over groups, unaveraged; NaN where they yield none.
         mu2: μ² of the step's own gradient samples, summed over groups, unaveraged; NaN where they yield none.
+        squared_norm: ‖ḡ‖² of the step's own gradient; NaN where it was not taken.
         lr_factor: Factor on the LR, by the rule, for the whole optimizer.
+        group_gains: r of each gain's group.
+        group_sigma2: Averaged σ² of each gain's group, unclipped; NaN before the first sample.
+        group_mu2: Averaged μ² likewise.
         skipped: Whether the step was left out because a gradient was not finite. The payload is of this step even so.
         payload: The step's payload, summed over workers; empty if none was set.
     """
@@ -32,6 +36,19 @@ class StepResult:
     steps: int = 0
     sigma2: float = math.nan
     mu2: float = math.nan
+    squared_norm: float = math.nan
     lr_factor: float = 1.0
     skipped: bool = False
     payload: Sequence[float] = ()
+    group_gains: Sequence[float] = ()
+    group_sigma2: Sequence[float] = ()
+    group_mu2: Sequence[float] = ()
+
+    def total_moments(self) -> tuple[float, float]:
+        """Return the averaged (σ², μ²), each group's clipped to non-negative, summed; NaN before the first sample.
+
+        A group without a sample, added later, counts as zero, as in the gain.
+        """
+        if all(math.isnan(x) for x in self.group_sigma2):
+            return math.nan, math.nan
+        return sum((x for x in self.group_sigma2 if x > 0), 0.0), sum((x for x in self.group_mu2 if x > 0), 0.0)

@@ -71,10 +71,9 @@ class StepSums:
 
     Attributes:
         plan: The step's plan.
-        parts: "c" and "a": C and A per parameter group, as measured. "complete": the workers that saw all passes. "examples"
-            (:meth:`ExampleSums.as_tensor`), "payload" and "loss_scale" where there are such. Of gradients that no pass has
-            measured: "check", which is finite if they are, in place of "c", "a" and "complete".
-        examples: Measures the noise by single examples; None: gradient samples do.
+        parts: "c": C per parameter group, as measured. If the step was measured "a", A likewise, and "complete", the workers that
+            saw all passes. "payload" and "loss_scale" where there are such. Without an observer "check", which is finite if the
+            gradients are, in place of "c".
         travelled: All parts in one tensor, in their order, where they travelled so; else None.
         watched: Whether every gradient of the step was watched. Else "c" has a gradient that "a" lacks.
         seen_here: Whether this worker saw all passes, so that "complete" is not 0.
@@ -89,7 +88,7 @@ class StepSums:
     @property
     def measured(self) -> bool:
         """Whether passes have measured the gradients."""
-        return "check" not in self.parts
+        return "a" in self.parts
 
     @property
     def payload(self) -> Tensor | None:
@@ -103,31 +102,34 @@ class StepSums:
         numbers = joined(self.parts) if self.travelled is None else self.travelled
         return replace(self, parts=separate(numbers.cpu(), self.parts), travelled=None)
 
-    def read(self) -> list[float]:
-        """Return the numbers of all parts on the host, in their order; waits for the device."""
-        if next(iter(self.parts.values())).is_cpu:
-            return [number for part in self.parts.values() for number in part.tolist()]
-        return joined(self.parts).tolist()
+    def read(self) -> tuple[float, list[float]]:
+        """Return the check of :meth:`sample` and the payload on the host; waits for the device."""
+        here = self.on_host()
+        return float(here.sample(1)[0]), [] if here.payload is None else here.payload.tolist()
 
     def sample(self, num_gains: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the step's sample of the noise. No host synchronization. Call it once: examples keep the σ² of a measured step.
+        """Return the step's sample of the noise. No host synchronization.
 
         Args:
             num_gains: One for each parameter group, or one for all.
 
         Returns:
-            A number that is finite if the step's gradient is, and else NaN or +∞; 0-dim. σ² and μ², unclipped, and a row of ones,
-            ``[3, num_gains]``; None where the step yields none. Whether they are valid, bool, 0-dim; None if they are.
+            A number that is finite if the step's gradient is, and else NaN or +∞, 0-dim; ‖ḡ‖² if the step was not measured. σ²
+            and μ², unclipped, and a row of ones, ``[3, num_gains]``; None where the step yields none. Whether they are valid,
+            bool, 0-dim; None if they are.
         """
-        if not self.measured:
+        if "check" in self.parts:
             return self.parts["check"][0], None, None
-        plan, a, c, groups = self.plan, self.parts["a"], self.parts["c"], len(self.parts["a"])
+        plan, c, groups = self.plan, self.parts["c"], len(self.parts["c"])
         if plan.multiple_of_mean != 1:
             c = c / plan.multiple_of_mean**2
         scale = self.parts.get("loss_scale")
         squared = None if scale is None else scale.square()
         if squared is not None:
-            a, c = a / squared, c / squared
+            c = c / squared
+        if not self.measured:
+            return (c[0] if groups == 1 else c.sum()), None, None
+        a = self.parts["a"] if squared is None else self.parts["a"] / squared
         if num_gains < groups:
             a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
         if not self.watched or plan.num_samples == 1:

@@ -255,6 +255,7 @@ def adascale_of(
         clip="averages",
         averaging_window=config.averaging_window,
         total_steps=total_steps,
+        measure_every=config.measure_every,
         single_gain=True,
         base_batch_size=plan.base_batch_size,
         batch_size=plan.global_batch_size,

@@ -32,12 +32,11 @@ class ExpectedNorm(Stage):
 
     Args:
         multiple: κ. A norm above κ times the expected one is clipped.
-        window: Memory of the average as a share of the run, as that of the gain's averages.
-        total_steps: T.
+        window: Memory of the average in effective steps, as that of the gain's averages.
     """
 
-    def __init__(self, multiple: float, *, window: float, total_steps: float) -> None:
-        self._multiple, self._window, self._total_steps = multiple, window, total_steps
+    def __init__(self, multiple: float, window: float) -> None:
+        self._multiple, self._window = multiple, window
         self._total = self._weight = 0.0
         self._count = 0
         self._batch: int | None = None
@@ -68,14 +67,12 @@ class ExpectedNorm(Stage):
     def add(self, step: StepResult) -> bool:
         """Add the step that :meth:`limit` was for. Return whether it was clipped.
 
-        A step without gradient samples is left out, and so is one that was skipped.
+        A step of which ‖ḡ‖² is unknown is left out, and so is one that was skipped.
         """
-        if self._scale <= 1 or step.skipped:
+        square = step.squared_norm
+        if self._scale <= 1 or step.skipped or not math.isfinite(square):
             return False
-        square = step.mu2 + step.sigma2 / self._scale  # ‖ḡ‖², as the samples' estimators are defined
-        if not math.isfinite(square):
-            return False
-        past = plain_effective_decay(step.gain, window=self._window, total_steps=self._total_steps)
+        past = plain_effective_decay(step.gain, self._window)
         self._total = past * self._total + (1 - past) * min(square, self._limit**2)
         self._weight = past * self._weight + (1 - past)
         self._count += 1
@@ -119,7 +116,7 @@ class Clipping:
         self._number = setting if isinstance(setting, float | int) else None
         self.expected: ExpectedNorm | None = None
         if multiple is not None:
-            self.expected = ExpectedNorm(multiple, window=config.averaging_window, total_steps=total_steps)
+            self.expected = ExpectedNorm(multiple, config.averaging_window * total_steps)
 
     def clip(self, passes: Passes, plan: StepPlan, moments: Callable[[], tuple[float, float]]) -> None:
         """Clip the gradient of a step. Collective.

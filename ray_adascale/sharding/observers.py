@@ -79,9 +79,10 @@ class ShardHookObserver(_OwnedShards, HookObserver):
 
     @without_gradients
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
-        self.complete = all(p in self.hooked for params in self.groups for p in params if p.requires_grad)
-        if not self.complete:
-            self.hook_all()
+        if self.watching:
+            self.complete = all(p in self.hooked for params in self.groups for p in params if p.requires_grad)
+            if not self.complete:
+                self.hook_all()
         return super().reduced_sq_norms(rank, world_size)
 
 
@@ -107,6 +108,8 @@ class BucketObserver(_OwnedShards):
 
     def add_bucket(self, bucket: GradientBucket, flat: Tensor) -> None:
         """Take the norms of one bucket of a gradient sample."""
+        if not self.watching:
+            return
         self._norms += take_group_norms([(g, flat[start:end]) for g, start, end in bucket.segments])
 
     def detach(self) -> None:

@@ -111,7 +111,7 @@ class GradientReduction:
         self.used = False
         # Under AdaScale the gradients of a step's last pass alone are sent, whether the others are under no_sync() or not. So
         # each step has one reduction, which a worker that lacks a pass still joins in finish().
-        sending = self.syncing and self._ends_step()
+        sending = self._ends_step() and self.syncing
         observer = self._bucket_observer
         if not sending and observer is None:
             self.overtaken = self.reduced

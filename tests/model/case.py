@@ -73,6 +73,7 @@ class Case:
         poison: (step, worker) pairs: that worker's loss is not finite in the first pass of that step.
         frozen: First and last step + 1 in which the first layer is frozen; None: never.
         window: Averaging window, a share of T.
+        measure_every: One step in so many is measured; None: each.
         length: Examples of the dataset.
         seed: Of the order of examples.
         drop_last, shuffle: As in the settings.
@@ -113,6 +114,7 @@ class Case:
     poison: tuple[tuple[int, int], ...] = ()
     frozen: tuple[int, int] | None = None
     window: float = 0.3
+    measure_every: int | None = None
     length: int = 61
     seed: int = 0
     drop_last: bool = False

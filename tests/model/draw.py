@@ -108,6 +108,7 @@ def allowed(case: Case) -> bool:
         all(legs[i].total >= legs[i - 1].total for i in range(1, len(legs))),
         all(leg.steps is not None for leg in legs[:-1]) and legs[-1].steps is None,
         not case.effective or case.smoothing is None,
+        case.measure_every is None or run or case.effective,
         # the literal model's Adam with other betas in each step is that of AdamW and Adamax
         not betas or case.optimizer in ("adamw", "adamax", "sgd"),
         not betas or not (case.optimizer == "adamax" and (case.weight_decay or case.groups > 1)),
@@ -268,6 +269,7 @@ def _any_case(rng: random.Random) -> Case:
         seed=rng.randint(0, 10**6),
         drop_last=maybe(0.25, not bare, False),
         shuffle=maybe(0.9, True, False),
+        measure_every=maybe(0.25, rng.choice((1, 2, 3)), None) if run or more.get("effective") else None,
         **more,
     )
 
@@ -340,6 +342,7 @@ def values(case: Case) -> dict[str, str]:
         if case.smoothing is not None
         else "n",
         "debias": str(case.debias),
+        "measured": str(case.measure_every),
         "clipped": "samples" if case.client == "adascale" and case.clip_samples else "averages",
         "single gain": str(case.client != "adascale" or case.single_gain),
         "scaled loss": str(case.scaled_loss),

@@ -194,6 +194,7 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row
         precision=case.precision,
         grad_clip=case.clip,
         averaging_window=case.window,
+        measure_every=case.measure_every,
         seed=case.seed,
         shuffle=case.shuffle,
         drop_last=case.drop_last,
@@ -335,7 +336,7 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Ro
         scaler = ShardedGradScaler(device="cpu") if sharded else torch.amp.GradScaler("cpu")
     more: dict[str, Any] = {"grad_scaler": scaler}
     if case.effective:
-        more["averaging_window"] = case.window
+        more |= {"averaging_window": case.window, "measure_every": case.measure_every}
     elif case.smoothing is not None:
         more["smoothing"] = case.smoothing
     ada = AdaScale(

@@ -23,7 +23,7 @@ FAULTS: list[tuple[str, str, str]] = [
     # ---- gain
     ("gain.py", "(scale / (count - 1))", "(scale / count)"),
     ("gain.py", "    mu2 = torch.sub(reduced_sq_norm, sigma2, alpha=1 / scale)\n", "    mu2 = reduced_sq_norm - sigma2\n"),
-    ("gain.py", "return math.exp(-previous_gain / (window * total_steps))", "return math.exp(-1 / (window * total_steps))"),
+    ("gain.py", "return math.exp(-advance / window)", "return math.exp(-1 / window)"),
     ("gain.py", "self.count + 1 < 1 / weight", "self.count < 1 / weight"),
     ("optim/averages.py", "total = torch.maximum(total, self._floors_on(total.device)[:2] * weight)", "total = total.abs()"),
     ("gain.py", "max(1.0 - count / 1000.0, 0.0)", "max(1.0 - (count - 1) / 1000.0, 0.0)"),

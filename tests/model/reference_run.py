@@ -114,6 +114,7 @@ class ReferenceAdaScale:
         self.single_gain = single_gain
         self.effective_steps = 0.0
         self.previous_gain = 1.0  # r_{−1}
+        self.gap = 1  # steps since the last that was measured
         self.sigma2, self.mu2 = MovingAverage(self.debias), MovingAverage(self.debias)
 
     def add_group(self) -> None:
@@ -144,8 +145,8 @@ class ReferenceAdaScale:
 
     def theta(self) -> float:
         if self.averaging == "effective":
-            # θ_t = exp(−r_{t−1} / (window·T))
-            return math.exp(-self.previous_gain / (self.window * self.total_steps))
+            # θ_t = exp(−Δ·r_{t−1} / (window·T)), since the last Δ steps had the same averages, and so the same gain
+            return math.exp(-self.gap * self.previous_gain / (self.window * self.total_steps))
         # θ = max(1 − n/1000, 0)
         return max(1 - self.n / 1000, 0.0) if self.smoothing is None else self.smoothing
 
@@ -296,6 +297,8 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
     tau, r, position, loss_scale = 0.0, 1.0, 0, 65536.0 if case.precision == "fp16" else 1.0
     base, evaluated_at = case.legs[0].base, 0.0
     expected, free = ExpectedNorm(), 0.0  # the step from which the next measurement may begin
+    ended, before = 0, True  # steps, and whether the last was measured
+    every = 1 if case.measure_every is None else case.measure_every
     for leg in case.legs:
         curve, averages.total_steps, hooked_for = base_hyperparameters(case, leg), leg.total, None
         if base != leg.base:
@@ -311,11 +314,14 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             averages.smoothing = max(1 - full_n / 1000, 0.0) if case.smoothing is None else case.smoothing
             frozen = frozen_names(case, step)
             hooks = shape.full, round(scale * shape.full / shape.passes, 9)  # of a full step
-            if hooks != hooked_for or step in dict(case.changes):
+            measured, averages.gap = ended % every == 0, min(max(ended, 1), every)
+            if hooks != hooked_for or step in dict(case.changes) or (measured and not before):
                 # Hooks are set anew, and a frozen parameter can't carry one.
                 as_before = hooked_for is not None or (case.client == "run" and step > 0)
                 unhooked = set(frozen_names(replace(case, added=None), step - as_before))
                 hooked_for = hooks
+            before = measured
+            of_leg = leg.workers > 1 and leg.sharding == "zero2"
             if step == case.added:
                 groups.append(added_group(case, module))
                 members[0].add_param_group(groups[-1])
@@ -335,13 +341,17 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             left_out = late and not finds_unfrozen(leg, shape)
             if not all(v is None or bool(v.isfinite().all()) for g in samples for v in g.values()):
                 loss_scale = loss_scale / 2 if case.precision == "fp16" else 1.0
+                ended += not (
+                    bare and case.precision == "fp16" and not of_leg
+                )  # torch's scaler leaves out the whole step
                 rows.append(Row(True, r, tau, math.nan, math.nan, math.nan, math.nan, [], seen))
                 continue
             # ---- σ² and μ²
             flats = [[flat(case, members[0], group["params"], g) for g in samples] for group in groups]
             mean = [np.sum([w * g for w, g in zip(weights, gs, strict=True)], axis=0) for gs in flats]
             statistics = None
-            if n > 1 and not left_out:
+            ended += 1
+            if n > 1 and not left_out and measured:
                 statistics = np.array([moments(gs, weights, scale) for gs in flats])
             # ---- the largest norm: κ times the root of the average of ‖ḡ‖² over effective time, which knows E‖ḡ‖² = μ² + σ²/S
             multiple = isinstance(case.clip, str) and scale > 1
@@ -349,7 +359,7 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             limit = expected.limit(float(case.clip[:-1]), scale, shape.batch, averages) if multiple else limit
             # ---- r, the step with factor · lr(⌊τ⌋), τ
             result = averages.advance(statistics, mean)
-            if multiple and statistics is not None:
+            if multiple and (statistics is not None or not measured):
                 square = min(sum(float(m @ m) for m in mean), limit**2)
                 expected.add(square, math.exp(-result.gain / (case.window * leg.total)))
             r, (_, increment) = result.gain, apply_rule(case, leg, result.gain, scale, tau)

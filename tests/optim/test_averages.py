@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from ray_adascale.batch import StepPlan
-from ray_adascale.optim.averages import Averages, NoiseReadout
+from ray_adascale.optim.averages import Averages
+from ray_adascale.optim.sampling import Sampling
+from ray_adascale.optim.step_result import StepResult
 from ray_adascale.optim.step_sums import StepSums
 
 SCALE = 4.0
@@ -21,8 +23,7 @@ def averages(*, groups: int = 1, **settings: Any) -> Averages:
         "variance_floor": 0.0,
         "clip_samples": False,
         "debias": True,
-        "window": None,
-        "total_steps": None,
+        "sampling": Sampling(),
     }
     return Averages(groups, **(fields | settings))  # type: ignore[arg-type]
 
@@ -38,19 +39,19 @@ def sample(*moments: tuple[float, float], shape: StepPlan | None = None, seen: b
 
 def take(into: Averages, *samples: StepSums, previous_gain: float = 1.0) -> None:
     for one in samples:
-        into.now = into.after(one, previous_gain).averages
+        into.now = into.after(one, previous_gain)[0]
 
 
-def readout(of: Averages, scale: float = SCALE) -> NoiseReadout:
+def readout(of: Averages, scale: float = SCALE) -> StepResult:
     return of.evaluate(of.now, scale)
 
 
 def test_total_moments_clip_each_group_and_then_sum() -> None:
-    read = NoiseReadout([1.0] * 3, 1.0, sigma2=[-1.0, 2.0, 3.0], mu2=[4.0, -2.0, 1.0])
+    read = StepResult(group_sigma2=[-1.0, 2.0, 3.0], group_mu2=[4.0, -2.0, 1.0])
     assert read.total_moments() == (5.0, 5.0)
-    added = NoiseReadout([2.0, 1.0], 2.0, sigma2=[2.0, math.nan], mu2=[4.0, math.nan])  # no sample of the second yet
+    added = StepResult(group_sigma2=[2.0, math.nan], group_mu2=[4.0, math.nan])  # no sample of the second yet
     assert added.total_moments() == (2.0, 4.0)
-    assert all(math.isnan(x) for x in NoiseReadout([1.0], 1.0, [math.nan], [math.nan]).total_moments())
+    assert all(math.isnan(x) for x in StepResult(group_sigma2=[math.nan], group_mu2=[math.nan]).total_moments())
 
 
 def test_a_gain_that_comes_later_starts_without_a_sample() -> None:
@@ -58,9 +59,9 @@ def test_a_gain_that_comes_later_starts_without_a_sample() -> None:
     take(mine, sample((8.0, 2.0)))
     mine.add_gain(StepPlan(passes=2))
     known = readout(mine)
-    assert known.sigma2[0] == 8.0
-    assert math.isnan(known.sigma2[1])
-    assert known.gains == [2.5, 1.0]  # (8 + 2) / (8/4 + 2)
+    assert known.group_sigma2[0] == 8.0
+    assert math.isnan(known.group_sigma2[1])
+    assert known.group_gains == [2.5, 1.0]  # (8 + 2) / (8/4 + 2)
     assert known.gain == 2.5
     take(mine, sample((8.0, 2.0), (4.0, 6.0)))
     # The weights of the two groups differ, and the whole has the sum of their averages.
@@ -82,4 +83,4 @@ def test_without_debiasing_a_later_gain_begins_at_one_if_its_first_sample_is_ave
     known = readout(mine)
     # 1/(1 − 0.75) = 4: the third sample is in a plain mean of three, the fourth and fifth have the weight 1/4. All in binary
     # but 1/3, which costs an ulp or two.
-    assert (known.sigma2[1], known.mu2[1]) == pytest.approx((sigma2, mu2), rel=1e-15)
+    assert (known.group_sigma2[1], known.group_mu2[1]) == pytest.approx((sigma2, mu2), rel=1e-15)

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_adascale.batch import StepPlan
 from ray_adascale.optim.averages import Averages
+from ray_adascale.optim.sampling import Sampling
 from ray_adascale.optim.step_sums import StepSums
 
 
@@ -44,9 +45,7 @@ class Calls(TorchDispatchMode):
 
 def test_a_step_has_few_operations() -> None:
     """Each is a launch on a GPU, where it takes as long as that of a large one."""
-    mine = Averages(
-        1, smoothing=0.75, variance_floor=0.0, clip_samples=True, debias=True, window=None, total_steps=None
-    )
+    mine = Averages(1, smoothing=0.75, variance_floor=0.0, clip_samples=True, debias=True, sampling=Sampling())
     one = sums(StepPlan(passes=1, workers=2, given_scale=2.0), f64(1.0), f64(2.0))
     mine.after(one, 1.0)  # makes the constants
     with Calls() as calls:
