@@ -20,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from ray_adascale import OSS, AdaScale, AdaScaleBetasRule, ShardedDataParallel
+from ray_adascale.batch import StepPlan
 from ray_adascale.optim.rules import ScalingRule
+from ray_adascale.optim.sampling import Sampling
 
 Batch = tuple[Tensor, Tensor]
 
@@ -28,6 +30,7 @@ Batch = tuple[Tensor, Tensor]
 # denormals change the speed of a CPU, and losses near zero hide differences between two kinds.
 LR = 1e-5
 MOMENTUM = 0.9
+WINDOW = 0.05
 
 # Class and settings by the name of the option; None: those of Place.
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any] | None]] = {
@@ -227,6 +230,7 @@ class Place:
         passes: Backward passes per optimizer step.
         optimizer: Class of the optimizer.
         settings: Its settings; None: those of ``overhead.py``.
+        total_steps: T of the run that a step is taken from; None: AdaScale averages over steps, and measures each.
     """
 
     rank: int
@@ -235,6 +239,7 @@ class Place:
     passes: int
     optimizer: type[Optimizer] = SGD
     settings: dict[str, Any] | None = None
+    total_steps: int | None = None
 
     @property
     def optimizer_settings(self) -> dict[str, Any]:
@@ -319,8 +324,13 @@ def ddp(model: nn.Module, place: Place) -> DistributedDataParallel:
 def adascale(
     inner: Optimizer, place: Place, model: nn.Module | None = None, rule: ScalingRule | None = None
 ) -> AdaScale:
-    """Return AdaScale over an optimizer."""
-    return AdaScale(inner, num_gradients_to_accumulate=place.passes, model=model, rule=rule)
+    """Return AdaScale over an optimizer. With T, one step in k is measured, as after the first steps of a run of that length."""
+    of_run: dict[str, Any] = {}
+    if place.total_steps is not None:
+        plan = StepPlan(workers=place.world_size, passes=place.passes).at_scale(place.world_size * place.passes)
+        every = Sampling(WINDOW * place.total_steps).every(place.total_steps, plan)
+        of_run = {"averaging_window": WINDOW, "total_steps": place.total_steps, "measure_every": every}
+    return AdaScale(inner, num_gradients_to_accumulate=place.passes, model=model, rule=rule, **of_run)
 
 
 class DDP(Kind):

@@ -61,6 +61,7 @@ class Settings:
         smoke: Whether the models are tiny.
         shrink: Number that each micro-batch is divided by.
         optimizer: Name of the optimizer.
+        total_steps: T of the run that steps are taken from; None: each step is measured.
     """
 
     models: list[str]
@@ -73,6 +74,7 @@ class Settings:
     smoke: bool
     shrink: int = 1
     optimizer: str = "sgd"
+    total_steps: int | None
 
     @property
     def baseline(self) -> str:
@@ -286,6 +288,7 @@ def worker(rank: int, workers: int, scratch: str, settings: Settings) -> None:
                 passes=passes,
                 optimizer=kind,
                 settings=hyperparameters,
+                total_steps=settings.total_steps,
             )
             spec = specs(smoke=settings.smoke)[name]
             spec = replace(spec, batch=max(spec.batch // settings.shrink, 1))
@@ -350,6 +353,8 @@ def parse(argv: Sequence[str] | None) -> tuple[Settings, Path | None, dict[str, 
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help="default: all; the baseline always runs")
     help_baseline = "the kind that the others are compared with; default: %(default)s"
     parser.add_argument("--baseline", choices=list(KINDS), default=BASELINE, help=help_baseline)
+    help_total = "T: measure one step in as many as a run of this length does; default: each step"
+    parser.add_argument("--total-steps", type=int, help=help_total)
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="sgd", help="default: %(default)s")
     parser.add_argument("--accumulation", nargs="+", type=int, help="passes a step; default: 1 4 (cuda: 2)")
     parser.add_argument("--rounds", type=int, help="default: 20 (--smoke: 2)")
@@ -387,6 +392,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Settings, Path | None, dict[str, 
         smoke=args.smoke,
         shrink=args.shrink,
         optimizer=args.optimizer,
+        total_steps=args.total_steps,
     )
     return settings, args.json, reasons
 

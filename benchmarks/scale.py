@@ -222,6 +222,7 @@ def measure_steps(workers: int, kinds: Sequence[str], rounds: int, *, smoke: boo
         device="cpu",
         world_size=workers,
         smoke=smoke,
+        total_steps=None,
     )
     return [Steps(**row) for row in run_workers(steps_worker, workers, settings, spec)]
 
