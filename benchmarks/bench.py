@@ -23,6 +23,18 @@ PAGES = ROOT / "benchmarks" / "studies" / "pages"
 BY_HAND = "<!-- by hand: kept when the page is made anew -->", "<!-- end of the part by hand -->"
 
 
+WINDOW = 0.05
+"""``averaging_window`` of a run."""
+
+
+def measure_every(total_steps: int, scale: int) -> int:
+    """Return k: one step in k is measured, late in a run of T at a scale."""
+    from ray_adascale.batch import StepPlan
+    from ray_adascale.optim.sampling import Sampling
+
+    return Sampling(WINDOW * total_steps).every(total_steps, StepPlan().at_scale(scale))
+
+
 # ---- tables and pages ------------------------------------------------------------------------------------------------
 
 

@@ -14,15 +14,14 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from bench import WINDOW, measure_every
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from ray_adascale import OSS, AdaScale, AdaScaleBetasRule, ShardedDataParallel
-from ray_adascale.batch import StepPlan
 from ray_adascale.optim.rules import ScalingRule
-from ray_adascale.optim.sampling import Sampling
 
 Batch = tuple[Tensor, Tensor]
 
@@ -30,7 +29,6 @@ Batch = tuple[Tensor, Tensor]
 # denormals change the speed of a CPU, and losses near zero hide differences between two kinds.
 LR = 1e-5
 MOMENTUM = 0.9
-WINDOW = 0.05
 
 # Class and settings by the name of the option; None: those of Place.
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any] | None]] = {
@@ -327,8 +325,7 @@ def adascale(
     """Return AdaScale over an optimizer. With T, one step in k is measured, as after the first steps of a run of that length."""
     of_run: dict[str, Any] = {}
     if place.total_steps is not None:
-        plan = StepPlan(workers=place.world_size, passes=place.passes).at_scale(place.world_size * place.passes)
-        every = Sampling(WINDOW * place.total_steps).every(place.total_steps, plan)
+        every = measure_every(place.total_steps, place.world_size * place.passes)
         of_run = {"averaging_window": WINDOW, "total_steps": place.total_steps, "measure_every": every}
     return AdaScale(inner, num_gradients_to_accumulate=place.passes, model=model, rule=rule, **of_run)
 

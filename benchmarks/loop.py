@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from bench import in_words, join_group, leave, leave_group, machine, markdown, run_workers, write_json
+from bench import in_words, join_group, leave, leave_group, machine, markdown, measure_every, run_workers, write_json
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
@@ -48,6 +48,7 @@ class Task:
     steps: int
     device: str = "cpu"
     loader_workers: int = 0
+    total_steps: int = 10_000
 
     @property
     def on_cpu(self) -> bool:
@@ -188,11 +189,13 @@ def _plain(model: nn.Module, pieces: Pieces, batches: Iterator[Any], passes: int
 def _settings(task: Task, passes: int, sharding: Literal["auto", "none"] = "auto") -> Any:
     from ray_adascale import AdaScaleConfig
 
+    workers = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return AdaScaleConfig(
         base_batch_size=task.batch,
         per_worker_batch_size=task.batch,
         accumulation=passes,
-        total_steps=10_000,
+        total_steps=task.total_steps,
+        measure_every=measure_every(task.total_steps, passes * workers),
         scheduler_unit="step",
         sharding=sharding,
         num_loader_workers=task.loader_workers,
@@ -438,6 +441,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=1, help="gloo workers (default: %(default)s, without a group)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
     parser.add_argument("--loader-workers", type=int, default=0, help="processes that load data (default: %(default)s)")
+    about_total = "T: one step in as many is measured as late in a run of this length (default: %(default)s)"
+    parser.add_argument("--total-steps", type=int, default=10_000, help=about_total)
     parser.add_argument("--smoke", action="store_true", help="few steps and kinds, one round: only check that it runs")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args(argv)
@@ -451,7 +456,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.smoke:
         tasks, passes, rounds = [Task("smoke", 8, 2, 8, 5)], [2], 1
         kinds = [k for k in kinds if k in ("plain", "run", "attach")]
-    tasks = [replace(task, device=arguments.device, loader_workers=arguments.loader_workers) for task in tasks]
+    every = {name: getattr(arguments, name) for name in ("device", "loader_workers", "total_steps")}
+    tasks = [replace(task, **every) for task in tasks]
     torch.set_num_threads(1)
     about = machine(gpu=torch.cuda.get_device_name() if arguments.device == "cuda" else None)
     if arguments.workers == 1:

@@ -98,7 +98,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "optim",
             "how weights move, and at which learning rate",
             "tau_schedule curves schedule scheduler_checks adascale algorithm step_result gradient_statistics observing workers "
-            "averages effective_average rules betas step_counts deferred wrapper grad_scaler adam_metric step_sums",
+            "averages effective_average rules betas step_counts deferred wrapper grad_scaler adam_metric step_sums sampling",
         ),
         Package("", "the batch of a step", "batch"),
         Package("data", "which examples a worker sees next", "order source iterables sampling cut"),

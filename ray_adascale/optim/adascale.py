@@ -317,11 +317,6 @@ class AdaScale(OptimizerWrapper):
         """n, gradient samples in one optimizer step: workers × accumulation passes."""
         return self.plan.num_samples
 
-    @property
-    def lacks_samples(self) -> bool:
-        """Whether the next backward pass will raise: a step has one gradient sample at S ≠ 1, so its noise can't be measured."""
-        return self._statistics.lacks_samples
-
     def set_plan(self, plan: StepPlan) -> None:
         """Set what a step consists of, from the next step on: S, and the backward passes. θ stays.
 
@@ -370,7 +365,7 @@ class AdaScale(OptimizerWrapper):
     def step_end(self) -> StepEnd | None:
         """Decides whether a step ends before the declared number of passes; None: only :meth:`expect_passes` does.
 
-        Called as each pass begins that is not the declared last; returns :meth:`StepPlan.shortened` of :attr:`shape`, or None.
+        Called as each pass begins that is not the declared last; returns :meth:`StepPlan.shortened` of :attr:`plan`, or None.
         """
         return self._statistics.step_end
 
@@ -386,25 +381,6 @@ class AdaScale(OptimizerWrapper):
     @sample_weights.setter
     def sample_weights(self, weights: Sequence[float] | None) -> None:
         self._statistics.weights = weights
-
-    @property
-    def payload(self) -> Tensor | None:
-        """1-D numbers that are summed over workers in the step's all-reduce. Their sum is ``last_step.payload``.
-
-        Set it before the last backward pass of each step, with the same length on all workers. It is reset after the step.
-        """
-        return self._statistics.payload
-
-    @payload.setter
-    def payload(self, payload: Tensor | None) -> None:
-        if payload is not None and payload.dim() != 1:
-            raise ValueError(f"Invalid payload of shape {tuple(payload.shape)}. Must be 1-D.")
-        self._statistics.payload = payload
-
-    @property
-    def replicated_sq_norms(self) -> Tensor | None:
-        """‖ḡ‖² of the last complete step, or a part of it, as measured on this worker's copy; None without copies."""
-        return self._statistics.replicated
 
     # ---- the steps so far ----------------------------------------------------------------------------------------
 

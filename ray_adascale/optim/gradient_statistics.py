@@ -212,12 +212,14 @@ class GradientStatistics:
         """1-D numbers that are summed over workers in the step's all-reduce; None: none. Set before the step's last pass.
 
         If the step is not measured, and each worker takes the norm of the reduced gradient by itself, the numbers travel from now
-        on, while the gradients are computed.
+        on, while the gradients are computed. Their sum is ``last_step.payload``. All workers set as many numbers.
         """
         return self._payload
 
     @payload.setter
     def payload(self, payload: Tensor | None) -> None:
+        if payload is not None and payload.dim() != 1:
+            raise ValueError(f"Invalid payload of shape {tuple(payload.shape)}. Must be 1-D.")
         self._payload = payload
         observer = self.observer
         if payload is None or self.measuring or observer is None or not observer.reduced_everywhere:

@@ -333,7 +333,7 @@ class Run:
         passes = self.parts.passes
         passes.begin_backward(loss)
         if passes.is_last:
-            self.optimizer.payload = self._payload()
+            self.optimizer.gradient_statistics.payload = self._payload()
             self._pulse.enter(Phase.REDUCTION)
         passes.backward(loss, self.plan)
 

@@ -272,7 +272,7 @@ def _reads(
         float(adascale.effective_steps)
         watch: AbstractContextManager[list[str]] = host_reads(monkeypatch) if step == 2 else nullcontext([])
         with watch as found:
-            adascale.payload = payload
+            adascale.gradient_statistics.payload = payload
             backward(model, data)
             adascale.step()
             adascale.zero_grad()
@@ -305,7 +305,7 @@ def test_a_payload_is_read_with_the_step(
     assert len(_reads(adascale, model, monkeypatch, rows.unbind())) == (not fused)
     assert list(adascale.last_step.payload) == [0.1 + 0.2, 5e-324]  # the third step's, bit-identical
     assert adascale.steps == 3  # ∞ in a payload is no gradient's
-    assert adascale.payload is None  # it was of one step
+    assert adascale.gradient_statistics.payload is None  # it was of one step
     train(adascale, model, batches(adascale.plan.passes))
     assert list(adascale.last_step.payload) == []
 
@@ -316,7 +316,7 @@ def test_a_step_that_is_left_out_changes_nothing_and_returns_its_payload(fused: 
     adascale = wrapped(model, fused=fused)
     train(adascale, model, batches(4))
     before, clock, at = weights(model).clone(), adascale.effective_steps, adascale.average_moments()
-    adascale.payload = torch.tensor([7.0], dtype=torch.float64)
+    adascale.gradient_statistics.payload = torch.tensor([7.0], dtype=torch.float64)
     backward(model, batches(2))
     adascale.skip_step()
     assert adascale.last_step.skipped

@@ -71,7 +71,7 @@ def _train(
         if step in overflows and rank == world - 1:
             loss = loss * float("inf")
         if adascale:
-            outer.payload = torch.tensor([step * 10.0 + rank], dtype=torch.float64)
+            outer.gradient_statistics.payload = torch.tensor([step * 10.0 + rank], dtype=torch.float64)
         scaler.scale(loss).backward()
         if clip:
             scaler.unscale_(outer)

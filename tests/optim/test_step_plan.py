@@ -138,7 +138,7 @@ def _summed() -> list[Any]:
     out: list[Any] = []
     for step, (x, y) in enumerate(batches(3, 4)):
         if step < 2:
-            optimizer.payload = torch.tensor([rank + 1.0, 10.0 * step], dtype=torch.float64)
+            optimizer.gradient_statistics.payload = torch.tensor([rank + 1.0, 10.0 * step], dtype=torch.float64)
         F.cross_entropy(ddp(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -156,7 +156,7 @@ def test_a_payload_is_summed_over_workers_and_is_of_one_step(pool: Any) -> None:
 def test_a_payload_is_a_row_of_numbers(payload: Tensor) -> None:
     _, optimizer = ready()
     with pytest.raises(ValueError, match="payload of shape"):
-        optimizer.payload = payload
+        optimizer.gradient_statistics.payload = payload
 
 
 # ---- the result ------------------------------------------------------------------------------------------------------

@@ -312,15 +312,15 @@ BUDGET = {
     "data": 760,
     "forecast": 340,
     "integrations": 760,
-    "measure": 790,
-    "optim": 2520,
+    "measure": 800,
+    "optim": 2580,
     "run": 3540,
     "search": 1140,
     "sharding": 1530,
     "train": 1520,
     "": 1840,
-    "tests": 34100,
-    "benchmarks": 8350,
+    "tests": 34350,
+    "benchmarks": 8500,
 }
 """The most lines of code of each package with its folders, of the modules beside them (""), of tests and of benchmarks."""
 

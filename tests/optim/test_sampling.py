@@ -1,0 +1,262 @@
+"""Which steps are measured, and what becomes of the steps between."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ray_adascale import OSS, AdaScale, AdaScaleConfig, Run, ShardedDataParallel
+from ray_adascale.batch import StepPlan
+from ray_adascale.optim.sampling import SAMPLES, Sampling
+
+from ..classifier import batches, make_model, weights
+
+OF_A_RUN: dict[str, Any] = {"clip": "averages", "averaging_window": 0.05, "total_steps": 1000, "single_gain": True}
+
+
+def plan(scale: float) -> StepPlan:
+    return StepPlan(workers=2).at_scale(scale)
+
+
+# ---- which steps -----------------------------------------------------------------------------------------------------
+
+
+def test_the_window_holds_fifty_samples_at_least() -> None:
+    late = 10**6
+    assert SAMPLES == 50
+    # A window of 5,000 effective steps has 2,500 steps of gain 2: every 50th makes 50.
+    assert Sampling(5000.0).every(late, plan(2.0)) == 50
+    assert Sampling(5000.0).every(late, plan(16.0)) == 6  # ⌊5000 / (16 · 50)⌋
+    assert Sampling(5000.0).every(late, plan(0.5)) == 100  # the gain of S = 1/2 is at most 1
+    assert Sampling(75.0).every(late, plan(2.0)) == 1  # T = 1,500
+    assert Sampling().every(late, plan(2.0)) == 1  # an average over steps
+
+
+def test_a_run_begins_with_measured_steps_and_each_sample_stands_for_those_since_the_last() -> None:
+    sampling = Sampling(5000.0)
+    measured = [n for n in range(1000) if sampling.measures(n, plan(16.0))]
+    assert measured[:SAMPLES] == list(range(SAMPLES))
+    gaps = [after - before for before, after in itertools.pairwise(measured)]
+    assert max(gaps) == 7  # where k grows
+    assert gaps[-20:] == [6] * 20
+    assert [sampling.gap(n, plan(16.0)) for n in measured] == [1, *gaps]
+
+
+def test_a_given_k_holds_from_the_first_step_on() -> None:
+    sampling = Sampling(50.0, 3)
+    assert [n for n in range(10) if sampling.measures(n, plan(2.0))] == [0, 3, 6, 9]
+    assert [sampling.gap(n, plan(2.0)) for n in (0, 3, 6)] == [1, 3, 3]
+
+
+@pytest.mark.parametrize("wrong", [0, -2, 1.5, True])
+def test_k_is_a_count(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="measure_every"):
+        AdaScale(torch.optim.SGD(make_model().parameters(), lr=0.1), measure_every=wrong, **OF_A_RUN)
+    with pytest.raises(ValueError, match="measure_every"):
+        AdaScaleConfig(base_batch_size=4, total_steps=9, measure_every=wrong)
+
+
+def test_k_needs_an_average_over_effective_steps() -> None:
+    optimizer = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="averaging_window and total_steps"):
+        AdaScale(optimizer, measure_every=2)
+    AdaScale(optimizer, measure_every=1)
+
+
+# ---- a step between --------------------------------------------------------------------------------------------------
+
+
+def hooks(model: torch.nn.Module) -> int:
+    return sum(len(p._backward_hooks or {}) for p in model.parameters())
+
+
+def backward(model: torch.nn.Module, data: list[tuple[Tensor, Tensor]], factor: float = 1.0) -> None:
+    for x, y in data:
+        (F.cross_entropy(model(x), y) * factor / len(data)).backward()
+
+
+def test_a_step_between_has_no_hooks_and_the_gain_of_the_averages() -> None:
+    model = make_model()
+    ada = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2, measure_every=3, **OF_A_RUN
+    )
+    data = iter(batches(20, 4))
+    moments = []
+    for step in range(7):
+        assert (hooks(model) > 0) == (step % 3 == 0)
+        before, lr_r = weights(model).clone(), 0.05 * ada.gain()
+        backward(model, [next(data), next(data)])
+        squared = sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None)
+        ada.step()
+        last = ada.last_step
+        assert last.squared_norm == pytest.approx(squared, rel=1e-9)
+        moments.append(ada.average_moments())
+        if step % 3:
+            assert math.isnan(last.sigma2)
+            assert moments[-1] == moments[-2]
+            grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+            torch.testing.assert_close(before - weights(model), lr_r * grads, rtol=1e-9, atol=1e-15)
+        ada.zero_grad()
+    assert moments[3] != moments[2]
+    assert ada.steps == 7
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_gradient_that_is_not_finite_is_left_out_between_as_well(fused: bool, at: int) -> None:
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=fused)
+    ada = AdaScale(inner, num_gradients_to_accumulate=2, measure_every=3, **OF_A_RUN)
+    data = iter(batches(20, 4))
+    for step in range(5):
+        before, tau = weights(model).clone(), ada.effective_steps
+        backward(model, [next(data), next(data)], math.inf if step == at else 1.0)
+        ada.step()
+        assert ada.last_step.skipped == (step == at)
+        assert torch.equal(weights(model), before) == (step == at)
+        assert (ada.effective_steps == tau) == (step == at)
+        ada.zero_grad()
+
+
+def test_the_state_has_the_place_in_the_series() -> None:
+    model = make_model()
+
+    def fresh() -> AdaScale:
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        return AdaScale(inner, num_gradients_to_accumulate=2, measure_every=3, **OF_A_RUN)
+
+    ada, data = fresh(), iter(batches(20, 4))
+    for _ in range(2):
+        backward(model, [next(data), next(data)])
+        ada.step()
+        ada.zero_grad()
+    state = ada.state_dict()
+    ada.unhook()
+    again = fresh()
+    assert hooks(model) > 0
+    again.load_state_dict(state)
+    assert hooks(model) == 0  # the third is not measured
+    backward(model, [next(data), next(data)])
+    again.step()
+    assert hooks(model) > 0
+    # A state of before there was a series: all of its steps were measured.
+    del state["adascale"]["ended"], state["param_groups"][0]["adascale"]["ended"]
+    again.zero_grad()
+    again.load_state_dict(state)
+    assert again.gradient_statistics.ended == 2
+
+
+def test_steps_that_may_end_early_are_all_measured() -> None:
+    model = make_model()
+    ada = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2, measure_every=3, **OF_A_RUN
+    )
+    ada.step_end = lambda number: None
+    data = iter(batches(20, 4))
+    for _ in range(4):
+        assert hooks(model) > 0
+        backward(model, [next(data), next(data)])
+        ada.step()
+        ada.zero_grad()
+
+
+def test_a_compiled_model_is_measured_in_turns() -> None:
+    found = []
+    for compiled in (False, True):
+        model = make_model()
+        net: Any = torch.compile(model, backend="eager") if compiled else model
+        ada = AdaScale(
+            torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2, measure_every=2, **OF_A_RUN
+        )
+        data = iter(batches(20, 4))
+        for _ in range(6):
+            backward(net, [next(data), next(data)])
+            ada.step()
+            ada.zero_grad()
+        found.append((ada.effective_steps, weights(model).tolist()))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-12)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-9)
+
+
+# ---- on several workers ----------------------------------------------------------------------------------------------
+
+
+def _collectives(sharded: bool, payload: bool) -> list[tuple[int, list[float]]]:
+    """All-reduces of AdaScale in each step, and the summed payload."""
+    model, rank = make_model(), dist.get_rank()
+    inner: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+    inner = OSS.wrap(inner) if sharded else inner
+    net: Any = ShardedDataParallel(model, inner) if sharded else DistributedDataParallel(model)
+    ada = AdaScale(inner, measure_every=3, **OF_A_RUN)
+    data, found = batches(12, 4), []
+    for step in range(6):
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+            if payload:
+                ada.gradient_statistics.payload = torch.tensor([float(rank), 10.0])
+            sent = reduced.call_count
+            backward(net, [data[2 * step + rank]])
+            ada.step()
+        # Under DDP the payload of a step between is on its way before the backward pass.
+        assert sent == int(payload and not sharded and step % 3 > 0)
+        found.append((reduced.call_count, list(ada.last_step.payload)))
+        ada.zero_grad()
+    everywhere = [torch.zeros_like(weights(model)) for _ in range(2)]
+    dist.all_gather(everywhere, weights(model))
+    assert torch.equal(*everywhere)
+    return found
+
+
+@pytest.mark.parametrize(("sharded", "payload"), [(False, False), (False, True), (True, False), (True, True)])
+def test_a_step_between_sends_no_more_than_it_must(pool: Any, sharded: bool, payload: bool) -> None:
+    for found in pool(2).run(_collectives, sharded, payload):
+        between = 0 if not sharded and not payload else 1  # each worker has the whole reduced gradient under DDP
+        assert [count for count, _ in found] == [1, between, between] * 2
+        assert all(numbers == ([1.0, 20.0] if payload else []) for _, numbers in found)
+
+
+def _one_is_infinite(sharded: bool) -> list[bool]:
+    model, rank = make_model(), dist.get_rank()
+    inner: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+    inner = OSS.wrap(inner) if sharded else inner
+    net: Any = ShardedDataParallel(model, inner) if sharded else DistributedDataParallel(model)
+    ada = AdaScale(inner, measure_every=3, **OF_A_RUN)
+    data, skipped = batches(12, 4), []
+    for step in range(4):
+        backward(net, [data[2 * step + rank]], math.inf if (step, rank) == (1, 1) else 1.0)
+        ada.step()
+        ada.zero_grad()
+        skipped.append(ada.last_step.skipped)
+    assert weights(model).isfinite().all()
+    return skipped
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_all_workers_leave_out_a_step_between_or_none(pool: Any, sharded: bool) -> None:
+    assert pool(2).run(_one_is_infinite, sharded) == [[False, True, False, False]] * 2
+
+
+def test_a_run_reads_the_loss_of_each_step_and_the_noise_of_the_averages() -> None:
+    model = make_model()
+    data = [(x[0], y[0]) for x, y in batches(64, 1)]
+    config = AdaScaleConfig(
+        base_batch_size=2, per_worker_batch_size=4, accumulation=2, total_steps=30, measure_every=4, sharding="none"
+    )
+    run = Run(model, torch.optim.SGD(model.parameters(), lr=0.05), None, data, config)
+    seen = []
+    for x, y in run:
+        loss = F.cross_entropy(run.model(x), y)
+        run.backward(loss)
+        if run.step():
+            seen.append(run.state.metrics)
+    assert all(math.isfinite(metrics["loss"]) for metrics in seen)
+    assert [metrics["sigma2"] for metrics in seen[:4]] == [seen[0]["sigma2"]] * 4
+    assert seen[4]["sigma2"] != seen[3]["sigma2"]
