@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Container, Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from ..optim.adascale import AdaScale
 from ..optim.step_result import StepEnd
 from ..optim.tau_schedule import TauSchedule
 from ..recipe import NoiseProbe, Recipe, probe_steps
+from ..run.base.base_noise import ProbeSeries
 from ..run.base.base_run import BaseResult, Momentum, freeze, momentum_of
 from ..run.observe.metrics import SHORT_STEP, step_metrics
 from ..run.observe.step import Step
@@ -252,7 +253,7 @@ class RecipeRecorder:
     def __init__(self, loss_fn: Callable[[nn.Module, Any], Tensor], probe_every: int | None = None) -> None:
         self._loss_fn = loss_fn
         self._probe_every = None if probe_every is None else check_count("probe_every", probe_every)
-        self._steps: Container[float] = ()
+        self._series: ProbeSeries | None = None  # from the first batch on
         self._schedule: TauSchedule | None = None
         self._config: AdaScaleConfig | None = None
         self._momentum = Momentum()
@@ -261,8 +262,7 @@ class RecipeRecorder:
     def reset(self) -> None:
         """Drop the probes. An adapter calls this before a new run."""
         self._noise: list[NoiseProbe] = []
-        self._samples: BatchSamples | None = None
-        self._tau = 0.0  # of the samples
+        self._series = None
         self._started = time.monotonic()
 
     def begin(self, schedule: TauSchedule, config: AdaScaleConfig) -> None:
@@ -273,7 +273,6 @@ class RecipeRecorder:
         """
         self.check_base_run(schedule)
         self._schedule, self._config = schedule, config
-        self._steps = probe_steps(schedule.base_schedule.total_steps, self._probe_every)
         self._momentum = momentum_of(parts_of(schedule)[0].wrapped)
 
     def check_base_run(self, schedule: TauSchedule) -> None:
@@ -292,20 +291,13 @@ class RecipeRecorder:
     def before_step(self, model: nn.Module, batch: Any) -> None:
         """Probe the noise, if a probe is due or begun. An adapter calls this before training on the batch."""
         assert self._schedule is not None
-        if self._samples is None:
-            self._samples = BatchSamples(model, self._loss_fn)
-        found = self._samples.add(batch) if self._samples.begun else None
-        if found is not None and all(map(math.isfinite, found)):
-            self._noise.append(NoiseProbe(effective_steps=self._tau, sigma2=found[0], mu2=found[1]))
-        tau = self._schedule.effective_steps
-        if (
-            tau in self._steps
-            and not self._samples.begun
-            and not (self._noise and self._noise[-1].effective_steps >= tau)
-        ):
-            self._tau = tau
+        if self._series is None:
+            steps = probe_steps(self._schedule.base_schedule.total_steps, self._probe_every)
+            self._series = ProbeSeries(BatchSamples(model, self._loss_fn), steps, self._noise)
+        self._series.add(batch)
+        if self._series.due(self._schedule.effective_steps):
             trained = [p for group in self._schedule.optimizer.param_groups for p in group["params"] if p.requires_grad]
-            self._samples.begin_with(batch, trained)
+            self._series.samples.begin_with(batch, trained)
 
     def recipe(
         self,

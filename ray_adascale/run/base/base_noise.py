@@ -12,6 +12,35 @@ from ...workload import Workload
 from ..loop import Run
 
 
+class ProbeSeries:
+    """The measurements of some steps of a base run, each of them of a step's batch and the next three.
+
+    Args:
+        samples: Takes the gradients.
+        steps: Optimizer steps to measure, from :func:`ray_adascale.recipe.probe_steps`.
+        noise: Receives the measurements; may have those of earlier starts.
+    """
+
+    def __init__(self, samples: BatchSamples, steps: Container[float], noise: list[NoiseProbe]) -> None:
+        self.samples, self.noise, self._steps = samples, noise, steps
+        self._tau = 0.0  # of the samples
+
+    def add(self, batch: Any) -> NoiseProbe | None:
+        """Add a batch to the measurement that is under way, if one is. Return the measurement, if it is complete and finite."""
+        found = self.samples.add(batch) if self.samples.begun else None
+        if found is None or not all(map(math.isfinite, found)):
+            return None
+        self.noise.append(NoiseProbe(effective_steps=self._tau, sigma2=found[0], mu2=found[1]))
+        return self.noise[-1]
+
+    def due(self, tau: float) -> bool:
+        """Return whether a measurement begins at τ. At S = 1 τ counts the optimizer steps, without those that were skipped."""
+        if self.samples.begun or tau not in self._steps or (self.noise and self.noise[-1].effective_steps >= tau):
+            return False
+        self._tau = tau
+        return True
+
+
 class NoiseRecorder:
     """Records the noise of a base run: of some steps, each with the three batches after it, at the weights of that step.
 
@@ -25,24 +54,17 @@ class NoiseRecorder:
     """
 
     def __init__(self, run: Run, workload: Workload, steps: Container[float], noise: list[NoiseProbe]) -> None:
-        self._run, self._steps, self._noise = run, steps, noise
-        self._samples = BatchSamples(run.module, workload.loss_fn)
-        self._tau = 0.0  # of the samples
+        self._run = run
+        self._series = ProbeSeries(BatchSamples(run.module, workload.loss_fn), steps, noise)
 
     def begin(self, batch: Any) -> None:
         """Begin a step, before its forward pass."""
-        found = self._samples.add(batch) if self._samples.begun else None
-        if found is not None and all(map(math.isfinite, found)):
-            self._run.observe_noise(*found)
-            self._noise.append(NoiseProbe(effective_steps=self._tau, sigma2=found[0], mu2=found[1]))
+        found = self._series.add(batch)
+        if found is not None:
+            self._run.observe_noise(found.sigma2, found.mu2)
 
     def end(self) -> None:
         """End a step, after its backward pass and before ``run.step()``."""
-        tau = self._run.effective_steps
-        # At S = 1 τ counts the optimizer steps. After a skipped step τ is the same, and was measured.
-        if self._samples.begun or tau not in self._steps or (self._noise and self._noise[-1].effective_steps >= tau):
-            return
-        self._tau = tau
-        self._samples.begin(
-            [p for group in self._run.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        )
+        if self._series.due(self._run.effective_steps):
+            groups = self._run.optimizer.param_groups
+            self._series.samples.begin([p for group in groups for p in group["params"] if p.requires_grad])
