@@ -92,6 +92,7 @@ class Averages:
         self.non_negative = clip_samples
         self._floors = torch.tensor([[variance_floor], [0.0], [1.0]], dtype=torch.float64)
         self._cached: tuple[Average, float, StepResult] | None = None  # a step reads the same averages several times
+        self._known: tuple[Average, float, list[Tensor]] | None = None  # gains and averages among the numbers of a step
 
     def _empty(self, num_gains: int | None = None) -> Average:
         groups = self.now.total.shape[1] if num_gains is None else num_gains
@@ -171,6 +172,15 @@ class Averages:
     def _numbers(
         self, averages: Average, scale: float, check: Tensor, moments: Tensor, payload: Tensor | None
     ) -> Tensor:
+        known = self._known  # after a step that was not measured they are those of the step before
+        if known is None or known[0] is not averages or known[1] != scale:
+            known = averages, scale, [self._gains(averages, scale), averages.packed.reshape(-1)]
+        numbers = torch.cat([check.view(1), moments, *known[2], *([] if payload is None else [payload])])
+        self._known = averages, scale, [numbers[3 : 3 + sum(len(part) for part in known[2])]]
+        return numbers
+
+    def _gains(self, averages: Average, scale: float) -> Tensor:
+        """Return r of each gain's group; then r of the whole optimizer, if there are several groups."""
         total, weight = averages.total, averages.packed[-1:]
         if total.shape[1] > 1:
             # The whole has the sum of the groups' averages. Their totals have unequal weights if a group was added later.
@@ -179,9 +189,7 @@ class Averages:
             weight = torch.cat([weight, weight.amax(dim=1, keepdim=True).sign()], dim=1)
         if not self.non_negative:
             total = torch.maximum(total, self._floors_on(total.device)[:2] * weight)
-        gains = gain_math.gain_of_sums(total[0], total[1], scale)
-        parts = [check.view(1), moments, gains, averages.packed.reshape(-1)]
-        return torch.cat(parts if payload is None else [*parts, payload])
+        return gain_math.gain_of_sums(total[0], total[1], scale)
 
     def gains_of(self, numbers: Tensor) -> Tensor:
         """Return r of each gain's group from the numbers of :meth:`after`."""

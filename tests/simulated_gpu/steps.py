@@ -31,7 +31,7 @@ LAYERS, WIDTH, SCALE = 80, 32, 4.0
 WARM_UP, COUNTED = 3, 1
 
 KINDS = ("ddp", "oss", "zero2", "fsdp2")
-VARIANTS = ("unused", "passes", "scaler")
+VARIANTS = ("unused", "passes", "scaler", "between")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Case:
         fused: A fused optimizer, under which AdaScale does not wait for the step.
         adascale: With AdaScale around the optimizer.
         variant: "unused": a parameter without a gradient on rank 1 (of FSDP2: on both). "passes": two a step. "scaler": a
-            GradScaler. Else "".
+            GradScaler. "between": a step that is not measured. Else "".
     """
 
     kind: str
@@ -119,7 +119,9 @@ class Training:
         return OSS.wrap(optimizer) if self.case.kind in ("oss", "zero2") else optimizer
 
     def _adascale(self, optimizer: Any, model: Any) -> AdaScale:
-        kwargs = {} if self.scaler is None else {"grad_scaler": self.scaler}
+        kwargs: dict[str, Any] = {} if self.scaler is None else {"grad_scaler": self.scaler}
+        if self.case.variant == "between":
+            kwargs = {"averaging_window": 0.05, "total_steps": 1000, "measure_every": 1000}
         return AdaScale(optimizer, scale=SCALE, num_gradients_to_accumulate=self.case.passes, model=model, **kwargs)
 
     def _parallel(self) -> Any:
