@@ -31,7 +31,7 @@ from ..run.boundary.backend import Backend, ReportPolicy
 from ..run.boundary.stage import StepReport
 from ..run.loop import Run
 from ..run.observe.failure import annotate_exceptions
-from ..workload import ConfigAccessLog, Workload, WorkloadFn, build
+from ..workload import ConfigAccessLog, Workload, WorkloadFn, build, describe_config
 
 OBJECTIVE = "objective"  # the workload's metric, negated where small is better; Tune maximises it
 EPOCHS = "epochs"  # τ in passes over the dataset: ASHA's clock where T is given in epochs
@@ -242,12 +242,3 @@ def run_repeat(config: dict[str, Any], setup: TrialSetup, planned: list[PlannedR
     """Run one repeat, a trial with another seed. Tune calls this with the index of the repeat in the config."""
     repeat = planned[config["repeat"]]
     replace(setup, config=replace(setup.config, seed=repeat.seed)).train(repeat.hyperparameters)
-
-
-def describe_config(config: Mapping[str, Any]) -> str:
-    """Return hyperparameters on one line, for people."""
-    parts = []
-    for key, value in config.items():
-        text = f"{value:.4g}" if isinstance(value, float) else repr(value)
-        parts.append(f"{key}={text if len(text) <= 40 else text[:37] + '...'}")
-    return ", ".join(parts) or "an empty config"

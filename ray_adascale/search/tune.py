@@ -27,11 +27,11 @@ from ..recipe import Recipe, Repeat
 from ..run.base.base_run import BaseResult, freeze
 from ..train.cluster import portable, quiet_init
 from ..train.run_lock import RunLock
-from ..workload import unread_warning
+from ..workload import describe_config, unread_warning
 from .repeats import RepeatPlan, best_mean, best_mean_so_far
 from .search import Search
 from .spec import SearchSpec
-from .trial import OBJECTIVE, InOneProcess, TrialSetup, describe_config, run_repeat, run_trial
+from .trial import OBJECTIVE, InOneProcess, TrialSetup, run_repeat, run_trial
 from .watch import Finished, StopOnFatal, Watch, reached_end, watching
 
 _QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}

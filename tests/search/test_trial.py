@@ -31,7 +31,6 @@ from ray_adascale.search.trial import (
     InOneProcess,
     PlannedRepeat,
     TrialSetup,
-    describe_config,
     run_repeat,
     run_trial,
 )
@@ -120,13 +119,6 @@ def test_a_workload_without_evaluate_is_reported_all_the_same() -> None:
     collected = Collected("loss", "min")
     assert collected.evaluator(workload)(workload.model) == {}
     assert collected.evaluated == ()
-
-
-def test_hyperparameters_on_one_line() -> None:
-    assert describe_config({"lr": 0.123456, "layers": [1] * 50}) == f"lr=0.1235, layers={str([1] * 50)[:37]}..."
-    assert describe_config({"lr": 1e-7, "name": "a", "depth": 12345678}) == "lr=1e-07, name='a', depth=12345678"
-    assert describe_config({"text": "x" * 38}) == f"text='{'x' * 38}'"  # 40 characters
-    assert describe_config({}) == "an empty config"
 
 
 # ---- a trial of one process ------------------------------------------------------------------------------------------
