@@ -200,13 +200,10 @@ class OnRay(OfWorkload, Connection):
             **check: Fields of :class:`Check`, beside those that any workload has.
         """
         common = Check(workload=self.workload, overrides=self.overrides, settings=self.settings)
-        ray_starts = partial(connect, self.address, verbose=self.verbose)
-        if not self.check:
-            ray_starts()
-            return True
-        if replace(common, **check).passed(ray_starts):
-            return True
-        import ray
+        begin = partial(connect, self.address, verbose=self.verbose)
+        passed = replace(common, **check).passed(begin) if self.check else begin() is None
+        if not passed:
+            import ray
 
-        ray.shutdown()
-        return False
+            ray.shutdown()
+        return passed

@@ -99,7 +99,9 @@ class Collected:
 
     def add_loss(self, loss: Tensor | float) -> None:
         """Add a step's training loss to the mean of the next report, without waiting for a GPU."""
-        self._loss = self._loss + (loss.double() if isinstance(loss, Tensor) else loss)
+        if isinstance(loss, Tensor):
+            loss = loss.item() if loss.is_cpu else loss.double()
+        self._loss = self._loss + loss
         self._losses += 1
 
     def evaluator(self, workload: Workload) -> Any:

@@ -285,7 +285,8 @@ class _RunningSearch:
                 # If a mistake ends the search, other trials may have failed with errors that were never fetched. Ray prints
                 # their tracebacks when it frees them, so free them here, under _quiet_tune.
                 del tuner
-                gc.collect()
+                if watch.fatal is not None:
+                    gc.collect()
         if watch.fatal is not None:
             raise ValueError(str(watch.fatal)) from watch.fatal
         if watch.interrupted:

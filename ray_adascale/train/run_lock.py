@@ -110,12 +110,12 @@ class RunLock:
         Args:
             new: Whether there was no lock. A disk then makes the file for one process only, so there is nothing to wait for.
         """
-        if not (new and isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)):
+        if new and isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
+            with contextlib.suppress(FileExistsError):
+                self._write(open(self._path, "xb"))  # noqa: SIM115 (closed there)
+        else:
             self._write()
             time.sleep(_SETTLE_S)
-            return
-        with contextlib.suppress(FileExistsError), open(self._path, "x", encoding="utf-8") as file:
-            file.write(self._content())
 
     def _refuse_second(self, first: str | None) -> None:
         """Raise if the owner of the lock is alive. Wait until that is certain.
@@ -148,14 +148,11 @@ class RunLock:
     def _read(self) -> str | None:
         return read_text(self._path, self._filesystem)
 
-    def _content(self) -> str:
+    def _write(self, file: Any = None) -> None:
         self._beats += 1
-        return json.dumps({**self._owner, "beats": self._beats}, indent=2) + "\n"
-
-    def _write(self) -> None:
-        content = self._content()
-        with self._filesystem.open_output_stream(self._path) as file:
-            file.write(content.encode())
+        content = json.dumps({**self._owner, "beats": self._beats}, indent=2) + "\n"
+        with file or self._filesystem.open_output_stream(self._path) as opened:
+            opened.write(content.encode())
 
     def _is_own(self, text: str | None) -> bool:
         return _parsed(text).get("owner") == self._owner["owner"]
