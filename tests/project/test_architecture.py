@@ -307,7 +307,7 @@ def test_no_file_and_no_class_is_long(path: Path) -> None:
 BUDGET = {
     "analysis": 1470,
     "checkpoint": 1070,
-    "cli": 940,
+    "cli": 950,
     "compat": 230,
     "data": 760,
     "forecast": 340,
@@ -319,8 +319,8 @@ BUDGET = {
     "sharding": 1530,
     "train": 1520,
     "": 1840,
-    "tests": 34100,
-    "benchmarks": 8350,
+    "tests": 34140,
+    "benchmarks": 8430,
 }
 """The most lines of code of each package with its folders, of the modules beside them (""), of tests and of benchmarks."""
 
