@@ -301,3 +301,12 @@ def _length(dataset: Any) -> int | None:
         return len(dataset)
     except (TypeError, NotImplementedError, AttributeError):  # an iterable, or Ray Data's, which raises
         return None
+
+
+def describe_config(config: Mapping[str, Any]) -> str:
+    """Return hyperparameters on one line, for people."""
+    parts = []
+    for key, value in config.items():
+        text = f"{value:.4g}" if isinstance(value, float) else repr(value)
+        parts.append(f"{key}={text if len(text) <= 40 else text[:37] + '...'}")
+    return ", ".join(parts) or "an empty config"

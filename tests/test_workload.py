@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ReduceLROnPlateau, StepLR
 from torch.utils.data import IterableDataset
 
 from ray_adascale import AdaScaleConfig
-from ray_adascale.workload import Workload, build, unread_warning
+from ray_adascale.workload import Workload, build, describe_config, unread_warning
 
 from .samples_of import recipe
 
@@ -285,3 +285,10 @@ def test_an_error_of_the_loss_without_tensors_is_noted_too() -> None:
     with pytest.raises(AttributeError) as caught:
         made.loss(made.model, ["text", torch.zeros(0, dtype=torch.int64)])
     assert "with int64 [0] in the batch" in caught.value.__notes__[0]
+
+
+def test_hyperparameters_on_one_line() -> None:
+    assert describe_config({"lr": 0.123456, "layers": [1] * 50}) == f"lr=0.1235, layers={str([1] * 50)[:37]}..."
+    assert describe_config({"lr": 1e-7, "name": "a", "depth": 12345678}) == "lr=1e-07, name='a', depth=12345678"
+    assert describe_config({"text": "x" * 38}) == f"text='{'x' * 38}'"  # 40 characters
+    assert describe_config({}) == "an empty config"

@@ -1,8 +1,8 @@
 """`ray-adascale check`, and the same command before another one starts Ray.
 
 A check builds the model, loads the data and may use a GPU. All of that would stay in a process that goes on to start Ray, and
-what the workload keeps in its module would be sent to the workers. So the check before a start is a process of its own. What
-it writes to standard error is shown.
+what the workload keeps in its module would be sent to the workers. So the check before a start is a process of its own, and
+Ray starts beside it. What it writes to standard error is shown.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .._errors import typed
@@ -76,26 +79,35 @@ class Check(OfWorkload):
         length = None if config.total_epochs is not None else config.total_steps or _STEPS
         return replace(config, base_batch_size=config.base_batch_size or _BATCH, total_steps=length)
 
-    def passed(self) -> bool:
-        """Run this check in a process of its own. If it takes longer than the time limit, it counts as passed."""
+    def passed(self, beside: Callable[[], object]) -> bool:
+        """Run this check in a process of its own. If it takes longer than the time limit, it counts as passed.
+
+        Args:
+            beside: Called while the check runs. If it raises, the check is ended.
+        """
         own = {name: getattr(self, name) for name in ("recipe", "storage_path", "param_space", "draws")}
         given = {name: value for name, value in own.items() if value is not None} | {"before_start": True}
         given |= self.given(field.name for field in fields(AdaScaleConfig))
         words = [self.workload, *self.overrides, *(typed(*setting) for setting in given.items())]
         command = [sys.executable, "-X", "faulthandler", "-m", __package__.partition(".")[0], "check", *words]
         tell(f"checking {self.workload} (at most {_LIMIT_S:g} s; --no-check leaves it out) ...")
-        try:
-            quiet = subprocess.DEVNULL  # what the user types is not for the check
-            code = subprocess.run(command, stdin=quiet, stdout=quiet, timeout=_LIMIT_S).returncode
-        except subprocess.TimeoutExpired:
-            text = f"The check of {self.workload} took more than {_LIMIT_S:g} s and was ended."
-            tell(f"warning: {text} --no-check leaves it out.")
-            return True
+        quiet = subprocess.DEVNULL  # what the user types is not for the check
+        with subprocess.Popen(command, stdin=quiet, stdout=quiet) as process:
+            ends = time.monotonic() + _LIMIT_S
+            try:
+                beside()
+                code = process.wait(max(ends - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                text = f"The check of {self.workload} took more than {_LIMIT_S:g} s and was ended."
+                tell(f"warning: {text} --no-check leaves it out.")
+                return True
+            finally:
+                process.kill()  # does nothing to one that has ended
         if code < 0:
             advice = " There may be too little memory here." if code == -9 else ""
             tell(f"The process of the check ended with signal {-code}.{advice}")
         if code:
-            print("Nothing was started. --no-check starts without this check of the workload.", file=sys.stderr)
+            print("No worker was started. --no-check starts without this check of the workload.", file=sys.stderr)
         return code == 0
 
     def findings(self) -> list[Finding]:
@@ -182,13 +194,16 @@ class OnRay(OfWorkload, Connection):
     name: str | None = None
 
     def start(self, **check: Any) -> bool:
-        """Check the workload, and connect to Ray. Return False if the check failed, after its failures are printed.
+        """Check the workload, and meanwhile connect to Ray. Return False if the check failed, after its failures are printed.
 
         Args:
             **check: Fields of :class:`Check`, beside those that any workload has.
         """
         common = Check(workload=self.workload, overrides=self.overrides, settings=self.settings)
-        if self.check and not replace(common, **check).passed():
-            return False
-        connect(self.address, verbose=self.verbose)
-        return True
+        begin = partial(connect, self.address, verbose=self.verbose)
+        passed = replace(common, **check).passed(begin) if self.check else begin() is None
+        if not passed:
+            import ray
+
+            ray.shutdown()
+        return passed

@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from ray.tune.search.variant_generator import generate_variants
 
 from ..analysis.batch_size import find_batch_size
 from ..analysis.check import Finding, check_workload
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
-from ..workload import WorkloadFn
-from .trial import describe_config
+from ..workload import WorkloadFn, describe_config
 
 _DRAWS = 4
 """Most draws from the search space. There is another one only if the workload fails at the values of the draws before."""
@@ -52,7 +50,7 @@ def check_at_draws(
     if not isinstance(space, dict):
         return [Finding("ok", "The search space is no dictionary, so no pass was made.")]
     try:
-        draws = list(_draws({**space, **given}, config.seed))
+        draws = list(_draws({**space, **given}, config.seed)) if space else [([], dict(given))]
     except Exception as e:  # in the space's own functions
         cause = e.__context__ or e
         return [Finding("failed", f"No values can be drawn from the search space. {type(cause).__name__}: {cause}")]
@@ -99,6 +97,8 @@ def _draws(space: Mapping[str, Any], seed: int) -> Iterator[tuple[list[str], dic
 
     A later draw is the one of many with the fewest values in common with the draws before.
     """
+    from ray.tune.search.variant_generator import generate_variants  # imported here, because a run needs no Ray Tune
+
     random, taken = np.random.default_rng(seed), set[str]()
 
     def items(variant: tuple[Any, Any]) -> set[str]:

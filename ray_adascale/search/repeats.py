@@ -14,8 +14,9 @@ from .._errors import SettingError
 from .._fields import json_value
 from .._files import join, read_json, write_json
 from ..run.base.base_run import BaseResult
+from ..workload import describe_config
 from .search import Search
-from .trial import PlannedRepeat, describe_config
+from .trial import PlannedRepeat
 from .watch import Finished
 
 PLAN = "repeats.json"

@@ -27,11 +27,11 @@ from ..recipe import Recipe, Repeat
 from ..run.base.base_run import BaseResult, freeze
 from ..train.cluster import portable, quiet_init
 from ..train.run_lock import RunLock
-from ..workload import unread_warning
+from ..workload import describe_config, unread_warning
 from .repeats import RepeatPlan, best_mean, best_mean_so_far
 from .search import Search
 from .spec import SearchSpec
-from .trial import OBJECTIVE, InOneProcess, TrialSetup, describe_config, run_repeat, run_trial
+from .trial import OBJECTIVE, InOneProcess, TrialSetup, run_repeat, run_trial
 from .watch import Finished, StopOnFatal, Watch, reached_end, watching
 
 _QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
@@ -285,7 +285,8 @@ class _RunningSearch:
                 # If a mistake ends the search, other trials may have failed with errors that were never fetched. Ray prints
                 # their tracebacks when it frees them, so free them here, under _quiet_tune.
                 del tuner
-                gc.collect()
+                if watch.fatal is not None:
+                    gc.collect()
         if watch.fatal is not None:
             raise ValueError(str(watch.fatal)) from watch.fatal
         if watch.interrupted:

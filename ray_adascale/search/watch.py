@@ -20,7 +20,7 @@ from ..analysis.display import SearchDisplay
 from ..run.base.base_run import RESULT, BaseResult
 from ..run.boundary.evaluation import MissingMetric
 from ..run.observe.failure import lines_of, was_building
-from .trial import describe_config
+from ..workload import describe_config
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ _BEAT_S = 5.0
 _DEAD_AFTER_S = 20.0
 """Seconds without a write after which an owner counts as dead, if its process can't be looked up on this machine."""
 _SETTLE_S = 0.5
-"""Seconds between the first write and its check. Of two processes that write at the same time the later one wins."""
+"""Seconds between the first write to a bucket, or to a dead owner's lock, and its check. Of two processes that write at the same
+time the later one wins."""
 
 
 class RunLock:
@@ -76,10 +77,9 @@ class RunLock:
         try:
             if self._filesystem is None:
                 self._filesystem, self._folder = pyarrow.fs.FileSystem.from_uri(self._folder)
-            self._refuse_second(self._read())
+            self._refuse_second(first := self._read())
             self._filesystem.create_dir(self._folder, recursive=True)
-            self._write()
-            time.sleep(_SETTLE_S)
+            self._claim(new=first is None)
             text = self._read()
         except (OSError, pyarrow.ArrowException) as e:  # the second for a URI of unknown form
             raise SettingError(
@@ -103,6 +103,19 @@ class RunLock:
     @property
     def _path(self) -> str:
         return f"{self._folder}/{LOCK}"
+
+    def _claim(self, *, new: bool) -> None:
+        """Write the lock's file for the first time. Which of several processes has the lock is certain afterwards.
+
+        Args:
+            new: Whether there was no lock. A disk then makes the file for one process only, so there is nothing to wait for.
+        """
+        if new and isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
+            with contextlib.suppress(FileExistsError):
+                self._write(open(self._path, "xb"))  # noqa: SIM115 (closed there)
+        else:
+            self._write()
+            time.sleep(_SETTLE_S)
 
     def _refuse_second(self, first: str | None) -> None:
         """Raise if the owner of the lock is alive. Wait until that is certain.
@@ -135,11 +148,11 @@ class RunLock:
     def _read(self) -> str | None:
         return read_text(self._path, self._filesystem)
 
-    def _write(self) -> None:
+    def _write(self, file: Any = None) -> None:
         self._beats += 1
         content = json.dumps({**self._owner, "beats": self._beats}, indent=2) + "\n"
-        with self._filesystem.open_output_stream(self._path) as file:
-            file.write(content.encode())
+        with file or self._filesystem.open_output_stream(self._path) as opened:
+            opened.write(content.encode())
 
     def _is_own(self, text: str | None) -> bool:
         return _parsed(text).get("owner") == self._owner["owner"]

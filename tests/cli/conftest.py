@@ -97,7 +97,7 @@ def called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     monkeypatch.setattr("ray_adascale.train.cluster.quiet_init", lambda address=None, **_: seen.update(address=address))
     monkeypatch.setattr("ray_adascale.train.trainer.AdaScaleTrainer", Trainer)
     monkeypatch.setattr("ray_adascale.search.tune.tune_recipe", run)
-    monkeypatch.setattr(Check, "passed", lambda check: seen.update(checked=check) or True)
+    monkeypatch.setattr(Check, "passed", lambda check, beside: seen.update(checked=check) or beside() or True)
     monkeypatch.setattr(run_folder, "write_text", write_text)
     return seen
 

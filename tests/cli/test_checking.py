@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -62,6 +63,10 @@ def locked(config):
 LINE = "ray-adascale: checking"
 
 
+def nothing() -> None:
+    """What goes on beside a check."""
+
+
 @pytest.fixture
 def file(write: Any) -> Path:
     path: Path = write("mine_checking.py", CODE)
@@ -109,27 +114,27 @@ def test_all_mistakes_are_found_at_once(file: Path, tmp_path: Path) -> None:
 def test_the_check_before_a_start_has_a_process_of_its_own_and_its_death_is_a_failure(
     file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    nothing = "Nothing was started. --no-check starts without this check of the workload."
+    end = "No worker was started. --no-check starts without this check of the workload."
     begin = f"{LINE} {file}:workload (at most 120 s; --no-check leaves it out) ..."
     with typed("y\n"):
-        assert not check_of(file, "lr=0.1", "width=3", "nested=0", "die=1", draws=False).passed()
+        assert not check_of(file, "lr=0.1", "width=3", "nested=0", "die=1", draws=False).passed(nothing)
     assert capfd.readouterr().err.splitlines() == [
         begin,
         "typed ''",  # what the user types is not for the check
         "ray-adascale: The process of the check ended with signal 9. There may be too little memory here.",
-        nothing,
+        end,
     ]
-    assert not check_of(file, "path=a b", space="deadly", storage_path=str(file / "no folder")).passed()
+    assert not check_of(file, "path=a b", space="deadly", storage_path=str(file / "no folder")).passed(nothing)
     lines = capfd.readouterr().err.splitlines()
     assert lines[:2] == [begin, f"{LINE} at segv=True, drawn from the search space"]
     assert any(line.startswith(f'  File "{file}", line ') for line in lines)  # where an extension crashed
-    assert lines[-2:] == ["ray-adascale: The process of the check ended with signal 11.", nothing]
+    assert lines[-2:] == ["ray-adascale: The process of the check ended with signal 11.", end]
 
 
 def test_a_check_before_a_start_tells_what_the_run_would_not(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     check = check_of(file, "lr=0.1", "width=3", "nested=0", "reduction=sum", "unread=1")
     check.settings |= {"grad_clip": None, "shuffle": False, "num_samples": 9}  # the last of a search
-    assert check.passed()
+    assert check.passed(nothing)
     _, warning = capfd.readouterr().err.splitlines()  # and neither what was not read nor what the workload prints
     assert warning.startswith("ray-adascale: warning: The loss looks like a sum over the examples")
 
@@ -139,12 +144,35 @@ def test_a_check_that_takes_too_long_is_left_out(
 ) -> None:
     monkeypatch.setattr(checking, "_LIMIT_S", 0.5)
     began = time.monotonic()
-    assert check_of(file, "sleep=true").passed()
+    assert check_of(file, "sleep=true").passed(nothing)
     assert time.monotonic() - began < 30
     assert capsys.readouterr().err.splitlines() == [
         f"{LINE} {file}:workload (at most 0.5 s; --no-check leaves it out) ...",
         f"ray-adascale: warning: The check of {file}:workload took more than 0.5 s and was ended. --no-check leaves it out.",
     ]
+
+
+def test_ray_starts_beside_the_check_and_its_failure_ends_the_check(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Any
+) -> None:
+    def connect(*_: Any, **__: Any) -> None:
+        (run,) = running
+        assert run.poll() is None
+        raise ValueError("Invalid address: no Ray cluster answers there.")
+
+    class Process(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            running.append(self)
+
+    running: list[Any] = []
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    monkeypatch.setattr(checking, "connect", connect)
+    words = ["train", f"{file}:workload", "sleep=true", "--base-batch-size=4", "--total-steps=10"]
+    began = time.monotonic()
+    assert "no Ray cluster answers" in cli(*words, f"--storage-path={tmp_path}", code=2).err
+    assert time.monotonic() - began < 50  # the check sleeps for a minute
+    assert running[0].poll() == -9
 
 
 def test_a_workload_that_cannot_be_sent_is_a_failure(file: Path) -> None:
@@ -209,11 +237,14 @@ def test_a_run_and_a_search_are_not_started_after_a_failure(
     def connect(*_: Any, **__: Any) -> None:
         raise AssertionError("Ray was started.")
 
-    monkeypatch.setattr(Check, "passed", lambda check: asked.append(check))
+    left: list[bool] = []
+    monkeypatch.setattr(Check, "passed", lambda check, beside: asked.append(check))
     monkeypatch.setattr(checking, "connect", connect)
+    monkeypatch.setattr("ray.shutdown", lambda: left.append(True))
     words = [command, f"{file}:workload", "width=2", "--base-batch-size=4", "--total-steps=10"]
     words += [f"--storage-path={tmp_path}", *[f"--output={tmp_path / 'recipe.json'}"] * (command == "tune")]
     cli(*words, code=1)
+    assert left  # Ray had started beside the check
     with pytest.raises(AssertionError, match="started"):
         cli(*words, "--no-check")
     (check,) = asked
@@ -224,7 +255,7 @@ def test_a_run_and_a_search_are_not_started_after_a_failure(
 def test_a_mistake_in_a_setting_is_named_before_the_check(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Any
 ) -> None:
-    monkeypatch.setattr(Check, "passed", lambda check: pytest.fail("The workload was checked."))
+    monkeypatch.setattr(Check, "passed", lambda *_: pytest.fail("The workload was checked."))
     recipe([], hyperparameters={"lr": 0.1}).save(tmp_path / "recipe.json")
     words = ["train", f"{file}:workload", f"--storage-path={tmp_path}"]
     err = cli(*words, f"--recipe={tmp_path / 'recipe.json'}", "--base-batch-size=4", code=2).err

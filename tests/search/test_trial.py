@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import pickle
 import random
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,6 +18,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
 
 from ray_adascale import AdaScaleConfig, CheckpointError, Workload
 from ray_adascale.recipe import NoiseProbe
@@ -31,7 +34,6 @@ from ray_adascale.search.trial import (
     InOneProcess,
     PlannedRepeat,
     TrialSetup,
-    describe_config,
     run_repeat,
     run_trial,
 )
@@ -122,13 +124,6 @@ def test_a_workload_without_evaluate_is_reported_all_the_same() -> None:
     assert collected.evaluated == ()
 
 
-def test_hyperparameters_on_one_line() -> None:
-    assert describe_config({"lr": 0.123456, "layers": [1] * 50}) == f"lr=0.1235, layers={str([1] * 50)[:37]}..."
-    assert describe_config({"lr": 1e-7, "name": "a", "depth": 12345678}) == "lr=1e-07, name='a', depth=12345678"
-    assert describe_config({"text": "x" * 38}) == f"text='{'x' * 38}'"  # 40 characters
-    assert describe_config({}) == "an empty config"
-
-
 # ---- a trial of one process ------------------------------------------------------------------------------------------
 
 
@@ -182,11 +177,28 @@ def numbers(report: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tune:
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tune]:
     """A Tune that the trials of this process talk to."""
     made = Tune(tmp_path)
     monkeypatch.setattr("ray_adascale.search.trial.tune", made)
-    return made
+    yield made
+    gc.unfreeze()  # the process of a trial has trials only
+
+
+def test_a_trial_collects_the_garbage_of_the_one_before_and_not_what_was_imported(started: Tune) -> None:
+    models: list[weakref.ref[nn.Module]] = []
+
+    def in_a_cycle(config: Any) -> Workload:
+        built = regression(config)
+        built.model.itself = [built.model]
+        models.append(weakref.ref(built.model))
+        return built
+
+    for _ in range(2):
+        run_trial({}, setup(in_a_cycle, evaluate_every=20.0))
+    assert models[0]() is None
+    assert models[1]() is not None
+    assert gc.get_freeze_count() > 100_000
 
 
 def test_tune_hears_of_each_evaluation_and_the_end(started: Tune) -> None:

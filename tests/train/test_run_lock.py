@@ -79,22 +79,21 @@ def test_a_lock_that_is_being_written_names_its_owner(
         pass
 
 
-def test_of_two_that_start_at_once_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_that_start_at_once_one_is_refused(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=10)
-    write = RunLock._write
+    claim = RunLock._claim
 
-    def at_once(lock: RunLock) -> None:
-        if lock._beats == 0:
-            both.wait()  # each has found no lock
-        write(lock)
+    def at_once(lock: RunLock, *, new: bool) -> None:
+        both.wait()  # each has found no lock
+        claim(lock, new=new)
 
-    monkeypatch.setattr(RunLock, "_write", at_once)
+    monkeypatch.setattr(RunLock, "_claim", at_once)
     monkeypatch.setattr(run_lock, "_SETTLE_S", 0.5)
     results: list[str] = []
 
     def start() -> None:
         try:
-            with RunLock(str(tmp_path / "run"), "mine"):
+            with RunLock(**place, name="mine"):
                 results.append("runs")
                 time.sleep(0.3)
         except ValueError:
@@ -106,6 +105,13 @@ def test_of_two_that_start_at_once_one_is_refused(tmp_path: Path, monkeypatch: p
     for thread in threads:
         thread.join()
     assert sorted(results) == ["refused", "runs"]
+
+
+def test_a_new_lock_on_a_disk_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "_SETTLE_S", 10)
+    began = time.monotonic()
+    with RunLock(str(tmp_path / "run"), "mine"):
+        assert time.monotonic() - began < 5
 
 
 def test_the_lock_of_a_dead_process_of_this_machine_is_taken_over_at_once(tmp_path: Path) -> None:
