@@ -15,6 +15,7 @@ from typing import Any
 from ray_adascale import __version__
 
 sys.path.insert(0, str(Path(__file__).parent))
+import commands
 import messages
 
 project = "ray_adascale"
@@ -83,10 +84,11 @@ def add_navigation(app: Any, docname: str, source: list[str]) -> None:
         source[0] += "\n".join(["\n\n```{toctree}", ":hidden:", f":caption: {group}", "", *names, "```\n"])
 
 
-def add_messages(app: Any, docname: str, source: list[str]) -> None:
-    """Append the texts of errors and warnings to their page."""
-    if docname == "docs/reference/messages":
-        source[0] += messages.page()
+def add_generated(app: Any, docname: str, source: list[str]) -> None:
+    """Append what is made from the package's source to its page: the commands, and the texts of errors and warnings."""
+    made = {"docs/reference/commands": commands.page, "docs/reference/messages": messages.page}
+    if docname in made:
+        source[0] += made[docname]()
 
 
 def leave_out(app: Any, docname: str, source: list[str]) -> None:
@@ -109,7 +111,7 @@ def copy_front_page(app: Any, exception: Exception | None) -> None:
 
 def setup(app: Any) -> None:
     app.connect("source-read", add_navigation)
-    app.connect("source-read", add_messages)
+    app.connect("source-read", add_generated)
     app.connect("source-read", leave_out)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon, at 500
     app.connect("build-finished", copy_front_page)
