@@ -336,12 +336,18 @@ def test_the_page_of_messages_has_ten_errors_at_random() -> None:
         assert messages.escaped(text.strip()) in page, text
 
 
-def test_the_page_of_monitoring_has_every_metric() -> None:
-    from ray_adascale.run.observe.metrics import METRICS
+def test_the_page_of_monitoring_has_every_metric_and_every_column() -> None:
+    from ray_adascale.run.observe.metrics import COUNTERS, METRICS, OWN_KEYS
+    from ray_adascale.run.observe.trace import COLUMNS
 
-    section = (ROOT / "docs/guides/monitoring.md").read_text().partition("\n## The metrics\n")[2].partition("\n## ")[0]
-    keys = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)))
-    assert sorted(keys) == sorted(METRICS)
+    sys.path.insert(0, str(ROOT / "docs"))
+    import columns
+
+    sys.path.pop(0)
+    page = (ROOT / "docs/guides/monitoring.md").read_text()
+    assert columns.page() == page, "make docs"
+    assert {*METRICS, *COUNTERS} - {"total_steps"} <= set(COLUMNS) <= OWN_KEYS | {"loss"}
+    assert re.findall(r"^\| `(\w+)` \* \|", page, flags=re.MULTILINE) == [key for key in COLUMNS if key in METRICS]
 
 
 def test_the_table_of_gains_is_computed() -> None:
