@@ -64,6 +64,7 @@ pygments_dark_style = "monokai"
 html_title = f"ray_adascale {release}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+smartquotes = False  # an option is --grad-clip, and a message is what is printed
 html_show_sphinx = False
 html_copy_source = False
 html_theme_options = {"navigation_with_keys": True}
@@ -91,6 +92,21 @@ def add_generated(app: Any, docname: str, source: list[str]) -> None:
         source[0] += made[docname]()
 
 
+def write_messages(app: Any) -> None:
+    """Write the texts of messages for the search page."""
+    if app.builder.format == "html":
+        folder = Path(app.outdir, "_static")
+        folder.mkdir(parents=True, exist_ok=True)
+        Path(folder, "messages-texts.js").write_text(messages.script(), encoding="utf-8")
+
+
+def add_scripts(app: Any, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
+    """Let the search page find messages by a pasted text."""
+    if pagename == "search":
+        app.add_js_file("messages-texts.js")
+        app.add_js_file("messages.js")
+
+
 def leave_out(app: Any, docname: str, source: list[str]) -> None:
     """Leave the studies' pages out of navigation and search. What was measured links to them."""
     if docname.startswith("benchmarks/studies/"):
@@ -113,5 +129,7 @@ def setup(app: Any) -> None:
     app.connect("source-read", add_navigation)
     app.connect("source-read", add_generated)
     app.connect("source-read", leave_out)
+    app.connect("builder-inited", write_messages)
+    app.connect("html-page-context", add_scripts)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon, at 500
     app.connect("build-finished", copy_front_page)
