@@ -17,6 +17,7 @@ from ray_adascale import __version__
 sys.path.insert(0, str(Path(__file__).parent))
 import commands
 import messages
+import notebook
 
 project = "ray_adascale"
 copyright = "the ray_adascale authors"
@@ -30,8 +31,16 @@ extensions = [
     "sphinx_copybutton",
 ]
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/**.md", "docs/**.md"]
-exclude_patterns = [".*", "build", "dist", "runs", "ray_adascale", "tests", "examples"]
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}  # a stored notebook is read as Markdown (read_notebook)
+include_patterns = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "benchmarks/**.md",
+    "docs/**.md",
+    "examples/tutorial.ipynb",
+]
+exclude_patterns = [".*", "build", "dist", "runs", "ray_adascale", "tests"]
 
 myst_heading_anchors = 3
 myst_links_external_new_tab = False
@@ -81,8 +90,14 @@ def add_navigation(app: Any, docname: str, source: list[str]) -> None:
         return
     section = source[0].partition("\n## Documentation\n")[2].partition("\n## ")[0]
     for group, pages in re.findall(r"^- \*\*(.+?)\*\*(.*?)(?=^- |\Z)", section, flags=re.MULTILINE | re.DOTALL):
-        names = [f"/{name}" for name in re.findall(r"\]\(([^)#]+)\.md\)", pages)]
+        names = [f"/{name}" for name in re.findall(r"\]\(([^)#]+)\.(?:md|ipynb)\)", pages)]
         source[0] += "\n".join(["\n\n```{toctree}", ":hidden:", f":caption: {group}", "", *names, "```\n"])
+
+
+def read_notebook(app: Any, docname: str, source: list[str]) -> None:
+    """Read a stored notebook as Markdown. Nothing is run."""
+    if Path(app.env.doc2path(docname)).suffix == ".ipynb":
+        source[0] = notebook.markdown(source[0])
 
 
 def add_generated(app: Any, docname: str, source: list[str]) -> None:
@@ -127,6 +142,7 @@ def copy_front_page(app: Any, exception: Exception | None) -> None:
 
 def setup(app: Any) -> None:
     app.connect("source-read", add_navigation)
+    app.connect("source-read", read_notebook)
     app.connect("source-read", add_generated)
     app.connect("source-read", leave_out)
     app.connect("builder-inited", write_messages)

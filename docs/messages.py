@@ -17,8 +17,8 @@ PACKAGE = Path(__file__).parents[1] / "ray_adascale"
 PAGE = "docs/reference/messages"
 GROUPS = {
     "Settings and commands": "cli config _fields _errors batch recipe",
-    "Building a workload or a run": "workload chain data run.assemble run.build optim.schedule optim.scheduler_checks optim.curves "
-    "optim.rules optim.betas optim.wrapper optim.workers __init__",
+    "Building a workload or a run": "workload chain data run.assemble run.build optim.schedule optim.scheduler_checks "
+    "optim.curves optim.rules optim.betas optim.wrapper optim.workers __init__",
     "In the loop": "run optim gain measure _torch _hooks _warn",
     "Checkpoints and resumes": "checkpoint run.boundary optim.step_counts _files",
     "A search": "search run.base.base_run run.base.base_noise",
@@ -29,8 +29,40 @@ GROUPS = {
     "Forecast, report, check, describe": "forecast analysis",
 }
 """What the reader was doing, and the modules whose messages come then. The longest name that fits counts."""
-SAY = {"warn", "warning", "info", "error", "log", "warn_once", "warn_at_user", "warn_on_first_worker", "tell", "print", "add_note", "noted"}
-COMMON = set("a an the of is are be must invalid for in it or and to no not this that".split())
+SAY = {
+    "warn",
+    "warning",
+    "info",
+    "error",
+    "log",
+    "warn_once",
+    "warn_at_user",
+    "warn_on_first_worker",
+    "tell",
+    "print",
+    "add_note",
+    "noted",
+}
+COMMON = {
+    "an",
+    "the",
+    "of",
+    "is",
+    "are",
+    "be",
+    "must",
+    "invalid",
+    "for",
+    "in",
+    "it",
+    "or",
+    "and",
+    "to",
+    "no",
+    "not",
+    "this",
+    "that",
+}
 
 
 @dataclass(frozen=True)
@@ -69,12 +101,21 @@ def texts(node: ast.AST, kind: str = "") -> Iterator[tuple[str, str]]:
             continue  # a docstring
         if isinstance(child, ast.Raise) and isinstance(child.exc, ast.Call):
             yield from texts(child, ast.unparse(child.exc.func).rpartition(".")[2])
-        elif isinstance(child, ast.keyword) and child.arg in ("help", "title", "description", "epilog", "pattern", "metavar"):
+        elif isinstance(child, ast.keyword) and child.arg in (
+            "help",
+            "title",
+            "description",
+            "epilog",
+            "pattern",
+            "metavar",
+        ):
             continue
         elif isinstance(child, ast.expr) and (text := text_of(child)) is not None:
             if kind or is_sentence(text):
                 yield text, kind
-            yield from (more for part in ast.walk(child) if isinstance(part, ast.FormattedValue) for more in texts(part))
+            yield from (
+                more for part in ast.walk(child) if isinstance(part, ast.FormattedValue) for more in texts(part)
+            )
         else:
             says = isinstance(child, ast.Call) and ast.unparse(child.func).rpartition(".")[2].lstrip("_") in SAY
             yield from texts(child, "say" if says and not kind else kind)

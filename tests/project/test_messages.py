@@ -39,7 +39,9 @@ def test_errors_and_warnings_stand_on_the_page_word_for_word(entries: list[Any])
     page = messages.page()
     missing = [text for text in said if text.strip() not in page and len(set(messages.words(text))) >= 3]
     assert not missing
-    assert "The batch of ... exceeds the gradient noise scale" in page  # a warning that is made elsewhere than it is given
+    assert (
+        "The batch of ... exceeds the gradient noise scale" in page
+    )  # a warning that is made elsewhere than it is given
 
 
 def test_the_symptoms_of_troubleshooting_are_on_the_page() -> None:
