@@ -3,8 +3,9 @@
     python docs/make_pictures.py
 
 ``concept.png`` is a drawing: steps of S = 1 and S = 4 over τ, and the schedule. ``forecast.png`` has optimizer steps against
-workers, forecast from one base run. ``resize.png`` has a run whose scale changes ten times: the metric, the scale and
-the gain over effective steps. ``display.svg`` has the live display of that run, and ``report.png`` the top of its report, photographed by Chromium (``chromium`` on the path).
+workers, forecast from one base run. ``resize.png`` has a run whose scale changes ten times: the metric, the scale and the gain
+over effective steps. ``display.svg`` has the live display of that run, and ``report.png`` the top of its report, photographed
+by Chromium (``chromium`` on the path).
 """
 
 from __future__ import annotations

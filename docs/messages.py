@@ -185,7 +185,8 @@ def page() -> str:
     for group, each in messages().items():
         lines.append(f"\n## {group}\n")
         for message in each:
-            lines += [f"({message.anchor})=", verbatim(f"{message.kind}: " * bool(message.kind) + message.text), ""]
+            said = f"{message.kind}: {message.text}" if message.kind else message.text
+            lines += [f"({message.anchor})=", f"{verbatim(said)} [#](#{message.anchor})", ""]
     return "\n".join(lines)
 
 
