@@ -90,7 +90,8 @@ test-clients-newest: .ci/constraints-clients-newest.txt  ## the clients' tests o
 	.venv-newest/bin/python -m pytest -q tests/integrations
 
 # -n: an unresolved reference is a warning; -W: a warning is an error.
-docs: $(VENV)/.installed-docs  ## the documentation site in build/docs, and the generated parts of docs/reference/architecture.md
+docs: $(VENV)/.installed-docs  ## the documentation site in build/docs, and the generated parts of its pages
+	PYTHONPATH=$(CURDIR) $(BIN)/python docs/columns.py
 	$(BIN)/python docs/layers.py
 	PYTHONPATH=$(CURDIR) $(BIN)/python -m sphinx -n -W --keep-going --quiet -b html -c docs -d build/doctrees . build/docs
 	@echo "Open build/docs/index.html"

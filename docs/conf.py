@@ -15,7 +15,9 @@ from typing import Any
 from ray_adascale import __version__
 
 sys.path.insert(0, str(Path(__file__).parent))
+import commands
 import messages
+import notebook
 
 project = "ray_adascale"
 copyright = "the ray_adascale authors"
@@ -29,8 +31,16 @@ extensions = [
     "sphinx_copybutton",
 ]
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/**.md", "docs/**.md"]
-exclude_patterns = [".*", "build", "dist", "runs", "ray_adascale", "tests", "examples"]
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}  # a stored notebook is read as Markdown (read_notebook)
+include_patterns = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "benchmarks/**.md",
+    "docs/**.md",
+    "examples/tutorial.ipynb",
+]
+exclude_patterns = [".*", "build", "dist", "runs", "ray_adascale", "tests"]
 
 myst_heading_anchors = 3
 myst_links_external_new_tab = False
@@ -63,6 +73,7 @@ pygments_dark_style = "monokai"
 html_title = f"ray_adascale {release}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+smartquotes = False  # an option is --grad-clip, and a message is what is printed
 html_show_sphinx = False
 html_copy_source = False
 html_theme_options = {"navigation_with_keys": True}
@@ -79,14 +90,36 @@ def add_navigation(app: Any, docname: str, source: list[str]) -> None:
         return
     section = source[0].partition("\n## Documentation\n")[2].partition("\n## ")[0]
     for group, pages in re.findall(r"^- \*\*(.+?)\*\*(.*?)(?=^- |\Z)", section, flags=re.MULTILINE | re.DOTALL):
-        names = [f"/{name}" for name in re.findall(r"\]\(([^)#]+)\.md\)", pages)]
+        names = [f"/{name}" for name in re.findall(r"\]\(([^)#]+)\.(?:md|ipynb)\)", pages)]
         source[0] += "\n".join(["\n\n```{toctree}", ":hidden:", f":caption: {group}", "", *names, "```\n"])
 
 
-def add_messages(app: Any, docname: str, source: list[str]) -> None:
-    """Append the texts of errors and warnings to their page."""
-    if docname == "docs/reference/messages":
-        source[0] += messages.page()
+def read_notebook(app: Any, docname: str, source: list[str]) -> None:
+    """Read a stored notebook as Markdown. Nothing is run."""
+    if Path(app.env.doc2path(docname)).suffix == ".ipynb":
+        source[0] = notebook.markdown(source[0])
+
+
+def add_generated(app: Any, docname: str, source: list[str]) -> None:
+    """Append what is made from the package's source to its page: the commands, and the texts of errors and warnings."""
+    made = {"docs/reference/commands": commands.page, "docs/reference/messages": messages.page}
+    if docname in made:
+        source[0] += made[docname]()
+
+
+def write_messages(app: Any) -> None:
+    """Write the texts of messages for the search page."""
+    if app.builder.format == "html":
+        folder = Path(app.outdir, "_static")
+        folder.mkdir(parents=True, exist_ok=True)
+        Path(folder, "messages-texts.js").write_text(messages.script(), encoding="utf-8")
+
+
+def add_scripts(app: Any, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
+    """Let the search page find messages by a pasted text."""
+    if pagename == "search":
+        app.add_js_file("messages-texts.js")
+        app.add_js_file("messages.js")
 
 
 def leave_out(app: Any, docname: str, source: list[str]) -> None:
@@ -109,7 +142,10 @@ def copy_front_page(app: Any, exception: Exception | None) -> None:
 
 def setup(app: Any) -> None:
     app.connect("source-read", add_navigation)
-    app.connect("source-read", add_messages)
+    app.connect("source-read", read_notebook)
+    app.connect("source-read", add_generated)
     app.connect("source-read", leave_out)
+    app.connect("builder-inited", write_messages)
+    app.connect("html-page-context", add_scripts)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon, at 500
     app.connect("build-finished", copy_front_page)

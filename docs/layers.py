@@ -149,7 +149,7 @@ HEAVY = {
 LIGHT = ["run.loop", "train.backend"]
 
 BEGIN, END = "<!-- from docs/layers.py, by `make docs` -->", "<!-- end -->"
-WIDTH, LABEL = 100, 18  # characters of a line, and of the column of names
+WIDTH, LABEL = 82, 18  # characters of a line, and of the column of names
 
 
 def picture() -> str:

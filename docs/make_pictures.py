@@ -2,9 +2,10 @@
 
     python docs/make_pictures.py
 
-``forecast.png`` has optimizer steps against workers, forecast from one base run. ``resize.png`` has a run whose
-scale changes ten times: the metric, the scale and the gain over effective steps. ``display.svg`` has the live display of
-that run, and ``report.png`` the top of its report, photographed by Chromium (``chromium`` on the path).
+``concept.png`` is a drawing: steps of S = 1 and S = 4 over τ, and the schedule. ``forecast.png`` has optimizer steps against
+workers, forecast from one base run. ``resize.png`` has a run whose scale changes ten times: the metric, the scale and the gain
+over effective steps. ``display.svg`` has the live display of that run, and ``report.png`` the top of its report, photographed
+by Chromium (``chromium`` on the path).
 """
 
 from __future__ import annotations
@@ -104,6 +105,45 @@ def finish(figure: Any, path: Path) -> None:
     figure.savefig(path, dpi=200)
 
 
+def draw_concept(path: Path) -> None:
+    """Draw steps of the base batch and of four times the batch over τ, and the schedule that both read."""
+    plt = pyplot()
+    gains = [1.5, 1.7, 2.0, 2.3, 2.6, 2.9, 3.1, 3.3, 3.4, 3.5, 3.7]
+    starts = [sum(gains[:i]) for i in range(len(gains))]
+    total = 30
+    figure, (steps, schedule) = plt.subplots(
+        2, 1, sharex=True, figsize=(7, 4.2), layout="constrained", height_ratios=(1.1, 1)
+    )
+    for tau in range(total):
+        steps.add_patch(plt.Rectangle((tau, 1.25), 1, 0.35, fc="0.85", ec="0.35", lw=0.8))
+    for tau, gain in zip(starts, gains, strict=True):
+        steps.add_patch(plt.Rectangle((tau, 0.15), gain, 0.7, fc="C0", ec="white", lw=1.2, alpha=0.75))
+        steps.text(tau + gain / 2, 0.5, f"{gain:g}", ha="center", va="center", fontsize=9, color="white")
+    steps.text(0, 1.68, "base run, S = 1: T steps of B0 examples, each moves τ by 1", fontsize=10, va="bottom")
+    steps.text(
+        0, 0.93, "S = 4: steps of 4·B0 examples, each moves τ by its gain r", fontsize=10, va="bottom", color="C0"
+    )
+    steps.set(xlim=(-0.5, total + 1.5), ylim=(0, 2.1), yticks=[])
+    steps.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    steps.tick_params(bottom=False)
+
+    def lr(tau: float) -> float:
+        return tau / 5 if tau < 5 else 0.5 + 0.5 * math.cos(math.pi * (tau - 5) / (total - 5))
+
+    curve = [i * total / 300 for i in range(301)]
+    schedule.plot(curve, [lr(tau) for tau in curve], color="0.35", lw=1.6, label="the schedule lr(τ), tuned at B0")
+    label = "read by each step of S = 4 at its τ: it steps with r · lr(τ)"
+    schedule.plot(starts, [lr(tau) for tau in starts], "o", color="C0", label=label, clip_on=False)
+    for tau in starts:
+        for axes, low, high in ((steps, 0, 0.15), (schedule, lr(tau), 1.15)):
+            axes.plot([tau, tau], [low, high], ":", color="C0", lw=0.8)
+    schedule.set(ylim=(0, 1.75), yticks=[], xticks=[0, total], xticklabels=["0", "T"], ylabel="learning rate")
+    schedule.set_xlabel("effective steps τ", fontsize=10)
+    schedule.legend(frameon=False, fontsize=9, loc="upper right")
+    schedule.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=200)
+
+
 def draw_resize(path: Path, steps: int = STEPS) -> None:
     """Draw the metric of three runs, and scale and gain of the one with AdaScale."""
     plt = pyplot()
@@ -173,6 +213,7 @@ def draw_report(path: Path, steps: int = STEPS) -> None:
 
 def main() -> int:
     PICTURES.mkdir(exist_ok=True)
+    draw_concept(PICTURES / "concept.png")
     draw_forecast(PICTURES / "forecast.png")
     draw_resize(PICTURES / "resize.png")
     draw_display(PICTURES / "display.svg")

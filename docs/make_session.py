@@ -109,6 +109,16 @@ def _rays(line: str) -> bool:
     return "(raylet)" in line or line.startswith(("[20", "***", "    @", "PC:"))
 
 
+def typed(command: str, width: int = 82) -> str:
+    """Return the command with a line break before an option where a line would not fit the site."""
+    lines = [""]
+    for word in re.split(r" (?=-)", command):
+        if len(lines[-1]) + len(word) > width - 4:
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return " \\\n".join(lines)
+
+
 def outputs(folder: Path) -> dict[str, str]:
     """Return the block of each command, from commands that run in this folder."""
     (folder / "digits.py").write_text((ROOT / "examples" / "digits.py").read_text())
@@ -117,7 +127,7 @@ def outputs(folder: Path) -> dict[str, str]:
         lines, found = run(command, acts, folder)
         if found != code:
             raise SystemExit(f"`{command}` exits with {found}, not {code}:\n" + "\n".join(lines))
-        shown = [f"$ {command}", *lines, *([f"(exit code {code})"] if code else [])]
+        shown = [f"$ {typed(command)}", *lines, *([f"(exit code {code})"] if code else [])]
         made[name] = "\n".join(["```text", *shown, "```\n"])
     return made
 

@@ -440,7 +440,7 @@ def refused(folder: str) -> tuple[str, None]:
     return said[0], None
 
 
-def classified(folder: str, passes: int) -> tuple[list[str], list[float]]:
+def classified(folder: str, passes: int, arguments: dict[str, Any] | None = None) -> tuple[list[str], list[float]]:
     """Train a small BERT as in transformers' examples, with padding. Return the warnings and the gains."""
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -457,7 +457,10 @@ def classified(folder: str, passes: int) -> tuple[list[str], list[float]]:
     )
     words = torch.randint(0, 20, (48, 6), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": row, "labels": row[0] % 2} for row in words]
-    with trainer(model, data, 10, passes, folder) as made, warnings.catch_warnings(record=True) as caught:
+    with (
+        trainer(model, data, 10, passes, folder, **arguments or {}) as made,
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         notes = noted(made, model)
         made.train()
@@ -472,6 +475,16 @@ def test_a_bert_classifier_trains_as_its_users_write_it(knowing: Any, tmp_path: 
     assert others == []
     assert gains == same
     assert all(1 <= gain <= 4 for gain in gains)
+
+
+def test_gradient_checkpointing_changes_no_gain_and_bf16_little(knowing: Any, tmp_path: Path) -> None:
+    """Passes that run the forward pass again within the backward pass are measured once."""
+    plain, again, half = (
+        knowing(ADAPTER).run(classified, str(tmp_path / str(i)), 2, more)[0][1]
+        for i, more in enumerate([{}, {"gradient_checkpointing": True}, {"gradient_checkpointing": True, "bf16": True}])
+    )
+    assert again == plain
+    assert half == pytest.approx(plain, rel=0.05)  # bf16 has 8 bits of precision
 
 
 # ---- the progress bar ------------------------------------------------------------------------------------------------

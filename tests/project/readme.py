@@ -22,8 +22,8 @@ def own_loop() -> str:
 def commands_of_the_workload() -> list[list[str]]:
     """The arguments of the commands that follow README's workload."""
     after = (ROOT / "README.md").read_text().partition(workload())[2].partition("\n## ")[0]
-    (block,) = re.findall(r"^```\n((?:ray-adascale .*\n)+)```$", after, re.MULTILINE)
-    return [line.split()[1:] for line in block.splitlines()]
+    (block,) = re.findall(r"^```\n(ray-adascale .*?)^```$", after, re.MULTILINE | re.DOTALL)
+    return [line.split()[1:] for line in block.replace("\\\n", " ").splitlines()]
 
 
 def workload() -> str:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import io
 import re
 import shlex
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -182,3 +185,30 @@ def test_every_benchmark_has_its_entry() -> None:
             assert f"| `python {path.relative_to(ROOT).as_posix()}" in table, path.name
         else:  # no benchmark, but a part of one
             assert any(f"from {path.stem} import" in other for other in texts.values()), path.name
+
+
+def test_the_page_of_commands_has_every_option_of_every_command() -> None:
+    """And no other one: docs/commands.py makes it from the parsers, docs/conf.py appends it to the page."""
+    sys.path.insert(0, str(ROOT / "docs"))
+    import commands as page_of_commands
+
+    sys.path.pop(0)
+    from ray_adascale.cli.main import COMMANDS
+
+    sections = re.split(r"^## ray-adascale (\w+)$", page_of_commands.page(), flags=re.MULTILINE)[1:]
+    shown = dict(zip(sections[::2], sections[1::2], strict=True))
+    assert list(shown) == list(COMMANDS)
+    for name, text in shown.items():
+        in_help = options_in_help(name)
+        table = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", "".join(re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE))))
+        assert table == in_help, name
+    assert len(set(re.findall(r"--[a-z][\w-]*", shown["train"]))) > 45
+
+
+def options_in_help(name: str) -> set[str]:
+    """The options that the help of a command lists."""
+    with contextlib.redirect_stdout(io.StringIO()) as said, pytest.raises(SystemExit):
+        make_parser().parse_args([name, "--help"])
+    listed = said.getvalue().partition("options:")[2]
+    lines = re.findall(r"^  (-.*?)(?:  |$)", listed, re.MULTILINE)
+    return {flag for line in lines for flag in re.findall(r"--[a-z][\w-]*", line)} - {"--help"}

@@ -7,7 +7,6 @@ Commands are tested in test_doc_commands.py. A block that must not run has a rea
 from __future__ import annotations
 
 import dataclasses
-import random
 import re
 import sys
 import types
@@ -322,26 +321,18 @@ def test_symptoms_are_what_the_package_says() -> None:
             assert piece.strip().removeprefix("CheckpointError: ") in said, quote
 
 
-def test_the_page_of_messages_has_ten_errors_at_random() -> None:
-    """The site's search finds what stands on this page (docs/messages.py)."""
+def test_the_page_of_monitoring_has_every_metric_and_every_column() -> None:
+    from ray_adascale.run.observe.metrics import COUNTERS, METRICS, OWN_KEYS
+    from ray_adascale.run.observe.trace import COLUMNS
+
     sys.path.insert(0, str(ROOT / "docs"))
-    import messages
+    import columns
 
     sys.path.pop(0)
-    source = "".join(path.read_text() for path in sorted((ROOT / "ray_adascale").rglob("*.py")))
-    errors = re.findall(r"raise \w+Error\(\s*f?\"([^\"{}\\]{25,})", source)
-    assert len(errors) > 80
-    page = messages.page()
-    for text in random.Random(0).sample(errors, 10):
-        assert messages.escaped(text.strip()) in page, text
-
-
-def test_the_page_of_monitoring_has_every_metric() -> None:
-    from ray_adascale.run.observe.metrics import METRICS
-
-    section = (ROOT / "docs/guides/monitoring.md").read_text().partition("\n## The metrics\n")[2].partition("\n## ")[0]
-    keys = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)))
-    assert sorted(keys) == sorted(METRICS)
+    page = (ROOT / "docs/guides/monitoring.md").read_text()
+    assert columns.page() == page, "make docs"
+    assert {*METRICS, *COUNTERS} - {"total_steps"} <= set(COLUMNS) <= OWN_KEYS | {"loss"}
+    assert re.findall(r"^\| `(\w+)` \* \|", page, flags=re.MULTILINE) == [key for key in COLUMNS if key in METRICS]
 
 
 def test_the_table_of_gains_is_computed() -> None:

@@ -29,7 +29,7 @@ def test_numbers_and_lines_that_depend_on_time_make_no_difference() -> None:
 def test_a_page_shows_the_output_of_each_command() -> None:
     assert sorted(make_session.shown()) == sorted(name for name, *_ in make_session.STEPS)
     for name, command, _, _ in make_session.STEPS:
-        assert make_session.shown()[name].startswith(f"```text\n$ {command}\n")
+        assert make_session.shown()[name].startswith(f"```text\n$ {make_session.typed(command)}\n")
 
 
 @pytest.mark.parametrize(

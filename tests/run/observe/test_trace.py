@@ -22,7 +22,7 @@ from ray_adascale._files import TRACE
 from ray_adascale.run.observe import trace as observe_trace
 from ray_adascale.run.observe.failure import telling_of_failure
 from ray_adascale.run.observe.metrics import METRICS
-from ray_adascale.run.observe.trace import Trace, TraceFile, read_trace
+from ray_adascale.run.observe.trace import COLUMNS, Trace, TraceFile, read_trace
 
 from ...samples_of import step_of
 
@@ -48,6 +48,30 @@ def filled(path: Path, *steps: int) -> Path:
 def copy_rows(path: Path, trace: Trace) -> None:
     for row in read_trace(path):
         trace.append(row)
+
+
+@pytest.mark.filterwarnings("ignore:Step 3 was skipped")
+def test_each_column_of_a_run_is_explained(tmp_path: Path) -> None:
+    """Also of steps that are skipped or clipped, and beside the user's metrics."""
+    x = torch.randn(64, 4)
+    model = torch.nn.Linear(4, 1)
+    config = AdaScaleConfig(base_batch_size=8, total_steps=30, accumulation=2, grad_clip="1x", evaluate_every=10)
+    run = Run(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        None,
+        torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)),
+        config,
+        evaluate=lambda model: {"own": 1.0},
+        backend=LocalBackend(tmp_path),
+    )
+    for i, (inputs, targets) in enumerate(run):
+        run.backward((run.model(inputs) - targets).square().mean() * (math.inf if i == 4 else 1))
+        run.step()
+    keys = {key for row in read_trace(tmp_path / TRACE) for key in row}
+    assert {"skipped", "clipped", "own", "loss"} <= keys
+    assert keys - {"own"} <= set(COLUMNS)
+    assert set(COLUMNS) - keys <= {"steps_left", "short_step"}  # of a recipe's forecast, and of the adapters
 
 
 def test_rows_come_back_as_they_went_in(tmp_path: Path) -> None:
