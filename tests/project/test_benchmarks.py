@@ -140,7 +140,7 @@ def test_the_checkpoint_benchmark_measures_every_kind_at_every_size(tmp_path: Pa
 
 
 def test_a_smoke_run_leaves_the_kept_results_alone(tmp_path: Path) -> None:
-    for study in (load("muon"), load("transfer")):
+    for study in (load("at_size"), load("transfer")):
         kept = study.parse([])[0].json
         args = study.parse(["--smoke"])[0]
         assert args.smoke
