@@ -224,12 +224,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="tiny models, two rounds: only check that it runs")
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 25, 100], help="millions of parameters")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args(argv)
-    if arguments.rounds < 1 or min(arguments.layers) < 1:
-        parser.error("--rounds and --layers must be at least 1")
-    settings = Settings(layers=tuple(arguments.layers), rounds=arguments.rounds)
+    if min(arguments.rounds, arguments.workers, *arguments.layers) < 1:
+        parser.error("--rounds, --workers and --layers must be at least 1")
+    settings = Settings(layers=tuple(arguments.layers), rounds=arguments.rounds, world_size=arguments.workers)
     if arguments.smoke:
         settings = Settings(layers=(1, 2), width=32, rounds=2)
     about = machine()

@@ -196,12 +196,11 @@ scale = module("scale")
 
 
 def test_growth_counts_what_each_kind_sends(tmp_path: Path) -> None:
-    path, page = tmp_path / "scale.json", tmp_path / "scale.md"
-    command = [BENCHMARKS / "scale.py", "--json", path, "--page", page, "--parts", "steps", "checkpoints"]
-    command += ["--kinds", "adascale", "sharded", "adascale+sharded"]
-    run_script(*command, timeout=120)
+    path = tmp_path / "scale.json"
+    kinds = ["adascale", "sharded", "adascale+sharded"]
+    command = [BENCHMARKS / "scale.py", "--json", path, "--parts", "steps", "--kinds", *kinds]
+    printed = run_script(*command, timeout=120)
     document = json.loads(path.read_text())
-    assert set(document["made"]) == {"steps", "checkpoints"}  # each part has the machine and the command that made it
     steps = {row["kind"]: row for row in document["steps"]}
     assert list(steps) == ["ddp", "adascale", "sharded", "adascale+sharded"]
     # AdaScale adds one small all-reduce to any way to reduce the gradients.
@@ -217,14 +216,7 @@ def test_growth_counts_what_each_kind_sends(tmp_path: Path) -> None:
         assert row["all_reduce_bytes"] == 4 * parameters
         assert math.isnan(row["bytes"]) or row["bytes"] >= row["all_reduce_bytes"]
         assert row["cpu_ms_per_step"] > 0
-    assert [row["kind"] for row in document["checkpoints"]] == ["background", "waiting", "torch.save"]
-    written = page.read_text()
-    assert "| 2 | adascale+sharded |" in written
-    # The part by hand stays when the page is written again.
-    begin, end = load("bench").BY_HAND
-    page.write_text(written.replace(f"{begin}\n{end}", f"{begin}\nMine.\n{end}"))
-    run_script(*command, "--report-only")
-    assert f"{begin}\nMine.\n{end}" in page.read_text()
+    assert "| 2 | adascale+sharded |" in printed
 
 
 def test_messages_of_more_workers_follow_from_the_collectives(scale: Any) -> None:
@@ -234,12 +226,6 @@ def test_messages_of_more_workers_follow_from_the_collectives(scale: Any) -> Non
     assert scale.messages({"broadcast": 48.0}, 4) == 36
     with pytest.raises(KeyError, match="all_gather"):
         scale.messages({"all_gather": 1.0}, 4)
-    # 100 M parameters are 400 MB and 24 buckets of at most 4 Mi; 64 workers: 2 · 63 messages for each, of 1/64 of it.
-    f = scale.far(1e8, 64)
-    assert (f.messages, f.small, f.ddp) == (2 * 63 * 24, 2 * 63, 2 * 63 * 17)
-    assert f.bytes == pytest.approx(2 * 400e6 * 63 / 64)
-    assert f.piece == pytest.approx(400e6 / 24 / 64)
-    assert f.seconds == pytest.approx((3024 + 126) * 30e-6 + 787.5e6 / 1.25e9)
 
 
 @pytest.mark.slow

@@ -235,17 +235,6 @@ def test_a_step_is_measured_for_every_share_of_the_batch(workloads: Any) -> None
     assert all(value > 0 for value in found["seconds"].values())
 
 
-def test_two_workers_are_compared_with_one() -> None:
-    clock = load("wall_clock")
-    rows = [
-        {"workload": "smiles", "way": way, "seed": seed, "seconds": seconds * seed, "steps": 100, "score": 0.5}
-        for way, seconds in zip(clock.WAYS, (10.0, 8.0, 5.0), strict=True)
-        for seed in (1, 2, 3)
-    ]
-    lines = clock.table(rows).splitlines()
-    assert lines[-1] == "| smiles | 2 workers, AdaScale | 100 | 10.0 | 0.50 | 0.5000, 0.5000, 0.5000 |"
-
-
 # ---- resize_rules.py -------------------------------------------------------------------------------------------------
 
 
