@@ -1,7 +1,4 @@
-"""Ten small workloads of ``carry_over.py``: their best LR lies near the edge of stability, and a base run takes seconds.
-
-Four are for the choice between candidates, six are held out. The two lists were written before the first run.
-"""
+"""Ten small workloads of ``carry_over.py``: their best LR lies near the edge of stability, and a base run takes seconds."""
 
 from __future__ import annotations
 
@@ -271,5 +268,3 @@ CASES: dict[str, Case] = {
     "text": Case("post-norm transformer, SGD, Python's help pages", text, WIDE, 8, 300),
     "images": Case("two linear layers, MNIST", images, WIDE, 16, 400, True),
 }
-FIRST = ("sorting", "adamw", "deep", "regression")
-"""The workloads on which a candidate is chosen; the others are held out."""
