@@ -50,7 +50,8 @@ class Part:
 
 def parts(gpus: int) -> dict[str, Part]:
     """Return the parts for one GPU or for two, by name."""
-    file = {name: RESULTS / f"{name}.json" for name in ("models", "loop", "loop-loader", "two_gpus")}
+    file = {name: RESULTS / f"{name}.json" for name in ("loop", "loop-loader", "two_gpus")}
+    file["models"] = RESULTS / f"models-{gpus}.json"
     report = RESULTS / f"tests-{gpus}.xml"
     pytest = ("-m", "pytest", "-q", "-rs", "--lane=gpu", f"--junitxml={report}")
     small = (
@@ -66,19 +67,22 @@ def parts(gpus: int) -> dict[str, Part]:
         "--json",
     )
     small_loader = (*small, str(file["loop-loader"]), "--passes", "1", "--rounds", "5", "--loader-workers", "2")
+    kinds = ["adascale", "adascale+sharded", "sharded", "adascale+oss", "oss"]
+    if gpus == 2:
+        kinds += ["fsdp2", "adascale+fsdp2", "zero", "--workers", "2", "--accumulation", "1"]
     models = ("benchmarks/overhead.py", "--device", "cuda", "--rounds", "10", "--json", str(file["models"]), "--kinds")
-    two = ("benchmarks/two_gpus.py", "--minutes", "{minutes}", "--json", str(file["two_gpus"]))
+    two = ("benchmarks/two_gpus.py", "--json", str(file["two_gpus"]))
     transfer = ("benchmarks/studies/gpu_transfer.py", "--minutes", "{minutes}")
     found = [Part("tests", pytest, report, 300 if gpus == 2 else 150)]
     if gpus == 2:
-        found.append(Part("two GPUs", two, file["two_gpus"], float("inf")))
+        found.append(Part("killed and resized", two, file["two_gpus"], 180))
     else:
         found += [
             Part("small steps", (*small, str(file["loop"]), "--rounds", "9"), file["loop"], 120),
             Part("small steps, loader processes", small_loader, file["loop-loader"], 60),
             Part("transfer", transfer, None, float("inf")),
-            Part("models", (*models, "adascale", "adascale+sharded", "sharded", "oss"), file["models"], float("inf")),
         ]
+    found.append(Part("models", (*models, *kinds), file["models"], float("inf")))
     return {part.name: part for part in found}
 
 
@@ -142,14 +146,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=12.0, help="time for everything (default: %(default)s)")
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="default: %(default)s")
-    parser.add_argument("--parts", nargs="+", metavar="NAME", help="default: all but models")
+    parser.add_argument("--parts", nargs="+", metavar="NAME", help="default: all, on one GPU without models")
     parser.add_argument("--resume", action="store_true", help="go on with what is missing")
     args = parser.parse_args(argv)
     missing = [name.replace("_", "-") for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         parser.error(f"{sys.executable} lacks {', '.join(missing)}. Install with: pip install {' '.join(missing)}")
     found = parts(args.gpus)
-    names = args.parts or [name for name in found if name != "models"]
+    names = args.parts or [name for name in found if name != "models" or args.gpus == 2]
     if unknown := set(names) - set(found):
         parser.error(f"Invalid --parts {', '.join(sorted(unknown))}. Must be of: {', '.join(found)}")
     import torch

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from bench import in_words, join_group, leave, leave_group, machine, run_workers, write_json
-from kinds import KINDS, FairScaleKind, Kind, Place, Stepper, ddp, mlp
+from kinds import KINDS, Kind, Place, fairscale_oss, mlp, under_ddp
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -38,22 +38,9 @@ _OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 }
 
 
-class FairScaleOSS(FairScaleKind):
-    """FairScale's OSS under DDP."""
-
-    name = "fairscale-oss"
-
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        return Stepper(ddp(model, place), self.oss(model, place))
-
-
-_MEASURED: dict[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        *(KINDS[name] for name in ("ddp", "oss", "sharded", "adascale+sharded", "fsdp2", "adascale+fsdp2", "zero")),
-        *(FairScaleOSS(), KINDS["fairscale-sharded"]),
-    )
-}
+_NAMES = ("ddp", "oss", "sharded", "adascale+sharded", "fsdp2", "adascale+fsdp2", "zero")
+_OSS = Kind("fairscale-oss", under_ddp(fairscale_oss), None, fairscale=True)
+_MEASURED = {kind.name: kind for kind in (*(KINDS[name] for name in _NAMES), _OSS, KINDS["fairscale-sharded"])}
 
 
 def _local(tensor: Tensor) -> Tensor:

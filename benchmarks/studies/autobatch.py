@@ -1,6 +1,6 @@
 """A batch that follows the noise or a given schedule against fixed batches: steps, examples, metric, on four workloads.
 
-    python benchmarks/studies/autobatch.py --page                             all of it: about an hour of one thread
+    python benchmarks/studies/autobatch.py                                    all of it: about an hour of one thread
     python benchmarks/studies/autobatch.py --workloads mnist1d --seeds 2      a part; kept runs are not repeated
     python benchmarks/studies/autobatch.py --report-only                      the tables of the kept runs
     python benchmarks/studies/autobatch.py --smoke                            check that it runs
@@ -39,9 +39,9 @@ from torch.utils.data import TensorDataset
 from ray_adascale import AdaScaleConfig, Run, Workload, seed_everything
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, command_line, markdown
+from bench import PAGES, markdown
 
-PAGE = ROOT / "runs" / "adaptive-batch.md"  # its tables are copied into pages/adaptive-batch.md
+PAGE = PAGES / "adaptive-batch.md"  # written by hand, with these tables
 
 KEPT = "benchmarks/studies/kept/autobatch.jsonl"
 
@@ -239,7 +239,7 @@ def of_choice(results: dict[Job, Result], workload: str, total_steps: int, choic
     return [r for job, r in results.items() if (job.workload, job.choice, job.total_steps) == wanted]
 
 
-# ---- tables and the picture ------------------------------------------------------------------------------------------
+# ---- tables ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -340,52 +340,6 @@ def table(results: dict[Job, Result], workload: str, total_steps: int, choices: 
     return markdown(head, rows)
 
 
-def plot(results: dict[Job, Result], plan: dict[str, int], choices: Sequence[str], path: Path) -> None:
-    """Draw a row of panels for each workload: examples against steps, metric against steps, and S over τ."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(len(plan), 3, figsize=(13, 3.6 * len(plan)), layout="constrained", squeeze=False)
-    for row, (workload, total_steps) in zip(axes, plan.items(), strict=True):
-        case = WORKLOADS[workload]
-        for kind, color, label in (
-            ("S", "0.5", "fixed S"),
-            ("E", "C0", "efficiency E"),
-            ("G", "C2", "given"),
-        ):
-            points = []
-            for choice in choices:
-                mine = of_choice(results, workload, total_steps, choice)
-                if choice[0] == kind and mine:
-                    means = [
-                        statistics.mean(v) for v in zip(*((r.steps, r.examples, r.score) for r in mine), strict=True)
-                    ]
-                    points.append((*means, choice))
-            if not points:
-                continue
-            steps, examples, scores, names = zip(*sorted(points), strict=True)
-            base = total_steps * case.base_batch_size
-            row[0].plot(steps, [e / base for e in examples], "o-", color=color, label=label, ms=4)
-            row[1].plot(steps, scores, "o-", color=color, ms=4)
-            for x, y, name in zip(steps, examples, names, strict=True):
-                row[0].annotate(name, (x, y / base), fontsize=7, textcoords="offset points", xytext=(4, 3))
-        for number, choice in enumerate(c for c in choices if c[0] != "S"):
-            for first in of_choice(results, workload, total_steps, choice)[:1]:
-                row[2].step(first.tau, first.scale, where="post", color=f"C{number}", label=choice, lw=1)
-        row[0].set(title=workload, xscale="log", yscale="log", xlabel="optimizer steps", ylabel="examples, × base run")
-        row[1].set(xscale="log", xlabel="optimizer steps", ylabel=case.metric)
-        row[2].set(yscale="log", xlabel="effective steps τ", ylabel="S")
-        for panel in row:
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.tick_params(labelsize=7)
-        row[0].legend(frameon=False, fontsize=8)
-        row[2].legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     smoke = "one seed, S = 1 and 4, E = 0.6, a schedule, 60 base steps"
     parser = study.parser(__doc__, seeds=5, runs=KEPT, smoke=smoke, workloads=WORKLOADS, page=PAGE)
@@ -410,7 +364,6 @@ def choices_of(args: argparse.Namespace) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
     prepare_process()
     plan = {w: 60 if args.smoke else WORKLOADS[w].total_steps for w in args.workloads}
@@ -424,13 +377,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     announce(args.json)
     results = read_runs(args.json, Job, Result) if args.report_only else run_all(jobs, args.json, args.jobs)
     tables = [f"## {w}\n\n{table(results, w, total, choices)}" for w, total in plan.items()]
-    if args.page is not None:
-        dates = sorted({r.date for r in results.values()})
-        command = command_line(argv, "benchmarks/studies/autobatch.py")
-        made = f"`{command}`, {', '.join(dates)}, torch {torch.__version__}"
-        args.page.parent.mkdir(parents=True, exist_ok=True)
-        args.page.write_text("\n\n".join([made, *tables, f"![frontiers]({args.page.stem}.png)"]) + "\n")
-        plot(results, plan, choices, args.page.with_suffix(".png"))
     print("\n\n".join(tables))
     return 0
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import python_sources
 import torch
-from byte_decoder import FULL, TINY, Block, Data, Decoder, Size, mean_loss
+from byte_decoder import FULL, TINY, Data, Decoder, Size, mean_loss
 from gpu_transfer_plan import (
     BASE,
     DECAYS,
@@ -76,6 +76,7 @@ from ray_adascale.run.boundary.backend import LocalBackend
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import PAGES, ROOT, by_hand, command_line, cpu_name, in_words, machine, markdown, page_parser_options, spread
+from models import Block
 
 KEPT = ROOT / "benchmarks" / "studies" / "kept" / "gpu_transfer.jsonl"
 SCRATCH = ROOT / "runs" / "gpu" / "transfer"

@@ -7,7 +7,9 @@ has small models on the same data, for studies of hundreds of runs.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import real_data
@@ -19,6 +21,9 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from ray_adascale import Workload
+
+sys.path.append(str(Path(__file__).parents[1]))
+from models import Decoder
 
 Build = Callable[[dict[str, Any]], Workload]
 
@@ -50,43 +55,12 @@ def split_of(splits: dict[str, TensorDataset], config: dict[str, Any], most: int
 # ---- SMILES ----------------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    """Causal attention and two linear layers, each after a layer norm and added to its input."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before_attention, self.before_linear = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attend, self.join = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        parts = self.attend(self.before_attention(x)).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.join(seen.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.before_linear(x))))
+def transformer(letters: int) -> nn.Module:
+    """Return a causal transformer over characters with 1.25 M parameters."""
+    return Decoder(letters, 160, 4, 4, real_data.LENGTH)
 
 
-class Transformer(nn.Module):
-    """A causal transformer over characters; 1.25 M parameters at the default size."""
-
-    def __init__(self, letters: int, width: int = 160, layers: int = 4, heads: int = 4) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(letters, width)
-        self.place = nn.Embedding(real_data.LENGTH, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, letters)
-        for embedding in (self.embed, self.place):
-            nn.init.normal_(embedding.weight, std=0.02)
-
-    def forward(self, codes: Tensor) -> Tensor:
-        x = self.embed(codes) + self.place(torch.arange(codes.shape[1], device=codes.device))
-        return self.out(self.norm(self.blocks(x)))
-
-
-def smiles(config: dict[str, Any], model: Callable[[int], nn.Module] = Transformer, most: int = 2000) -> Workload:
+def smiles(config: dict[str, Any], model: Callable[[int], nn.Module] = transformer, most: int = 2000) -> Workload:
     """Predict the next character of molecules."""
     splits, letters = real_data.smiles()
     network = model(len(letters))

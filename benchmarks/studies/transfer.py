@@ -27,13 +27,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import comparison
 from comparison import Comparison, Job, Method, Plan, Result, Results, conduct, grid_score
 from comparison_page import (
-    decimals,
-    picture,
     picture_by_scale,
     picture_by_tau,
     picture_of_one,
@@ -143,31 +140,6 @@ def robustness(plan: Plan, results: Results) -> str:
     return markdown(head, [row + [""] * (len(head) - len(row)) for row in rows])
 
 
-def picture_of_grid(plan: Plan, results: Results, page: Path) -> Path:
-    """Draw the grid's scores at the larger scale against those at S = 1."""
-    import matplotlib.pyplot as plt
-
-    def draw(panel: Any, workload: str) -> None:
-        if any(job not in results for job in plan.grid_jobs() if job.workload == workload):
-            return
-        lrs = list(dict.fromkeys(lr for lr, _ in plan.grid(workload)))
-        for lr, shape in plan.grid(workload):
-            x, y = (grid_score(plan, results, workload, scale, lr, shape) for scale in (1, plan.grid_scale))
-            if math.isfinite(x) and math.isfinite(y):
-                color = plt.colormaps["viridis"](lrs.index(lr) / len(lrs))
-                marker = dict(zip(SGD.shapes, "os^", strict=True))[shape]
-                label = shape if lr == lrs[0] else None
-                panel.plot(x, y, marker, color=color, label=label, alpha=0.9)
-        panel.set(xscale="log", xlabel="the same at S = 1   (dark to light: rising peak LR)")
-        decimals(panel.xaxis)
-        low, high = panel.get_xlim()
-        panel.plot([low, high], [low, high], color="0.6", lw=0.8, ls="--", zorder=0)
-
-    schedules = count(plan.grid(plan.workloads[0]), "schedule")
-    title = f"{schedules} at S = {plan.grid_scale} against S = 1, AdaScale, search split"
-    return picture(plan, page, "grid", title, draw)
-
-
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 HOW = """\
@@ -196,7 +168,7 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
     """Write the page and its pictures; the part by hand stays."""
     kept = by_hand(page)
     page.parent.mkdir(parents=True, exist_ok=True)
-    scale, curves, grid = (draw(plan, results, page) for draw in (picture_by_scale, picture_by_tau, picture_of_grid))
+    scale, curves = (draw(plan, results, page) for draw in (picture_by_scale, picture_by_tau))
     picture_of_one(plan, results, page, PICTURED, LABELS, shown=0.15)
     parts = [
         "# Does the schedule transfer?",
@@ -220,7 +192,6 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
         "columns are there for comparison: how far two seeds agree about the order at S = 1 is as much as one could hope "
         "for.",
         robustness(plan, results),
-        f"![schedules at both scales]({grid.name})",
     ]
     write_page(page, parts)
 

@@ -240,16 +240,13 @@ def test_the_tests_are_collected_without_ray(evidence: Any) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_what_two_gpus_are_asked_runs_on_two_processes(tmp_path: Path) -> None:
-    """Each start of torchrun takes seconds of imports: a killed rank, one worker, two again; then the steps of each kind."""
+def test_a_run_on_2_1_and_2_processes_with_a_killed_rank(tmp_path: Path) -> None:
+    """Each start of torchrun takes seconds of imports."""
     path = tmp_path / "two.json"
-    command = [sys.executable, str(BENCHMARKS / "two_gpus.py"), "--device", "cpu", "--smoke", "--json", str(path)]
+    command = [sys.executable, str(BENCHMARKS / "two_gpus.py"), "--device", "cpu", "--json", str(path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=env, text=True, capture_output=True, timeout=280)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads(path.read_text())
-    assert [each["status"] != 0 for each in found["elastic"]["starts"]] == [True, False, False]
-    assert found["elastic"]["scales"] == [1.0, 2.0]
-    kinds = {row["kind"] for row in found["overhead"]["results"]}
-    assert {"ddp", "fsdp2", "adascale+fsdp2", "sharded", "adascale+sharded"} <= kinds
-    assert found["overhead"]["disagreements"] == []
+    assert [each["status"] != 0 for each in found["starts"]] == [True, False, False]
+    assert found["scales"] == [1.0, 2.0]

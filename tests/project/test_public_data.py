@@ -156,7 +156,7 @@ def made_up(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_transformer_sees_no_later_character(workloads: Any) -> None:
     torch.manual_seed(0)
-    model = workloads.Transformer(27, width=16, layers=2, heads=2)
+    model = workloads.Decoder(27, 16, 2, 2, 48)
     codes = torch.randint(27, (1, 48))
     other = codes.clone()
     other[0, 30] = (other[0, 30] + 1) % 27
@@ -169,7 +169,7 @@ def test_the_networks_have_the_sizes_that_the_pages_say(workloads: Any) -> None:
     def size(model: torch.nn.Module) -> int:
         return sum(p.numel() for p in model.parameters())
 
-    assert size(workloads.Transformer(27)) == 1_253_787
+    assert size(workloads.transformer(27)) == 1_253_787
     assert size(workloads.residual_network(workloads.group_norm)) == 77_562
     assert size(workloads.Table(1024)) == 1_101_889
 

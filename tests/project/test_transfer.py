@@ -78,7 +78,7 @@ def test_the_page_has_every_cell_and_no_path_of_this_machine(smoke: Path) -> Non
     assert all("one seed only" in cell for cell in verdicts[2:])
     assert "`python benchmarks/studies/transfer.py --smoke --workloads tabular`" in page
     assert str(smoke) not in page
-    for name in ("scale", "curves", "grid"):
+    for name in ("scale", "curves"):
         assert f"(page-{name}.png)" in page
         assert (smoke / f"page-{name}.png").stat().st_size > 1000
 
@@ -185,7 +185,6 @@ def test_divergence_is_a_result(transfer: Any, comparison: Any, pages: Any) -> N
     table = pages.workload_table(plan, results, "tabular")
     assert "| 4 | AdaScale | **failed** (1 of 1) |" in table
     assert "| 4 | LSW+ | not run |" in table
-    assert "tabular, S = 4: 1 of 1 runs of AdaScale failed." in pages.verdicts(plan, results)
 
 
 def test_the_search_split_chooses_and_the_test_split_reports(transfer: Any, study: Any) -> None:
