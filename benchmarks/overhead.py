@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench import in_words, join_group, leave, leave_group, machine, run_workers, write_json
+from bench import in_words, join_group, leave, leave_group, machine, markdown, run_workers, write_json
 from kinds import BASELINE, KINDS, ON_CPU, ON_GPU, OPTIMIZERS, Batch, Place, Spec, Stepper, specs
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
@@ -280,12 +280,7 @@ def worker(rank: int, workers: int, scratch: str, settings: Settings) -> None:
             start = time.perf_counter()
             kind, hyperparameters = OPTIMIZERS[settings.optimizer]
             place = Place(
-                rank=rank,
-                world_size=workers,
-                device=device,
-                passes=passes,
-                optimizer=kind,
-                settings=hyperparameters,
+                rank=rank, world_size=workers, device=device, passes=passes, optimizer=kind, settings=hyperparameters
             )
             spec = specs(smoke=settings.smoke)[name]
             spec = replace(spec, batch=max(spec.batch // settings.shrink, 1))
@@ -305,41 +300,41 @@ def disagreements(results: Sequence[Result]) -> list[str]:
     """Return a message for every kind that should have done the same work as another one and did not."""
     found = []
     for result in results:
+        where = f"{result.model}/{result.passes}: {result.kind}"
+        tolerance = _LOSS_TOLERANCE_BF16 if result.bf16 else _LOSS_TOLERANCE
         peers = [r for r in results if (r.model, r.passes) == (result.model, result.passes)]
         if result.optimizer_steps != peers[0].optimizer_steps:
             found.append(
-                f"{result.model}/{result.passes}: {result.kind} took {result.optimizer_steps} optimizer steps, "
+                f"{where} took {result.optimizer_steps} optimizer steps, {peers[0].kind} {peers[0].optimizer_steps}."
             )
-            found[-1] += f"{peers[0].kind} {peers[0].optimizer_steps}."
         same = [r for r in peers if r.trajectory is not None and r.trajectory == result.trajectory]
         if not math.isfinite(result.loss):
-            found.append(f"{result.model}/{result.passes}: {result.kind} ended at loss {result.loss}.")
-        elif same and not math.isclose(
-            result.loss, same[0].loss, rel_tol=_LOSS_TOLERANCE_BF16 if result.bf16 else _LOSS_TOLERANCE
-        ):
-            found.append(f"{result.model}/{result.passes}: {result.kind} ended at loss {result.loss:.6f}, ")
-            found[-1] += f"{same[0].kind} at {same[0].loss:.6f}."
+            found.append(f"{where} ended at loss {result.loss}.")
+        elif same and not math.isclose(result.loss, same[0].loss, rel_tol=tolerance):
+            found.append(f"{where} ended at loss {result.loss:.6f}, {same[0].kind} at {same[0].loss:.6f}.")
     return found
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return a padded Markdown table. The first kind is the baseline."""
+    """Return a Markdown table. The first kind is the baseline."""
     on_gpu = any(result.kernel_launches is not None for result in results)
     ratio = f"× {results[0].kind}"
     header = ["model", "passes", "kind", "ms a step", ratio, "quartiles", f"{ratio}, CPU time", "aten calls", "loss"]
-    rows = [header + (["launches", "stream synchronizations", "event waits"] if on_gpu else [])]
+    rows = []
     for r in results:
-        ratio, quartiles = f"{r.ratio:.3f}", f"{r.ratio_q1:.3f}–{r.ratio_q3:.3f}"
-        row = [r.model, str(r.passes), r.kind, f"{r.ms_per_step:.2f}", ratio, quartiles]
+        row = [
+            r.model,
+            str(r.passes),
+            r.kind,
+            f"{r.ms_per_step:.2f}",
+            f"{r.ratio:.3f}",
+            f"{r.ratio_q1:.3f}–{r.ratio_q3:.3f}",
+        ]
         row += [f"{r.cpu_ratio:.3f}", f"{r.aten_calls:.0f}", f"{r.loss:.4f}"]
         if on_gpu:
             row += [f"{r.kernel_launches or 0:.0f}", f"{r.synchronizations or 0:.1f}", f"{r.event_waits or 0:.1f}"]
         rows.append(row)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+    return markdown(header + (["launches", "stream synchronizations", "event waits"] if on_gpu else []), rows)
 
 
 def parse(argv: Sequence[str] | None) -> tuple[Settings, Path | None, dict[str, str]]:

@@ -32,7 +32,7 @@ from typing import Any
 import study
 import torch
 import torch.nn.functional as F
-from study import CASES, Case, announce, check_scales, mean_and_error, prepare_process, read_runs, schedule
+from study import CASES, Case, announce, check_scales, made, mean_and_error, prepare_process, read_runs
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -109,17 +109,11 @@ def mnist1d(config: dict[str, Any]) -> Workload:
         x, y = (test if config["split"] == "test" else search).tensors
         return {"accuracy": (model(x).argmax(1) == y).float().mean().item()}
 
-    return Workload(
-        model=model,
-        optimizer=optimizer,
-        scheduler=schedule(optimizer, config["schedule"], config["total_steps"]),
-        scheduler_unit="step",
-        train_dataset=train,
-        loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-        evaluate=evaluate,
-        metric="accuracy",
-        mode="max",
-    )
+    def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    parts: dict[str, Any] = {"model": model, "train_dataset": train, "loss_fn": loss_fn, "evaluate": evaluate}
+    return made(config, optimizer, metric="accuracy", mode="max", **parts)
 
 
 WORKLOADS: dict[str, Case] = {
@@ -242,29 +236,6 @@ def of_choice(results: dict[Job, Result], workload: str, total_steps: int, choic
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Against:
-    """A choice of E against the fixed frontier at equal steps: means over seeds, each with its standard error.
-
-    Attributes:
-        steps: Optimizer steps.
-        examples: Examples.
-        saved: Share of the examples that a fixed scale needs and this choice saves.
-        saved_error: Its standard error.
-        better: By how much the score is better.
-        better_error: Its standard error.
-        outside: Number of seeds with fewer or more steps than any fixed scale; they are compared with the nearest.
-    """
-
-    steps: float
-    examples: float
-    saved: float
-    saved_error: float
-    better: float
-    better_error: float
-    outside: int
-
-
 def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
     """Interpolate linearly between points (x, y); the function is constant beyond them."""
     points = sorted(points)
@@ -278,9 +249,15 @@ def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
 
 def against(
     case: Case, results: dict[Job, Result], workload: str, total_steps: int, choice: str, scales: Sequence[int]
-) -> Against | None:
-    """Compare a choice with the fixed scales, over the seeds that have results for all of them; None if there is no such seed."""
-    saved, better, steps, examples, outside = [], [], [], [], 0
+) -> list[str]:
+    """Compare a choice with the fixed frontier at as many steps, over the seeds that have results for all scales.
+
+    Returns:
+        Two cells with means over seeds and standard errors: the share of the examples that a fixed scale needs and this choice
+        saves, with the number of seeds that took fewer or more steps than any fixed scale and are compared with the nearest; and
+        by how much the score is better.
+    """
+    saved, better, outside = [], [], 0
     for job, own in results.items():
         if (job.workload, job.choice, job.total_steps) != (workload, choice, total_steps):
             continue
@@ -290,20 +267,17 @@ def against(
             continue
         # Leave out a fixed scale that takes more steps and more examples than another: with few seeds, noise can cause that.
         there = [r for r in there if not any(o.steps <= r.steps and o.examples < r.examples for o in there)]
-        at = math.log(own.steps)
-        logs = [math.log(r.steps) for r in there]
+        at, logs = math.log(own.steps), [math.log(r.steps) for r in there]
         outside += not min(logs) <= at <= max(logs)
         needed = math.exp(interpolated([(x, math.log(r.examples)) for x, r in zip(logs, there, strict=True)], at))
         score = interpolated([(x, r.score) for x, r in zip(logs, there, strict=True)], at)
         saved.append(1 - own.examples / needed)
         better.append(case.better(own.score, score))
-        steps.append(own.steps)
-        examples.append(own.examples)
     if not saved:
-        return None
-    return Against(
-        statistics.mean(steps), statistics.mean(examples), *mean_and_error(saved), *mean_and_error(better), outside
-    )
+        return ["", ""]
+    (share, share_error), (by, by_error) = mean_and_error(saved), mean_and_error(better)
+    note = f" ({outside} beyond the frontier)" if outside else ""
+    return [f"{100 * share:+.0f} % ± {100 * share_error:.0f}{note}", f"{by:+.4f} ± {by_error:.4f}"]
 
 
 def table(results: dict[Job, Result], workload: str, total_steps: int, choices: Sequence[str]) -> str:
@@ -324,18 +298,8 @@ def table(results: dict[Job, Result], workload: str, total_steps: int, choices: 
             f"{statistics.mean(r.examples for r in mine) / (total_steps * case.base_batch_size):.2f}",
             f"{score:.4f} ± {error:.4f}",
         ]
-        found = against(case, results, workload, total_steps, choice, scales) if choice[0] != "S" else None
-        if found is None:
-            rows.append([*row, "", ""])
-        else:
-            note = f" ({found.outside} beyond the frontier)" if found.outside else ""
-            rows.append(
-                [
-                    *row,
-                    f"{100 * found.saved:+.0f} % ± {100 * found.saved_error:.0f}{note}",
-                    f"{found.better:+.4f} ± {found.better_error:.4f}",
-                ]
-            )
+        fixed = choice[0] == "S"
+        rows.append([*row, *(["", ""] if fixed else against(case, results, workload, total_steps, choice, scales))])
     head = ["", "seeds", "steps", "examples, × base run", case.metric, "examples saved at as many steps", "better by"]
     return markdown(head, rows)
 

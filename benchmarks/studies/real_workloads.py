@@ -15,7 +15,7 @@ from typing import Any
 import real_data
 import torch
 import torch.nn.functional as F
-from study import Case, example, schedule
+from study import Case, example, made
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
@@ -31,20 +31,6 @@ Build = Callable[[dict[str, Any]], Workload]
 def sgd(model: nn.Module, lr: float, weight_decay: float = 0.0) -> Optimizer:
     """Return SGD with momentum 0.9."""
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
-
-
-def made(
-    config: dict[str, Any], model: nn.Module, optimizer: Optimizer, splits: dict[str, TensorDataset], **rest: Any
-) -> Workload:
-    """Return a workload with the schedule that its config asks for; ``rest`` has its loss, its evaluation and its metric."""
-    return Workload(
-        model=model,
-        optimizer=optimizer,
-        scheduler=schedule(optimizer, config["schedule"], config["total_steps"]),
-        scheduler_unit="step",
-        train_dataset=splits["train"],
-        **rest,
-    )
 
 
 def split_of(splits: dict[str, TensorDataset], config: dict[str, Any], most: int) -> Sequence[Tensor]:
@@ -75,15 +61,13 @@ def smiles(config: dict[str, Any], model: Callable[[int], nn.Module] = transform
         losses = [loss_fn(model, [part[i : i + 250] for part in scored]).item() for i in range(0, len(scored[0]), 250)]
         return {"bits": sum(losses) / len(losses) / math.log(2)}
 
-    return made(
-        config,
-        network,
-        optimizer,
-        splits,
-        loss_fn=loss_fn,
-        evaluate=evaluate,
-        metric="bits",
-    )
+    parts: dict[str, Any] = {
+        "model": network,
+        "train_dataset": splits["train"],
+        "loss_fn": loss_fn,
+        "evaluate": evaluate,
+    }
+    return made(config, optimizer, metric="bits", **parts)
 
 
 def bits_of_a_character() -> float:
@@ -172,16 +156,13 @@ def images(config: dict[str, Any], model: Callable[[], nn.Module], most: int = 1
         right = sum((model(x[i : i + 500]).argmax(1) == y[i : i + 500]).sum().item() for i in range(0, len(x), 500))
         return {"accuracy": right / len(x)}
 
-    return made(
-        config,
-        network,
-        optimizer,
-        splits,
-        loss_fn=loss_fn,
-        evaluate=evaluate,
-        metric="accuracy",
-        mode="max",
-    )
+    parts: dict[str, Any] = {
+        "model": network,
+        "train_dataset": splits["train"],
+        "loss_fn": loss_fn,
+        "evaluate": evaluate,
+    }
+    return made(config, optimizer, metric="accuracy", mode="max", **parts)
 
 
 # ---- flights ---------------------------------------------------------------------------------------------------------
@@ -213,15 +194,11 @@ def flights(config: dict[str, Any], width: int, most: int = 20_000) -> Workload:
     def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         return F.mse_loss(model(batch[0], batch[1]), batch[2])
 
-    return made(
-        config,
-        model,
-        optimizer,
-        splits,
-        loss_fn=loss_fn,
-        evaluate=lambda model: {"error": loss_fn(model, scored).item()},
-        metric="error",
-    )
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return {"error": loss_fn(model, scored).item()}
+
+    parts: dict[str, Any] = {"model": model, "train_dataset": splits["train"], "loss_fn": loss_fn, "evaluate": evaluate}
+    return made(config, optimizer, metric="error", **parts)
 
 
 def variance_of_delays() -> float:

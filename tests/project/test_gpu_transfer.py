@@ -106,7 +106,7 @@ def test_a_given_speed_is_planned_without_a_run(study: Any, capsys: pytest.Captu
     assert study.main(["--plan", "0.6", "1.8", "--minutes", "5"]) == 0
     out = capsys.readouterr().out
     assert "adamw: base, S = 1, seed 1 (" in out
-    assert "left out: muon: search (" in out
+    assert "left out: adamw: AdaScale, S = 64, seed 1 (" in out
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
