@@ -556,34 +556,8 @@ def table(study: Study, optimizer: str) -> str:
     return markdown([*head, "M bytes", "mean gain", "s"], rows)
 
 
-def picture(study: Study, optimizer: str, path: Path, scale: int = 16) -> bool:
-    """Draw bits against bytes and against steps, first seed. Return whether there was anything to draw."""
-    from ray_adascale.analysis.plots import pyplot
-
-    drawn = {"base, S = 1": results_of(study, optimizer, BASE, 1).get(1)}
-    drawn |= {f"{method}, S = {scale}": results_of(study, optimizer, method, scale).get(1) for method in METHODS}
-    found = {name: r for name, r in drawn.items() if r is not None}
-    if len(found) < 2:
-        return False
-    plt = pyplot("a picture")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for name, r in found.items():
-        bits = [row[2] for row in r.curve]
-        left.plot([row[1] / 1e6 for row in r.curve], bits, ".-", label=name)
-        at_scale = (1 if name.startswith(BASE) else scale) * study.size.base_batch * study.size.length
-        right.plot([row[1] / at_scale for row in r.curve], bits, ".-", label=name)
-    left.set(xlabel="M bytes", ylabel="bits a byte", xscale="log")
-    right.set(xlabel="optimizer steps", xscale="log")
-    right.legend(frameon=False, fontsize=8)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return True
-
-
 def write_page(study: Study, page: Path, about: Mapping[str, Any]) -> None:
-    """Write the page and its pictures; the part by hand stays."""
+    """Write the page; the part by hand stays."""
     parts = [
         "# Does the schedule transfer with 25 M parameters?",
         f"`{about['command']}`: {in_words(about['machine'])}. {about['speed']}. Bits a byte of Python sources, lower is better; "
@@ -603,9 +577,6 @@ def write_page(study: Study, page: Path, about: Mapping[str, Any]) -> None:
             f"The search chose LR {setting.lr:g}, a warm-up of {setting.warmup:.0%} and weight decay {setting.decay:g}.",
             table(study, optimizer),
         ]
-        drawing = page.with_name(f"{page.stem}-{optimizer}.png")
-        if picture(study, optimizer, drawing):
-            parts.append(f"![bits against bytes and steps with {name}]({drawing.name})")
     left_out = [f"- {line}" for line in about["left_out"]]
     parts += ["## How", HOW, f"The text: {about['text']}."]
     if left_out:
