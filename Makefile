@@ -64,7 +64,7 @@ test-docs: $(STAMP)  ## pages, examples and benchmarks, run small
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/python) $(PYTHON)),$(PYTHON))
 
 test-gpu:  ## what a first session on a GPU must settle, in ten minutes; PYTHON=python3 names the Python; results in runs/gpu
-	$(GPU_PYTHON) benchmarks/first_gpu.py
+	$(GPU_PYTHON) benchmarks/gpu_evidence.py --parts tests models --minutes 10
 
 gpu-evidence:  ## what a quarter of an hour of a GPU is used for; PYTHON=python3, GPUS=2, MINUTES=12, RESUME=1; results in runs/gpu
 	$(GPU_PYTHON) benchmarks/gpu_evidence.py --gpus $(or $(GPUS),1) --minutes $(or $(MINUTES),12) $(if $(RESUME),--resume)

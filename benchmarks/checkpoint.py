@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,29 +54,6 @@ class Settings:
     width: int = WIDTH
     rounds: int = 7
     world_size: int = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """Medians and quartiles over rounds, of the slowest worker.
-
-    Attributes:
-        parameters: Number of the model's parameters.
-        kind: One of :data:`KINDS`.
-        stall_s: Seconds that training stands still.
-        stall_q1: First quartile of these.
-        stall_q3: Third quartile.
-        written_s: Seconds until the checkpoint is complete.
-        bytes: Bytes on disk, over all files.
-    """
-
-    parameters: int
-    kind: str
-    stall_s: float
-    stall_q1: float
-    stall_q3: float
-    written_s: float
-    bytes: int
 
 
 def make_run(layers: int, width: int, folder: Path) -> Run:
@@ -154,8 +132,13 @@ MEASURE: dict[str, Callable[[Run, Path], tuple[float, float, int]]] = {
 }
 
 
-def measure(layers: int, settings: Settings, folder: Path) -> list[Result]:
-    """Measure all kinds on one model. Collective."""
+def measure(layers: int, settings: Settings, folder: Path) -> list[dict[str, Any]]:
+    """Measure all kinds on one model. Collective.
+
+    Returns:
+        A row for each kind, of the slowest worker: medians over rounds of the seconds that training stands still, with quartiles,
+        of the seconds until the checkpoint is complete, and of its bytes on disk.
+    """
     run = make_run(layers, settings.width, folder / "run")
     found: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in KINDS}
     for number in range(settings.rounds + 1):  # the first round warms up
@@ -167,27 +150,21 @@ def measure(layers: int, settings: Settings, folder: Path) -> list[Result]:
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             if number > 0:
                 found[kind].append((float(slowest[0]), float(slowest[1]), size))
-    results = []
+    rows = []
     for kind in KINDS:
-        stalls = sorted(stall for stall, _, _ in found[kind])
-        results.append(
-            Result(
-                parameters=layers * settings.width**2,
-                kind=kind,
-                stall_s=statistics.median(stalls),
-                stall_q1=stalls[len(stalls) // 4],
-                stall_q3=stalls[(3 * len(stalls)) // 4],
-                written_s=statistics.median(written for _, written, _ in found[kind]),
-                bytes=int(statistics.median(size for _, _, size in found[kind])),
-            )
-        )
-    return results
+        columns: Any = zip(*found[kind], strict=True)
+        stalls, written, sizes = columns
+        q1, median, q3 = statistics.quantiles(stalls, n=4, method="inclusive")
+        seconds = {"stall_s": median, "stall_q1": q1, "stall_q3": q3, "written_s": statistics.median(written)}
+        size = int(statistics.median(sizes))
+        rows.append({"parameters": layers * settings.width**2, "kind": kind, **seconds, "bytes": size})
+    return rows
 
 
 def worker(rank: int, workers: int, scratch: str, settings: Settings) -> None:
     """Measure everything in one process; rank 0 leaves the results."""
     join_group(rank, workers, scratch)
-    results: list[Result] = []
+    results: list[dict[str, Any]] = []
     for layers in settings.layers:
         place = Path(scratch) / str(layers)
         if rank == 0:
@@ -198,24 +175,17 @@ def worker(rank: int, workers: int, scratch: str, settings: Settings) -> None:
         if rank == 0:
             shutil.rmtree(place)
     if rank == 0:
-        leave(scratch, [asdict(result) for result in results])
+        leave(scratch, results)
     dist.barrier()
     leave_group()
 
 
-def table(results: Sequence[Result]) -> str:
+def table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with a row for every result."""
-    rows = [
-        [
-            f"{r.parameters / 1e6:g} M",
-            r.kind,
-            f"{r.stall_s:.3f}",
-            f"{r.stall_q1:.3f}–{r.stall_q3:.3f}",
-            f"{r.written_s:.3f}",
-            f"{r.bytes / 1e6:.1f}",
-        ]
-        for r in results
-    ]
+    rows = []
+    for r in results:
+        seconds = [f"{r['stall_s']:.3f}", f"{r['stall_q1']:.3f}–{r['stall_q3']:.3f}", f"{r['written_s']:.3f}"]
+        rows.append([f"{r['parameters'] / 1e6:g} M", r["kind"], *seconds, f"{r['bytes'] / 1e6:.1f}"])
     return markdown(["parameters", "kind", "stands still, s", "quartiles", "on disk after, s", "MB"], rows)
 
 
@@ -224,19 +194,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="tiny models, two rounds: only check that it runs")
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 25, 100], help="millions of parameters")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args(argv)
-    if arguments.rounds < 1 or min(arguments.layers) < 1:
-        parser.error("--rounds and --layers must be at least 1")
-    settings = Settings(layers=tuple(arguments.layers), rounds=arguments.rounds)
+    if min(arguments.rounds, arguments.workers, *arguments.layers) < 1:
+        parser.error("--rounds, --workers and --layers must be at least 1")
+    settings = Settings(layers=tuple(arguments.layers), rounds=arguments.rounds, world_size=arguments.workers)
     if arguments.smoke:
         settings = Settings(layers=(1, 2), width=32, rounds=2)
     about = machine()
-    rows = run_workers(worker, settings.world_size, settings, folder=arguments.folder)
-    results = [Result(**row) for row in rows]
+    results = run_workers(worker, settings.world_size, settings, folder=arguments.folder)
     if arguments.json is not None:
-        document = {"machine": about, "settings": asdict(settings), "results": [asdict(result) for result in results]}
+        document = {"machine": about, "settings": asdict(settings), "results": results}
         write_json(arguments.json, document)
     print(in_words(about))
     print(f"{settings.world_size} processes with one thread each, median of {settings.rounds} rounds\n")

@@ -1,22 +1,23 @@
 """Models and kinds of training that ``overhead.py``, ``memory.py`` and ``scale.py`` measure.
 
-A kind is one way to train: a wrapper of the model with an optimizer. A new kind is a class with ``build``, listed in ``KINDS``.
+A kind is one way to train: a wrapper of the model with an optimizer. They are listed in ``KINDS``.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from bench import WINDOW, measure_every
+from models import Decoder
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -140,40 +141,16 @@ def resnet50(width: int = 64, blocks: Sequence[int] = (3, 4, 6, 3), classes: int
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
-class TransformerBlock(nn.Module):
-    """Causal attention and a two-layer network, each after a norm and beside a shortcut."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
-        )
-        x = x + self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
-        return x + self.network(self.norm2(x))
-
-
-class GPT2(nn.Module):
+class GPT2(Decoder):
     """GPT-2 small: 124.4 M parameters in 148 tensors, the head tied to the embedding. Returns a row of logits for each token."""
 
     def __init__(
-        self, depth: int = 12, width: int = 768, heads: int = 12, vocabulary: int = 50257, positions: int = 1024
+        self, layers: int = 12, width: int = 768, heads: int = 12, kinds: int = 50257, length: int = 1024
     ) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(positions, width)
-        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(depth)))
-        self.norm = nn.LayerNorm(width)
-        for embedding in (self.tokens, self.positions):
-            nn.init.normal_(embedding.weight, std=0.02)  # else the tied head's first loss is in the hundreds
+        super().__init__(kinds, width, layers, heads, length, tied=True, gelu="tanh")
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.blocks(self.tokens(x) + self.positions.weight[: x.shape[1]]))
-        return F.linear(y, self.tokens.weight).flatten(0, 1)
+    def forward(self, codes: Tensor) -> Tensor:
+        return super().forward(codes).flatten(0, 1)
 
 
 def specs(*, smoke: bool) -> dict[str, Spec]:
@@ -246,15 +223,6 @@ class Place:
             return self.settings
         return {"lr": LR, "momentum": MOMENTUM, "fused": True if self.device.type == "cuda" else None}
 
-    def plain(self, params: Iterable[nn.Parameter]) -> Optimizer:
-        """Return the plain optimizer."""
-        make: Any = self.optimizer
-        return make(params, **self.optimizer_settings)
-
-    def oss(self, params: Iterable[nn.Parameter]) -> OSS:
-        """Return the optimizer with sharded state."""
-        return OSS(params, self.optimizer, **self.optimizer_settings)
-
 
 class Stepper:
     """A model with its optimizer, and one optimizer step: zero_grad, forward and backward passes, step.
@@ -293,24 +261,34 @@ class Stepper:
         loss.backward()
 
 
-class Kind(ABC):
+Make = Callable[[nn.Module, Place], Optimizer]
+Wrap = Callable[[Optimizer, Place, nn.Module], Optimizer]
+Build = Callable[[nn.Module, Place], Stepper]
+
+
+@dataclass(frozen=True)
+class Kind:
     """One way to train.
 
     Attributes:
         name: Name of the kind.
+        build: Wraps the model and makes the optimizer; collective.
         trajectory: Kinds with the same trajectory must end at the same loss; None: not compared.
+        fairscale: Whether it needs FairScale.
+        betas: Whether it needs an optimizer with betas.
     """
 
-    name: ClassVar[str]
-    trajectory: ClassVar[str | None] = "plain"
+    name: str
+    build: Build
+    trajectory: str | None = "plain"
+    fairscale: bool = False
+    betas: bool = False
 
     def unavailable(self, device: str, optimizer: type[Optimizer] = SGD) -> str | None:
         """Return why this kind can't run on this device or with this class of optimizer, or None."""
-        return None
-
-    @abstractmethod
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        """Wrap the model and make the optimizer; collective."""
+        if self.betas and not issubclass(optimizer, AdamW):
+            return f"{optimizer.__name__} has no betas"
+        return "fairscale is not installed" if self.fairscale and not importlib.util.find_spec("fairscale") else None
 
 
 def ddp(model: nn.Module, place: Place) -> DistributedDataParallel:
@@ -319,102 +297,79 @@ def ddp(model: nn.Module, place: Place) -> DistributedDataParallel:
     return DistributedDataParallel(model, device_ids=device_ids)
 
 
-def adascale(
-    inner: Optimizer, place: Place, model: nn.Module | None = None, rule: ScalingRule | None = None
-) -> AdaScale:
-    """Return AdaScale over an optimizer. With T, one step in k is measured, as after the first steps of a run of that length."""
+def plain(model: nn.Module, place: Place) -> Optimizer:
+    """Return the plain optimizer."""
+    make: Any = place.optimizer
+    return make(model.parameters(), **place.optimizer_settings)
+
+
+def oss(model: nn.Module, place: Place) -> OSS:
+    """Return the optimizer with sharded state."""
+    return OSS(model.parameters(), place.optimizer, **place.optimizer_settings)
+
+
+def zero(model: nn.Module, place: Place) -> Optimizer:
+    """Return torch's own optimizer with sharded state."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(model.parameters(), place.optimizer, **place.optimizer_settings)
+
+
+def fairscale_oss(model: nn.Module, place: Place) -> Optimizer:
+    """Return FairScale's optimizer with sharded state."""
+    from fairscale.optim import OSS as FairScaleOSS
+
+    return FairScaleOSS(model.parameters(), place.optimizer, **place.optimizer_settings)
+
+
+def same(inner: Optimizer, place: Place, model: nn.Module) -> Optimizer:
+    """Return the optimizer itself."""
+    return inner
+
+
+def adascale(inner: Optimizer, place: Place, model: nn.Module, rule: ScalingRule | None = None) -> AdaScale:
+    """Return AdaScale over an optimizer; it needs the model under FSDP2. With T one step in k is measured, as late in a run."""
+    fsdp = model if isinstance(model, FSDPModule) else None
     of_run: dict[str, Any] = {}
     if place.total_steps is not None:
         every = measure_every(place.total_steps, place.world_size * place.passes)
         of_run = {"averaging_window": WINDOW, "total_steps": place.total_steps, "measure_every": every}
-    return AdaScale(inner, num_gradients_to_accumulate=place.passes, model=model, rule=rule, **of_run)
+    return AdaScale(inner, num_gradients_to_accumulate=place.passes, model=fsdp, rule=rule, **of_run)
 
 
-class DDP(Kind):
-    """The baseline: DDP with the plain optimizer."""
+def fairscale_adascale(inner: Optimizer, place: Place, model: nn.Module) -> Optimizer:
+    """Return FairScale's AdaScale over an optimizer."""
+    from fairscale.optim import AdaScale as FairScaleAdaScale
 
-    name = "ddp"
-
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        return Stepper(ddp(model, place), place.plain(model.parameters()))
+    return FairScaleAdaScale(inner, world_size=place.world_size, num_gradients_to_accumulate=place.passes)
 
 
-class AdaScaleKind(Kind):
-    """AdaScale over the plain optimizer under DDP."""
+def under_ddp(make: Make, wrap: Wrap = same) -> Build:
+    """Return a way to train under DDP."""
 
-    name = "adascale"
-    trajectory = "adascale"
+    def build(model: nn.Module, place: Place) -> Stepper:
+        inner = make(model, place)
+        return Stepper(ddp(model, place), wrap(inner, place, model))
 
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        inner = place.plain(model.parameters())
-        return Stepper(ddp(model, place), adascale(inner, place))
-
-
-class AdaScaleBetas(Kind):
-    """AdaScale with betas to the power of the gain. Its trajectory is its own."""
-
-    name = "adascale_betas"
-    trajectory = None
-
-    def unavailable(self, device: str, optimizer: type[Optimizer] = SGD) -> str | None:
-        return None if issubclass(optimizer, AdamW) else f"{optimizer.__name__} has no betas"
-
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        inner = place.plain(model.parameters())
-        return Stepper(ddp(model, place), adascale(inner, place, rule=AdaScaleBetasRule()))
+    return build
 
 
-class AdaScaleOSS(Kind):
-    """AdaScale over OSS under DDP."""
+def sharded(wrap: Wrap) -> Build:
+    """Return a way to train under ShardedDataParallel with OSS: sharded gradients and state."""
 
-    name = "adascale+oss"
-    trajectory = "adascale"
-
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        inner = place.oss(model.parameters())
-        return Stepper(ddp(model, place), adascale(inner, place))
-
-
-class OSSKind(Kind):
-    """OSS under DDP."""
-
-    name = "oss"
-
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        return Stepper(ddp(model, place), place.oss(model.parameters()))
-
-
-class Zero(Kind):
-    """torch's own sharded optimizer under DDP, for comparison with OSS."""
-
-    name = "zero"
-
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), place.optimizer, **place.optimizer_settings)
-        return Stepper(ddp(model, place), optimizer)
-
-
-class Sharded(Kind):
-    """ShardedDataParallel with OSS: sharded gradients and state."""
-
-    name = "sharded"
-
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        optimizer = place.oss(model.parameters())
+    def build(model: nn.Module, place: Place) -> Stepper:
+        optimizer = wrap(oss(model, place), place, model)
         return Stepper(ShardedDataParallel(model, optimizer), optimizer)
 
+    return build
 
-class AdaScaleSharded(Kind):
-    """AdaScale over OSS under ShardedDataParallel: the trainer's default on several workers."""
 
-    name = "adascale+sharded"
-    trajectory = "adascale"
+def fairscale_sharded(model: nn.Module, place: Place) -> Stepper:
+    """FairScale's ShardedDataParallel. It stops averaging gradients after zero_grad(set_to_none=True), so its loss differs."""
+    from fairscale.nn.data_parallel import ShardedDataParallel as FairScaleShardedDataParallel
 
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        optimizer = adascale(place.oss(model.parameters()), place)
-        return Stepper(ShardedDataParallel(model, optimizer), optimizer)
+    optimizer = fairscale_oss(model, place)
+    return Stepper(FairScaleShardedDataParallel(model, optimizer), optimizer)
 
 
 class FSDP2Stepper(Stepper):
@@ -430,101 +385,37 @@ class FSDP2Stepper(Stepper):
             model.set_requires_gradient_sync(True)
 
 
-class FSDP2(Kind):
-    """torch's FSDP2: each layer of the largest stack by itself, or each child of the model."""
+def fsdp2(wrap: Wrap) -> Build:
+    """Return a way to train under torch's FSDP2: each layer of the largest stack by itself, or each child of the model."""
 
-    name = "fsdp2"
-
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        self._shard(model, place)
-        return FSDP2Stepper(model, place.plain(model.parameters()))
-
-    def _shard(self, model: nn.Module, place: Place) -> None:
+    def build(model: nn.Module, place: Place) -> Stepper:
         mesh = torch.distributed.device_mesh.init_device_mesh(place.device.type, (place.world_size,))
         stacks = [part for part in model.modules() if isinstance(part, nn.Sequential | nn.ModuleList)]
         for block in max([model, *stacks], key=lambda part: len(list(part.children()))).children():
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        return FSDP2Stepper(model, wrap(plain(model, place), place, model))
+
+    return build
 
 
-class AdaScaleFSDP2(FSDP2):
-    """AdaScale over FSDP2."""
-
-    name = "adascale+fsdp2"
-    trajectory = "adascale"
-
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        self._shard(model, place)
-        return FSDP2Stepper(model, adascale(place.plain(model.parameters()), place, model))
-
-
-class FairScaleKind(Kind):
-    """A kind of FairScale's. Its trajectory is its own: the gain has an absolute floor."""
-
-    trajectory = None
-
-    def unavailable(self, device: str, optimizer: type[Optimizer] = SGD) -> str | None:
-        return None if importlib.util.find_spec("fairscale") else "fairscale is not installed"
-
-    def oss(self, model: nn.Module, place: Place) -> Optimizer:
-        """Return FairScale's optimizer with sharded state."""
-        from fairscale.optim import OSS as FairScaleOSS
-
-        return FairScaleOSS(model.parameters(), place.optimizer, **place.optimizer_settings)
-
-    def adascale(self, inner: Optimizer, place: Place) -> Optimizer:
-        """Return FairScale's AdaScale over an optimizer."""
-        from fairscale.optim import AdaScale as FairScaleAdaScale
-
-        return FairScaleAdaScale(inner, world_size=place.world_size, num_gradients_to_accumulate=place.passes)
-
-
-class FairScale(FairScaleKind):
-    """FairScale's AdaScale under DDP."""
-
-    name = "fairscale"
-
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        return Stepper(ddp(model, place), self.adascale(place.plain(model.parameters()), place))
-
-
-class FairScaleSharded(FairScaleKind):
-    """FairScale's ShardedDataParallel. It stops averaging gradients after zero_grad(set_to_none=True), so its loss differs."""
-
-    name = "fairscale-sharded"
-
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        from fairscale.nn.data_parallel import ShardedDataParallel as FairScaleShardedDataParallel
-
-        optimizer = self.oss(model, place)
-        return Stepper(FairScaleShardedDataParallel(model, optimizer), optimizer)
-
-
-class FairScaleAdaScaleOSS(FairScaleKind):
-    """FairScale's AdaScale over its OSS, under DDP."""
-
-    name = "fairscale-adascale+oss"
-
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        return Stepper(ddp(model, place), self.adascale(self.oss(model, place), place))
-
-
-BASELINE = DDP.name
-KINDS: dict[str, Kind] = {
+BASELINE = "ddp"
+KINDS = {
     kind.name: kind
     for kind in (
-        DDP(),
-        AdaScaleKind(),
-        AdaScaleBetas(),
-        AdaScaleSharded(),
-        Sharded(),
-        AdaScaleOSS(),
-        OSSKind(),
-        FSDP2(),
-        AdaScaleFSDP2(),
-        Zero(),
-        FairScale(),
-        FairScaleSharded(),
-        FairScaleAdaScaleOSS(),
+        Kind(BASELINE, under_ddp(plain)),
+        Kind("adascale", under_ddp(plain, adascale), "adascale"),
+        Kind("adascale_betas", under_ddp(plain, partial(adascale, rule=AdaScaleBetasRule())), None, betas=True),
+        Kind("adascale+sharded", sharded(adascale), "adascale"),  # the trainer's default on several workers
+        Kind("sharded", sharded(same)),
+        Kind("adascale+oss", under_ddp(oss, adascale), "adascale"),
+        Kind("oss", under_ddp(oss)),
+        Kind("fsdp2", fsdp2(same)),
+        Kind("adascale+fsdp2", fsdp2(adascale), "adascale"),
+        Kind("zero", under_ddp(zero)),
+        # FairScale's gain has an absolute floor.
+        Kind("fairscale", under_ddp(plain, fairscale_adascale), None, fairscale=True),
+        Kind("fairscale-sharded", fairscale_sharded, None, fairscale=True),
+        Kind("fairscale-adascale+oss", under_ddp(fairscale_oss, fairscale_adascale), None, fairscale=True),
     )
 }

@@ -18,7 +18,6 @@ import itertools
 import random
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -284,51 +283,6 @@ def lightning(task: Task, passes: int, meter: Meter) -> None:
     trainer.fit(Module(), task.loader(pieces.dataset))
 
 
-def trainer(task: Task, passes: int, meter: Meter) -> None:
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    pieces = make(task)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = pieces.model
-
-        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            return {"loss": F.cross_entropy(self.model(x), labels)}
-
-    class Steps(transformers.TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            meter()
-
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = transformers.TrainingArguments(
-            output_dir=folder,
-            max_steps=10_000,
-            per_device_train_batch_size=task.batch,
-            gradient_accumulation_steps=passes,
-            use_cpu=task.on_cpu,
-            report_to="none",
-            disable_tqdm=True,
-            logging_strategy="no",
-            save_strategy="no",
-            max_grad_norm=0.0,
-            dataloader_pin_memory=not task.on_cpu,
-        )
-        transformers.Trainer(
-            model=Model(),
-            args=arguments,
-            train_dataset=pieces.dataset,
-            data_collator=lambda rows: {
-                "x": torch.stack([x for x, _ in rows]),
-                "labels": torch.stack([y for _, y in rows]),
-            },
-            optimizers=(pieces.optimizer, pieces.scheduler),
-            callbacks=[Steps()],
-        ).train()
-
-
 Loop = Callable[[Task, int, Meter], None]
 LOOPS: Mapping[str, Loop] = {
     "bare": bare,
@@ -338,7 +292,6 @@ LOOPS: Mapping[str, Loop] = {
     "attach": attached,
     "accelerate": accelerate,
     "lightning": lightning,
-    "trainer": trainer,
 }
 ON_SEVERAL = ("bare", "plain", "run", "run_unsharded")
 """Kinds that run on several workers here."""

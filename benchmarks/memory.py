@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from bench import in_words, join_group, leave, leave_group, machine, run_workers, write_json
-from kinds import KINDS, FairScaleKind, Kind, Place, Stepper, ddp, mlp
+from kinds import KINDS, Kind, Place, fairscale_oss, mlp, under_ddp
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -38,22 +38,9 @@ _OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 }
 
 
-class FairScaleOSS(FairScaleKind):
-    """FairScale's OSS under DDP."""
-
-    name = "fairscale-oss"
-
-    def build(self, model: nn.Module, place: Place) -> Stepper:
-        return Stepper(ddp(model, place), self.oss(model, place))
-
-
-_MEASURED: dict[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        *(KINDS[name] for name in ("ddp", "oss", "sharded", "adascale+sharded", "fsdp2", "adascale+fsdp2", "zero")),
-        *(FairScaleOSS(), KINDS["fairscale-sharded"]),
-    )
-}
+_NAMES = ("ddp", "oss", "sharded", "adascale+sharded", "fsdp2", "adascale+fsdp2", "zero")
+_OSS = Kind("fairscale-oss", under_ddp(fairscale_oss), None, fairscale=True)
+_MEASURED = {kind.name: kind for kind in (*(KINDS[name] for name in _NAMES), _OSS, KINDS["fairscale-sharded"])}
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -120,6 +107,16 @@ def measure(kind: str, place: Place, args: argparse.Namespace) -> dict[str, int]
     return {"parameters": parameters, "gradients": gradients, "state": state, "peak": peak - before}
 
 
+def _end(rank: int, workers: int, scratch: str, row: dict[str, int]) -> None:
+    """End a process; rank 0 leaves the rows of all."""
+    rows: list[Any] = [None] * workers
+    dist.all_gather_object(rows, row)
+    if rank == 0:
+        leave(scratch, rows)
+    dist.barrier()
+    leave_group()
+
+
 def worker(rank: int, workers: int, scratch: str, kind: str, optimizer: str, args: argparse.Namespace) -> None:
     """Measure a kind in one process; rank 0 leaves the rows of all."""
     join_group(rank, workers, scratch, args.device)
@@ -128,12 +125,7 @@ def worker(rank: int, workers: int, scratch: str, kind: str, optimizer: str, arg
     place = Place(rank=rank, world_size=workers, device=device, passes=1, optimizer=cls, settings=settings)
     row = measure(kind, place, args)
     gc.collect()  # with torch 2.13 and gloo, a DDP model that outlives its process group sometimes hangs in its destructor
-    rows: list[Any] = [None] * workers
-    dist.all_gather_object(rows, row)
-    if rank == 0:
-        leave(scratch, rows)
-    dist.barrier()
-    leave_group()
+    _end(rank, workers, scratch, row)
 
 
 def _copying(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
@@ -180,12 +172,7 @@ def load_worker(rank: int, workers: int, scratch: str, how: str, folder: str, ar
             "parameters": sum(_local(p.detach()).nbytes for p in model.parameters()),
             "peak": resident("VmHWM") - before,
         }
-    rows: list[Any] = [None] * workers
-    dist.all_gather_object(rows, row)
-    if rank == 0:
-        leave(scratch, rows)
-    dist.barrier()
-    leave_group()
+    _end(rank, workers, scratch, row)
 
 
 def measure_loads(args: argparse.Namespace) -> list[dict[str, Any]]:

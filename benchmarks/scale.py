@@ -1,15 +1,13 @@
-"""Growth of a step, a checkpoint and Ray's controller with the workers: 2, 4, 8 and 16 processes on this machine.
+"""Growth of a step and of Ray's controller with the workers: 2, 4, 8 and 16 processes on this machine.
 
-    python benchmarks/scale.py --page                     all of it: an hour or more on two busy cores
+    python benchmarks/scale.py                            all of it: half an hour or more on two busy cores
     python benchmarks/scale.py --parts steps --workers 2 4
     python benchmarks/scale.py --smoke                    check that it runs
 
 With more workers than cores, processes wait for each other, and the time of a step means little. The meaningful figures are
-processor time over all workers relative to DDP's, and *counts*: collectives, messages and bytes a step. Counts do not depend on
-the machine, so the page derives from them the costs of more workers than this machine has.
+processor time over all workers relative to DDP's, and *counts*: collectives, messages and bytes a step.
 
     steps        12 × (Linear 512 + LayerNorm), batch 8, all kinds interleaved as in ``overhead.py``
-    checkpoints  8 M parameters, as in ``checkpoint.py``
     controller   a run under Ray that writes a checkpoint every second: processor time of Ray Train's controller
 
 Bytes are those that the kernel counted on the loopback interface, over all workers, while nothing else used it. Messages
@@ -28,37 +26,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import checkpoint
 import overhead
 import torch
 import torch.distributed as dist
-from bench import (
-    PAGES,
-    Smoke,
-    by_hand,
-    command_line,
-    join_group,
-    leave,
-    leave_group,
-    machine,
-    markdown,
-    page_parser_options,
-    run_workers,
-    write_json,
-)
+from bench import Smoke, in_words, join_group, leave, leave_group, machine, markdown, run_workers, write_json
 from kinds import KINDS as ALL_KINDS
 from kinds import Batch, Place, Spec, Stepper, mlp
 from overhead import run_block
 from torch.profiler import ProfilerActivity, profile
 
-PAGE = PAGES / "scale.md"
 WORKERS = (2, 4, 8, 16)
-PARTS = ("steps", "checkpoints", "controller")
+PARTS = ("steps", "controller")
 KINDS = (
     *("ddp", "adascale", "adascale+oss", "sharded", "adascale+sharded"),
     *("zero", "fairscale-sharded", "fairscale-adascale+oss"),
@@ -75,51 +57,6 @@ MESSAGES: dict[str, Callable[[int], float]] = {
     "recv": lambda n: 0,
 }
 """Messages that a worker sends for one gloo collective of n workers, averaged over workers; gloo divides large ones further."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Steps:
-    """One kind with one number of workers; times and ratios as in ``overhead.Result``.
-
-    Attributes:
-        collectives: Calls a step on rank 0, by name.
-        messages: Messages sent a step and worker, from ``collectives``.
-        bytes: Bytes sent a step and worker, as the kernel counted on loopback; NaN if it doesn't count.
-        all_reduce_bytes: Bytes that a ring all-reduce of the gradient sends: 2 (N − 1) / N · 4 bytes · parameters.
-    """
-
-    workers: int
-    kind: str
-    parameters: int
-    ms_per_step: float
-    ratio: float
-    cpu_ms_per_step: float
-    cpu_ratio: float
-    cpu_q1: float
-    cpu_q3: float
-    collectives: dict[str, float]
-    messages: float
-    bytes: float
-    all_reduce_bytes: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Controller:
-    """A run under Ray Train with a checkpoint every second.
-
-    Attributes:
-        workers: Number of workers.
-        start_s: Seconds from ``fit()`` to the first report.
-        reports: Number of reports with a checkpoint after the first one.
-        seconds: Seconds between the first and the last of them.
-        cpu_ms: Processor time of the controller's process per report, in that time.
-    """
-
-    workers: int
-    start_s: float
-    reports: int
-    seconds: float
-    cpu_ms: float
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -186,30 +123,19 @@ def steps_worker(rank: int, workers: int, scratch: str, settings: overhead.Setti
 
     results = overhead.measure("scale", spec, place, settings, also=count)
     if rank == 0:
-        found = [
-            Steps(
-                workers=workers,
-                kind=r.kind,
-                parameters=r.parameters,
-                ms_per_step=r.ms_per_step,
-                ratio=r.ratio,
-                cpu_ms_per_step=r.cpu_ms_per_step,
-                cpu_ratio=r.cpu_ratio,
-                cpu_q1=r.cpu_ratio_q1,
-                cpu_q3=r.cpu_ratio_q3,
-                collectives=counted[r.kind][0],
-                messages=messages(counted[r.kind][0], workers),
-                bytes=counted[r.kind][1],
-                all_reduce_bytes=8 * r.parameters * (workers - 1) / workers,
-            )
-            for r in results
-        ]
-        leave(scratch, [asdict(f) for f in found])
+        rows = []
+        for r in results:
+            collectives, sent = counted[r["kind"]]
+            # A ring all-reduce of the gradient sends 2 (N − 1) / N · 4 bytes · parameters.
+            ring = 8 * r["parameters"] * (workers - 1) / workers
+            more = {"messages": messages(collectives, workers), "bytes": sent, "all_reduce_bytes": ring}
+            rows.append({"workers": workers, **r, "collectives": collectives, **more})
+        leave(scratch, rows)
     dist.barrier()
     leave_group()
 
 
-def measure_steps(workers: int, kinds: Sequence[str], rounds: int, *, smoke: bool) -> list[Steps]:
+def measure_steps(workers: int, kinds: Sequence[str], rounds: int, *, smoke: bool) -> list[dict[str, Any]]:
     """Measure the steps of all kinds with one number of workers."""
     depth, width, batch = (2, 16, 2) if smoke else (12, 512, 8)
     spec = Spec(build=partial(mlp, depth, width), input_shape=(width,), classes=width, batch=batch)
@@ -224,18 +150,7 @@ def measure_steps(workers: int, kinds: Sequence[str], rounds: int, *, smoke: boo
         smoke=smoke,
         total_steps=None,
     )
-    return [Steps(**row) for row in run_workers(steps_worker, workers, settings, spec)]
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def measure_checkpoints(workers: int, rounds: int, *, smoke: bool) -> list[dict[str, Any]]:
-    """Measure checkpoints with one number of workers."""
-    settings = checkpoint.Settings(
-        layers=(1,) if smoke else (8,), width=32 if smoke else 1000, rounds=rounds, world_size=workers
-    )
-    return [{"workers": workers, **row} for row in run_workers(checkpoint.worker, workers, settings)]
+    return run_workers(steps_worker, workers, settings, spec)
 
 
 # ---- Ray's controller ------------------------------------------------------------------------------------------------
@@ -260,8 +175,13 @@ def ten_numbers(config: dict[str, Any]) -> Any:
     )
 
 
-def measure_controller(workers: int, seconds: float) -> Controller:
-    """Measure the controller on a Ray of its own, with a logical CPU for every worker."""
+def measure_controller(workers: int, seconds: float) -> dict[str, Any]:
+    """Measure the controller on a Ray of its own, with a logical CPU for every worker.
+
+    Returns:
+        "start_s": seconds from ``fit()`` to the first report; "reports": number of reports after it; "seconds": those between the
+        first and the last report; "cpu_ms": processor time of the controller's process for each.
+    """
     import ray
     from ray.train import Checkpoint, CheckpointConfig, RunConfig, ScalingConfig, UserCallback
 
@@ -307,179 +227,45 @@ def measure_controller(workers: int, seconds: float) -> Controller:
         shutil.rmtree(folder, ignore_errors=True)
     (first_at, first_cpu), (last_at, last_cpu) = rows[0], rows[-1]
     reports = len(rows) - 1
-    return Controller(
-        workers=workers,
-        start_s=first_at - began,
-        reports=reports,
-        seconds=last_at - first_at,
-        cpu_ms=(last_cpu - first_cpu) / max(reports, 1) * 1e3,
-    )
+    return {
+        "workers": workers,
+        "start_s": first_at - began,
+        "reports": reports,
+        "seconds": last_at - first_at,
+        "cpu_ms": (last_cpu - first_cpu) / max(reports, 1) * 1e3,
+    }
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def steps_table(found: Sequence[Steps]) -> str:
-    """Return the table of times, messages and bytes."""
-    rows = [
-        [
-            f"{s.workers}",
-            s.kind,
-            f"{s.ms_per_step:.1f}",
-            f"{s.ratio:.2f}",
-            f"{s.cpu_ms_per_step:.0f}",
-            f"**{s.cpu_ratio:.2f}** ({s.cpu_q1:.2f}–{s.cpu_q3:.2f})",
-            f"{s.messages:.0f}",
-            f"{s.bytes / 1e6:.2f}",
-            f"{s.bytes / s.all_reduce_bytes:.2f}",
-        ]
-        for s in found
-    ]
+def steps_tables(found: Sequence[dict[str, Any]]) -> str:
+    """Return the table of times, messages and bytes, and that of collectives."""
+    rows, calls = [], []
+    for s in found:
+        name = [f"{s['workers']}", s["kind"]]
+        cpu = f"**{s['cpu_ratio']:.2f}** ({s['cpu_ratio_q1']:.2f}–{s['cpu_ratio_q3']:.2f})"
+        times = [f"{s['ms_per_step']:.1f}", f"{s['ratio']:.2f}", f"{s['cpu_ms_per_step']:.0f}", cpu]
+        sent = [f"{s['messages']:.0f}", f"{s['bytes'] / 1e6:.2f}", f"{s['bytes'] / s['all_reduce_bytes']:.2f}"]
+        rows.append([*name, *times, *sent])
+        calls.append([*name, ", ".join(f"{number:g} {what}" for what, number in s["collectives"].items())])
     head = ["workers", "kind", "ms a step", "× ddp", "CPU ms a step, all workers", "× ddp, CPU (quartiles)"]
-    return markdown([*head, "messages a worker", "MB sent a worker", "× an all-reduce"], rows)
+    first = markdown([*head, "messages a worker", "MB sent a worker", "× an all-reduce"], rows)
+    return f"{first}\n\n{markdown(['workers', 'kind', 'collectives a step'], calls)}"
 
 
-def collectives_table(found: Sequence[Steps]) -> str:
-    """Return the table of collectives."""
-    rows = [
-        [f"{s.workers}", s.kind, ", ".join(f"{number:g} {name}" for name, number in s.collectives.items())]
-        for s in found
-    ]
-    return markdown(["workers", "kind", "collectives a step"], rows)
-
-
-def checkpoints_table(found: Sequence[dict[str, Any]]) -> str:
-    """Return the table of checkpoints."""
-    rows = [
-        [f"{r['workers']}", r["kind"], f"{r['stall_s']:.3f}", f"{r['written_s']:.3f}", f"{r['bytes'] / 1e6:.1f}"]
-        for r in found
-    ]
-    return markdown(["workers", "kind", "stands still, s", "on disk after, s", "MB"], rows)
-
-
-def controller_table(found: Sequence[Controller]) -> str:
+def controller_table(found: Sequence[dict[str, Any]]) -> str:
     """Return the table of the controller."""
+
+    def apart(c: dict[str, Any]) -> float:
+        return c["seconds"] / max(c["reports"], 1)
+
+    head = ["workers", "s from fit() to the first checkpoint", "checkpoints", "s apart", "controller's CPU ms each"]
     rows = [
-        [f"{c.workers}", f"{c.start_s:.1f}", f"{c.reports}", f"{c.seconds / max(c.reports, 1):.2f}", f"{c.cpu_ms:.0f}"]
+        [f"{c['workers']}", f"{c['start_s']:.1f}", f"{c['reports']}", f"{apart(c):.2f}", f"{c['cpu_ms']:.0f}"]
         for c in found
     ]
-    head = ["workers", "s from fit() to the first checkpoint", "checkpoints", "s apart", "controller's CPU ms each"]
     return markdown(head, rows)
-
-
-MODELS = {"3 M": 3e6, "100 M": 1e8, "1,000 M": 1e9}  # parameters
-FAR = (16, 64, 1024)
-HOP_S, BYTES_PER_S = 30e-6, 10e9 / 8  # assumed cost of a message beside its bytes, and speed of a link
-BUCKET = 2**22  # elements in a bucket of OSS
-DDP_BYTES, DDP_FIRST_BYTES = 25 * 2**20, 2**20  # bytes in DDP's buckets, and in the bucket that is sent first
-
-
-@dataclass(frozen=True, kw_only=True)
-class Far:
-    """A step of ``adascale+sharded`` on gloo, computed from the counted collectives.
-
-    Attributes:
-        messages: Messages that a worker sends for the gradient.
-        small: Messages that it sends for AdaScale's all-reduce.
-        ddp: Messages that it would send for DDP's all-reduces.
-        bytes: Bytes that it sends; DDP's all-reduces send the same number.
-        piece: Bytes of a message.
-    """
-
-    messages: int
-    small: int
-    ddp: int
-    bytes: float
-    piece: float
-
-    @property
-    def seconds(self) -> float:
-        """Seconds without any overlap: messages one after the other, then their bytes."""
-        return (self.messages + self.small) * HOP_S + self.bytes / BYTES_PER_S
-
-
-def far(parameters: float, workers: int) -> Far:
-    """Compute a step: a bucket is an all-to-all and a shard from each worker to all others; AdaScale adds one all-reduce."""
-    buckets = math.ceil(parameters / BUCKET)
-    ddp_buckets = 1 + math.ceil((4 * parameters - DDP_FIRST_BYTES) / DDP_BYTES)
-    return Far(
-        messages=2 * (workers - 1) * buckets,
-        small=2 * (workers - 1),
-        ddp=2 * (workers - 1) * ddp_buckets,
-        bytes=8 * parameters * (workers - 1) / workers,
-        piece=4 * parameters / buckets / workers,
-    )
-
-
-def extrapolation() -> str:
-    """Return the table of steps with more workers."""
-    rows = []
-    for name, parameters in MODELS.items():
-        for workers in FAR:
-            f = far(parameters, workers)
-            rows.append(
-                [
-                    name,
-                    f"{workers:,}",
-                    f"{f.ddp:,}",
-                    f"{f.messages:,}",
-                    f"{f.small:,}",
-                    f"{f.bytes / 1e6:,.0f}",
-                    f"{f.piece / 1e3:,.1f}",
-                    f"{f.bytes / BYTES_PER_S:.2f}",
-                    f"{f.seconds:.2f}",
-                    f"{f.small * HOP_S / f.seconds:.0%}",
-                ]
-            )
-    head = ["parameters", "workers", "messages: DDP", "sharded", "and AdaScale's", "MB sent a worker", "kB a message"]
-    return markdown([*head, "s for the bytes", "s with the messages", "AdaScale's part"], rows)
-
-
-def _made(command: str, machine: dict[str, Any]) -> str:
-    """Return how a part was measured, in words."""
-    where = f"{machine['date'][:10]}, {machine['cpu']}, {machine['cores']} cores, load {machine['load']} before"
-    return f"`{command}`, {where}, torch {machine['torch']}"
-
-
-def page(document: dict[str, Any], kept: str) -> str:
-    """Return the page.
-
-    Args:
-        document: Content of the JSON file.
-        kept: The part by hand.
-    """
-    made = "; ".join(dict.fromkeys(_made(**document["made"][part]) for part in PARTS if part in document["made"]))
-    steps = [Steps(**row) for row in document["steps"]]
-    controllers = [Controller(**row) for row in document["controller"]]
-    parts = [
-        "# More workers",
-        "What grows with the number of workers, measured where it can be and counted where it can't: 2 to 16 processes on a "
-        "machine of two cores, gloo over loopback.",
-        f"{made}. FairScale, no dependency, as in [time of a step](overhead.md#how-it-is-measured).",
-        "## What it says",
-        kept,
-        "## A step",
-        "12 × (Linear 512 + LayerNorm), batch 8 a worker, SGD with momentum, one pass. With more workers than cores a step's "
-        "milliseconds are those of processes that wait for a core; processor time over all workers, relative to DDP's in the "
-        "same round, says more. Messages are counted from the collectives (below), bytes by the kernel.",
-        steps_table(steps),
-        "Collectives a step, on rank 0:",
-        collectives_table(steps),
-        "## A checkpoint",
-        "8 M parameters with momentum (64 MB), all workers on one disk; the slowest worker, median. `background`: what training "
-        "stands still for, and when the checkpoint is whole.",
-        checkpoints_table(document["checkpoints"]),
-        "## Ray's controller",
-        "A run whose steps only sleep, with a checkpoint every second: the processor time of Ray Train's controller for each.",
-        controller_table(controllers),
-        "## 64 and 1,024",
-        "By the counted collectives, for gloo: an all-to-all and one message to each other worker for every bucket, and "
-        f"AdaScale's one small all-reduce a step. A message is taken to cost its sender {HOP_S * 1e6:.0f} µs, a link to carry "
-        f"{BYTES_PER_S * 8 / 1e9:.0f} Gbit/s, and nothing to overlap with the backward pass; buckets of OSS have "
-        "4 Mi elements, DDP's 25 MiB. These are sums, not measurements.",
-        extrapolation(),
-    ]
-    return "\n\n".join(parts) + "\n"
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -490,12 +276,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, nargs="+", default=list(WORKERS), help="(default: %(default)s)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
     parser.add_argument("--kinds", nargs="+", choices=list(ALL_KINDS), help="of a step; ddp always runs")
-    parser.add_argument("--rounds", type=int, default=12, help="of steps and checkpoints (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=12, help="of steps (default: %(default)s)")
     parser.add_argument(
         "--seconds", type=float, default=20.0, help="of a run for the controller (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, default=Path("runs/scale.json"), help="parts not run are kept from it")
-    page_parser_options(parser, PAGE)
     parser.add_argument("--smoke", action=Smoke, help="two workers, tiny models, two rounds: only check that it runs")
     arguments = parser.parse_args(argv)
     if min(arguments.workers) < 2 or arguments.rounds < 1 or arguments.seconds <= 0:
@@ -504,31 +289,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     workers, rounds = ([2], 2) if smoke else (list(dict.fromkeys(arguments.workers)), arguments.rounds)
     wanted = ["ddp", *(arguments.kinds or KINDS)]
     kinds = [k for k in dict.fromkeys(wanted) if ALL_KINDS[k].unavailable("cpu") is None]
-
-    document: dict[str, Any] = {part: [] for part in PARTS} | {"made": {}}
+    document: dict[str, Any] = {part: [] for part in PARTS}
     if arguments.json.exists():
         document.update(json.loads(arguments.json.read_text()))
-    if not arguments.report_only:
-        command = command_line(sys.argv[1:] if argv is None else argv, "benchmarks/scale.py")
-        made = {"machine": machine(), "command": command}
-        for part in arguments.parts:
-            document[part] = []
-            document["made"][part] = made
-            for n in workers:
-                began = time.perf_counter()
-                if part == "steps":
-                    document[part] += [asdict(s) for s in measure_steps(n, kinds, rounds, smoke=smoke)]
-                elif part == "checkpoints":
-                    document[part] += measure_checkpoints(n, min(rounds, 5), smoke=smoke)
-                else:
-                    document[part].append(asdict(measure_controller(n, 3.0 if smoke else arguments.seconds)))
-                write_json(arguments.json, document)
-                print(f"{part}, {n} workers: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-    print(steps_table([Steps(**row) for row in document["steps"]]))
-    print(f"\n{checkpoints_table(document['checkpoints'])}")
-    print(f"\n{controller_table([Controller(**row) for row in document['controller']])}")
-    if arguments.page is not None:
-        arguments.page.write_text(page(document, by_hand(arguments.page)))
+    document["machine"] = machine()
+    for part in arguments.parts:
+        document[part] = []
+        for n in workers:
+            began = time.perf_counter()
+            if part == "steps":
+                document[part] += measure_steps(n, kinds, rounds, smoke=smoke)
+            else:
+                document[part].append(measure_controller(n, 3.0 if smoke else arguments.seconds))
+            write_json(arguments.json, document)
+            print(f"{part}, {n} workers: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    print(
+        in_words(document["machine"]),
+        steps_tables(document["steps"]),
+        controller_table(document["controller"]),
+        sep="\n\n",
+    )
     return 0
 
 

@@ -179,22 +179,8 @@ def our_search(task: Task, folder: str) -> int:
 SEARCH: Mapping[str, Callable[[Task, str], int]] = {"plain": plain_search, "tune_recipe": our_search}
 
 
-@dataclass(frozen=True)
-class Result:
-    """Searches of a task: seconds by round, after one round to warm up."""
-
-    task: str
-    plain_s: list[float]
-    tune_recipe_s: list[float]
-
-    @property
-    def ratios(self) -> list[float]:
-        """Ratios by round."""
-        return [ours / plain for ours, plain in zip(self.tune_recipe_s, self.plain_s, strict=True)]
-
-
-def compare(task: Task, folder: str) -> Result:
-    """Run the searches of a task in turn."""
+def compare(task: Task, folder: str) -> dict[str, Any]:
+    """Run the searches of a task in turn. Return seconds and ratios by round, after one round to warm up."""
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for number in range(task.rounds + 1):
         for kind in random.Random(number).sample(KINDS, len(KINDS)):
@@ -205,21 +191,18 @@ def compare(task: Task, folder: str) -> Result:
                 raise RuntimeError(f"{kind} on {task.name}: {ended} of {len(LRS)} trials did the whole work.")
             if number > 0:
                 seconds[kind].append(wall)
-    return Result(task.name, seconds["plain"], seconds["tune_recipe"])
+    plain, ours = seconds["plain"], seconds["tune_recipe"]
+    ratios = [b / a for a, b in zip(plain, ours, strict=True)]
+    return {"task": task.name, "plain_s": plain, "tune_recipe_s": ours, "ratios": ratios}
 
 
-def table(results: Sequence[Result]) -> str:
+def table(results: Sequence[dict[str, Any]]) -> str:
     """Return the table of the searches."""
-    rows = [
-        [
-            r.task,
-            f"{statistics.median(r.plain_s):.2f}",
-            f"{statistics.median(r.tune_recipe_s):.2f}",
-            f"{statistics.median(r.ratios):.3f}",
-            f"{min(r.ratios):.3f}–{max(r.ratios):.3f}",
-        ]
-        for r in results
-    ]
+    rows = []
+    for r in results:
+        plain, ours, ratio = (statistics.median(r[key]) for key in ("plain_s", "tune_recipe_s", "ratios"))
+        spread = f"{min(r['ratios']):.3f}–{max(r['ratios']):.3f}"
+        rows.append([r["task"], f"{plain:.2f}", f"{ours:.2f}", f"{ratio:.3f}", spread])
     return markdown(["workload", "plain, s", "tune_recipe, s", "ratio", "range over rounds"], rows)
 
 
@@ -251,12 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             ray.shutdown()
     if arguments.json is not None:
-        document = {
-            "machine": about,
-            "tasks": [asdict(task) for task in tasks],
-            "results": [{**asdict(r), "ratio": statistics.median(r.ratios)} for r in results],
-        }
-        write_json(arguments.json, document)
+        write_json(arguments.json, {"machine": about, "tasks": [asdict(task) for task in tasks], "results": results})
     print(in_words(about))
     print(f"{len(LRS)} trials on {arguments.cpus} CPUs, each to its end; medians\n")
     print(table(results))

@@ -1,12 +1,10 @@
-"""What two GPUs are asked, in one script: NCCL, sharding against FSDP2, a killed rank, and a run on 2, 1 and 2 GPUs.
+"""A killed rank, and a run on 2, 1 and 2 GPUs.
 
-    python benchmarks/two_gpus.py                    # make gpu-evidence GPUS=2, after the tests marked gpu
-    python benchmarks/two_gpus.py --device cpu --smoke   # check that it runs, with gloo
+    python benchmarks/two_gpus.py                # make gpu-evidence GPUS=2, after the tests marked gpu
+    python benchmarks/two_gpus.py --device cpu   # check that it runs, with gloo
 
-Three questions, and a JSON file with the answers:
+Two questions, and a JSON file with the answers:
 
-- The time of a step of each sharding against DDP, and of FSDP2 (``overhead.py``). Where FSDP2 is faster than ShardedDataParallel,
-  our own sharding of gradients is not worth its lines.
 - A killed rank: the seconds until torchrun has ended the other one, and whether the run resumes.
 - The same run on 2, 1 and 2 processes: each step has one row in the trace, and the gains add up to τ.
 """
@@ -27,7 +25,6 @@ from typing import Any
 
 from bench import ROOT, machine, write_json
 
-KINDS = ["adascale", "sharded", "adascale+sharded", "oss", "adascale+oss", "fsdp2", "adascale+fsdp2", "zero"]
 TOTAL_STEPS = 120
 
 
@@ -118,48 +115,21 @@ def elastic(device: str) -> dict[str, Any]:
     }
 
 
-def overhead(device: str, smoke: bool, seconds: float) -> dict[str, Any]:
-    """Run ``overhead.py`` on two workers, and return what it wrote."""
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "overhead.json"
-        command = [sys.executable, str(ROOT / "benchmarks" / "overhead.py"), "--device", device, "--workers", "2"]
-        command += ["--accumulation", "1", "--kinds", *KINDS, "--json", str(path)]
-        command += ["--models", "narrow", "--smoke"] if smoke else ["--rounds", "15"]
-        try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return {"trouble": f"took longer than {seconds:.0f} s"}
-        if not path.exists():
-            return {"trouble": ended.stderr[-2000:]}
-        print("\n".join(line for line in ended.stdout.splitlines() if line.startswith("|")), flush=True)
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=7.0, help="time for everything (default: %(default)s)")
     parser.add_argument("--json", type=Path, default=ROOT / "runs" / "gpu" / "two_gpus.json", help="the answers")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model: only check that it runs")
     parser.add_argument("--train", nargs=3, metavar=("FOLDER", "UNTIL", "HOW"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.train:
         folder, until, how = args.train
         train(Path(folder), args.device, int(until), how)
         return 0
-    deadline = time.monotonic() + 60 * args.minutes
-    found: dict[str, Any] = {"machine": machine(device=args.device)}
-    for name, answer in (
-        ("elastic", lambda: elastic(args.device)),
-        ("overhead", lambda: overhead(args.device, args.smoke, max(10.0, deadline - time.monotonic()))),
-    ):
-        found[name] = answer()
-        write_json(args.json, found)  # each answer as it comes
-    print(json.dumps(found["elastic"], indent=1))
-    runs = found["elastic"]
-    whole = runs["one_row_a_step"] and abs(runs["gains_minus_tau"]) < 1e-6 and runs["tau"] >= TOTAL_STEPS
-    return 0 if whole and "trouble" not in found["overhead"] else 1
+    found = elastic(args.device)
+    write_json(args.json, {"machine": machine(device=args.device), **found})
+    print(json.dumps(found, indent=1))
+    whole = found["one_row_a_step"] and abs(found["gains_minus_tau"]) < 1e-6 and found["tau"] >= TOTAL_STEPS
+    return 0 if whole else 1
 
 
 if __name__ == "__main__":

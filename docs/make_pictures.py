@@ -114,8 +114,8 @@ def draw_concept(path: Path) -> None:
     figure, (steps, schedule) = plt.subplots(
         2, 1, sharex=True, figsize=(7, 4.2), layout="constrained", height_ratios=(1.1, 1)
     )
-    for tau in range(total):
-        steps.add_patch(plt.Rectangle((tau, 1.25), 1, 0.35, fc="0.85", ec="0.35", lw=0.8))
+    for step in range(total):
+        steps.add_patch(plt.Rectangle((step, 1.25), 1, 0.35, fc="0.85", ec="0.35", lw=0.8))
     for tau, gain in zip(starts, gains, strict=True):
         steps.add_patch(plt.Rectangle((tau, 0.15), gain, 0.7, fc="C0", ec="white", lw=1.2, alpha=0.75))
         steps.text(tau + gain / 2, 0.5, f"{gain:g}", ha="center", va="center", fontsize=9, color="white")

@@ -19,7 +19,6 @@ The kept results are in ``benchmarks/studies/kept/at_size.jsonl``.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -40,8 +39,7 @@ from comparison_page import (
     write_page,
 )
 from real_workloads import AT_SIZE
-from wall_clock import BYTES_PER_S, LATENCY_S, WORKERS, read_steps, share
-from wall_clock import table as workers_table
+from wall_clock import BYTES_PER_S, LATENCY_S, read_steps, share
 
 from ray_adascale import LinearRule, SquareRootRule, UnscaledRule
 
@@ -188,7 +186,6 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
     """Write the page and its pictures; the part by hand stays."""
     kept = by_hand(page)
     _, about = read_steps()
-    ran = json.loads(WORKERS.read_text())
     page.parent.mkdir(parents=True, exist_ok=True)
     narrow = replace(plan, comparison=replace(LONGER, methods={name: LONGER.methods[name] for name in EQUAL_STEPS}))
     scale, curves = (draw(narrow, results, page) for draw in (picture_by_scale, picture_by_tau))
@@ -224,12 +221,8 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
         f"all-reduce over {BYTES_PER_S * 8 / 1e9:g} Gbit/s with {LATENCY_S * 1e6:g} µs a message). AdaScale has B0 examples a "
         "machine, the fixed batch B0 / machines, rounded up. What AdaScale adds to a step (2 to 20 % on CPUs, "
         "[time of a step](overhead.md#cpu)) is not included. "
-        f"`wall_clock.py --steps`, {about['date'][:10]}, {about['cpu']}, load {about['load']} before.",
+        f"`wall_clock.py`, {about['date'][:10]}, {about['cpu']}, load {about['load']} before.",
         seconds_table(plan, results),
-        "## Measured: two workers on two cores",
-        "One thread and one core a worker, gloo, seconds from the first to the last but one step, median over three seeds. "
-        f"`wall_clock.py --workers`, {ran['machine']['date'][:10]}, load {ran['machine']['load']} before.",
-        workers_table(ran["rows"]),
         "## The same curve over effective steps",
         f"![metric against effective steps]({curves.name})",
     ]

@@ -1,6 +1,6 @@
 """A batch that follows the noise or a given schedule against fixed batches: steps, examples, metric, on four workloads.
 
-    python benchmarks/studies/autobatch.py --page                             all of it: about an hour of one thread
+    python benchmarks/studies/autobatch.py                                    all of it: about an hour of one thread
     python benchmarks/studies/autobatch.py --workloads mnist1d --seeds 2      a part; kept runs are not repeated
     python benchmarks/studies/autobatch.py --report-only                      the tables of the kept runs
     python benchmarks/studies/autobatch.py --smoke                            check that it runs
@@ -32,16 +32,16 @@ from typing import Any
 import study
 import torch
 import torch.nn.functional as F
-from study import CASES, Case, announce, check_scales, mean_and_error, prepare_process, read_runs, schedule
+from study import CASES, Case, announce, check_scales, made, mean_and_error, prepare_process, read_runs
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, Run, Workload, seed_everything
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import ROOT, command_line, markdown
+from bench import PAGES, markdown
 
-PAGE = ROOT / "runs" / "adaptive-batch.md"  # its tables are copied into pages/adaptive-batch.md
+PAGE = PAGES / "adaptive-batch.md"  # written by hand, with these tables
 
 KEPT = "benchmarks/studies/kept/autobatch.jsonl"
 
@@ -109,17 +109,11 @@ def mnist1d(config: dict[str, Any]) -> Workload:
         x, y = (test if config["split"] == "test" else search).tensors
         return {"accuracy": (model(x).argmax(1) == y).float().mean().item()}
 
-    return Workload(
-        model=model,
-        optimizer=optimizer,
-        scheduler=schedule(optimizer, config["schedule"], config["total_steps"]),
-        scheduler_unit="step",
-        train_dataset=train,
-        loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-        evaluate=evaluate,
-        metric="accuracy",
-        mode="max",
-    )
+    def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    parts: dict[str, Any] = {"model": model, "train_dataset": train, "loss_fn": loss_fn, "evaluate": evaluate}
+    return made(config, optimizer, metric="accuracy", mode="max", **parts)
 
 
 WORKLOADS: dict[str, Case] = {
@@ -239,30 +233,7 @@ def of_choice(results: dict[Job, Result], workload: str, total_steps: int, choic
     return [r for job, r in results.items() if (job.workload, job.choice, job.total_steps) == wanted]
 
 
-# ---- tables and the picture ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Against:
-    """A choice of E against the fixed frontier at equal steps: means over seeds, each with its standard error.
-
-    Attributes:
-        steps: Optimizer steps.
-        examples: Examples.
-        saved: Share of the examples that a fixed scale needs and this choice saves.
-        saved_error: Its standard error.
-        better: By how much the score is better.
-        better_error: Its standard error.
-        outside: Number of seeds with fewer or more steps than any fixed scale; they are compared with the nearest.
-    """
-
-    steps: float
-    examples: float
-    saved: float
-    saved_error: float
-    better: float
-    better_error: float
-    outside: int
+# ---- tables ---------------------------------------------------------------------------------------------------------
 
 
 def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
@@ -278,9 +249,15 @@ def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
 
 def against(
     case: Case, results: dict[Job, Result], workload: str, total_steps: int, choice: str, scales: Sequence[int]
-) -> Against | None:
-    """Compare a choice with the fixed scales, over the seeds that have results for all of them; None if there is no such seed."""
-    saved, better, steps, examples, outside = [], [], [], [], 0
+) -> list[str]:
+    """Compare a choice with the fixed frontier at as many steps, over the seeds that have results for all scales.
+
+    Returns:
+        Two cells with means over seeds and standard errors: the share of the examples that a fixed scale needs and this choice
+        saves, with the number of seeds that took fewer or more steps than any fixed scale and are compared with the nearest; and
+        by how much the score is better.
+    """
+    saved, better, outside = [], [], 0
     for job, own in results.items():
         if (job.workload, job.choice, job.total_steps) != (workload, choice, total_steps):
             continue
@@ -290,20 +267,17 @@ def against(
             continue
         # Leave out a fixed scale that takes more steps and more examples than another: with few seeds, noise can cause that.
         there = [r for r in there if not any(o.steps <= r.steps and o.examples < r.examples for o in there)]
-        at = math.log(own.steps)
-        logs = [math.log(r.steps) for r in there]
+        at, logs = math.log(own.steps), [math.log(r.steps) for r in there]
         outside += not min(logs) <= at <= max(logs)
         needed = math.exp(interpolated([(x, math.log(r.examples)) for x, r in zip(logs, there, strict=True)], at))
         score = interpolated([(x, r.score) for x, r in zip(logs, there, strict=True)], at)
         saved.append(1 - own.examples / needed)
         better.append(case.better(own.score, score))
-        steps.append(own.steps)
-        examples.append(own.examples)
     if not saved:
-        return None
-    return Against(
-        statistics.mean(steps), statistics.mean(examples), *mean_and_error(saved), *mean_and_error(better), outside
-    )
+        return ["", ""]
+    (share, share_error), (by, by_error) = mean_and_error(saved), mean_and_error(better)
+    note = f" ({outside} beyond the frontier)" if outside else ""
+    return [f"{100 * share:+.0f} % ± {100 * share_error:.0f}{note}", f"{by:+.4f} ± {by_error:.4f}"]
 
 
 def table(results: dict[Job, Result], workload: str, total_steps: int, choices: Sequence[str]) -> str:
@@ -324,66 +298,10 @@ def table(results: dict[Job, Result], workload: str, total_steps: int, choices: 
             f"{statistics.mean(r.examples for r in mine) / (total_steps * case.base_batch_size):.2f}",
             f"{score:.4f} ± {error:.4f}",
         ]
-        found = against(case, results, workload, total_steps, choice, scales) if choice[0] != "S" else None
-        if found is None:
-            rows.append([*row, "", ""])
-        else:
-            note = f" ({found.outside} beyond the frontier)" if found.outside else ""
-            rows.append(
-                [
-                    *row,
-                    f"{100 * found.saved:+.0f} % ± {100 * found.saved_error:.0f}{note}",
-                    f"{found.better:+.4f} ± {found.better_error:.4f}",
-                ]
-            )
+        fixed = choice[0] == "S"
+        rows.append([*row, *(["", ""] if fixed else against(case, results, workload, total_steps, choice, scales))])
     head = ["", "seeds", "steps", "examples, × base run", case.metric, "examples saved at as many steps", "better by"]
     return markdown(head, rows)
-
-
-def plot(results: dict[Job, Result], plan: dict[str, int], choices: Sequence[str], path: Path) -> None:
-    """Draw a row of panels for each workload: examples against steps, metric against steps, and S over τ."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(len(plan), 3, figsize=(13, 3.6 * len(plan)), layout="constrained", squeeze=False)
-    for row, (workload, total_steps) in zip(axes, plan.items(), strict=True):
-        case = WORKLOADS[workload]
-        for kind, color, label in (
-            ("S", "0.5", "fixed S"),
-            ("E", "C0", "efficiency E"),
-            ("G", "C2", "given"),
-        ):
-            points = []
-            for choice in choices:
-                mine = of_choice(results, workload, total_steps, choice)
-                if choice[0] == kind and mine:
-                    means = [
-                        statistics.mean(v) for v in zip(*((r.steps, r.examples, r.score) for r in mine), strict=True)
-                    ]
-                    points.append((*means, choice))
-            if not points:
-                continue
-            steps, examples, scores, names = zip(*sorted(points), strict=True)
-            base = total_steps * case.base_batch_size
-            row[0].plot(steps, [e / base for e in examples], "o-", color=color, label=label, ms=4)
-            row[1].plot(steps, scores, "o-", color=color, ms=4)
-            for x, y, name in zip(steps, examples, names, strict=True):
-                row[0].annotate(name, (x, y / base), fontsize=7, textcoords="offset points", xytext=(4, 3))
-        for number, choice in enumerate(c for c in choices if c[0] != "S"):
-            for first in of_choice(results, workload, total_steps, choice)[:1]:
-                row[2].step(first.tau, first.scale, where="post", color=f"C{number}", label=choice, lw=1)
-        row[0].set(title=workload, xscale="log", yscale="log", xlabel="optimizer steps", ylabel="examples, × base run")
-        row[1].set(xscale="log", xlabel="optimizer steps", ylabel=case.metric)
-        row[2].set(yscale="log", xlabel="effective steps τ", ylabel="S")
-        for panel in row:
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.tick_params(labelsize=7)
-        row[0].legend(frameon=False, fontsize=8)
-        row[2].legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -410,7 +328,6 @@ def choices_of(args: argparse.Namespace) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
     prepare_process()
     plan = {w: 60 if args.smoke else WORKLOADS[w].total_steps for w in args.workloads}
@@ -424,13 +341,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     announce(args.json)
     results = read_runs(args.json, Job, Result) if args.report_only else run_all(jobs, args.json, args.jobs)
     tables = [f"## {w}\n\n{table(results, w, total, choices)}" for w, total in plan.items()]
-    if args.page is not None:
-        dates = sorted({r.date for r in results.values()})
-        command = command_line(argv, "benchmarks/studies/autobatch.py")
-        made = f"`{command}`, {', '.join(dates)}, torch {torch.__version__}"
-        args.page.parent.mkdir(parents=True, exist_ok=True)
-        args.page.write_text("\n\n".join([made, *tables, f"![frontiers]({args.page.stem}.png)"]) + "\n")
-        plot(results, plan, choices, args.page.with_suffix(".png"))
     print("\n\n".join(tables))
     return 0
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -12,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from python_sources import Text
 from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[1]))
+from models import Block
 
 
 @dataclass(frozen=True)
@@ -47,24 +52,6 @@ FULL = Size()
 TINY = Size(48, 3, 4, 16, 4, 32, 24, 32, 2, 0.2)
 
 
-class Block(nn.Module):
-    """Causal attention and a perceptron, each after a layer norm."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        width, self.heads = size.width, size.heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
-
-
 BlockFn = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -82,7 +69,7 @@ class Decoder(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(256, size.width), nn.Embedding(size.length, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(Block(size.width, size.heads, bias=False) for _ in range(size.layers))
         self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, 256, bias=False)
         for name, p in self.named_parameters():
             if p.ndim == 2:

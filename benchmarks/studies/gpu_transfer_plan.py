@@ -27,8 +27,8 @@ class Setting:
     decay: float
 
 
-FIRST = {"adamw": Setting(1e-3, 0.1, 0.1), "muon": Setting(2e-3, 0.1, 0.1)}
-LRS = {"adamw": (2.5e-4, 5e-4, 1e-3, 2e-3), "muon": (5e-4, 1e-3, 2e-3, 4e-3)}
+FIRST = {"adamw": Setting(1e-3, 0.1, 0.1)}
+LRS = {"adamw": (2.5e-4, 5e-4, 1e-3, 2e-3)}
 WARMUPS, DECAYS = (0.05, 0.2), (0.01, 0.3)
 SEARCH_SEED = 101
 
@@ -116,26 +116,15 @@ def _items() -> tuple[Item, ...]:
     adamw = [(BASE, 1, 1), (OWN, 16, 1), (root, 16, 1), (linear, 16, 1), (BASE, 1, 2), (OWN, 16, 2), (betas, 16, 1)]
     adamw += [(unscaled, 16, 1), (OWN, 4, 1), (root, 4, 1), (linear, 4, 1), (unscaled, 4, 1), (betas, 4, 1)]
     adamw += [(betas, 16, 2), (root, 16, 2), (linear, 16, 2), (unscaled, 16, 2)]
-    muon = [(BASE, 1, 1), (OWN, 16, 1), (root, 16, 1), (betas, 16, 1), (unscaled, 16, 1)]
     more = [(OWN, 4, 2), (root, 4, 2), (linear, 4, 2), (unscaled, 4, 2), (betas, 4, 2)]
     more += [(OWN, 64, 1), (root, 64, 1), (betas, 64, 1), (linear, 64, 1), (unscaled, 64, 1)]
-    return (
-        Item("adamw", SEARCH),
-        *(Item("adamw", *row) for row in adamw),
-        Item("muon", SEARCH),
-        *(Item("muon", *row) for row in muon),
-        *(Item("adamw", *row) for row in more),
-    )
+    return (Item("adamw", SEARCH), *(Item("adamw", *row) for row in adamw), *(Item("adamw", *row) for row in more))
 
 
 ITEMS = _items()
 """What would be missed most comes first."""
 
-TINY_ITEMS = tuple(
-    item
-    for item in ITEMS
-    if item.seed != 2 and item.scale <= 16 and (item.optimizer == "adamw" or item.method in (SEARCH, BASE, OWN))
-)
+TINY_ITEMS = tuple(item for item in ITEMS if item.seed != 2 and item.scale <= 16)
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------

@@ -26,41 +26,10 @@ from ray_adascale.recipe import probe_steps
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import markdown
+from models import Decoder
 
 T = 4000  # of the base run whose density of measurements counts
 EVERY = T // len(probe_steps(T))
-
-
-class Block(nn.Module):
-    """A transformer block whose attention consists of linear layers."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm, self.project, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.wide = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, width = x.shape
-        q, k, v = self.project(self.norm(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(b, t, width))
-        return x + self.wide(x)
-
-
-class Language(nn.Module):
-    """A causal transformer over characters."""
-
-    def __init__(self, kinds: int, width: int, depth: int, length: int) -> None:
-        super().__init__()
-        self.token, self.position = nn.Embedding(kinds, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(depth)))
-        self.out = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, kinds))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.blocks(self.token(x) + self.position(torch.arange(x.shape[1]).expand_as(x))))
 
 
 def convolutions(channels: int, side: int) -> nn.Module:
@@ -134,10 +103,10 @@ def models(smoke: bool) -> list[Model]:
         Model("dense 784-512-512-10, B = 64", dense(784, 512, 512, 10), torch.randn(64, 784), torch.randint(10, (64,))),
         images("conv 16-32 on 28×28, B = 16", 16, 16, 28),
         images("conv 64-128 on 8×8, B = 32", 64, 32, 8),
-        Model("transformer, 48 positions, B = 8", Language(64, 224, 4, 48), rows[:, :-1], rows[:, 1:]),
+        Model("transformer, 48 positions, B = 8", Decoder(64, 224, 4, 4, 48), rows[:, :-1], rows[:, 1:]),
         Model(
             "transformer, 256 positions, B = 4",
-            Language(64, 224, 4, 256),
+            Decoder(64, 224, 4, 4, 256),
             *(torch.randint(64, (4, 256)) for _ in range(2)),
         ),
     ]

@@ -7,18 +7,23 @@ has small models on the same data, for studies of hundreds of runs.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import real_data
 import torch
 import torch.nn.functional as F
-from study import Case, example, schedule
+from study import Case, example, made
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from ray_adascale import Workload
+
+sys.path.append(str(Path(__file__).parents[1]))
+from models import Decoder
 
 Build = Callable[[dict[str, Any]], Workload]
 
@@ -26,20 +31,6 @@ Build = Callable[[dict[str, Any]], Workload]
 def sgd(model: nn.Module, lr: float, weight_decay: float = 0.0) -> Optimizer:
     """Return SGD with momentum 0.9."""
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
-
-
-def made(
-    config: dict[str, Any], model: nn.Module, optimizer: Optimizer, splits: dict[str, TensorDataset], **rest: Any
-) -> Workload:
-    """Return a workload with the schedule that its config asks for; ``rest`` has its loss, its evaluation and its metric."""
-    return Workload(
-        model=model,
-        optimizer=optimizer,
-        scheduler=schedule(optimizer, config["schedule"], config["total_steps"]),
-        scheduler_unit="step",
-        train_dataset=splits["train"],
-        **rest,
-    )
 
 
 def split_of(splits: dict[str, TensorDataset], config: dict[str, Any], most: int) -> Sequence[Tensor]:
@@ -50,43 +41,12 @@ def split_of(splits: dict[str, TensorDataset], config: dict[str, Any], most: int
 # ---- SMILES ----------------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    """Causal attention and two linear layers, each after a layer norm and added to its input."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before_attention, self.before_linear = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attend, self.join = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        parts = self.attend(self.before_attention(x)).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.join(seen.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.before_linear(x))))
+def transformer(letters: int) -> nn.Module:
+    """Return a causal transformer over characters with 1.25 M parameters."""
+    return Decoder(letters, 160, 4, 4, real_data.LENGTH)
 
 
-class Transformer(nn.Module):
-    """A causal transformer over characters; 1.25 M parameters at the default size."""
-
-    def __init__(self, letters: int, width: int = 160, layers: int = 4, heads: int = 4) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(letters, width)
-        self.place = nn.Embedding(real_data.LENGTH, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, letters)
-        for embedding in (self.embed, self.place):
-            nn.init.normal_(embedding.weight, std=0.02)
-
-    def forward(self, codes: Tensor) -> Tensor:
-        x = self.embed(codes) + self.place(torch.arange(codes.shape[1], device=codes.device))
-        return self.out(self.norm(self.blocks(x)))
-
-
-def smiles(config: dict[str, Any], model: Callable[[int], nn.Module] = Transformer, most: int = 2000) -> Workload:
+def smiles(config: dict[str, Any], model: Callable[[int], nn.Module] = transformer, most: int = 2000) -> Workload:
     """Predict the next character of molecules."""
     splits, letters = real_data.smiles()
     network = model(len(letters))
@@ -101,15 +61,13 @@ def smiles(config: dict[str, Any], model: Callable[[int], nn.Module] = Transform
         losses = [loss_fn(model, [part[i : i + 250] for part in scored]).item() for i in range(0, len(scored[0]), 250)]
         return {"bits": sum(losses) / len(losses) / math.log(2)}
 
-    return made(
-        config,
-        network,
-        optimizer,
-        splits,
-        loss_fn=loss_fn,
-        evaluate=evaluate,
-        metric="bits",
-    )
+    parts: dict[str, Any] = {
+        "model": network,
+        "train_dataset": splits["train"],
+        "loss_fn": loss_fn,
+        "evaluate": evaluate,
+    }
+    return made(config, optimizer, metric="bits", **parts)
 
 
 def bits_of_a_character() -> float:
@@ -198,16 +156,13 @@ def images(config: dict[str, Any], model: Callable[[], nn.Module], most: int = 1
         right = sum((model(x[i : i + 500]).argmax(1) == y[i : i + 500]).sum().item() for i in range(0, len(x), 500))
         return {"accuracy": right / len(x)}
 
-    return made(
-        config,
-        network,
-        optimizer,
-        splits,
-        loss_fn=loss_fn,
-        evaluate=evaluate,
-        metric="accuracy",
-        mode="max",
-    )
+    parts: dict[str, Any] = {
+        "model": network,
+        "train_dataset": splits["train"],
+        "loss_fn": loss_fn,
+        "evaluate": evaluate,
+    }
+    return made(config, optimizer, metric="accuracy", mode="max", **parts)
 
 
 # ---- flights ---------------------------------------------------------------------------------------------------------
@@ -239,15 +194,11 @@ def flights(config: dict[str, Any], width: int, most: int = 20_000) -> Workload:
     def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         return F.mse_loss(model(batch[0], batch[1]), batch[2])
 
-    return made(
-        config,
-        model,
-        optimizer,
-        splits,
-        loss_fn=loss_fn,
-        evaluate=lambda model: {"error": loss_fn(model, scored).item()},
-        metric="error",
-    )
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return {"error": loss_fn(model, scored).item()}
+
+    parts: dict[str, Any] = {"model": model, "train_dataset": splits["train"], "loss_fn": loss_fn, "evaluate": evaluate}
+    return made(config, optimizer, metric="error", **parts)
 
 
 def variance_of_delays() -> float:

@@ -3,7 +3,7 @@
     python benchmarks/studies/resize_rules.py --page                   all of it, or what is missing
     python benchmarks/studies/resize_rules.py --smoke                  check that it runs
     python benchmarks/studies/resize_rules.py --report-only --page p.md    write the page of the kept runs
-    python benchmarks/studies/wall_clock.py --steps                    measure the seconds of a step, which the page needs
+    python benchmarks/studies/wall_clock.py                            measure the seconds of a step, which the page needs
     python benchmarks/studies/resize_workers.py                        the same with Ray workers, once, which the page needs
 
 The schedule, a warm-up and a linear decay, is tuned on one worker: five peak LRs, two seeds, the search split. Then the number
@@ -361,7 +361,7 @@ def write(plan: Plan, results: Results, page: Path, command: str) -> None:
         "# What do changes of the number of workers do to a run?",
         f"Ten forced changes within a run, 1 to 8 workers, three workloads on public data, {count(plan.seeds, 'seed')}, five "
         "ways to treat batch and learning rate.",
-        f"{made_by(command, mine)}. Seconds of a step: `wall_clock.py --steps`, {about['date'][:10]}, {about['cpu']}, load "
+        f"{made_by(command, mine)}. Seconds of a step: `wall_clock.py`, {about['date'][:10]}, {about['cpu']}, load "
         f"{about['load']} before.",
         "## What it says",
         kept_part,

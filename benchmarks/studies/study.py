@@ -67,6 +67,12 @@ def text_splits() -> list[TensorDataset]:
     return [TensorDataset(x[which], y[which]) for which in (block < 8, block == 8, block == 9)]
 
 
+def made(config: dict[str, Any], optimizer: Optimizer, schedule: Schedule = schedule, **rest: Any) -> Workload:
+    """Return a workload with the schedule that its config asks for; ``rest`` has its model, data, loss, evaluation and metric."""
+    scheduler = schedule(optimizer, config["schedule"], config["total_steps"])
+    return Workload(optimizer=optimizer, scheduler=scheduler, scheduler_unit="step", **rest)
+
+
 def text(
     config: dict[str, Any], model: nn.Module | None = None, chunks: int | None = None, schedule: Schedule = schedule
 ) -> Workload:
@@ -88,16 +94,11 @@ def text(
         codes, following = batch
         return F.cross_entropy(model(codes).flatten(0, 1), following.flatten())
 
-    return Workload(
-        model=model,
-        optimizer=optimizer,
-        scheduler=schedule(optimizer, config["schedule"], config["total_steps"]),
-        scheduler_unit="step",
-        train_dataset=train,
-        loss_fn=loss_fn,
-        evaluate=lambda model: {"bits": loss_fn(model, scored).item() / math.log(2)},
-        metric="bits",
-    )
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return {"bits": loss_fn(model, scored).item() / math.log(2)}
+
+    parts: dict[str, Any] = {"model": model, "train_dataset": train, "loss_fn": loss_fn, "evaluate": evaluate}
+    return made(config, optimizer, schedule, metric="bits", **parts)
 
 
 class Transformer(nn.Module):
@@ -146,16 +147,11 @@ def tabular(config: dict[str, Any]) -> Workload:
     def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         return F.mse_loss(model(batch[0]), batch[1])
 
-    return Workload(
-        model=model,
-        optimizer=optimizer,
-        scheduler=schedule(optimizer, config["schedule"], config["total_steps"]),
-        scheduler_unit="step",
-        train_dataset=train,
-        loss_fn=loss_fn,
-        evaluate=lambda model: {"error": loss_fn(model, scored).item()},
-        metric="error",
-    )
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return {"error": loss_fn(model, scored).item()}
+
+    parts: dict[str, Any] = {"model": model, "train_dataset": train, "loss_fn": loss_fn, "evaluate": evaluate}
+    return made(config, optimizer, metric="error", **parts)
 
 
 def bits_without_context() -> float:

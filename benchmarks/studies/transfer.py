@@ -27,13 +27,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import comparison
 from comparison import Comparison, Job, Method, Plan, Result, Results, conduct, grid_score
 from comparison_page import (
-    decimals,
-    picture,
     picture_by_scale,
     picture_by_tau,
     picture_of_one,
@@ -112,9 +109,9 @@ def robustness(plan: Plan, results: Results) -> str:
             return [grid_score(narrow, results, workload, scale, *cell) for cell in plan.grid(workload)]
 
         small, big = scores(1), scores(large)
+        lost = [sum(map(math.isinf, each)) for each in (small, big)]
         finite = [i for i, score in enumerate(small) if math.isfinite(score)]
         first, last = plan.grid_seeds[:1], plan.grid_seeds[-1:]
-        crossed = [rank_correlation(scores(1, a), scores(large, b)) for a, b in ((first, last), (last, first))]
         chosen = min(range(len(grid)), key=lambda i: small[i])
         lr, shape = grid[chosen]
         edge = ", at the edge of the grid" if lr in (grid[0][0], grid[-1][0]) and len({c[0] for c in grid}) > 2 else ""
@@ -123,10 +120,9 @@ def robustness(plan: Plan, results: Results) -> str:
                 workload,
                 f"lr {lr:g}, {shape}{edge}",
                 f"{ranks(big)[chosen]:g} of {len(grid)}",
-                f"{len(grid) - len(finite)}, {sum(map(math.isinf, big))}",
+                f"{lost[0]}, {lost[1]}",
                 f"{rank_correlation(small, big):.2f}",
                 f"{rank_correlation([small[i] for i in finite], [big[i] for i in finite]):.2f}",
-                f"{statistics.mean(crossed):.2f}",
                 f"{rank_correlation(scores(1, first), scores(1, last)):.2f}" if first != last else "",
             ]
         )
@@ -137,35 +133,9 @@ def robustness(plan: Plan, results: Results) -> str:
         f"failed at S = 1, {large}",
         f"ρ, S = 1 and {large}",
         "ρ of those that didn't fail at S = 1",
-        f"ρ, S = 1 and {large}, one seed each",
         "ρ, S = 1 twice, one seed each",
     ]
     return markdown(head, [row + [""] * (len(head) - len(row)) for row in rows])
-
-
-def picture_of_grid(plan: Plan, results: Results, page: Path) -> Path:
-    """Draw the grid's scores at the larger scale against those at S = 1."""
-    import matplotlib.pyplot as plt
-
-    def draw(panel: Any, workload: str) -> None:
-        if any(job not in results for job in plan.grid_jobs() if job.workload == workload):
-            return
-        lrs = list(dict.fromkeys(lr for lr, _ in plan.grid(workload)))
-        for lr, shape in plan.grid(workload):
-            x, y = (grid_score(plan, results, workload, scale, lr, shape) for scale in (1, plan.grid_scale))
-            if math.isfinite(x) and math.isfinite(y):
-                color = plt.colormaps["viridis"](lrs.index(lr) / len(lrs))
-                marker = dict(zip(SGD.shapes, "os^", strict=True))[shape]
-                label = shape if lr == lrs[0] else None
-                panel.plot(x, y, marker, color=color, label=label, alpha=0.9)
-        panel.set(xscale="log", xlabel="the same at S = 1   (dark to light: rising peak LR)")
-        decimals(panel.xaxis)
-        low, high = panel.get_xlim()
-        panel.plot([low, high], [low, high], color="0.6", lw=0.8, ls="--", zorder=0)
-
-    schedules = count(plan.grid(plan.workloads[0]), "schedule")
-    title = f"{schedules} at S = {plan.grid_scale} against S = 1, AdaScale, search split"
-    return picture(plan, page, "grid", title, draw)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -196,7 +166,7 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
     """Write the page and its pictures; the part by hand stays."""
     kept = by_hand(page)
     page.parent.mkdir(parents=True, exist_ok=True)
-    scale, curves, grid = (draw(plan, results, page) for draw in (picture_by_scale, picture_by_tau, picture_of_grid))
+    scale, curves = (draw(plan, results, page) for draw in (picture_by_scale, picture_by_tau))
     picture_of_one(plan, results, page, PICTURED, LABELS, shown=0.15)
     parts = [
         "# Does the schedule transfer?",
@@ -216,11 +186,10 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
         f"![metric against effective steps]({curves.name})",
         "## Robustness: do schedules keep their order?",
         f"Every schedule of the grid at S = 1 and, under AdaScale, at S = {plan.grid_scale}, on the search split, mean of "
-        f"{count(plan.grid_seeds, 'seed')}; Spearman's ρ between the two. A schedule that failed ranks last. The last two "
-        "columns are there for comparison: how far two seeds agree about the order at S = 1 is as much as one could hope "
+        f"{count(plan.grid_seeds, 'seed')}; Spearman's ρ between the two. A schedule that failed ranks last. The last "
+        "column is there for comparison: how far two seeds agree about the order at S = 1 is as much as one could hope "
         "for.",
         robustness(plan, results),
-        f"![schedules at both scales]({grid.name})",
     ]
     write_page(page, parts)
 

@@ -6,8 +6,6 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +46,3 @@ def run_script(path: Path, *arguments: object, timeout: float = 110) -> str:
     run = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
-
-
-def runs_at_s_1(study: Any, methods: Mapping[str, Any], job: Any) -> list[Any]:
-    """Return the results of all methods for a job at S = 1, without seconds and date. A method that is given steps gets T."""
-    jobs = [replace(job, method=m, steps=job.total_steps if methods[m].given_steps else None) for m in methods]
-    return [replace(study.train(job), cpu_s=0, date="") for job in jobs]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.docs
 
 MODELS = ["narrow", "resnet"]
 PASSES = [1, 2]
-KINDS = ["ddp", "adascale", "adascale+oss", "oss", "zero"]
+KINDS = ["ddp", "adascale", "sharded", "adascale+sharded", "adascale+oss", "oss", "fsdp2", "adascale+fsdp2", "zero"]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_every_kind_did_the_same_work(smoke: tuple[dict[str, Any], str]) -> None
         assert r["optimizer_steps"] == 9, r
         losses.setdefault((r["model"], r["passes"], r["trajectory"]), []).append(r["loss"])
     for (model, passes, trajectory), found in losses.items():
-        assert len(found) == (3 if trajectory == "plain" else 2)
+        assert len(found) == (5 if trajectory == "plain" else 4)
         # Sums over two workers have only one order: only the order of operations within an update can differ.
         assert all(math.isclose(loss, found[0], rel_tol=1e-5) for loss in found), (model, passes, trajectory, found)
     for model in MODELS:
@@ -76,11 +76,11 @@ def test_the_printed_table_has_a_row_for_each_result(smoke: tuple[dict[str, Any]
 
 def test_a_kind_that_did_other_work_is_named(smoke: tuple[dict[str, Any], str]) -> None:
     overhead = load("overhead")
-    results = [overhead.Result(**r) for r in smoke[0]["results"]]
-    fields = smoke[0]["results"][KINDS.index("oss")]
-    wrong_loss = overhead.Result(**{**fields, "loss": fields["loss"] * 1.01})
-    wrong_steps = overhead.Result(**{**fields, "optimizer_steps": 8})
-    diverged = overhead.Result(**{**fields, "loss": math.nan})
+    results = smoke[0]["results"]
+    fields = results[KINDS.index("oss")]
+    wrong_loss = {**fields, "loss": fields["loss"] * 1.01}
+    wrong_steps = {**fields, "optimizer_steps": 8}
+    diverged = {**fields, "loss": math.nan}
     index = KINDS.index("oss")
     assert overhead.disagreements(results) == []
     for result, said in [
@@ -140,7 +140,7 @@ def test_the_checkpoint_benchmark_measures_every_kind_at_every_size(tmp_path: Pa
 
 
 def test_a_smoke_run_leaves_the_kept_results_alone(tmp_path: Path) -> None:
-    for study in (load("muon"), load("transfer")):
+    for study in (load("at_size"), load("transfer")):
         kept = study.parse([])[0].json
         args = study.parse(["--smoke"])[0]
         assert args.smoke
@@ -166,10 +166,10 @@ autobatch = module("autobatch")
 
 
 def test_the_adaptive_batch_runs_and_kept_runs_are_not_repeated(tmp_path: Path) -> None:
-    path, page, given = tmp_path / "runs.jsonl", tmp_path / "page.md", "G=0:1,50%:4"
-    options = ["--jobs", 1, "--workloads", "mnist1d", "tabular", "--json", path, "--page", page]  # rows in order
+    path, given = tmp_path / "runs.jsonl", "G=0:1,50%:4"
+    options = ["--jobs", 1, "--workloads", "mnist1d", "tabular", "--json", path]  # rows in order
     command = [STUDIES / "autobatch.py", *options]
-    run_script(*command)
+    printed = run_script(*command)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["job"]["workload"], row["job"]["choice"]) for row in rows] == [
         (workload, choice) for workload in ("mnist1d", "tabular") for choice in ("S=1", "S=4", "E=0.6", given)
@@ -182,8 +182,7 @@ def test_the_adaptive_batch_runs_and_kept_runs_are_not_repeated(tmp_path: Path) 
     assert four["examples"] == four["steps"] * 4 * 32
     assert set(four["scale"]) == {4}
     assert len(set(chosen["scale"])) > 1
-    assert "| E=0.6 | 1 |" in page.read_text()
-    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+    assert "| E=0.6 | 1 |" in printed
     text = path.read_text()
     run_script(*command)
     assert path.read_text() == text
@@ -196,12 +195,11 @@ scale = module("scale")
 
 
 def test_growth_counts_what_each_kind_sends(tmp_path: Path) -> None:
-    path, page = tmp_path / "scale.json", tmp_path / "scale.md"
-    command = [BENCHMARKS / "scale.py", "--json", path, "--page", page, "--parts", "steps", "checkpoints"]
-    command += ["--kinds", "adascale", "sharded", "adascale+sharded"]
-    run_script(*command, timeout=120)
+    path = tmp_path / "scale.json"
+    kinds = ["adascale", "sharded", "adascale+sharded"]
+    command = [BENCHMARKS / "scale.py", "--json", path, "--parts", "steps", "--kinds", *kinds]
+    printed = run_script(*command, timeout=120)
     document = json.loads(path.read_text())
-    assert set(document["made"]) == {"steps", "checkpoints"}  # each part has the machine and the command that made it
     steps = {row["kind"]: row for row in document["steps"]}
     assert list(steps) == ["ddp", "adascale", "sharded", "adascale+sharded"]
     # AdaScale adds one small all-reduce to any way to reduce the gradients.
@@ -217,14 +215,7 @@ def test_growth_counts_what_each_kind_sends(tmp_path: Path) -> None:
         assert row["all_reduce_bytes"] == 4 * parameters
         assert math.isnan(row["bytes"]) or row["bytes"] >= row["all_reduce_bytes"]
         assert row["cpu_ms_per_step"] > 0
-    assert [row["kind"] for row in document["checkpoints"]] == ["background", "waiting", "torch.save"]
-    written = page.read_text()
-    assert "| 2 | adascale+sharded |" in written
-    # The part by hand stays when the page is written again.
-    begin, end = load("bench").BY_HAND
-    page.write_text(written.replace(f"{begin}\n{end}", f"{begin}\nMine.\n{end}"))
-    run_script(*command, "--report-only")
-    assert f"{begin}\nMine.\n{end}" in page.read_text()
+    assert "| 2 | adascale+sharded |" in printed
 
 
 def test_messages_of_more_workers_follow_from_the_collectives(scale: Any) -> None:
@@ -234,12 +225,6 @@ def test_messages_of_more_workers_follow_from_the_collectives(scale: Any) -> Non
     assert scale.messages({"broadcast": 48.0}, 4) == 36
     with pytest.raises(KeyError, match="all_gather"):
         scale.messages({"all_gather": 1.0}, 4)
-    # 100 M parameters are 400 MB and 24 buckets of at most 4 Mi; 64 workers: 2 · 63 messages for each, of 1/64 of it.
-    f = scale.far(1e8, 64)
-    assert (f.messages, f.small, f.ddp) == (2 * 63 * 24, 2 * 63, 2 * 63 * 17)
-    assert f.bytes == pytest.approx(2 * 400e6 * 63 / 64)
-    assert f.piece == pytest.approx(400e6 / 24 / 64)
-    assert f.seconds == pytest.approx((3024 + 126) * 30e-6 + 787.5e6 / 1.25e9)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The study of what a search recommends: its draws and stops are the search's, and its rules and tables do what they say."""
+"""The study of what a search recommends: its draws and stops are the search's, and its tables are those of the kept runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.project.benchmarks import load
+from tests.project.benchmarks import ROOT, load
 
 pytest.importorskip("mlxtend")
 
@@ -26,14 +26,8 @@ def study() -> Any:
 def result(study: Any, scores: list[float], **changes: Any) -> Any:
     """Return the result of a run of 100 steps with these metrics, evaluated at equal distances."""
     rows = [[round((i + 1) / len(scores), 4), score] for i, score in enumerate(scores)]
-    made = study.Result(scores[-1], rows, 1.0, 100, 0, 0, {"8": [2.0, 0.1], "16": [4.0, 0.1]}, 0.0, "")
+    made = study.Result(scores[-1], rows, 1.0, 100, 0, 0, 0.0, "")
     return replace(made, **changes)
-
-
-def ranked(study: Any, *trials: tuple[float, list[float]]) -> Any:
-    """Return a search with trials of these LRs and metrics, best first."""
-    pairs = [(study.Job("deep", json.dumps({"lr": lr}), 0, measured=True), result(study, s)) for lr, s in trials]
-    return study.Search(pairs, [], 3.0)
 
 
 def test_the_draws_are_those_of_a_search(study: Any) -> None:
@@ -64,40 +58,15 @@ def test_trials_stop_where_tunes_scheduler_stops_them(study: Any) -> None:
     assert len({len(trial.scores) for trial in trials}) == 3
 
 
-def test_half_an_lr_keeps_the_other_hyperparameters(study: Any) -> None:
-    job = study.Job("sorting", json.dumps({"lr": 0.2, "warmup": 0.1}), 0)
-    assert json.loads(job.times(0.5).config) == {"lr": 0.1, "warmup": 0.1}
-
-
-def test_one_error_takes_the_smallest_lr_within_the_noise(study: Any) -> None:
-    found = ranked(study, (0.3, [1.0]), (0.1, [0.95]), (0.01, [0.5]))
-    assert study.most_conservative(found, 0.1).lr == 0.1
-    assert study.most_conservative(found, 0.01).lr == 0.3
-
-
-def test_a_try_that_fails_halves_the_lr(study: Any) -> None:
-    found = ranked(study, (0.4, [0.1, 0.5, 0.6, 0.7, 0.8, 0.8, 0.9, 0.9, 1.0, 1.0]))
-    results: dict[Any, Any] = {}
-    tried = []
-    while True:
-        try:
-            choice = study.headroom(results, found)
-            break
-        except study.Missing as missing:
-            [job] = missing.jobs
-            tried.append((round(job.lr, 6), job.until, job.scale))
-            good = job.lr < 0.5
-            results[job] = result(study, [0.3], score=0.3 if good else None, steps=20)
-    assert tried == [(1.6, 0.2, 1), (0.8, 0.2, 1), (0.4, 0.2, 1)]
-    assert choice.job.lr == pytest.approx(0.1)
-    assert choice.extra == pytest.approx(3 * 20 / study.CASES["deep"].total_steps)
-
-
-def test_repeats_count_a_failure_as_a_failure(study: Any) -> None:
-    found = ranked(study, (0.3, [1.0]), (0.1, [0.9]))
-    jobs = [job for best, _ in found.ranked for job in study.again(best, 2)]
-    outcomes = [result(study, [1.0]), result(study, [1.0], score=None), *2 * [result(study, [0.8])]]
-    assert study.repeats_of_best(dict(zip(jobs, outcomes, strict=True)), found).job.lr == 0.1
+def test_the_page_has_the_shares_of_the_kept_runs(study: Any) -> None:
+    kept = load("study").read_runs(study.KEPT, study.Job, study.Result)
+    page = (ROOT / "benchmarks/studies/pages/carry-over.md").read_text().replace("*", "").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page if line.startswith("| ")][2:]
+    for length, shown in ((1, rows[:3]), (3, rows[3:6])):
+        cells = study.cells_of(kept.__getitem__, list(study.CASES), length)
+        for line, row in zip(study.survival_table(cells).splitlines()[2:], shown, strict=True):
+            _, _, at_8, at_16, one, two = line.strip("| ").split(" | ")
+            assert [at_8, at_16, *(each.partition(" ")[0] for each in (one, two))] == row[-4:]
 
 
 def test_the_threshold_is_a_multiple_of_the_expected_norm(study: Any) -> None:
@@ -107,7 +76,7 @@ def test_the_threshold_is_a_multiple_of_the_expected_norm(study: Any) -> None:
 
 def test_a_recipe_survives_within_an_error_of_its_base_run(study: Any) -> None:
     def cell(*at_16: float | None) -> Any:
-        return study.Cell(0.1, 1.0, 3.0, {1: [1.0] * 3, 8: [1.0] * 3, 16: list(at_16)}, [], {})
+        return study.Cell(0.1, {1: [1.0] * 3, 8: [1.0] * 3, 16: list(at_16)}, [], {})
 
     error = 0.1 * math.sqrt(2 / 3)
     assert study.survives(cell(*3 * [1.0 - 0.9 * error]), 0.1, 1)
@@ -122,10 +91,9 @@ def test_a_trial_is_the_base_run_of_the_package(study: Any) -> None:
     case = replace(study.CASES["regression"], total_steps=20)
     study.CASES["short"] = case
     try:
-        found = study.train(study.Job("short", json.dumps({"lr": 0.02}), 3, measured=True))
+        found = study.train(study.Job("short", json.dumps({"lr": 0.02}), 3))
     finally:
         del study.CASES["short"]
     recipe = record_recipe(case.workload, {"lr": 0.02}, base_batch_size=case.base_batch_size, total_steps=20, seed=3)
     assert found.score == pytest.approx(-recipe.score, abs=1e-6)
     assert found.steps == 20
-    assert found.peak["16"][0] > 1

@@ -20,7 +20,7 @@ def test_the_benchmark_runs_and_says_where_the_time_goes(tmp_path: Path) -> None
     document = json.loads(path.read_text())
     (result,) = document["results"]
     (plain,), (ours,) = result["plain_s"], result["tune_recipe_s"]
-    assert result["ratio"] == ours / plain > 0
+    assert result["ratios"] == [ours / plain]
     assert f"| digits | {plain:.2f} | {ours:.2f} | {ours / plain:.3f} |" in printed
 
 

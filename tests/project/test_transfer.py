@@ -1,4 +1,4 @@
-"""The transfer and Adam studies run every method as described and continue after interruption; examples/mnist.py is correct."""
+"""The studies of transfer run every method as described and continue after interruption; examples/mnist.py is correct."""
 
 from __future__ import annotations
 
@@ -12,22 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from ray_adascale import BetaRule, RuleInput
 from ray_adascale.cli.source import resolve
-from ray_adascale.optim.rules import betas_of
 from ray_adascale.workload import build
-from tests.project.benchmarks import QUIET, ROOT, STUDIES, load, module, run_script, runs_at_s_1
+from tests.project.benchmarks import QUIET, ROOT, STUDIES, load, module, run_script
 
 pytest.importorskip("mlxtend")
 
 pytestmark = [pytest.mark.docs, *QUIET]
 
 
-candidates = module("adam_candidates")
 study = module("study")
 comparison = module("comparison")
 pages = module("comparison_page")
-betas = module("adam_betas")
+optimizers = module("optimizers")
 transfer = module("transfer")
 
 
@@ -81,7 +78,7 @@ def test_the_page_has_every_cell_and_no_path_of_this_machine(smoke: Path) -> Non
     assert all("one seed only" in cell for cell in verdicts[2:])
     assert "`python benchmarks/studies/transfer.py --smoke --workloads tabular`" in page
     assert str(smoke) not in page
-    for name in ("scale", "curves", "grid"):
+    for name in ("scale", "curves"):
         assert f"(page-{name}.png)" in page
         assert (smoke / f"page-{name}.png").stat().st_size > 1000
 
@@ -116,103 +113,48 @@ def test_an_interrupted_benchmark_goes_on_with_what_is_missing(
         assert replace(results[job], cpu_s=0, date="") == replace(result, cpu_s=0, date="")
 
 
-AT_S_1 = {
-    "transfer": ("SGD", 0.02, "sgd"),
-    "adam_betas": ("BETAS", 0.004, "adamw"),
-    "muon": ("MUON", 0.008, "muon"),
-    "lion": ("LION", 0.002, "lion"),
-}
-
-
-@pytest.mark.parametrize("name", AT_S_1)
-def test_at_s_1_all_methods_are_the_same_run(name: str) -> None:
+@pytest.mark.parametrize(("name", "lr"), [("adamw", 0.004), ("muon", 0.008), ("lion", 0.002)])
+def test_at_s_1_all_methods_of_an_optimizer_are_the_same_run(
+    transfer: Any, optimizers: Any, name: str, lr: float
+) -> None:
     if name == "lion":
         pytest.importorskip("lion_pytorch")
-    study, (comparison, lr, optimizer) = load(name), AT_S_1[name]
-    methods = getattr(study, comparison).methods
-    job = study.Job("tabular", "AdaScale", 1, 1, lr, "warmup", 40, "test", None, optimizer)
-    first, *others = runs_at_s_1(study, methods, job)
+    methods = optimizers.STUDIES[name].comparison.methods
+    job = transfer.Job("tabular", "AdaScale", 1, 1, lr, "warmup", 40, "test", None, name)
+    jobs = [replace(job, method=m, steps=40 if method.given_steps else None) for m, method in methods.items()]
+    first, *others = (replace(optimizers.train(each), cpu_s=0, date="") for each in jobs)
     assert first.optimizer_steps == 40
     assert others == [first] * (len(methods) - 1)
-    if name == "adam_betas":  # the workload's SGD gives another score
-        assert load("transfer").train(replace(job, optimizer="sgd")).score != first.score
+    assert transfer.train(replace(job, optimizer="sgd")).score != first.score  # the workload's SGD
 
 
-def test_what_a_candidate_changes_is_in_adams_step_and_nowhere_after(candidates: Any) -> None:
-    group = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-    # κ = 4: 1 − 4·0.1, 1 − 4·0.001 and ε/√4. From κ = 10 on the first has no meaning.
-    sde = candidates.sde_square_root(group, 2.0, 4.0)
-    assert (*sde["betas"], sde["eps"]) == pytest.approx((0.6, 0.996, 5e-9), rel=1e-12)
-    assert candidates.sde_square_root(group, 4.0, 16.0)["betas"] == pytest.approx((0, 0.984))
-
-    p = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
-    optimizer = torch.optim.AdamW([p], lr=0.2, betas=(0.9, 0.999), weight_decay=0.1)  # lr with the factor of 2 in it
-    rule = candidates.Changing(candidates.Power(0.5), candidates.sde_square_root)
-    assert rule(RuleInput(gain=4.0, scale=16.0, effective_steps=0.0)) == (2, 4)
-    rule.attach(optimizer)
-    p.grad = torch.tensor([3.0], dtype=torch.float64)
-    before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    optimizer.step()
-    assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == before
-    assert p.item() == pytest.approx(0.78)  # Adam's first step is lr·sign(g), and decay lr·λ: 1 − 0.2·0.1 − 0.2
-    assert optimizer.state[p]["exp_avg"].item() == pytest.approx(0.4 * 3)  # 1 − β₁′ = 0.4
-
-
-def test_candidates_with_betas_on_the_clock_by_hand(candidates: Any) -> None:
-    now = RuleInput(gain=6.0, scale=16.0, effective_steps=0.0, total_steps=100)
-    assert candidates.surge(now) == (1.5, 6.0)
-    assert candidates.CappedBetas()(now) == (4.0, 6.0)
-    assert candidates.PowerBetas(0.5)(replace(now, gain=9.0)) == (3.0, 9.0)
-    for rule in (candidates.CappedBetas(), candidates.PowerBetas(0.75), candidates.SignGain()):
-        assert betas_of(rule) == BetaRule()
+def test_each_optimizer_has_the_parameters_and_the_decay_that_its_page_names(optimizers: Any) -> None:
+    pytest.importorskip("lion_pytorch")
+    found = {}
+    for name, workload in [("muon", "transformer"), ("muon", "tabular"), ("lion", "tabular")]:
+        case = optimizers.STUDIES[name].comparison.cases[workload]
+        job = optimizers.Job(workload, "AdaScale", 1, 1, case.lrs[0], "warmup", 40, "test", None, name)
+        config = {"lr": case.lrs[0], "schedule": "warmup", "total_steps": 40, "split": "test"}
+        built = optimizers.STUDIES[name].comparison.with_optimizer(case.workload(config), job)
+        names = {p: name for name, p in built.model.named_parameters()}
+        found[name, workload] = [names[p] for p in built.optimizer.param_groups[0]["params"]]
+        assert sum(len(group["params"]) for group in built.optimizer.param_groups) == len(names)
+        assert built.scheduler.optimizer is built.optimizer
+    assert found["muon", "tabular"] == ["2.weight"]
+    per_layer = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
+    assert found["muon", "transformer"] == [f"layers.{i}.{name}" for i in (0, 1) for name in per_layer]
+    (group,) = built.optimizer.param_groups
+    decay = optimizers.SMALL["tabular"].lrs[0] * optimizers.DECAY
+    assert group["initial_lr"] * group["weight_decay"] == pytest.approx(decay)
 
 
-def test_the_page_on_rules_for_adamw_has_the_tables_of_the_kept_results(comparison: Any, betas: Any) -> None:
-    plan = betas.parse([])[1]
-    results, page = comparison.read(ROOT / betas.KEPT), betas.PAGE.read_text()
-    assert betas.standing(betas.choice(plan), results, 16) in page
-    for scale in (4, 16, 64):
-        assert betas.standing(betas.final(plan), results, scale) in page
-    table = betas.forecast_table(plan, results, ROOT / betas.KEPT, betas.FORECAST)
-    assert table in page
-    # The target: within 10 % on 8 of 10, at S = 4 and 16.
-    rows = [row for row in table.splitlines() if row.split(" | ")[1:2] in (["4"], ["16"])]
-    for column in (2, 3):
-        off = [int(row.rstrip(" |").split(" | ")[column].rsplit(", ", 1)[1].rstrip("%")) for row in rows]
-        assert sum(abs(each) <= 10 for each in off) == 8
-        assert len(off) == 10
-
-
-def test_the_gain_in_the_l1_norm_by_hand(candidates: Any) -> None:
-    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    rule = candidates.SignGain()
-    rule.attach(torch.optim.SGD([p], lr=0.1))
-    now = RuleInput(gain=2.0, scale=4.0, effective_steps=0.0, total_steps=100)
-
-    def step(*gradients: tuple[float, float]) -> float:
-        for gradient in gradients:
-            (p * torch.tensor(gradient, dtype=torch.float64) / len(gradients)).sum().backward()
-        clock, factor = rule(now)
-        assert rule(replace(now, group=0)) == (clock, factor)  # once more for the group, of the same step
-        assert clock == factor
-        return clock
-
-    # ḡ = (2, 3), variance (1, 0) · 2 of one pass, (4, 0) of a base batch: a pass is 2 base batches. ‖σ‖₁ = 2, ‖ḡ‖₁ = 5.
-    first = (4 + 25 - 2 / math.pi) / (1 + 25 - 2 / math.pi)
-    assert step((1, 3), (3, 3)) == pytest.approx(first)
-    # The second step has no noise and ‖ḡ‖₁ = 1. The weights are 1 − e^(−1/5), times θ = e^(−r/5) by then, and 1 − θ.
-    theta = math.exp(-first / 5)
-    before = (1 - math.exp(-1 / 5)) * theta
-    share = before / (before + 1 - theta)
-    noise, square = 4 * share, 25 * share + 1 - share
-    signal = square - 2 / math.pi * noise / 4
-    assert step((1, 0), (1, 0)) == pytest.approx((noise + signal) / (noise / 4 + signal))
-    assert candidates.SignGain()(replace(now, scale=1.0)) == (1.0, 1.0)
-    noisy = candidates.SignGain()
-    noisy.attach(torch.optim.SGD([p], lr=0.1))
-    for sign in (1, -1):
-        (p * sign).sum().backward()
-    assert noisy(now) == (4.0, 4.0)  # noise alone: S
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_the_page_of_an_optimizer_is_that_of_the_kept_runs(optimizers: Any, tmp_path: Path, name: str) -> None:
+    kept = optimizers.STUDIES[name].page
+    page = tmp_path / kept.name
+    page.write_text(kept.read_text())  # the part by hand
+    assert optimizers.main([name, "--report-only", "--page", str(page)]) == 0
+    assert page.read_text().splitlines()[5:] == kept.read_text().splitlines()[5:]  # without the versions
 
 
 @pytest.mark.filterwarnings("ignore:Step .* was skipped")
@@ -243,7 +185,6 @@ def test_divergence_is_a_result(transfer: Any, comparison: Any, pages: Any) -> N
     table = pages.workload_table(plan, results, "tabular")
     assert "| 4 | AdaScale | **failed** (1 of 1) |" in table
     assert "| 4 | LSW+ | not run |" in table
-    assert "tabular, S = 4: 1 of 1 runs of AdaScale failed." in pages.verdicts(plan, results)
 
 
 def test_the_search_split_chooses_and_the_test_split_reports(transfer: Any, study: Any) -> None:

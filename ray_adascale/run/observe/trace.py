@@ -58,7 +58,7 @@ COLUMNS = {
     "skipped": "true if the gradient was not finite, so that weights and τ stayed; else missing",
     "short_step": "true for a step with fewer passes than declared, in the adapters alone; else missing",
 }
-"""The keys of a row and their meaning. Metrics of ``evaluate`` and ``run.record`` stand in the rows of the steps at which they were made."""
+"""The keys of a row and their meaning. Metrics of ``evaluate`` and ``run.record`` are in the rows of the steps that made them."""
 
 
 class NotOwnError(OSError):
