@@ -1,6 +1,6 @@
 """Reducing the shards of a buffer to their owners, and gathering them again, in the fastest way of each backend.
 
-Measured on one machine (``benchmarks/collectives.py``, figures in ``docs/results.md``): gloo's own reduce-scatter and
+Measured on one machine (``benchmarks/studies/pages/collectives.md``): gloo's own reduce-scatter and
 all-gather take up to two and a half times as long as the ways chosen here. These are an all-to-all, after which each owner
 adds up its summands, and messages from each owner to all others, received in place. On 8 MiB buffers both together take as
 long as one all-reduce with two workers, and a quarter longer with three. NCCL has both collectives in place.
