@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,38 +81,13 @@ class Settings:
         return self.kinds[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """One kind on one model.
+Row = dict[str, Any]
+"""One kind on one model, as :func:`measure` returns it.
 
-    Ratios are to the baseline's block of the same round. ``cpu_ratio`` is the ratio of processor time over all workers
-    (``cpu_ms_per_step``): other programs on the machine disturb it less, but it excludes all waiting. Counts are of one step
-    on rank 0. A stream synchronization is a wait of the host until the device has done everything that was launched.
-    """
-
-    model: str
-    passes: int
-    kind: str
-    trajectory: str | None
-    parameters: int
-    tensors: int
-    rounds: int
-    steps_per_round: int
-    optimizer_steps: int
-    loss: float
-    ms_per_step: float
-    ratio: float
-    ratio_q1: float
-    ratio_q3: float
-    cpu_ratio: float
-    cpu_ratio_q1: float
-    cpu_ratio_q3: float
-    cpu_ms_per_step: float
-    aten_calls: float
-    bf16: bool = False
-    kernel_launches: float | None = None
-    synchronizations: float | None = None
-    event_waits: float | None = None
+Ratios are to the baseline's block of the same round. ``cpu_ratio`` is the ratio of processor time over all workers
+(``cpu_ms_per_step``): other programs on the machine disturb it less, but it excludes all waiting. Counts are of one step
+on rank 0. A stream synchronization is a wait of the host until the device has done everything that was launched.
+"""
 
 
 def synchronize(device: torch.device) -> None:
@@ -188,7 +164,7 @@ def quartiles(values: Sequence[float]) -> list[float]:
     return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
 
 
-def measure(name: str, spec: Spec, place: Place, settings: Settings, also: Also | None = None) -> list[Result]:
+def measure(name: str, spec: Spec, place: Place, settings: Settings, also: Also | None = None) -> list[Row]:
     """Measure all kinds on one model with one number of passes, interleaved. Collective; only rank 0's result is complete.
 
     Args:
@@ -235,35 +211,25 @@ def measure(name: str, spec: Spec, place: Place, settings: Settings, also: Also 
         dist.all_reduce(loss)
         ratios = (wall[:, index] / wall[:, 0]).tolist()
         cpu_ratios = (cpu[:, index] / cpu[:, 0]).tolist()
-        q1, _, q3 = quartiles(ratios)
-        cpu_q1, _, cpu_q3 = quartiles(cpu_ratios)
-        results.append(
-            Result(
-                model=name,
-                passes=place.passes,
-                kind=kind,
-                trajectory=KINDS[kind].trajectory,
-                parameters=sum(p.numel() for p in original.parameters()),
-                tensors=len(list(original.parameters())),
-                rounds=settings.rounds,
-                steps_per_round=steps,
-                optimizer_steps=steppers[kind].steps,
-                loss=float(loss) / place.world_size,
-                ms_per_step=statistics.median(wall[:, index].tolist()) / steps * 1e3,
-                ratio=statistics.median(ratios),
-                ratio_q1=q1,
-                ratio_q3=q3,
-                cpu_ratio=statistics.median(cpu_ratios),
-                cpu_ratio_q1=cpu_q1,
-                cpu_ratio_q3=cpu_q3,
-                cpu_ms_per_step=statistics.median(cpu[:, index].tolist()) / steps * 1e3,
-                aten_calls=counts.get("aten_calls", math.nan),
-                bf16=spec.bf16,
-                kernel_launches=counts.get("kernel_launches"),
-                synchronizations=counts.get("synchronizations"),
-                event_waits=counts.get("event_waits"),
-            )
-        )
+        q1, ratio, q3 = quartiles(ratios)
+        cpu_q1, cpu_ratio, cpu_q3 = quartiles(cpu_ratios)
+        ms, cpu_ms = (statistics.median(each[:, index].tolist()) / steps * 1e3 for each in (wall, cpu))
+        done: Row = {"rounds": settings.rounds, "steps_per_round": steps, "optimizer_steps": steppers[kind].steps}
+        size = {
+            "parameters": sum(p.numel() for p in original.parameters()),
+            "tensors": len(list(original.parameters())),
+        }
+        times = {"ms_per_step": ms, "ratio": ratio, "ratio_q1": q1, "ratio_q3": q3, "cpu_ms_per_step": cpu_ms}
+        times |= {"cpu_ratio": cpu_ratio, "cpu_ratio_q1": cpu_q1, "cpu_ratio_q3": cpu_q3}
+        about = {
+            "model": name,
+            "passes": place.passes,
+            "kind": kind,
+            "trajectory": KINDS[kind].trajectory,
+            "bf16": spec.bf16,
+        }
+        done["loss"] = float(loss) / place.world_size
+        results.append({**about, **size, **done, **times, "aten_calls": math.nan, **counts})
         if also is not None:
             also(kind, steppers[kind], batches, place)
     return results
@@ -274,7 +240,7 @@ def worker(rank: int, workers: int, scratch: str, settings: Settings) -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # without it the profiler logs every start and stop
     device = torch.device("cuda", rank) if settings.device == "cuda" else torch.device("cpu")
     join_group(rank, workers, scratch, settings.device)
-    results: list[Result] = []
+    results: list[Row] = []
     for name in settings.models:
         for passes in settings.accumulation:
             start = time.perf_counter()
@@ -289,50 +255,44 @@ def worker(rank: int, workers: int, scratch: str, settings: Settings) -> None:
                 taken = time.perf_counter() - start
                 print(f"{name}, {passes} pass(es) a step: {taken:.0f} s", file=sys.stderr, flush=True)
     if rank == 0:
-        leave(scratch, [asdict(result) for result in results])
+        leave(scratch, results)
     leave_group()
 
 
 # ---- reporting ----------------------------------------------------------------------------------------------------
 
 
-def disagreements(results: Sequence[Result]) -> list[str]:
+def disagreements(results: Sequence[Row]) -> list[str]:
     """Return a message for every kind that should have done the same work as another one and did not."""
     found = []
     for result in results:
-        where = f"{result.model}/{result.passes}: {result.kind}"
-        tolerance = _LOSS_TOLERANCE_BF16 if result.bf16 else _LOSS_TOLERANCE
-        peers = [r for r in results if (r.model, r.passes) == (result.model, result.passes)]
-        if result.optimizer_steps != peers[0].optimizer_steps:
+        where = f"{result['model']}/{result['passes']}: {result['kind']}"
+        tolerance = _LOSS_TOLERANCE_BF16 if result["bf16"] else _LOSS_TOLERANCE
+        peers = [r for r in results if (r["model"], r["passes"]) == (result["model"], result["passes"])]
+        if result["optimizer_steps"] != peers[0]["optimizer_steps"]:
             found.append(
-                f"{where} took {result.optimizer_steps} optimizer steps, {peers[0].kind} {peers[0].optimizer_steps}."
+                f"{where} took {result['optimizer_steps']} optimizer steps, {peers[0]['kind']} {peers[0]['optimizer_steps']}."
             )
-        same = [r for r in peers if r.trajectory is not None and r.trajectory == result.trajectory]
-        if not math.isfinite(result.loss):
-            found.append(f"{where} ended at loss {result.loss}.")
-        elif same and not math.isclose(result.loss, same[0].loss, rel_tol=tolerance):
-            found.append(f"{where} ended at loss {result.loss:.6f}, {same[0].kind} at {same[0].loss:.6f}.")
+        same = [r for r in peers if r["trajectory"] is not None and r["trajectory"] == result["trajectory"]]
+        if not math.isfinite(result["loss"]):
+            found.append(f"{where} ended at loss {result['loss']}.")
+        elif same and not math.isclose(result["loss"], same[0]["loss"], rel_tol=tolerance):
+            found.append(f"{where} ended at loss {result['loss']:.6f}, {same[0]['kind']} at {same[0]['loss']:.6f}.")
     return found
 
 
-def table(results: Sequence[Result]) -> str:
+def table(results: Sequence[Row]) -> str:
     """Return a Markdown table. The first kind is the baseline."""
-    on_gpu = any(result.kernel_launches is not None for result in results)
-    ratio = f"× {results[0].kind}"
+    on_gpu = any("kernel_launches" in result for result in results)
+    ratio = f"× {results[0]['kind']}"
     header = ["model", "passes", "kind", "ms a step", ratio, "quartiles", f"{ratio}, CPU time", "aten calls", "loss"]
     rows = []
     for r in results:
-        row = [
-            r.model,
-            str(r.passes),
-            r.kind,
-            f"{r.ms_per_step:.2f}",
-            f"{r.ratio:.3f}",
-            f"{r.ratio_q1:.3f}–{r.ratio_q3:.3f}",
-        ]
-        row += [f"{r.cpu_ratio:.3f}", f"{r.aten_calls:.0f}", f"{r.loss:.4f}"]
+        row = [r["model"], str(r["passes"]), r["kind"], f"{r['ms_per_step']:.2f}", f"{r['ratio']:.3f}"]
+        row += [f"{r['ratio_q1']:.3f}–{r['ratio_q3']:.3f}", f"{r['cpu_ratio']:.3f}"]
+        row += [f"{r['aten_calls']:.0f}", f"{r['loss']:.4f}"]
         if on_gpu:
-            row += [f"{r.kernel_launches or 0:.0f}", f"{r.synchronizations or 0:.1f}", f"{r.event_waits or 0:.1f}"]
+            row += [f"{r['kernel_launches']:.0f}", f"{r['synchronizations']:.1f}", f"{r['event_waits']:.1f}"]
         rows.append(row)
     return markdown(header + (["launches", "stream synchronizations", "event waits"] if on_gpu else []), rows)
 
@@ -389,14 +349,14 @@ def parse(argv: Sequence[str] | None) -> tuple[Settings, Path | None, dict[str, 
 def main(argv: Sequence[str] | None = None) -> int:
     settings, path, skipped = parse(argv)
     about = machine(gpu=torch.cuda.get_device_name() if settings.device == "cuda" else None)
-    results = [Result(**entry) for entry in run_workers(worker, settings.world_size, settings)]
+    results = run_workers(worker, settings.world_size, settings)
     wrong = disagreements(results)
     if path is not None:
         document = {
             "machine": about,
             "settings": asdict(settings),
             "skipped": {kind: skipped[kind] for kind in KINDS if kind in skipped},
-            "results": [asdict(result) for result in results],
+            "results": results,
             "disagreements": wrong,
         }
         write_json(path, document)

@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,11 +125,11 @@ def steps_worker(rank: int, workers: int, scratch: str, settings: overhead.Setti
     if rank == 0:
         rows = []
         for r in results:
-            collectives, sent = counted[r.kind]
+            collectives, sent = counted[r["kind"]]
             # A ring all-reduce of the gradient sends 2 (N − 1) / N · 4 bytes · parameters.
-            ring = 8 * r.parameters * (workers - 1) / workers
+            ring = 8 * r["parameters"] * (workers - 1) / workers
             more = {"messages": messages(collectives, workers), "bytes": sent, "all_reduce_bytes": ring}
-            rows.append({"workers": workers, **asdict(r), "collectives": collectives, **more})
+            rows.append({"workers": workers, **r, "collectives": collectives, **more})
         leave(scratch, rows)
     dist.barrier()
     leave_group()

@@ -1,8 +1,7 @@
 """Does a recipe survive the larger batch? Eight-trial searches, and the runs of what they choose, clipped or not.
 
-    python benchmarks/studies/carry_over.py --jobs 2               all of it, or what is missing
-    python benchmarks/studies/carry_over.py --length 3             the same with three times as many steps
-    python benchmarks/studies/carry_over.py --report-only          the tables of the kept runs
+    python benchmarks/studies/carry_over.py               what is missing, and the tables of all runs
+    python benchmarks/studies/carry_over.py --length 3    the same with three times as many steps
 
 A search is that of ``tune_recipe`` with its default options, without Ray's processes: Tune's random draws, base runs in this
 process, ASHA. The config of the best trial then runs at S = 1, 8 and 16 with three seeds, at S > 1 clipped at a multiple of the
@@ -16,12 +15,10 @@ import datetime
 import functools
 import json
 import math
-import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +26,7 @@ import numpy as np
 from carry_over_workloads import CASES
 from ray.tune.search.sample import _BackwardsCompatibleNumpyRng
 from ray.tune.search.variant_generator import generate_variants
-from study import KeptRuns, announce, prepare_process, read_runs
+from study import KeptRuns, announce, prepare_process
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, seed_everything
 from ray_adascale.run.base.base_run import base_config
@@ -118,7 +115,8 @@ class Result:
     stopped: bool = False
 
 
-Results = dict[Job, Result]
+Runs = Callable[[Job], Result]
+"""Returns the result of a job, from the kept ones or by a run."""
 
 
 def threshold(kappa: float, square: float, weight: float, steps: int) -> float:
@@ -216,26 +214,6 @@ def train(job: Job) -> Result:
     )
 
 
-class Missing(Exception):
-    """Runs that a rule or a table needs and that are not kept yet."""
-
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        super().__init__(f"{len(jobs)} runs")
-        self.jobs = jobs
-
-
-def need(results: Results, jobs: Sequence[Job]) -> list[Result]:
-    """Return the results of these jobs.
-
-    Raises:
-        Missing: Some are not kept yet.
-    """
-    missing = [job for job in jobs if job not in results]
-    if missing:
-        raise Missing(missing)
-    return [results[job] for job in jobs]
-
-
 # ---- the search ------------------------------------------------------------------------------------------------------
 
 
@@ -270,13 +248,12 @@ def below(cutoffs: Sequence[float | None], scores: Sequence[Sequence[float]]) ->
     return any(score is not None and cutoff is not None and score < cutoff for score, cutoff in found)
 
 
-def search(results: Results, workload: str, seed: int, length: int) -> list[tuple[Job, Result]]:
+def search(runs: Runs, workload: str, seed: int, length: int) -> list[tuple[Job, Result]]:
     """Return the trials that reached T in the search with this seed, best first."""
     rows: list[tuple[Job, Result]] = []
     for config in draws(workload, seed):
         job = Job(workload, config, seed, cutoffs=cutoffs([trial for _, trial in rows]), length=length)
-        (result,) = need(results, [job])
-        rows.append((job, result))
+        rows.append((job, runs(job)))
     finished = [(job, trial) for job, trial in rows if trial.score is not None]
     return sorted(finished, key=lambda pair: -float(pair[1].score or 0))
 
@@ -304,23 +281,18 @@ class Cell:
         return statistics.mean(found) if found else -math.inf
 
 
-def cell(results: Results, workload: str, seed: int, clip: float, length: int) -> Cell:
-    """Return what becomes of a search's recipe, clipped at κ at S > 1.
-
-    Raises:
-        Missing: Runs are missing.
-    """
-    base = replace(search(results, workload, seed, length)[0][0], cutoffs=())
-    jobs = {
-        scale: [replace(base, seed=s, scale=scale, clip=clip if scale > 1 else 0.0) for s in SEEDS] for scale in SCALES
+def cell(runs: Runs, workload: str, seed: int, clip: float, length: int) -> Cell:
+    """Return what becomes of a search's recipe, clipped at κ at S > 1."""
+    base = replace(search(runs, workload, seed, length)[0][0], cutoffs=())
+    found = {
+        scale: [runs(replace(base, seed=s, scale=scale, clip=clip if scale > 1 else 0.0)) for s in SEEDS]
+        for scale in SCALES
     }
-    need(results, [job for each in jobs.values() for job in each])
-    runs = {scale: [results[job] for job in each] for scale, each in jobs.items()}
     return Cell(
         base.lr,
-        {scale: [run.score for run in each] for scale, each in runs.items()},
-        [run.tau for scale in SCALES[1:] for run in runs[scale] if run.score is None],
-        {scale: sum(r.clipped for r in each) / sum(r.steps for r in each) for scale, each in runs.items()},
+        {scale: [run.score for run in each] for scale, each in found.items()},
+        [run.tau for scale in SCALES[1:] for run in found[scale] if run.score is None],
+        {scale: sum(r.clipped for r in each) / sum(r.steps for r in each) for scale, each in found.items()},
     )
 
 
@@ -393,47 +365,35 @@ def scores_table(cells: Cells) -> str:
     return markdown([*head, "sd over seeds", "within 1 error"], rows)
 
 
-def evaluate(results: Results, wanted: Iterable[tuple[str, int, float]], length: int) -> tuple[Cells, list[Job]]:
-    """Return the cells that the kept runs suffice for, and the runs that the others need next."""
-    cells: Cells = {}
-    missing: dict[Job, None] = {}
-    for key in wanted:
-        try:
-            cells[key] = cell(results, *key, length)
-        except Missing as found:
-            missing.update(dict.fromkeys(found.jobs))
-    return cells, list(missing)
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--workloads", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--length", type=int, default=1, help="T in units of each workload's")
-    parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each")
     parser.add_argument("--json", type=Path, default=KEPT, help="kept runs")
-    parser.add_argument("--report-only", action="store_true", help="only print the tables of the kept runs")
     return parser.parse_args(argv)
+
+
+def cells_of(runs: Runs, workloads: Sequence[str], length: int) -> Cells:
+    """Return what becomes of each search's recipe with each κ."""
+    keys = [(w, seed, clip) for clip in CLIPS for w in workloads for seed in SEARCHES]
+    return {key: cell(runs, *key, length) for key in keys}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    wanted = [(w, seed, clip) for clip in CLIPS for w in args.workloads for seed in SEARCHES]
-    if args.report_only:
-        results = read_runs(args.json, Job, Result)
-    else:
-        announce(args.json)
-        kept = KeptRuns(args.json, Job, Result, train)
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(args.jobs, mp_context=context, initializer=prepare_process) as pool:
-            while missing := evaluate(kept.results, wanted, args.length)[1]:
-                for job, result in kept.run(missing, pool):
-                    print(job, result.score, f"{result.cpu_s} s", file=sys.stderr, flush=True)
-        results = kept.results
-    cells, missing = evaluate(results, wanted, args.length)
+    prepare_process()
+    announce(args.json)
+    kept = KeptRuns(args.json, Job, Result, train)
+
+    def runs(job: Job) -> Result:
+        for _, result in kept.run([job]):
+            print(job, result.score, f"{result.cpu_s} s", file=sys.stderr, flush=True)
+        return kept.results[job]
+
+    cells = cells_of(runs, args.workloads, args.length)
     print(survival_table(cells), scores_table(cells), sep="\n\n")
-    hours = sum(result.cpu_s for result in results.values()) / 3600
-    print(f"\n{len(results)} runs, {hours:.2f} CPU hours; {len(wanted) - len(cells)} recipes are not complete.")
+    print(f"\n{len(kept.results)} runs, {sum(r.cpu_s for r in kept.results.values()) / 3600:.2f} CPU hours")
     return 0
 
 

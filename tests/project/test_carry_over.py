@@ -59,13 +59,11 @@ def test_trials_stop_where_tunes_scheduler_stops_them(study: Any) -> None:
 
 
 def test_the_page_has_the_shares_of_the_kept_runs(study: Any) -> None:
-    results = study.read_runs(study.KEPT, study.Job, study.Result)
+    kept = load("study").read_runs(study.KEPT, study.Job, study.Result)
     page = (ROOT / "benchmarks/studies/pages/carry-over.md").read_text().replace("*", "").splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page if line.startswith("| ")][2:]
-    wanted = [(w, seed, clip) for clip in study.CLIPS for w in study.CASES for seed in study.SEARCHES]
     for length, shown in ((1, rows[:3]), (3, rows[3:6])):
-        cells, missing = study.evaluate(results, wanted, length)
-        assert missing == []
+        cells = study.cells_of(kept.__getitem__, list(study.CASES), length)
         for line, row in zip(study.survival_table(cells).splitlines()[2:], shown, strict=True):
             _, _, at_8, at_16, one, two = line.strip("| ").split(" | ")
             assert [at_8, at_16, *(each.partition(" ")[0] for each in (one, two))] == row[-4:]
