@@ -319,8 +319,8 @@ BUDGET = {
     "sharding": 1530,
     "train": 1520,
     "": 1840,
-    "tests": 34100,
-    "benchmarks": 8350,
+    "tests": 33850,
+    "benchmarks": 6700,
 }
 """The most lines of code of each package with its folders, of the modules beside them (""), of tests and of benchmarks."""
 
