@@ -320,7 +320,7 @@ BUDGET = {
     "train": 1520,
     "": 1840,
     "tests": 33850,
-    "benchmarks": 6700,
+    "benchmarks": 6800,
 }
 """The most lines of code of each package with its folders, of the modules beside them (""), of tests and of benchmarks."""
 
