@@ -237,10 +237,13 @@ class OnlyBatches(torch.utils.data.IterableDataset[Any]):
 @pytest.mark.parametrize(
     "data", [DataLoader(Numbered(), batch_size=4), iter([1]), OnlyBatches()], ids=["loader", "iterator", "iterable"]
 )
-@pytest.mark.parametrize("efficiency", [0.6, 1])
-def test_data_whose_batches_cannot_change_is_refused_with_what_to_do(data: Any, efficiency: Any) -> None:
-    with pytest.raises(ValueError, match=r"can't change while the run goes on.*efficiency.*out.*map-style"):
-        make_run(network(), data=data, target_efficiency=efficiency)
+@pytest.mark.parametrize(
+    "setting", [{"target_efficiency": 0.6}, {"target_efficiency": 1}, {"batch_schedule": "0:4,20%:15"}]
+)
+def test_data_whose_batches_cannot_change_is_refused_with_what_to_do(data: Any, setting: dict[str, Any]) -> None:
+    (name,) = setting
+    with pytest.raises(ValueError, match=rf"can't change while the run goes on.*{name}.* out.*map-style"):
+        changing_batch.make_run(network(), data=data, **setting)
 
 
 # ---- what a change of plan costs -------------------------------------------------------------------------------------

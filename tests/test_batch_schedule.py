@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
 from ray_adascale import AdaScaleConfig
 from ray_adascale.batch import BatchFollower, BatchSchedule, read_schedule
 from ray_adascale.forecast.replay import Forecaster, Law, noise_curves, replay
 from ray_adascale.run.observe.eta import forecast_run
 
-from .changing_batch import Numbered, drive, make_run, network
+from .changing_batch import drive, make_run, network
 from .samples_of import recipe
 
 # ---- what is read ----------------------------------------------------------------------------------------------------
@@ -140,8 +138,6 @@ def test_a_step_that_may_end_in_the_second_of_two_equal_batches_is_read() -> Non
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
-GIVEN = "0:4,20%:15,60%:8"
-
 
 def test_a_run_may_resume_with_a_schedule_and_without_one(tmp_path: Path) -> None:
     every = {"checkpoint_every_s": 1e-9}
@@ -177,14 +173,3 @@ def test_a_schedule_is_forecast_as_it_runs() -> None:
     assert by_hand == found
     assert forecast_run(noise, config, 1, 2) == found
     assert [found.steps_left(tau) for tau in (0, 10, 30, 100)] == pytest.approx([28.75, 18.75, 8.75, 0])
-
-
-class OnlyBatches(torch.utils.data.IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter([])
-
-
-@pytest.mark.parametrize("data", [DataLoader(Numbered(), batch_size=4), iter([1]), OnlyBatches()])
-def test_data_whose_batches_cannot_change_is_refused(data: Any) -> None:
-    with pytest.raises(ValueError, match=r"can't change while the run goes on.*batch_schedule out.*map-style"):
-        make_run(network(), data=data, batch_schedule=GIVEN)
