@@ -51,6 +51,7 @@ FAULTS: list[tuple[str, str, str]] = [
      "self._group_of = torch.tensor([g % 2 for g, _ in params])"),
     ("measure/fsdp2.py", "shards.append((self._group_of[param], ", "shards.append((0, "),
     # ---- sharding
+    ("run/clipping.py", "min(square, self._limit**2)", "square"),
     ("sharding/clipping.py", "        total = total ** (1 / norm_type)\n", "        total = total * 1.0\n"),
     ("sharding/oss.py", "torch.float64 if wide or group is not self.group else torch.float32", "torch.float32"),
     ("sharding/gradient_bucket.py", "if not all(self._seen[span.index] for span in mine):", "if False:"),
