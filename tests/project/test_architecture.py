@@ -307,19 +307,19 @@ def test_no_file_and_no_class_is_long(path: Path) -> None:
 BUDGET = {
     "analysis": 1470,
     "checkpoint": 1070,
-    "cli": 940,
+    "cli": 945,
     "compat": 230,
     "data": 760,
     "forecast": 340,
     "integrations": 760,
     "measure": 790,
     "optim": 2520,
-    "run": 3540,
+    "run": 3550,
     "search": 1140,
     "sharding": 1530,
     "train": 1520,
-    "": 1840,
-    "tests": 34100,
+    "": 1855,
+    "tests": 34450,
     "benchmarks": 8350,
 }
 """The most lines of code of each package with its folders, of the modules beside them (""), of tests and of benchmarks."""
