@@ -33,6 +33,7 @@ from ray_adascale import (
     write_report,
 )
 from ray_adascale.analysis.display import RunDisplay
+from ray_adascale.analysis.plots import number_log_axis
 from ray_adascale.run.observe.eta import Eta
 from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.workload import build
@@ -181,6 +182,7 @@ def draw_forecast(path: Path, steps: int = STEPS) -> None:
     axes.plot(workers, [steps / row.scale for row in rows], "--", color="0.45", lw=1.4, label="T / S")
     axes.set(xscale="log", yscale="log", xticks=workers, xticklabels=workers)
     axes.minorticks_off()
+    number_log_axis(axes.yaxis)
     axes.set_xlabel("workers", fontsize=10)
     axes.set_ylabel("optimizer steps", fontsize=10)
     finish(figure, path)

@@ -36,7 +36,7 @@ def test_each_figure_stands_on_a_page_that_its_sentence_links(page: Path) -> Non
     for piece in pieces(page.read_text()):
         linked = [(page.parent / link).resolve() for link in LINK.findall(piece)]
         if linked:
-            there = set().union(*(numbers(other.read_text()) for other in linked))
+            there = {number for other in linked for number in numbers(other.read_text())}
             assert numbers(NO_FIGURES.sub("", piece)) <= there, piece
 
 
