@@ -33,6 +33,7 @@ from ray_adascale import (
     write_report,
 )
 from ray_adascale.analysis.display import RunDisplay
+from ray_adascale.analysis.plots import number_log_axis
 from ray_adascale.run.observe.eta import Eta
 from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.workload import build
@@ -110,12 +111,12 @@ def draw_concept(path: Path) -> None:
     plt = pyplot()
     gains = [1.5, 1.7, 2.0, 2.3, 2.6, 2.9, 3.1, 3.3, 3.4, 3.5, 3.7]
     starts = [sum(gains[:i]) for i in range(len(gains))]
-    total = 30
+    total = 30.0
     figure, (steps, schedule) = plt.subplots(
         2, 1, sharex=True, figsize=(7, 4.2), layout="constrained", height_ratios=(1.1, 1)
     )
-    for step in range(total):
-        steps.add_patch(plt.Rectangle((step, 1.25), 1, 0.35, fc="0.85", ec="0.35", lw=0.8))
+    for base in range(int(total)):
+        steps.add_patch(plt.Rectangle((base, 1.25), 1, 0.35, fc="0.85", ec="0.35", lw=0.8))
     for tau, gain in zip(starts, gains, strict=True):
         steps.add_patch(plt.Rectangle((tau, 0.15), gain, 0.7, fc="C0", ec="white", lw=1.2, alpha=0.75))
         steps.text(tau + gain / 2, 0.5, f"{gain:g}", ha="center", va="center", fontsize=9, color="white")
@@ -181,6 +182,7 @@ def draw_forecast(path: Path, steps: int = STEPS) -> None:
     axes.plot(workers, [steps / row.scale for row in rows], "--", color="0.45", lw=1.4, label="T / S")
     axes.set(xscale="log", yscale="log", xticks=workers, xticklabels=workers)
     axes.minorticks_off()
+    number_log_axis(axes.yaxis)
     axes.set_xlabel("workers", fontsize=10)
     axes.set_ylabel("optimizer steps", fontsize=10)
     finish(figure, path)

@@ -5,13 +5,15 @@ Each check returns a value as plain Python, or raises an error that names the fi
 
 from __future__ import annotations
 
+import difflib
+import functools
 import math
 import numbers
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from ._errors import RecipeError, SettingError, check_count, short
 
@@ -22,6 +24,26 @@ Check = Callable[[str, Any], Any]
 def by(check: Check) -> dict[str, Check]:
     """Return the metadata of a field with this check."""
     return {"check": check}
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def hinting(cls: _Class) -> _Class:
+    """Return the dataclass with a ``TypeError`` for an unknown field that names the nearest field, or all of them."""
+    init: Callable[..., None] = cls.__init__  # type: ignore[misc]
+    known = sorted(each.name for each in fields(cls))
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **settings: Any) -> None:
+        for name in settings.keys() - set(known):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" (is {near[0]!r} meant?)" if near else f". Its fields are {', '.join(known)}"
+            raise TypeError(f"{cls.__name__} has no field {name!r}{hint}.")
+        init(self, *args, **settings)
+
+    cls.__init__ = checked  # type: ignore[misc]
+    return cls
 
 
 def check_fields(owner: Any, called: str = "") -> None:

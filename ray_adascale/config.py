@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from ._errors import SettingError, clip_multiple, typed
-from ._fields import MAYBE_COUNT, by, check_fields, clip, integer, must_be, optional, positive
+from ._fields import MAYBE_COUNT, by, check_fields, clip, hinting, integer, must_be, optional, positive
 from .batch import BatchSettings
 
 if TYPE_CHECKING:  # the options of the command line come from this module, and their help needs no torch
@@ -54,6 +54,7 @@ _MAYBE_POSITIVE = by(optional(positive()))
 _MAYBE_STOP = by(optional(must_be("an EarlyStop(patience=...), or None", lambda value: isinstance(value, EarlyStop))))
 
 
+@hinting
 @dataclass(frozen=True, kw_only=True)
 class AdaScaleConfig:
     """The settings of a run, beside model, optimizer, scheduler and data. They are checked when the object is made.

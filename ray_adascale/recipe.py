@@ -340,7 +340,8 @@ class Recipe:
         if digest != _digest(_fields(recipe)) and not accept_edits:
             raise RecipeError(
                 f"{path}: the digest does not match. The file was edited after the search, so it is no longer the result "
-                "of the search. Recipe.load(path, accept_edits=True) loads it anyway."
+                "of the search. Restore the file, or search again; in Python "
+                "Recipe.load(path, accept_edits=True) loads it anyway."
             )
         return recipe
 
@@ -460,7 +461,7 @@ def _describe_noise(recipe: Recipe) -> str:
     mu2 = float(share @ [probe.mu2 for probe in recipe.noise])
     scale = f"about {plain_noise_scale(sigma2, mu2, recipe.base_batch_size):.3g} examples"
     if not (mu2 > 0 and sigma2 >= 0):
-        scale = "unknown"
+        scale = f"unknown: the mean {'σ² is below' if mu2 > 0 else 'μ² is not above'} 0"
     of_repeats = sum(len(repeat.noise) for repeat in recipe.repeats)
     more = f" and {of_repeats} in the repeats" if of_repeats else ""
     return f"{len(recipe.noise)} probes{more}; noise scale over the whole run {scale}"

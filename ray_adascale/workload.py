@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
 from ._errors import SettingError, kind_of, noted
-from ._fields import MAYBE_FUNCTION, by, check_fields, integer, must_be
+from ._fields import MAYBE_FUNCTION, by, check_fields, hinting, integer, must_be
 from ._torch import leaves
 from ._warn import warn_at_user
 from .config import AdaScaleConfig
@@ -151,6 +151,7 @@ class Pieces:
             raise ValueError("Invalid train_dataset: it is empty. Must hold at least one example.")
 
 
+@hinting
 @dataclass(kw_only=True, eq=False)
 class Workload(Pieces):
     """The pieces of a training run, in plain torch, exactly as at the base batch. Not wrapped, not moved to a device.

@@ -20,6 +20,17 @@ COUNTS = "base_batch_size total_steps per_worker_batch_size accumulation global_
 NUMBERS = "averaging_window evaluate_every checkpoint_every_s report_every_s"
 
 
+def test_a_misspelt_field_gets_a_hint() -> None:
+    with pytest.raises(
+        TypeError, match=r"AdaScaleConfig has no field 'base_batchsize' \(is 'base_batch_size' meant\?\)"
+    ):
+        AdaScaleConfig(base_batchsize=8)  # type: ignore[call-arg]
+    with pytest.raises(
+        TypeError, match=r"AdaScaleConfig has no field 'zzz'\. Its fields are accept_changes, accumulation, "
+    ):
+        AdaScaleConfig(zzz=8)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("names", "refused", "taken", "message"),
     [

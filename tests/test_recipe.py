@@ -416,7 +416,7 @@ def test_the_description_has_what_people_ask_for() -> None:
         assert part in text
     assert "  hyperparameters lr=0.1" in text  # the attribute's name
     assert "0.1 → 0.001 over 4 values" in text
-    assert "2 probes; noise scale over the whole run unknown" in text  # Σμ² = 0
+    assert "2 probes; noise scale over the whole run unknown: the mean μ² is not above 0" in text
     noise = [NoiseProbe(effective_steps=t, sigma2=4, mu2=2) for t in (0, 50)]
     assert "about 64 examples" in recipe(noise=noise).describe()  # 32 · 8 / 4
     repeats = [Repeat(seed=1, score=0.9, noise=noise), Repeat(seed=2, score=0.9, noise=noise)]

@@ -25,7 +25,7 @@ from ..forecast.throughput import Throughput
 from ..optim.rules import make_rule, metric_of
 from ..recipe import Recipe
 from ..run.observe.advice import forecast_advice
-from .plots import pyplot
+from .plots import number_log_axis, pyplot
 
 _PAYS = 0.5  # share of the first worker's speed that further workers must add to be useful
 _FAR = 16  # S above which a note says that the forecast is rough
@@ -195,6 +195,7 @@ class Forecast:
         for axes in (left, right):
             axes.set_xticks(workers, [str(k) for k in workers])
             axes.minorticks_off()
+            number_log_axis(axes.yaxis)
             axes.legend(frameon=False)
             axes.spines[["top", "right"]].set_visible(False)
         figure.savefig(Path(path), dpi=130)

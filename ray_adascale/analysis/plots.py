@@ -39,6 +39,17 @@ def pyplot(what: str) -> Any:
     return plt
 
 
+def number_log_axis(axis: Any) -> None:
+    """Label a logarithmic axis with plain numbers, several of them in any range. Call it after the curves are drawn."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+
+    low, high = axis.get_view_interval()
+    subs = (1.0,) if high > 1000 * low else (1.0, 2.0, 5.0)
+    axis.set_major_locator(LogLocator(subs=subs) if high > 10 * low else MaxNLocator(5))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_ticks([], minor=True)
+
+
 @dataclass(frozen=True)
 class Panel:
     """A plot over effective steps.
@@ -163,6 +174,8 @@ def _drawn(panel: Panel, runs: list[RunTrace], *, ink: str) -> Iterator[tuple[An
             axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
             for i, run in enumerate(runs):
                 axes.plot(*_points(panel, run, panel.keys[0]), lw=0.6, alpha=0.18, zorder=1, color=color_of(i))
+        if panel.log:
+            number_log_axis(axes.yaxis)
         axes.set_xlabel("effective steps τ")
         axes.set_xlim(left=0)
         axes.grid(alpha=0.2, color=ink)

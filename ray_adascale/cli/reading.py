@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import AdaScaleConfig
@@ -119,7 +120,9 @@ class Report(Command):
         if self.tensorboard:
             for run in with_distinct_labels([load_run(run) for run in self.runs]):
                 write_events(run, self.tensorboard)
-        print(f"Written to {write_report(self.runs, self.output, recipe=recipe)}")
+            print(f"Event files are in {self.tensorboard}: tensorboard --logdir {self.tensorboard}")
+        replaced = ", in place of an earlier page" * Path(self.output).is_file()
+        print(f"Written to {write_report(self.runs, self.output, recipe=recipe)}{replaced}")
         return 0
 
 

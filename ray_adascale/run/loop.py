@@ -59,8 +59,8 @@ class Run:
     :attr:`gain` or :attr:`progress` is read. Reports and checkpoints come one step later.
 
     Args:
-        model: The bare model. Call :attr:`model` in the loop: it is on the device, and wrapped for data parallelism where
-            there are several workers.
+        model: The bare model. In the loop call ``run.model``, not this object: ``run.model`` is on the device, and wrapped for
+            data parallelism where there are several workers.
         optimizer: One optimizer with the LRs of the base batch. Use :attr:`optimizer` from here on.
         scheduler: A ``torch.optim.lr_scheduler`` on it, or None. Never step it.
         dataset: Map-style, an iterable of batches, or a Ray Data shard; see :func:`ray_adascale.data.make_source`.

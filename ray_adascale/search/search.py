@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._errors import check_type
-from .._fields import COUNT, MAYBE_COUNT, by, check_fields, integer
+from .._fields import COUNT, MAYBE_COUNT, by, check_fields, hinting, integer
 from ..config import AdaScaleConfig, read_settings
 
 if TYPE_CHECKING:  # the command's options come from this module, and their help needs neither torch nor Ray
@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # the command's options come from this module, and their help
     from ..workload import WorkloadFn
 
 
+@hinting
 @dataclass(frozen=True, eq=False)
 class Search:
     """A search for hyperparameters at the base batch.

@@ -231,7 +231,7 @@ def _sharded(optimizer: Any) -> OSS:
         raise ValueError(
             f"Invalid sharded_optimizer: a {type(optimizer).__name__} of {len(optimizer)}. Must be one. Give OSS several "
             "parameter groups, OSS([{'params': ..., 'lr': ...}, ...], optim=...), or make optimizers of several classes one: "
-            "OSS.wrap(OptimizerChain([...]))."
+            "OSS.wrap(OptimizerChain([...])). Several OSS work under torch's DistributedDataParallel."
         )
     inner = getattr(optimizer, "wrapped", optimizer)  # AdaScale's, which this module does not import
     if not isinstance(inner, OSS):

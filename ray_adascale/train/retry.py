@@ -72,7 +72,8 @@ def failure_message(error: BaseException, *, lines: bool = True) -> str:
         # The first and last lines are useful; between them is a remote traceback or a description of the worker.
         first, *rest = text.splitlines()
         short = (f"{first} {rest[-1]}" if first.endswith(".") else rest[-1]) if rest else first
-        return f"Worker {rank}: {short}"
+        # gRPC's words for a connection that was cut off.
+        return f"Worker {rank}: {re.sub('Socket closed$', 'Socket closed: its node, or the network to it, is lost.', short)}"
     kind = type(failure).__name__  # a KeyError's text alone means little
     message = f"Worker {rank}: {kind}: {text}" if text else f"Worker {rank}: {kind}"
     return "\n".join([message, lines_of(failure)] if lines and lines_of(failure) else [message])
@@ -139,12 +140,14 @@ class RetryPolicy(UserCallback):
         """The driver's channel, see :mod:`ray_adascale.train.driver_channel`."""
         self._max_failures = max_failures
         self._restarts = 0
+        self._saved = False  # a checkpoint was reported since this driver began
         self._taken_away: set[str | None] = set()  # ids of the actors of preempted workers
         self._seen: Counter[str] = Counter()
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
         """Ray Train's callback: all workers have reported, and their checkpoint is stored."""
         if checkpoint is not None:
+            self._saved = True
             steps, effective = metrics[0].get("optimizer_steps", 0), metrics[0].get("effective_steps", 0.0)
             DriverClient(self.channel).log(logging.INFO, CHECKPOINT % (steps, effective))
 
@@ -170,7 +173,8 @@ class RetryPolicy(UserCallback):
         if self._max_failures < 0 or self._restarts <= self._max_failures:
             of = "" if self._max_failures < 0 else f" of {self._max_failures}"
             text = _one_sentence(worker_exceptions)
-            driver.restarting(f"{text} Restart {self._restarts}{of}, from the last checkpoint.")
+            otherwise = "" if self._saved else ", or from the beginning if there is none"
+            driver.restarting(f"{text} Restart {self._restarts}{of}, from the last checkpoint{otherwise}.")
 
     def _repeats(self, error: Exception) -> str | None:
         """Return why each restart would raise this error again; None if that is unknown."""

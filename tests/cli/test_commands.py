@@ -149,10 +149,14 @@ def test_report_and_describe(tmp_path: Path, cli: Any) -> None:
     write_rows(tmp_path / "run" / "trace.jsonl", [row(1), row(2)])
     page, edited = tmp_path / "page.html", tmp_path / "edited.json"
     words = [tmp_path / "run", f"--recipe={RECIPE}", "-o", page, f"--tensorboard={tmp_path}"]
-    assert cli("report", *words).out == f"Written to {page}\n"
+    written = f"Event files are in {tmp_path}: tensorboard --logdir {tmp_path}\nWritten to {page}"
+    assert cli("report", *words).out == f"{written}\n"
     assert len(list((tmp_path / "run").glob("events*"))) == 1
+    assert cli("report", *words[:-1]).out == f"Written to {page}, in place of an earlier page\n"
     assert "d7fc38d57e4afeae" in page.read_text()
     assert "accuracy = 0.97 (max)" in cli("describe", RECIPE).out
     edited.write_text(RECIPE.read_text().replace('"momentum": 0.9,', '"momentum": 0.8,'))
     assert "EDITED" in cli("describe", edited, code=1).out
+    said = cli("forecast", edited, code=2).err
+    assert "Restore the file, or search again; in Python Recipe.load(path, accept_edits=True) loads it anyway." in said
     assert "2 for 4.0 effective ones, mean gain 2.00 at scale 4 on 2 workers" in cli("describe", tmp_path / "run").out

@@ -12,6 +12,7 @@ import contextlib
 import io
 import re
 import shlex
+import shutil
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -212,3 +213,45 @@ def options_in_help(name: str) -> set[str]:
     listed = said.getvalue().partition("options:")[2]
     lines = re.findall(r"^  (-.*?)(?:  |$)", listed, re.MULTILINE)
     return {flag for line in lines for flag in re.findall(r"--[a-z][\w-]*", line)} - {"--help"}
+
+
+@pytest.mark.timeout(400)  # of a busy machine: matplotlib draws twenty pictures
+@pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
+def test_ten_commands_of_the_pages_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that need no Ray, with the example of the pages in short: a recipe, and a run at S = 4 with a checkpoint."""
+    pytest.importorskip("sklearn")
+    from ray_adascale import AdaScaleConfig, LocalBackend, Run, record_recipe
+    from ray_adascale.cli.main import main
+    from ray_adascale.cli.source import resolve
+    from ray_adascale.workload import build
+
+    shutil.copy(ROOT / "examples" / "digits.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    workload = resolve("digits.py:workload")
+    recipe = record_recipe(workload, {"lr": 0.05, "momentum": 0.9}, base_batch_size=8, total_steps=80)
+    recipe.save("recipe.json")
+    config = AdaScaleConfig(accumulation=4).with_recipe(recipe)
+    built = build(workload, recipe.hyperparameters, config)
+    run = Run.of(built, config, recipe=recipe, backend=LocalBackend("runs/big", device="cpu"))
+    for batch in run:
+        run.backward(built.loss_fn(run.model, batch))
+        run.step()
+    checkpoint = next(Path("runs/big").glob("checkpoint_*"))
+    for line in (
+        "check digits.py:workload lr=0.05 momentum=0.9",
+        "check digits.py:workload --recipe recipe.json",
+        "check digits.py:workload --recipe recipe.json --storage-path runs",
+        "forecast recipe.json --target-efficiency 0.6",
+        "forecast recipe.json --json",
+        "forecast recipe.json --workers 1,2,4,8 --plot f.png",
+        "report runs/big --recipe recipe.json --tensorboard events",
+        "describe recipe.json",
+        "describe runs/big",
+        f"describe {checkpoint}",
+    ):
+        assert main(line.split()) == 0, line
+        assert capsys.readouterr().out, line
+    assert Path("f.png").exists()
+    assert Path("report.html").exists()

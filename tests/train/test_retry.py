@@ -41,6 +41,9 @@ DIED = WorkerHealthCheckFailedError(
 )
 
 
+FROM = "from the last checkpoint, or from the beginning if there is none"
+
+
 class Failed(Exception):
     """As Ray Train's, which hold what each worker failed with."""
 
@@ -64,6 +67,12 @@ def test_the_worker_that_died_is_told_before_those_that_lost_it() -> None:
         (
             Failed(w0=CLOSED, w1=DIED),
             "Worker 1: A worker health check failed. The actor is dead because its worker process has died.",
+        ),
+        (
+            Failed(
+                w1=WorkerHealthCheckFailedError("A worker health check failed.", RayActorError(None, "Socket closed"))
+            ),
+            "Worker 1: A worker health check failed. Socket closed: its node, or the network to it, is lost.",
         ),
         (Failed(w1=KeyError("lr")), "Worker 1: KeyError: 'lr'"),
         (Failed(w1=MemoryError()), "Worker 1: MemoryError"),
@@ -146,6 +155,9 @@ class Told:
     def restarting(self, why: str) -> None:
         self.lines.append(why)
 
+    def log(self, level: int, text: str) -> None:
+        """A line about a checkpoint."""
+
 
 @pytest.fixture
 def board(monkeypatch: pytest.MonkeyPatch) -> Told:
@@ -197,15 +209,21 @@ def test_lost_workers_and_storage_are_retried_with_a_line_each(told: list[str]) 
     assert fails(restarts, w0=after(CheckpointError("no room"), 3, 3)) is None
     assert told == [
         "Worker 1: A worker health check failed. The actor is dead because its worker process has died. Restart 1 of 3, "
-        "from the last checkpoint.",
-        f"Worker 0: RuntimeError: {CLOSED}. Restart 2 of 3, from the last checkpoint.",
-        "Worker 0: CheckpointError: no room. Restart 3 of 3, from the last checkpoint.",
+        f"{FROM}.",
+        f"Worker 0: RuntimeError: {CLOSED}. Restart 2 of 3, {FROM}.",
+        f"Worker 0: CheckpointError: no room. Restart 3 of 3, {FROM}.",
     ]
     assert fails(restarts, w1=DIED) is None  # for Ray to end, which has counted, too
     assert len(told) == 3
     unlimited = RetryPolicy(-1)
     assert fails(unlimited, w1=DIED) is None
-    assert told[-1].endswith("died. Restart 1, from the last checkpoint.")
+    assert told[-1].endswith(f"died. Restart 1, {FROM}.")
+    unlimited.after_report(None, [{}], None)
+    assert fails(unlimited, w1=DIED) is None
+    assert told[-1].endswith(f"died. Restart 2, {FROM}.")
+    unlimited.after_report(None, [{}], object())
+    assert fails(unlimited, w1=DIED) is None
+    assert told[-1].endswith("died. Restart 3, from the last checkpoint.")
 
 
 def taken_away(actor: str | None) -> Exception:

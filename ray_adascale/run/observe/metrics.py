@@ -11,23 +11,22 @@ from ...gain import plain_noise_scale
 from ...optim.step_result import StepResult
 from .eta import LEFT, Eta
 
-METRICS = (
-    "gain",
-    "scale",
-    "effective_steps",
-    "progress",
-    "lr",
-    "loss",
-    "sigma2",
-    "mu2",
-    "noise_scale",
-    "efficiency",
-    "examples_per_s",
-    "optimizer_steps",
-    "world_size",
-)
-"""The keys of every report, beside the user's. ``lr`` is the schedule's lr(⌊τ⌋) of the first parameter group, before the gain,
-so that over effective steps it is the same curve at every scale."""
+METRICS = {
+    "gain": "r of the step",
+    "scale": "S of the step",
+    "effective_steps": "τ, the clock of the schedule",
+    "progress": "Σ r, which is τ except under rules whose clock is not the gain",
+    "lr": "lr(⌊τ⌋) of the first parameter group, before the gain",
+    "loss": "mean over the step's examples, of all workers",
+    "sigma2": "average of σ², the variance of the gradient of one base batch",
+    "mu2": "average of μ², the squared norm of the true gradient",
+    "noise_scale": "B_noise = B0·σ²/μ², in examples",
+    "efficiency": "r/S",
+    "examples_per_s": "examples a second, over all workers",
+    "optimizer_steps": "updates of the weights so far: `step` without the skipped steps",
+    "world_size": "number of workers",
+}
+"""The keys of every report and their meaning, beside the user's. Over effective steps ``lr`` is the same curve at every scale."""
 
 
 SHORT_STEP = "short_step"

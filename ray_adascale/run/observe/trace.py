@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 from ..._files import TRACE, scratch_folder, write_atomically
 from ..._warn import warn_at_user
-from .metrics import OWN_KEYS
+from .metrics import CLIPPED, METRICS, OWN_KEYS, SHORT_STEP, SKIPPED
 from .step import Listener, Step
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -40,25 +40,13 @@ COLUMNS = {
     "step": "number of the optimizer step, from 1; skipped steps count",
     "attempt": "earlier starts of the run: 0 in the first, 1 after the first restart or resume",
     "position": "examples that the run has used so far, over all workers",
-    "optimizer_steps": "updates of the weights so far: `step` without the skipped steps",
-    "effective_steps": "τ, the clock of the schedule",
-    "progress": "Σ r, which is τ except under rules whose clock is not the gain",
-    "gain": "r of the step",
-    "scale": "S of the step",
-    "efficiency": "r/S",
-    "lr": "lr(⌊τ⌋) of the first parameter group, before the gain",
-    "loss": "mean over the step's examples, of all workers",
-    "sigma2": "average of σ², the variance of the gradient of one base batch",
-    "mu2": "average of μ², the squared norm of the true gradient",
-    "noise_scale": "B_noise = B0·σ²/μ², in examples",
-    "examples_per_s": "examples a second, over all workers",
-    "world_size": "number of workers",
+    **METRICS,
     "steps_left": "optimizer steps to T by the forecast; only with a recipe that has noise",
-    "clipped": "true if the gradient was clipped at a multiple of the expected norm; else missing",
-    "skipped": "true if the gradient was not finite, so that weights and τ stayed; else missing",
-    "short_step": "true for a step with fewer passes than declared, in the adapters alone; else missing",
+    CLIPPED: "true if the gradient was clipped at a multiple of the expected norm; else missing",
+    SKIPPED: "true if the gradient was not finite, so that weights and τ stayed; else missing",
+    SHORT_STEP: "true for a step with fewer passes than declared, in the adapters alone; else missing",
 }
-"""The keys of a row and their meaning. Metrics of ``evaluate`` and ``run.record`` are in the rows of the steps that made them."""
+"""The keys of a row and their meaning. Metrics of ``evaluate`` and ``run.record`` stand in the row of the step before them."""
 
 
 class NotOwnError(OSError):
