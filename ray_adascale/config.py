@@ -102,8 +102,8 @@ class AdaScaleConfig:
             the gradient of a larger batch is less noisy. A multiple does, and clips at S > 1 alone: the expected norm is the root
             of the average of ‖ḡ‖² over effective time, with ``averaging_window`` as its memory.
         averaging_window: Memory of the averages of σ² and μ² as a share of the run.
-        measure_every: k: after the first steps, one optimizer step in k measures the noise. Default: as many as the averages'
-            memory needs, which is each step of a short run.
+        measure_every: k: one optimizer step in k measures the noise. Default: each at first, and then as many as the averages'
+            memory needs, which is each step of a short run. The adapters of Lightning and Accelerate measure each step.
         seed: Seed of the order of examples, and of the weights that a workload makes.
         shuffle: Draw the order of an epoch's examples from the seed, instead of the dataset's order.
         dataset_length: Examples an epoch over all workers, for datasets without a length (iterables, Ray Data).
