@@ -222,17 +222,18 @@ class HookObserver(GradientObserver):
         self._watch()
 
     def _watch(self) -> None:
-        self.reduced_everywhere = type(self).reduced_everywhere and not worth_sharing(self.groups)
         self.samples = SampleNorms(self.groups, self.device)
         self._sums = GroupSums(len(self.groups), self.device)
         self._group_of = {p: g for g, params in enumerate(self.groups) for p in params}
         self._shares: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
         self.detach()
-        if self.watching:
-            self.hook_all()
+        self.watch(self.watching)
 
     def watch(self, watching: bool) -> None:
         super().watch(watching)
+        # In a step that is not measured nothing else is to be sent, and to wait for the others takes longer than to read all.
+        shared = watching and worth_sharing(self.groups)
+        self.reduced_everywhere = type(self).reduced_everywhere and not shared
         if watching:
             self.hook_all()
         else:
