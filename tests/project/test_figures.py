@@ -112,9 +112,9 @@ def test_the_readmes_rows(studies: list[tuple[Any, Any]]) -> None:
 
 
 def test_the_price_of_betas_on_the_effective_clock() -> None:
-    betas, comparison = load("adam_betas"), load("comparison")
-    plan = betas.parse([])[1]
-    results = comparison.read(ROOT / betas.KEPT)
+    optimizers, comparison = load("optimizers"), load("comparison")
+    plan = optimizers.parse(["adamw"])[1]
+    results = comparison.read(ROOT / optimizers.STUDIES["adamw"].kept)
     more = [
         steps(comparison.seeds_of(plan, results, w, 16, "β^r"))
         / steps(comparison.seeds_of(plan, results, w, 16, "AdaScale"))
