@@ -39,7 +39,7 @@ class AdaScale(OptimizerWrapper):
     ``fused=True``, also in OSS; parameters on one device; AdaScale's own rule) gets the LR as a float32 tensor and skips a step
     that is not finite on the device; :meth:`step` then waits only for r of the step *before*. Reading the last step
     (:attr:`last_step`, :meth:`gain`, :meth:`state_dict`, ...) waits for it; :attr:`last_step_known` and
-    :attr:`known_effective_steps` don't. The first step that measures single examples waits as well.
+    :attr:`known_effective_steps` don't.
 
     Args:
         optimizer: The optimizer to wrap. ``AdaScale(OSS(...))`` is the nesting with sharded state.
@@ -63,7 +63,7 @@ class AdaScale(OptimizerWrapper):
         batch_size: B in examples, over all workers and passes.
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment). Default: AdaScale's (r, r).
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of, for another metric than the Euclidean.
-        model: The model. Needed for ``fully_shard``, per-example norms, and a communication hook of DDP.
+        model: The model. Needed for ``fully_shard``, and for a communication hook of DDP.
 
     Raises:
         ValueError: An argument is out of its range, the optimizer is wrapped already, or its sharding is not supported.

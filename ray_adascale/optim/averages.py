@@ -176,7 +176,8 @@ class Averages:
         if known is None or known[0] is not averages or known[1] != scale:
             known = averages, scale, [self._gains(averages, scale), averages.packed.reshape(-1)]
         numbers = torch.cat([check.view(1), moments, *known[2], *([] if payload is None else [payload])])
-        self._known = averages, scale, [numbers[3 : 3 + sum(len(part) for part in known[2])]]
+        end = numbers.numel() - (0 if payload is None else payload.numel())
+        self._known = averages, scale, [numbers[3:end]]
         return numbers
 
     def _gains(self, averages: Average, scale: float) -> Tensor:
@@ -193,7 +194,7 @@ class Averages:
 
     def gains_of(self, numbers: Tensor) -> Tensor:
         """Return r of each gain's group from the numbers of :meth:`after`."""
-        return numbers[3 : 3 + self.now.total.shape[1]]
+        return numbers[3 : 3 + self.now.packed.shape[1]]
 
     def read(self, numbers: Sequence[float], averages: Average, sums: StepSums) -> StepResult:
         """Return a step, but for its clock, factor and count, and keep what it says of the averages.
@@ -204,7 +205,7 @@ class Averages:
             averages: Those of :meth:`after`.
             sums: The step's.
         """
-        scale, count = sums.plan.scale, averages.total.shape[1]
+        scale, count = sums.plan.scale, averages.packed.shape[1]
         size = count + (count > 1)
         check, sigma2, mu2, *rest = numbers
         gains, packed, payload = rest[:size], rest[size : size + 3 * count], rest[size + 3 * count :]
@@ -214,7 +215,7 @@ class Averages:
             gain=gains[-1],
             sigma2=sigma2,
             mu2=mu2,
-            squared_norm=mu2 + sigma2 / scale if sums.measured else check,
+            squared_norm=mu2 + sigma2 / scale if "a" in sums.parts else check,
             skipped=not math.isfinite(check),
             payload=payload,
             group_gains=gains[:count],

@@ -84,7 +84,7 @@ class GradientStatistics:
         self._payload: Tensor | None = None
         self.ended = 0
         self.observer: GradientObserver | None = None
-        self._unhooked = False
+        self._unhooked = self._leaves_out = False
         self._sent: tuple[Parts, Tensor | None, dist.Work | None] | None = None  # the all-reduce under way
         self.passes = 0
         self.sums: StepSums | None = None
@@ -153,6 +153,7 @@ class GradientStatistics:
     def declare(self, plan: StepPlan) -> None:
         """Set the plan of the steps from the next one on. At a step boundary."""
         self.declared, self._expected = plan, None
+        self._leaves_out = self._sampling.leaves_out(plan)
         self.attach()
 
     def expect(self, plan: StepPlan) -> None:
@@ -194,7 +195,9 @@ class GradientStatistics:
     @property
     def steps_of_sample(self) -> int:
         """Steps for which the sample of the step under way stands, if it is measured."""
-        return 1 if self.step_end is not None else self._sampling.gap(self.ended, self.declared)
+        if self.step_end is not None or not self._leaves_out:
+            return 1
+        return self._sampling.gap(self.ended, self.declared)
 
     def _watch(self) -> None:
         """Let the observer hook parameters in the steps that are measured, and only there."""
@@ -222,7 +225,7 @@ class GradientStatistics:
             raise ValueError(f"Invalid payload of shape {tuple(payload.shape)}. Must be 1-D.")
         self._payload = payload
         observer = self.observer
-        if payload is None or self.measuring or observer is None or not observer.reduced_everywhere:
+        if payload is None or observer is None or observer.watching or not observer.reduced_everywhere:
             return
         if self.workers.reduce and self._sent is None:
             with torch.no_grad():
@@ -270,7 +273,8 @@ class GradientStatistics:
         self._clear_passes()
         self.ended += 1
         if self.observer is not None:
-            self._watch()
+            if self._leaves_out:
+                self._watch()
             self._stepped_with = self._first_gradient()
         self._expected = self._payload = None
 

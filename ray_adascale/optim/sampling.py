@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 from .._errors import check_count
@@ -49,12 +50,18 @@ class Sampling:
             return self.given or 1
         return min(max(1, math.floor(self.window / (max(plan.scale, 1.0) * SAMPLES))), 1 + number // SAMPLES)
 
+    def leaves_out(self, plan: StepPlan) -> bool:
+        """Return whether any step of a plan is not measured, however long the run."""
+        return self.every(sys.maxsize, plan) > 1
+
     def measures(self, number: int, plan: StepPlan) -> bool:
         """Return whether a step is measured. The arguments are those of :meth:`every`."""
         return number % self.every(number, plan) == 0
 
     def gap(self, number: int, plan: StepPlan) -> int:
         """Return the steps for which the sample of a measured step stands: those since the measured step before it."""
+        if self.every(number, plan) == 1:
+            return 1
         before = number - 1
         while before > 0 and not self.measures(before, plan):
             before -= 1

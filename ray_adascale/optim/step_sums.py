@@ -104,8 +104,9 @@ class StepSums:
 
     def read(self) -> tuple[float, list[float]]:
         """Return the check of :meth:`sample` and the payload on the host; waits for the device."""
-        here = self.on_host()
-        return float(here.sample(1)[0]), [] if here.payload is None else here.payload.tolist()
+        parts = self.on_host().parts
+        check = parts["check"] if "check" in parts else replace(self, parts=parts).sample(1)[0]
+        return float(check), parts["payload"].tolist() if "payload" in parts else []
 
     def sample(self, num_gains: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the step's sample of the noise. No host synchronization.

@@ -313,7 +313,7 @@ BUDGET = {
     "forecast": 340,
     "integrations": 750,
     "measure": 800,
-    "optim": 2590,
+    "optim": 2600,
     "run": 3560,
     "search": 1150,
     "sharding": 1530,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -154,7 +155,9 @@ def test_the_page_of_an_optimizer_is_that_of_the_kept_runs(optimizers: Any, tmp_
     page = tmp_path / kept.name
     page.write_text(kept.read_text())  # the part by hand
     assert optimizers.main([name, "--report-only", "--page", str(page)]) == 0
-    assert page.read_text().splitlines()[5:] == kept.read_text().splitlines()[5:]  # without the versions
+    # Without the versions, and without a score of the standard library's text, which other tests' imports change.
+    made, there = (re.sub(r"input scores [\d.]+", "", text.read_text()).splitlines()[5:] for text in (page, kept))
+    assert made == there
 
 
 @pytest.mark.filterwarnings("ignore:Step .* was skipped")
