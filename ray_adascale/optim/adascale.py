@@ -468,12 +468,13 @@ class AdaScale(OptimizerWrapper):
     def complete_samples(self) -> None:
         """Mark the step's backward passes as finished; join the pending all-reduce if this worker ran none.
 
-        Call it before any other collective of the step. :meth:`clip_grad_norm` and :meth:`step` do so by themselves.
+        Call it before any other collective of the step, and before a GradScaler removes the loss scale. :meth:`clip_grad_norm`
+        and :meth:`step` do the same, without the loss scale.
 
         Raises:
             RuntimeError: Called after fewer or more backward passes than ``num_gradients_to_accumulate``.
         """
-        self._statistics.complete()
+        self._statistics.complete(scaled=True)
 
     def clip_grad_norm(
         self,

@@ -358,13 +358,14 @@ class GradientStatistics:
         if self._to_mean:
             self.divide_to_mean()
 
-    def complete(self, caller: str = "step") -> None:
+    def complete(self, caller: str = "step", *, scaled: bool = False) -> None:
         """Take part in the reduction that is still under way on other workers, if there is one: no further pass comes.
 
         It must be called before any other collective of the step.
 
         Args:
             caller: Method that an error names.
+            scaled: Whether the gradients still have the loss scale, if there is one. torch's scaler has removed it before a step.
 
         Raises:
             RuntimeError: Passes are missing, there were too many, or the gradients of the step before were not cleared.
@@ -389,7 +390,7 @@ class GradientStatistics:
         if self.observer is not None and not self.observer.watching:
             if lacks_passes:
                 raise self._too_early(caller)
-            self._finish_passes(self._gather(self.observer))
+            self._finish_passes(self._gather(self.observer, scaled=scaled))
         elif self.observer is not None and self.workers.reduce:
             # A backward pass reached no parameter here: a sample of zero. The others are in the reduction already.
             sums = self._gather(self.observer)
@@ -448,7 +449,7 @@ class GradientStatistics:
         work = dist.all_reduce(numbers, group=self._process_group, async_op=True)
         return separate(numbers, parts), numbers, work
 
-    def _gather(self, observer: GradientObserver) -> StepSums:
+    def _gather(self, observer: GradientObserver, *, scaled: bool = True) -> StepSums:
         """Wait for the sums over workers."""
         if observer.reduced_everywhere:
             # Equal to the last bit on all workers, as their weights are: each takes C from its own copy.
@@ -468,7 +469,7 @@ class GradientStatistics:
                 # Workers took shares of C. The smallest gradient, which all of them have, stands for it.
                 whole = [p.grad for p in self.params if p.grad is not None]
                 self.replicated = take_norm(min(whole, key=Tensor.numel)).double().view(1) if whole else None
-        if self._grad_scaler is not None and self._scales_loss:
+        if scaled and self._grad_scaler is not None and self._scales_loss:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
             own["loss_scale"] = self._grad_scaler.scale(constant(1.0, self.device))
         travelled = None if own else numbers

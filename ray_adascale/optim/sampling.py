@@ -10,14 +10,14 @@ from .._errors import check_count
 from ..batch import StepPlan
 
 SAMPLES = 50
-"""Measured steps that the averages' window holds at least; and the first steps of a run, all of which are measured."""
+"""Fewest measured steps in the averages' window. As many steps at the beginning of a run are all measured."""
 
 
 @dataclass(frozen=True)
 class Sampling:
     """Decides which steps measure the noise: one in :meth:`every`.
 
-    The decision needs neither another worker nor the gradients, so all workers and every resume decide alike.
+    The decision depends on the number of the step and on its plan. So all workers, and every resume, decide alike.
 
     Attributes:
         window: Effective steps that the averages reach back over; None where they are over steps, each of which is measured.

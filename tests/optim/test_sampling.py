@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ray_adascale import OSS, AdaScale, AdaScaleConfig, Run, ShardedDataParallel
+from ray_adascale import OSS, AdaScale, AdaScaleConfig, Run, ShardedDataParallel, ShardedGradScaler
 from ray_adascale.batch import StepPlan
 from ray_adascale.optim.sampling import SAMPLES, Sampling
 
@@ -124,6 +124,22 @@ def test_a_gradient_that_is_not_finite_is_left_out_between_as_well(fused: bool, 
         assert ada.last_step.skipped == (step == at)
         assert torch.equal(weights(model), before) == (step == at)
         assert (ada.effective_steps == tau) == (step == at)
+        ada.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
+def test_the_norm_of_a_step_between_is_without_the_loss_scale(kind: Any) -> None:
+    model = make_model()
+    scaler = kind(device="cpu", init_scale=64.0)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    ada = AdaScale(inner, num_gradients_to_accumulate=2, measure_every=3, grad_scaler=scaler, **OF_A_RUN)
+    data = iter(batches(20, 4))
+    for _ in range(5):
+        backward(model, [next(data), next(data)], 64.0)
+        squared = sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None) / 64.0**2
+        scaler.step(ada)
+        scaler.update()
+        assert ada.last_step.squared_norm == pytest.approx(squared, rel=1e-6)
         ada.zero_grad()
 
 
