@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+# Without it each of Ray's processes would compile torch and Ray again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "benchmarks" / "studies" / "pages"
 BY_HAND = "<!-- by hand: kept when the page is made anew -->", "<!-- end of the part by hand -->"
-
 
 WINDOW = 0.05
 """``averaging_window`` of a run."""

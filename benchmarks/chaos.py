@@ -172,7 +172,6 @@ def main() -> None:
     if args.smoke:
         kinds, args.faults, args.runs = ["worker killed"], 1, 1
     os.environ.update(ENVIRONMENT)
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     print(in_words(machine()), flush=True)
     if not disk:
         print(f"Without {' and '.join(faults.NEED_A_DISK)}: they need a file system of their own.")

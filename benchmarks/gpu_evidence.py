@@ -88,7 +88,7 @@ def parts(gpus: int) -> dict[str, Part]:
 
 def run(command: Sequence[str], seconds: float, log: Path) -> object:
     """Run a Python program from the repository's root, and return its exit status or "out of time". It prints into ``log``."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment |= {"LC_ALL": "C.UTF-8", "PYTHONUNBUFFERED": "1"}
     words = [sys.executable, *command]

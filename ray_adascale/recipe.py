@@ -127,18 +127,27 @@ def smoothing_width(tau: Any, total_steps: float) -> Any:
     return np.clip(0.3 * tau, 0.006 * total_steps, 0.05 * total_steps)
 
 
+_MOST, _FEWEST = 56, 10
+"""Measurements of the noise in a long base run and in a short one."""
+_SHARE = 0.1
+"""Most extra passes of a base run, as a share of T, unless the fewest measurements make more."""
+
+
 @functools.lru_cache(maxsize=4)
-def probe_steps(total_steps: int, every: int | None = None) -> frozenset[int]:
+def probe_steps(total_steps: int, every: int | None = None, *, passes: int = 0) -> frozenset[int]:
     """Return the steps of a base run at which the noise is measured.
 
     Args:
         total_steps: T.
-        every: Optimizer steps from one to the next. Default: half of :func:`smoothing_width`, about 55 steps.
+        every: Optimizer steps from one to the next. Default: half of :func:`smoothing_width`, which makes about 55 measurements. In a
+            short run the distance is longer: all extra passes are about a tenth of T, or those of ten measurements.
+        passes: Extra passes of one measurement.
     """
+    longer = max(1.0, passes * _MOST / max(_SHARE * total_steps, passes * _FEWEST, 1))
     steps, step = [], 0
     while step < total_steps:
         steps.append(step)
-        step += every or max(1, round(smoothing_width(step, total_steps) / 2))
+        step += every or max(1, round(smoothing_width(step, total_steps) / 2 * longer))
     return frozenset(steps)
 
 

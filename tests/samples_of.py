@@ -143,7 +143,7 @@ def step_of(number: int = 1, *, scale: int = 1, row: dict[str, Any] | None = Non
 def measured_steps(total_steps: int, every: int | None = None) -> list[int]:
     """The steps of a base run that have a measurement of the noise: those with three batches after them, one at a time."""
     found, free = [], 0
-    for step in sorted(probe_steps(total_steps, every)):
+    for step in sorted(probe_steps(total_steps, every, passes=3)):
         if step >= free and step + 3 < total_steps:
             found.append(step)
             free = step + 3

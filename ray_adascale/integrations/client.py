@@ -22,7 +22,7 @@ from ..measure.probe import BatchSamples
 from ..optim.adascale import AdaScale
 from ..optim.step_result import StepEnd
 from ..optim.tau_schedule import TauSchedule
-from ..recipe import NoiseProbe, Recipe, probe_steps
+from ..recipe import NoiseProbe, Recipe
 from ..run.base.base_noise import ProbeSeries
 from ..run.base.base_run import BaseResult, Momentum, freeze, momentum_of
 from ..run.observe.metrics import SHORT_STEP, step_metrics
@@ -247,7 +247,7 @@ class RecipeRecorder:
 
     Args:
         loss_fn: ``loss_fn(model, batch)``, the mean loss over the batch's examples, of the bare model.
-        probe_every: Optimizer steps between two probes. Default: about 55 probes, dense at the beginning.
+        probe_every: Optimizer steps between two probes. Default: as for ``record_recipe``.
     """
 
     def __init__(self, loss_fn: Callable[[nn.Module, Any], Tensor], probe_every: int | None = None) -> None:
@@ -292,8 +292,8 @@ class RecipeRecorder:
         """Probe the noise, if a probe is due or begun. An adapter calls this before training on the batch."""
         assert self._schedule is not None
         if self._series is None:
-            steps = probe_steps(self._schedule.base_schedule.total_steps, self._probe_every)
-            self._series = ProbeSeries(BatchSamples(model, self._loss_fn), steps, self._noise)
+            total = self._schedule.base_schedule.total_steps
+            self._series = ProbeSeries(BatchSamples(model, self._loss_fn), total, self._probe_every, self._noise)
         self._series.add(batch)
         if self._series.due(self._schedule.effective_steps):
             trained = [p for group in self._schedule.optimizer.param_groups for p in group["params"] if p.requires_grad]

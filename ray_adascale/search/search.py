@@ -51,7 +51,7 @@ class Search:
             that fits on the cluster at the start.
         probe_every: Optimizer steps from one measurement of the noise to the next, for the forecast. Each costs three more
             passes; with ``scaling_config`` the workers' gradient samples have the noise at no cost. Default: about 55
-            measurements, dense at the beginning.
+            measurements, fewer in a run of less than 1,700 steps, dense at the beginning.
         storage_path: Folder or URI for Tune's results. Default: ``~/ray_results``.
         name: Name of the search and of its folder under ``storage_path``. The same name continues a search.
         verbose: 0 is silent; 1 prints a line about each finished trial to standard error.

@@ -24,7 +24,7 @@ from .. import checkpoint
 from .._files import scratch_folder
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
-from ..recipe import NoiseProbe, probe_steps
+from ..recipe import NoiseProbe
 from ..run.base.base_noise import NoiseRecorder
 from ..run.base.base_run import RESULT, BaseResult, Momentum, momentum_of, train_base
 from ..run.boundary.backend import Backend, ReportPolicy
@@ -232,7 +232,7 @@ class InOneProcess(TrialSetup):
             backend = _TuneBackend(collected, checkpoints=self.checkpoints)
             run = make_run(workload, self.config, collected, backend)
         with annotate_exceptions(lambda: (0, run.state.iterations)):
-            recorder = NoiseRecorder(run, workload, probe_steps(run.total_steps, self.probe_every), collected.noise)
+            recorder = NoiseRecorder(run, workload, self.probe_every, collected.noise)
             train_base(run, workload, recorder, collected.add_loss)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container
 from typing import Any
 
-from ...measure.probe import BatchSamples
-from ...recipe import NoiseProbe
+from ...measure.probe import SAMPLES, BatchSamples
+from ...recipe import NoiseProbe, probe_steps
 from ...workload import Workload
 from ..loop import Run
 
@@ -17,12 +16,14 @@ class ProbeSeries:
 
     Args:
         samples: Takes the gradients.
-        steps: Optimizer steps to measure, from :func:`ray_adascale.recipe.probe_steps`.
+        total_steps: T.
+        every: Optimizer steps from one measurement to the next, as for :func:`ray_adascale.recipe.probe_steps`.
         noise: Receives the measurements; may have those of earlier starts.
     """
 
-    def __init__(self, samples: BatchSamples, steps: Container[float], noise: list[NoiseProbe]) -> None:
-        self.samples, self.noise, self._steps = samples, noise, steps
+    def __init__(self, samples: BatchSamples, total_steps: int, every: int | None, noise: list[NoiseProbe]) -> None:
+        self.samples, self.noise = samples, noise
+        self._steps = probe_steps(total_steps, every, passes=SAMPLES - 1)
         self._tau = 0.0  # of the samples
 
     def add(self, batch: Any) -> NoiseProbe | None:
@@ -49,13 +50,13 @@ class NoiseRecorder:
     Args:
         run: The run.
         workload: The workload of the run.
-        steps: Optimizer steps to measure, from :func:`ray_adascale.recipe.probe_steps`.
+        every: Optimizer steps from one measurement to the next, as for :func:`ray_adascale.recipe.probe_steps`.
         noise: Receives the measurements; may have those of earlier starts.
     """
 
-    def __init__(self, run: Run, workload: Workload, steps: Container[float], noise: list[NoiseProbe]) -> None:
+    def __init__(self, run: Run, workload: Workload, every: int | None, noise: list[NoiseProbe]) -> None:
         self._run = run
-        self._series = ProbeSeries(BatchSamples(run.module, workload.loss_fn), steps, noise)
+        self._series = ProbeSeries(BatchSamples(run.module, workload.loss_fn), run.total_steps, every, noise)
 
     def begin(self, batch: Any) -> None:
         """Begin a step, before its forward pass."""

@@ -23,7 +23,7 @@ from ...chain import largest_part
 from ...checkpoint.rng import seed_everything
 from ...config import AdaScaleConfig, read_settings
 from ...optim.schedule import BaseSchedule
-from ...recipe import SETTINGS, NoiseProbe, Recipe, Repeat, probe_steps
+from ...recipe import SETTINGS, NoiseProbe, Recipe, Repeat
 from ...workload import Workload, WorkloadFn, build, injected_settings
 from ..boundary.backend import Backend
 from ..loop import Run
@@ -117,7 +117,7 @@ def record_recipe(
         seed: Seed of the weights and of the order of examples.
         config: Further settings of the loop, as for ``tune_recipe``.
         probe_every: Optimizer steps from one measurement of the noise to the next. Each costs three more passes. Default: about
-            55 measurements, dense at the beginning, see :func:`ray_adascale.recipe.probe_steps`.
+            55 measurements, fewer in a run of less than 1,700 steps, dense at the beginning, see :func:`ray_adascale.recipe.probe_steps`.
         backend: Stores checkpoints and trace, in an empty folder. Default: neither is kept.
 
     Raises:
@@ -138,7 +138,7 @@ def record_recipe(
     noise: list[NoiseProbe] = []
     losses: list[Tensor] = []
     started = time.monotonic()
-    recorder = NoiseRecorder(run, built, probe_steps(run.total_steps, probe_every), noise)
+    recorder = NoiseRecorder(run, built, probe_every, noise)
     train_base(run, built, recorder, losses.append)
     summary = run.summary()
     if built.metric == "loss" and "loss" not in (built.evaluate(run.module) if built.evaluate else {}):

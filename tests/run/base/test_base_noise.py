@@ -76,6 +76,20 @@ def test_measurements_are_half_of_the_width_apart_over_which_a_forecast_smooths(
     assert probe_steps(3) == {0, 1, 2}
 
 
+@pytest.mark.parametrize(
+    ("total_steps", "found"), [(60, 11), (300, 11), (600, 20), (1000, 34), (1679, 55), (1800, 56), (10**6, 55)]
+)
+def test_the_extra_passes_of_a_short_run_are_a_tenth_of_it_and_at_least_those_of_ten_measurements(
+    total_steps: int, found: int
+) -> None:
+    steps = probe_steps(total_steps, passes=3)
+    assert abs(len(steps) - found) <= 2
+    assert len(steps) * 3 <= max(0.105 * total_steps, 36)
+    assert min(steps) == 0
+    assert (steps == probe_steps(total_steps)) == (total_steps >= 1680)
+    assert max(steps) >= 0.8 * total_steps
+
+
 def test_a_measurement_is_of_the_step_and_the_three_batches_after_it_at_the_weights_of_the_step() -> None:
     def plain(config: dict[str, Any]) -> Workload:
         torch.manual_seed(3)
@@ -134,7 +148,7 @@ def test_a_resumed_run_records_what_one_run_would_but_for_a_measurement_that_it_
                     raise Stop
                 super().begin(batch)
 
-        train_base(run, built, Stopping(run, built, probe_steps(T, 20), noise), lambda loss: None)
+        train_base(run, built, Stopping(run, built, 20, noise), lambda loss: None)
 
     whole: list[Any] = []
     train(None, whole, T)

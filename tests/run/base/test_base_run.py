@@ -115,6 +115,7 @@ def test_a_skipped_step_is_not_probed_again() -> None:
         module = model = net
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         effective_steps = 0.0
+        total_steps = 8
 
         def __iter__(self) -> Any:
             for self.effective_steps in (0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0):
@@ -134,7 +135,7 @@ def test_a_skipped_step_is_not_probed_again() -> None:
         return model(batch).square().mean()
 
     workload: Any = SimpleNamespace(loss_fn=loss, loss=loss)
-    train_base(run, workload, NoiseRecorder(run, workload, {0, 4}, noise), lambda loss: None)
+    train_base(run, workload, NoiseRecorder(run, workload, 4, noise), lambda loss: None)
     assert [probe.effective_steps for probe in noise] == [0.0, 4.0]
 
 
