@@ -213,6 +213,7 @@ class HookObserver(GradientObserver):
         self._precondition = precondition
         self.groups = [list(params) for params in groups]
         self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
+        self._hooks: dict[Tensor, Callable[[Tensor | None], None]] = {}  # made once, set anew in each measured step
         self._pass = _Pass()
         self._starting = threading.Lock()  # autograd has a thread for each GPU
         self._watch()
@@ -227,6 +228,8 @@ class HookObserver(GradientObserver):
         self._group_of = {p: g for g, params in enumerate(self.groups) for p in params}
         self._shares: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
         self.detach()
+        self._hooks.clear()
+        self._pass.seen = []
         self.watch(self.watching)
 
     def watch(self, watching: bool) -> None:
@@ -266,6 +269,11 @@ class HookObserver(GradientObserver):
 
     def hook(self, param: Tensor, leaf: Tensor) -> None:
         """Watch the gradients of ``leaf`` as those of ``param``."""
+        if (hook := self._hooks.get(param)) is None:
+            hook = self._hooks[param] = self._hook_of(param)
+        self.hooked[param] = leaf.register_hook(hook)
+
+    def _hook_of(self, param: Tensor) -> Callable[[Tensor | None], None]:
         ref, take, current, slot = weakref.ref(self), self.taker(param), self._pass, self.slot(param)
         dtype = None if slot is None else slot.dtype
         seen, index = current.seen, len(current.seen)
@@ -290,7 +298,7 @@ class HookObserver(GradientObserver):
             else:
                 take(grad)
 
-        self.hooked[param] = leaf.register_hook(hook)
+        return hook
 
     def start_pass(self) -> None:
         """Begin a pass, unless it has begun. Only to be called inside a hook."""
@@ -315,7 +323,9 @@ class HookObserver(GradientObserver):
                 observer.samples.flush()  # DDP may write the reduced gradient into the same memory
                 seen, number = observer._pass.seen, observer._pass.number
                 if observer.last_pass and observer._check_unused is not None and seen.count(number) < len(seen):
-                    observer._check_unused([p for p, last in zip(observer.hooked, seen, strict=True) if last != number])
+                    hooks = zip(observer._hooks, seen, strict=True)
+                    if unused := [p for p, last in hooks if last != number and p in observer.hooked]:
+                        observer._check_unused(unused)
                 queue_end_of_backward(after_reduction)
                 observer._sent_early = observer._early is None or observer._early()
                 if observer._sent_early and (listener := observer._listener()) is not None:
@@ -377,4 +387,3 @@ class HookObserver(GradientObserver):
         for handle in self.hooked.values():
             handle.remove()
         self.hooked.clear()
-        self._pass.seen = []
