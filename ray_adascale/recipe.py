@@ -139,8 +139,8 @@ def probe_steps(total_steps: int, every: int | None = None, *, passes: int = 0) 
 
     Args:
         total_steps: T.
-        every: Optimizer steps from one to the next. Default: half of :func:`smoothing_width`, which makes about 55 measurements. In a
-            short run the distance is longer: all extra passes are about a tenth of T, or those of ten measurements.
+        every: Optimizer steps from one to the next. Default: half of :func:`smoothing_width`, which makes about 55
+            measurements. In a short run it is longer: all extra passes are about a tenth of T, or those of ten measurements.
         passes: Extra passes of one measurement.
     """
     longer = max(1.0, passes * _MOST / max(_SHARE * total_steps, passes * _FEWEST, 1))

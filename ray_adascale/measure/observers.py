@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from .._torch import without_gradients
-from .norms import GroupSums, SampleNorms, take_group_norms, take_norm, worth_sharing
+from .norms import GroupSums, SampleNorms, take_norm, take_norms, worth_sharing
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
@@ -366,8 +366,10 @@ class HookObserver(GradientObserver):
                 self.hook_all()
         with_grads = [(g, p, p.grad) for g, p in share if p.grad is not None]
         if precondition is None:
-            return self._sums(take_group_norms([(g, grad) for g, _, grad in with_grads]))
-        return self._sums([(g, take_norm(precondition(p, grad))) for g, p, grad in with_grads])
+            norms = take_norms([grad for _, _, grad in with_grads])
+        else:
+            norms = [take_norm(precondition(p, grad)) for _, p, grad in with_grads]
+        return self._sums([(g, norm) for (g, _, _), norm in zip(with_grads, norms, strict=True)])
 
     def _share(self, rank: int, world_size: int) -> list[tuple[int, Tensor]]:
         """Return (parameter group, parameter) of this worker's share of the reduced norms, about 1/N of all elements."""

@@ -312,7 +312,7 @@ BUDGET = {
     "data": 760,
     "forecast": 340,
     "integrations": 750,
-    "measure": 800,
+    "measure": 810,
     "optim": 2600,
     "run": 3560,
     "search": 1150,

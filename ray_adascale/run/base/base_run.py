@@ -117,7 +117,8 @@ def record_recipe(
         seed: Seed of the weights and of the order of examples.
         config: Further settings of the loop, as for ``tune_recipe``.
         probe_every: Optimizer steps from one measurement of the noise to the next. Each costs three more passes. Default: about
-            55 measurements, fewer in a run of less than 1,700 steps, dense at the beginning, see :func:`ray_adascale.recipe.probe_steps`.
+            55 measurements, fewer in a run of less than 1,700 steps, dense at the beginning, see
+            :func:`ray_adascale.recipe.probe_steps`.
         backend: Stores checkpoints and trace, in an empty folder. Default: neither is kept.
 
     Raises:
