@@ -235,3 +235,61 @@ def test_a_gradient_that_is_not_there_any_more_counts_as_zero() -> None:
     assert observer.reduced_sq_norms(0, 1).item() == pytest.approx(5 + 5 * 3 + 3)
     shares = [observer.reduced_sq_norms(rank, 2).item() for rank in range(2)]
     assert sum(shares) == pytest.approx(5 + 5 * 3 + 3)
+
+
+# ---- hooks that are set anew -----------------------------------------------------------------------------------------
+
+
+class _Norms:
+    """Keeps ‖g_i‖² of each pass."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+        self.unused: list[int] = []
+
+    def on_begin(self, observer: observers.GradientObserver) -> bool:
+        return True
+
+    def on_local(self, observer: observers.GradientObserver) -> None:
+        self.found.append(float(observer.local_sq_norms().sum()))
+
+    def on_reduced(self, observer: observers.GradientObserver) -> None: ...
+
+    def complete(self, caller: str) -> None: ...
+
+
+def test_hooks_set_anew_see_the_parameters_that_need_a_gradient_then() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 3, bias=False) for _ in range(3)]
+    weights = [layer.weight for layer in layers]
+    weights[0].requires_grad_(False)
+    listener = _Norms()
+
+    def unused(params: Any) -> None:
+        listener.unused += [next(i for i, w in enumerate(weights) if w is p) for p in params]
+
+    observer = observers.HookObserver([weights[:1], weights[1:]], listener, check_unused=unused)
+
+    def run(*used: int) -> float:
+        for weight in weights:
+            weight.grad = None
+        sum(layers[i](torch.ones(2, 3)).square().sum() for i in used).backward()
+        return sum(float(w.grad.square().sum()) for w in weights if w.grad is not None)
+
+    def anew() -> None:
+        observer.watch(False)
+        run(1, 2)  # which nobody sees
+        observer.watch(True)
+
+    expected = [run(1, 2)]
+    anew()
+    weights[0].requires_grad_(True)
+    weights[1].requires_grad_(False)
+    anew()
+    expected.append(run(0, 2))
+    assert listener.unused == []  # a hook that is not set is not of an unused parameter
+    weights[1].requires_grad_(True)
+    anew()
+    expected += [run(0, 1, 2), run(0, 1)]
+    assert listener.found == pytest.approx(expected)
+    assert listener.unused == [2]

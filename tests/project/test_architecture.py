@@ -319,7 +319,7 @@ BUDGET = {
     "sharding": 1530,
     "train": 1530,
     "": 1860,
-    "tests": 34450,
+    "tests": 34500,
     "benchmarks": 6950,
 }
 """The most lines of code of each package with its folders, of the modules beside them (""), of tests and of benchmarks."""
