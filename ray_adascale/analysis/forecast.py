@@ -376,7 +376,7 @@ def _notes(
     notes = list(filter(None, [forecast_advice(recipe.optimizer_class)]))
     if rows[-1].scale > _FAR:
         notes.append(
-            f"Above S = {_FAR} a forecast is rough: of twelve at S = 64, seven were within a quarter of the actual steps."
+            f"Above S = {_FAR} a forecast is rough: of twelve at S = 64, eight were within a quarter of the actual steps."
         )
     if forecaster.seeds == 1:
         notes.append(
