@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
@@ -166,3 +166,27 @@ def generators_kept(devices: Iterable[int] = ()) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)  # noqa: NPY002
+
+
+@contextmanager
+def modes_kept(module: nn.Module) -> Iterator[None]:
+    """Restore the mode of a module and of all modules in it on exit, through ``train()``, from the root down.
+
+    A module's own ``train()`` may do work: LoRA merges its weights in eval mode, and takes them apart in train mode. Modes may
+    differ between modules: a frozen part may stay in eval mode.
+    """
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            if part.training != training:
+                part.train(training)
+
+
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Put a module in eval mode, and restore the modes as :func:`modes_kept` does."""
+    with modes_kept(module):
+        module.eval()
+        yield

@@ -29,6 +29,27 @@ class WaitingBackend(LocalBackend):
     report_policy = ReportPolicy(in_background=False)
 
 
+class Merging(nn.Linear):
+    """A LoRA layer: in eval mode its update is merged into its weight, and train mode takes it out again."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(2, sizes[0])), nn.Parameter(torch.zeros(sizes[1], 2))
+        self.merged = False
+        self.changes = 0
+
+    def train(self, mode: bool = True) -> Merging:
+        if self.merged == mode:
+            self.weight.data.add_(self.b.data @ self.a.data, alpha=-1.0 if mode else 1.0)
+            self.merged = not mode
+            self.changes += 1
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.merged else super().forward(x) + x @ self.a.T @ self.b.T
+
+
 def regression(config: dict[str, Any]) -> Workload:
     """A linear regression of 512 examples with noise of variance 4; its scheduler counts T steps, of 400 if not said.
 

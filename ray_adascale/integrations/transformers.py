@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import has_length
 
+from .._torch import in_eval_mode
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
 from ..forecast.replay import Replay
@@ -22,7 +23,6 @@ from ..optim.adascale import AdaScale
 from ..optim.tau_schedule import TauSchedule
 from ..recipe import Recipe
 from ..run.base.attach import attach
-from ..run.boundary.evaluation import in_eval_mode
 from ..run.observe.eta import forecast_run, steps_left
 from .client import RecipeRecorder, StepLog, follow_batch, parts_of, with_clients_batch
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch import generators_kept
+from .._torch import generators_kept, modes_kept
 from ..gain import gradient_moments
 from .norms import take_norms
 
@@ -245,15 +245,16 @@ class _Pass(nn.Module):
         self.inputs: list[Tensor] = []  # the aliases to differentiate by
 
     def forward(self, batch: Any) -> None:
-        loss = self.loss_fn(self.model, batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
-                f"Invalid loss: {found}. loss_fn(model, batch) must return a scalar tensor, the mean loss."
-            )
-        if not loss.requires_grad:
-            raise ValueError("Invalid loss: it depends on no parameter. Don't detach it or turn gradients off.")
-        loss.backward(inputs=self.inputs)
+        with modes_kept(self.model):  # here, where the weights are those that a change of mode may have written to
+            loss = self.loss_fn(self.model, batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise ValueError(
+                    f"Invalid loss: {found}. loss_fn(model, batch) must return a scalar tensor, the mean loss."
+                )
+            if not loss.requires_grad:
+                raise ValueError("Invalid loss: it depends on no parameter. Don't detach it or turn gradients off.")
+            loss.backward(inputs=self.inputs)
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from ray_adascale.gain import gradient_moments
 from ray_adascale.measure.probe import BatchSamples
 
+from ..samples_of import Merging
+
 Batch = tuple[Tensor, Tensor]
 
 
@@ -301,6 +303,22 @@ def test_everything_is_put_back_also_when_the_loss_raises(fails_at: int | None) 
     assert model.first.weight.grad is sentinel
     assert torch.all(sentinel == 7.0)
     assert all(p.grad is None for name, p in model.named_parameters() if name != "first.weight")
+
+
+def test_a_change_of_mode_in_the_loss_is_undone_by_the_modules_themselves() -> None:
+    torch.manual_seed(3)
+    model = Merging(6, 3)
+    nn.init.normal_(model.b)
+    weight = model.weight.clone()
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+        loss = cross_entropy(model, batch)
+        model.eval()  # which merges the update into the weight, in place
+        return loss
+
+    probe_noise(model, loss_fn, (torch.randn(8, 6), torch.randint(3, (8,))))
+    assert (model.training, model.merged) == (True, False)
+    torch.testing.assert_close(model.weight, weight)  # the merge and its inverse round
 
 
 def test_hooks_on_parameters_do_not_fire() -> None:

@@ -27,7 +27,7 @@ from ray_adascale.optim.tau_schedule import TauSchedule
 from ray_adascale.run.boundary import checkpointing
 from ray_adascale.run.observe.trace import read_trace
 
-from ..samples_of import WaitingBackend
+from ..samples_of import Merging, WaitingBackend
 
 STEPS, BATCH = 12, 8
 
@@ -101,6 +101,29 @@ def test_a_frozen_backbone_stays_in_eval_mode(when: str) -> None:
     assert torch.equal(model[0][1].running_mean, statistics)
     assert run.summary()["loss"] == 0  # evaluated in eval mode
     assert all(modes == [True, False, False, False, False, False, True] for modes in seen[1:])
+
+
+def lora_model() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(Merging(6, 8), nn.ReLU(), Merging(8, 2), nn.Dropout(0.5))
+
+
+def test_a_model_whose_train_method_does_work_trains_as_in_a_plain_loop() -> None:
+    model, expected = lora_model(), lora_model()
+    model[3].eval()  # a mode of its own, which the restored mode of the root must not change
+    expected[3].eval()
+    run = make_run(model, evaluate=lambda net: {"merged": float(net[0].merged and net[2].merged)}, evaluate_every=100)
+    start = [layer.weight.clone() for layer in (model[0], model[2])]
+    seen = []
+    drive(run, lambda run: seen.append([part.training for part in model]))
+    assert model[0].changes == model[2].changes == 4  # merged and taken apart, before the first step and after the last
+    assert run.summary()["merged"] == 1
+    assert seen == [[True, True, True, False]] * STEPS
+    plain_loop(expected)
+    for name in ("0.a", "0.b", "2.a", "2.b"):
+        assert torch.equal(model.get_parameter(name), expected.get_parameter(name)), name
+    for layer, weight in zip((model[0], model[2]), start, strict=True):
+        torch.testing.assert_close(layer.weight, weight)  # a merge and its inverse round
 
 
 def test_a_linear_probe_trains_in_eval_mode_with_one_warning() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..._torch import in_eval_mode
 from ..._warn import warn_on_first_worker
 from ...checkpoint.rng import capture_rng, restore_rng
 from ...config import EarlyStop
@@ -22,18 +22,6 @@ _log = logging.getLogger(__name__)
 
 class MissingMetric(ValueError):
     """The workload's metric is not measured. This is a mistake in the workload, so every trial would repeat it."""
-
-
-@contextmanager
-def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Put a module and all modules in it in eval mode. Restore the mode of each of them: a frozen part may stay in eval mode."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 class Evaluation(Stage):

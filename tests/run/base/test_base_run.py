@@ -150,3 +150,19 @@ def test_a_metric_that_evaluate_does_not_return_is_refused_before_the_first_step
     with pytest.raises(ValueError, match=r"metric='eror': evaluate returned 'error'\. Name one of them in Workload"):
         record_recipe(workload, {}, base_batch_size=8, total_steps=4)
     assert losses == []
+
+
+def test_a_recipe_of_the_training_loss_evaluates_only_where_a_run_does() -> None:
+    modes: list[tuple[bool, bool]] = []
+
+    def workload(config: dict[str, Any]) -> Workload:
+        def evaluate(model: nn.Module) -> dict[str, float]:
+            modes.append((model.training, torch.is_grad_enabled()))
+            return {"error": 0.0}
+
+        return replace(regression(config), evaluate=evaluate, metric="loss")
+
+    config = AdaScaleConfig(evaluate_every=4)
+    found = record_recipe(workload, {"total_steps": 4}, base_batch_size=8, total_steps=4, config=config)
+    assert modes == [(False, False)] * 2  # before the first step and at the end
+    assert found.score > 1  # the mean training loss, with the noise of the examples
