@@ -71,7 +71,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "run",
             "the loop of one worker",
-            "loop assemble build passes after_step unit_weights clipping skipped",
+            "loop assemble build passes after_step unit_weights clipping shared skipped",
         ),
         Package(
             "run.boundary",
@@ -97,8 +97,9 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "optim",
             "how weights move, and at which learning rate",
-            "tau_schedule curves schedule scheduler_checks adascale algorithm step_result gradient_statistics observing workers "
-            "averages effective_average rules betas step_counts deferred wrapper grad_scaler adam_metric step_sums sampling",
+            "tau_schedule curves schedule scheduler_checks adascale algorithm step_result gradient_statistics observing "
+            "workers averages effective_average rules betas step_counts deferred wrapper grad_scaler adam_metric "
+            "step_sums exchange sampling",
         ),
         Package("", "the batch of a step", "batch"),
         Package("data", "which examples a worker sees next", "order source iterables sampling cut"),

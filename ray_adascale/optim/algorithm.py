@@ -17,6 +17,7 @@ from ..gain import Average, advanced
 from ..sharding.oss import OSS
 from .averages import Averages
 from .deferred import HostCopy, skippable_step, steps_on_device
+from .exchange import Packed
 from .gradient_statistics import GradientStatistics
 from .rules import AdaScaleRule, RuleInput, ScalingRule, betas_of
 from .step_counts import StepCounts
@@ -63,10 +64,12 @@ class AdaScaleAlgorithm:
         self._total_steps = total_steps
         self._base_batch_size = base_batch_size
         self.last = StepResult()
-        self._of: tuple[StepSums, Average, Tensor, Tensor] | None = (
+        self._of: tuple[StepSums, Average, Tensor, Packed] | None = (
             None  # the step under way, once its last pass has ended
         )
-        self._pending: tuple[StepSums, Average, HostCopy] | None = None  # a step on the device, on its way to the host
+        self._pending: tuple[StepSums, Average, Packed, HostCopy] | None = (
+            None  # a step on the device, on its way to the host
+        )
         self._equal_steps = 0  # in a row, of equal gradient samples; −1 once that was warned of
 
     @property
@@ -111,7 +114,7 @@ class AdaScaleAlgorithm:
         """Whether the next step needs no number on the host."""
         return type(self._rule) is AdaScaleRule and steps_on_device(type(self._inner), self._optimizer.param_groups)
 
-    def _after(self, sums: StepSums, *, on_host: bool) -> tuple[Average, Tensor, Tensor]:
+    def _after(self, sums: StepSums, *, on_host: bool) -> tuple[Average, Tensor, Packed]:
         """Return :meth:`Averages.after` of the step under way, computed once; with ``on_host`` on the CPU, after a wait."""
         if self._of is None or self._of[0] is not sums:
             here = sums.on_host() if on_host else sums
@@ -129,7 +132,7 @@ class AdaScaleAlgorithm:
         skip = torch.where(finite, zero, one)
         skippable_step(self._inner, skip, lambda: self._step_inner(factors, sums.plan.scale))
         self._averages.now = averages
-        self._pending = sums, averages, HostCopy(numbers)
+        self._pending = sums, averages, numbers, HostCopy(numbers.tensor)
 
     def _step_on_host(self, sums: StepSums, read: tuple[Average, StepResult]) -> None:
         scale = sums.plan.scale
@@ -156,16 +159,17 @@ class AdaScaleAlgorithm:
         """
         if sums.measured:
             averages, _, numbers = self._after(sums, on_host=on_host)
-            return averages, self._averages.read(numbers.tolist(), averages, sums)
+            read = numbers.named(numbers.tensor.tolist())
+            return averages, self._averages.read(read, averages, sums)
         averages = self._averages.now
-        check, payload = sums.read()
+        check, shared = sums.read()
         step = replace(
             self._averages.evaluate(averages, sums.plan.scale),
             sigma2=math.nan,
             mu2=math.nan,
-            squared_norm=check if "c" in sums.parts else math.nan,
+            squared_norm=check if "c" in sums.numbers else math.nan,
             skipped=not math.isfinite(check),
-            payload=payload,
+            shared=shared,
         )
         return averages, step
 
@@ -223,7 +227,7 @@ class AdaScaleAlgorithm:
         self._end_step()
 
     def _leave_out(self, step: StepResult) -> None:
-        self.last = replace(self.last, skipped=True, payload=step.payload)
+        self.last = replace(self.last, skipped=True, shared=step.shared)
         if isinstance(self._optimizer, OSS):
             self._optimizer.discard_gradients()
 
@@ -249,15 +253,15 @@ class AdaScaleAlgorithm:
         """Wait for the numbers of a step that was taken on the device, and learn of one that a GradScaler left out."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            sums, averages, copy = pending
-            step = self._averages.read(copy.read(), averages, sums)
+            sums, averages, numbers, copy = pending
+            step = self._averages.read(numbers.named(copy.read()), averages, sums)
             if step.skipped:
-                self.last = replace(self.last, skipped=True, payload=step.payload)
+                self.last = replace(self.last, skipped=True, shared=step.shared)
             else:
                 self._advance(step, step.gain, step.gain)
         if self._statistics.left_out:
             self._statistics.left_out = False
-            self.last = replace(self.last, skipped=True, payload=())
+            self.last = replace(self.last, skipped=True, shared={})
 
     def readout(self, *, committed: bool = False) -> StepResult:
         """Return what follows from the averages, with the current gradients unless ``committed``; waits for the device."""

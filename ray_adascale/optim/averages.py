@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import gain as gain_math
 from ..batch import StepPlan
 from ..gain import Average
+from .exchange import Numbers, Packed
 from .sampling import Sampling
 from .step_result import StepResult
 from .step_sums import StepSums, constant
@@ -92,7 +93,7 @@ class Averages:
         self.non_negative = clip_samples
         self._floors = torch.tensor([[variance_floor], [0.0], [1.0]], dtype=torch.float64)
         self._cached: tuple[Average, float, StepResult] | None = None  # a step reads the same averages several times
-        self._known: tuple[Average, float, list[Tensor]] | None = None  # gains and averages among the numbers of a step
+        self._known: tuple[Average, float, Numbers] | None = None  # gains and averages among the numbers of a step
 
     def _empty(self, num_gains: int | None = None) -> Average:
         groups = self.now.total.shape[1] if num_gains is None else num_gains
@@ -104,7 +105,7 @@ class Averages:
         """Return θ of the moving average over steps, for a step of this plan."""
         return self.smoothing(plan) if callable(self.smoothing) else self.smoothing
 
-    def after(self, sums: StepSums, advance: float) -> tuple[Average, Tensor, Tensor]:
+    def after(self, sums: StepSums, advance: float) -> tuple[Average, Tensor, Packed]:
         """Return the averages after a step, and its numbers, without host synchronization.
 
         Args:
@@ -127,7 +128,7 @@ class Averages:
             use = finite if usable is None else finite & usable
             decay = self.decay(sums.plan, advance)
             now = now.update_packed(sample, decay, debias=self.debias, use=use)
-        return now, finite, self._numbers(now, sums.plan.scale, check, moments, sums.payload)
+        return now, finite, self._numbers(now, sums.plan.scale, check, moments, sums.shared)
 
     def decay(self, plan: StepPlan, advance: float) -> float:
         """Return θ for a step of this plan.
@@ -169,16 +170,12 @@ class Averages:
             self._floors = self._floors.to(device)
         return self._floors
 
-    def _numbers(
-        self, averages: Average, scale: float, check: Tensor, moments: Tensor, payload: Tensor | None
-    ) -> Tensor:
+    def _numbers(self, averages: Average, scale: float, check: Tensor, moments: Tensor, shared: Numbers) -> Packed:
         known = self._known  # after a step that was not measured they are those of the step before
         if known is None or known[0] is not averages or known[1] != scale:
-            known = averages, scale, [self._gains(averages, scale), averages.packed.reshape(-1)]
-        numbers = torch.cat([check.view(1), moments, *known[2], *([] if payload is None else [payload])])
-        end = numbers.numel() - (0 if payload is None else payload.numel())
-        self._known = averages, scale, [numbers[3:end]]
-        return numbers
+            gains = {"gains": self._gains(averages, scale), "averages": averages.packed.reshape(-1)}
+            known = self._known = averages, scale, gains
+        return Packed.of({"check": check, "moments": moments, **known[2], **shared})
 
     def _gains(self, averages: Average, scale: float) -> Tensor:
         """Return r of each gain's group; then r of the whole optimizer, if there are several groups."""
@@ -192,32 +189,30 @@ class Averages:
             total = torch.maximum(total, self._floors_on(total.device)[:2] * weight)
         return gain_math.gain_of_sums(total[0], total[1], scale)
 
-    def gains_of(self, numbers: Tensor) -> Tensor:
+    def gains_of(self, numbers: Packed) -> Tensor:
         """Return r of each gain's group from the numbers of :meth:`after`."""
-        return numbers[3 : 3 + self.now.packed.shape[1]]
+        return numbers.apart()["gains"][: self.now.packed.shape[1]]
 
-    def read(self, numbers: Sequence[float], averages: Average, sums: StepSums) -> StepResult:
+    def read(self, numbers: Mapping[str, list[float]], averages: Average, sums: StepSums) -> StepResult:
         """Return a step, but for its clock, factor and count, and keep what it says of the averages.
 
         Args:
-            numbers: Those of :meth:`after`, on the host: a number that is finite if the gradient is, σ² and μ² of the step's
-                sample (NaN where there is none), the gains, that of the whole optimizer last, the averages, the payload.
+            numbers: Those of :meth:`after`, on the host. "check": finite if the gradient is. "moments": σ² and μ² of the step's
+                sample, NaN where there is none. "gains": that of the whole optimizer last. "averages". The shared numbers.
             averages: Those of :meth:`after`.
             sums: The step's.
         """
         scale, count = sums.plan.scale, averages.packed.shape[1]
-        size = count + (count > 1)
-        check, sigma2, mu2, *rest = numbers
-        gains, packed, payload = rest[:size], rest[size : size + 3 * count], rest[size + 3 * count :]
+        (check,), (sigma2, mu2), gains, packed = (numbers[name] for name in ("check", "moments", "gains", "averages"))
         weights = packed[2 * count :]
         values = [x / w if w > 0 else math.nan for x, w in zip(packed, weights * 2, strict=False)]
         step = StepResult(
             gain=gains[-1],
             sigma2=sigma2,
             mu2=mu2,
-            squared_norm=mu2 + sigma2 / scale if "a" in sums.parts else check,
+            squared_norm=mu2 + sigma2 / scale if sums.measured else check,
             skipped=not math.isfinite(check),
-            payload=payload,
+            shared={name: numbers[name][0] for name in sums.shared},
             group_gains=gains[:count],
             group_sigma2=values[:count],
             group_mu2=values[count:],
@@ -230,8 +225,9 @@ class Averages:
         if self._cached is not None and self._cached[0] is averages and self._cached[1] == scale:
             return self._cached[2]
         zero = constant(0.0, averages.packed.device)
-        numbers = self._numbers(averages, scale, zero, zero.expand(2), None)
-        return self.read(numbers.tolist(), averages, StepSums(StepPlan().at_scale(scale), {}))
+        numbers = self._numbers(averages, scale, zero, zero.expand(2), {})
+        read = numbers.named(numbers.tensor.tolist())
+        return self.read(read, averages, StepSums(StepPlan().at_scale(scale), {}))
 
     # ---- state ---------------------------------------------------------------------------------------------------
 

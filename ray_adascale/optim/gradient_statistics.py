@@ -15,10 +15,11 @@ from ..batch import StepPlan
 from ..measure.norms import finite_check, take_norm
 from ..measure.observers import GradientObserver
 from ..sharding.oss import OSS
+from .exchange import Exchange, Numbers
 from .observing import has_dtensors, has_sharded_gradients, make_observer
 from .sampling import Sampling
 from .step_result import StepEnd
-from .step_sums import Parts, StepSums, constant, joined, mean_sq_norm, separate
+from .step_sums import OWN, StepSums, constant, mean_sq_norm
 from .workers import Workers
 
 
@@ -81,11 +82,11 @@ class GradientStatistics:
         self.step_end: StepEnd | None = None
         self._expected: StepPlan | None = None  # of the step under way or the next, where it differs from `declared`
         self.weights: Sequence[float] | None = None
-        self._payload: Tensor | None = None
+        self._shared: dict[str, Tensor] = {}
         self.ended = 0
         self.observer: GradientObserver | None = None
         self._unhooked = self._leaves_out = False
-        self._sent: tuple[Parts, Tensor | None, dist.Work | None] | None = None  # the all-reduce under way
+        self._exchange = Exchange(workers, process_group)  # of the step under way
         self.passes = 0
         self.sums: StepSums | None = None
         self.left_out = self.foreign = self._ignored = False
@@ -102,7 +103,8 @@ class GradientStatistics:
             "observer": None,
             "_process_group": None,
             "_model": None,
-            "_payload": None,
+            "_shared": {},
+            "_exchange": None,
             "step_end": None,
         }
         return {**self.__dict__, **own}
@@ -211,25 +213,32 @@ class GradientStatistics:
         self._watch()
 
     @property
-    def payload(self) -> Tensor | None:
-        """1-D numbers that are summed over workers in the step's all-reduce; None: none. Set before the step's last pass.
+    def exchanges(self) -> bool:
+        """Whether the step under way, or else the next, has an all-reduce in any case, in which shared numbers cost nothing."""
+        observer = self.observer
+        return self.workers.reduce and observer is not None and (observer.watching or not observer.reduced_everywhere)
+
+    def share(self, **numbers: Tensor) -> None:
+        """Sum numbers over the workers in this step's all-reduce. Called before the step's last pass, on all workers alike.
 
         If the step is not measured, and each worker takes the norm of the reduced gradient by itself, the numbers travel from now
-        on, while the gradients are computed. Their sum is ``last_step.payload``. All workers set as many numbers.
-        """
-        return self._payload
+        on, while the gradients are computed. Their sums are ``last_step.shared``.
 
-    @payload.setter
-    def payload(self, payload: Tensor | None) -> None:
-        if payload is not None and payload.dim() != 1:
-            raise ValueError(f"Invalid payload of shape {tuple(payload.shape)}. Must be 1-D.")
-        self._payload = payload
-        observer = self.observer
-        if payload is None or observer is None or observer.watching or not observer.reduced_everywhere:
-            return
-        if self.workers.reduce and self._sent is None:
+        Args:
+            **numbers: 0-dim each.
+
+        Raises:
+            ValueError: A number is not 0-dim, or has a name of the statistics' own.
+        """
+        for name, number in numbers.items():
+            if number.dim() or name in OWN:
+                raise ValueError(
+                    f"Invalid {name} of shape {tuple(number.shape)}. Must be 0-dim, and not {sorted(OWN)}."
+                )
+        self._shared = {name: number.to(self.device, torch.float64) for name, number in numbers.items()}
+        if self._shared and self.observer is not None and self.workers.reduce and not self.exchanges:
             with torch.no_grad():
-                self._sent = self._send({})
+                self._send({})
 
     on_reducer_attached = attach
     """Called by OSS when a ShardedDataParallel begins to reduce its gradients."""
@@ -264,7 +273,7 @@ class GradientStatistics:
         self._norms: list[Tensor] = []  # ‖g_i‖² of each pass on this worker, as measured
         self._ending: StepPlan | None = None  # the plan, while the pass that runs is the step's last
         self._ended: StepPlan | None = None  # the plan, once the last pass has ended
-        self._sent = None
+        self._exchange = Exchange(self.workers, self._process_group)
         self.sums = None
         self._too_many = self._uncleared = False
 
@@ -276,7 +285,7 @@ class GradientStatistics:
             if self._leaves_out:
                 self._watch()
             self._stepped_with = self._first_gradient()
-        self._expected = self._payload = None
+        self._expected, self._shared = None, {}
 
     def _first_gradient(self) -> tuple[int, int] | None:
         """Return the address and the number of writes of the first gradient; None without one. Clearing changes them."""
@@ -332,7 +341,7 @@ class GradientStatistics:
         self._ended = plan
         if observer.reduced_everywhere:
             # Only A is still in parts. Sent now, it travels behind the last gradients, which are awaited anyway.
-            self._sent = self._send({})
+            self._send({})
 
     @without_gradients
     def on_reduced(self, observer: GradientObserver) -> None:
@@ -394,7 +403,8 @@ class GradientStatistics:
         elif self.observer is not None and self.workers.reduce:
             # A backward pass reached no parameter here: a sample of zero. The others are in the reduction already.
             sums = self._gather(self.observer)
-            if lacks_passes and not bool(sums.parts["complete"] > 0):
+            if lacks_passes and not bool(sums.numbers["complete"] > 0):
+                self._exchange = Exchange(self.workers, self._process_group)  # of the passes to come
                 raise self._too_early(caller)  # no worker has seen all passes, so that was not the reason
             self._finish_passes(sums)
         elif lacks_passes:
@@ -428,41 +438,33 @@ class GradientStatistics:
 
     # ---- over all workers ----------------------------------------------------------------------------------------
 
-    def _send(self, parts: Parts) -> tuple[Parts, Tensor | None, dist.Work | None]:
-        """Start the small all-reduce of a step: ``parts``, the payload; if it is measured A, and whether all passes were seen.
-
-        Returns:
-            All parts, and, if there are several workers, the tensor in which they travel and the all-reduce.
-        """
-        device = self.device
+    def _send(self, numbers: Numbers) -> None:
+        """Start the step's all-reduce: ``numbers``, what is shared; if it is measured A, and whether all passes were seen."""
+        device, exchange = self.device, self._exchange
+        exchange.add(numbers)
         if self.observer is None or self.observer.watching:
             if self._norms:
                 local = mean_sq_norm(self.plan, self._norms, self.weights)
             else:
                 local = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=device)
-            parts = {**parts, "a": local, "complete": constant(float(self._ended is not None), device)}
-        if self._payload is not None:
-            parts = {**parts, "payload": self._payload.to(device, torch.float64)}
-        if not self.workers.reduce or not parts:
-            return parts, None, None
-        numbers = joined(parts)
-        work = dist.all_reduce(numbers, group=self._process_group, async_op=True)
-        return separate(numbers, parts), numbers, work
+            exchange.add({"a": local, "complete": constant(float(self._ended is not None), device)})
+        exchange.add(self._shared)
+        exchange.send()
 
     def _gather(self, observer: GradientObserver, *, scaled: bool = True) -> StepSums:
         """Wait for the sums over workers."""
         if observer.reduced_everywhere:
             # Equal to the last bit on all workers, as their weights are: each takes C from its own copy.
             own = {"c": observer.reduced_sq_norms(0, 1)}
-            parts, numbers, work = self._send({}) if self._sent is None else self._sent
+            if not self._exchange.sent:
+                self._send({})
         else:
             own = {}
             rank, world_size = (
                 (dist.get_rank(self._process_group), self.workers.count) if self.workers.reduce else (0, 1)
             )
-            parts, numbers, work = self._send({"c": observer.reduced_sq_norms(rank, world_size)})
-        if work is not None:
-            work.wait()
+            self._send({"c": observer.reduced_sq_norms(rank, world_size)})
+        numbers, packed = self._exchange.wait()
         if self.workers.reduce:
             self.replicated = own.get("c")
             if not own and type(observer).reduced_everywhere:
@@ -472,8 +474,8 @@ class GradientStatistics:
         if scaled and self._grad_scaler is not None and self._scales_loss:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
             own["loss_scale"] = self._grad_scaler.scale(constant(1.0, self.device))
-        travelled = None if own else numbers
-        return StepSums(self.plan, own | parts, travelled, observer.complete, self._ended is not None)
+        packed = None if own else packed
+        return StepSums(self.plan, {**own, **numbers}, packed, observer.complete, self._ended is not None)
 
     def _sums_without_passes(self) -> StepSums:
         """Return the sums of a step without measured passes: at n = 1 and S = 1, or after :meth:`unhook`."""
@@ -486,10 +488,7 @@ class GradientStatistics:
             flag = check.isfinite().float()
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
             check = 1 / flag.double()
-        parts = {"check": check}
-        if self._payload is not None:
-            parts["payload"] = self._payload.to(device, torch.float64)
-        return StepSums(self.plan, parts)
+        return StepSums(self.plan, {"check": check, **self._shared})
 
 
 def _local(tensor: Tensor) -> Tensor:

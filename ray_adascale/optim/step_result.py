@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ..batch import StepPlan
 
@@ -27,8 +27,8 @@ class StepResult:
         group_gains: r of each gain's group.
         group_sigma2: Averaged σ² of each gain's group, unclipped; NaN before the first sample.
         group_mu2: Averaged μ² likewise.
-        skipped: Whether the step was left out because a gradient was not finite. The payload is of this step even so.
-        payload: The step's payload, summed over workers; empty if none was set.
+        skipped: Whether the step was left out because a gradient was not finite. The shared numbers are of this step even so.
+        shared: The numbers that a caller has shared in this step, summed over workers, by name.
     """
 
     gain: float = 1.0
@@ -39,7 +39,7 @@ class StepResult:
     squared_norm: float = math.nan
     lr_factor: float = 1.0
     skipped: bool = False
-    payload: Sequence[float] = ()
+    shared: Mapping[str, float] = field(default_factory=dict)
     group_gains: Sequence[float] = ()
     group_sigma2: Sequence[float] = ()
     group_mu2: Sequence[float] = ()

@@ -10,19 +10,10 @@ from torch import Tensor
 
 from ..batch import StepPlan
 from ..gain import gradient_moments
+from .exchange import Numbers, Packed, without
 
-Parts = dict[str, Tensor]
-"""Named numbers: float64, 1-D, on one device."""
-
-
-def joined(parts: Parts) -> Tensor:
-    """Return the numbers of all parts in one new tensor, so that they travel together."""
-    return torch.cat([*parts.values()])
-
-
-def separate(numbers: Tensor, like: Parts) -> Parts:
-    """Return the parts of a :func:`joined` tensor, as views; ``like`` has their names and lengths."""
-    return dict(zip(like, numbers.split([len(part) for part in like.values()]), strict=True))
+OWN = frozenset({"a", "c", "complete", "loss_scale", "check"})
+"""The names of the statistics' numbers. The others are those that a caller has shared."""
 
 
 def mean_sq_norm(plan: StepPlan, norms: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
@@ -71,42 +62,41 @@ class StepSums:
 
     Attributes:
         plan: The step's plan.
-        parts: "c": C per parameter group, as measured. If the step was measured "a", A likewise, and "complete", the workers that
-            saw all passes. "payload" and "loss_scale" where there are such. Without an observer "check", which is finite if the
-            gradients are, in place of "c".
-        travelled: All parts in one tensor, in their order, where they travelled so; else None.
+        numbers: "c": C per parameter group, as measured. If the step was measured "a", A likewise, and "complete", the workers
+            that saw all passes. "loss_scale" where there is one. Without an observer "check", which is finite if the gradients
+            are, in place of "c". And what the caller shares, by its names.
+        packed: All numbers in one tensor, where they travelled so; else None.
         watched: Whether every gradient of the step was watched. Else "c" has a gradient that "a" lacks.
         seen_here: Whether this worker saw all passes, so that "complete" is not 0.
     """
 
     plan: StepPlan
-    parts: Parts
-    travelled: Tensor | None = None
+    numbers: Numbers
+    packed: Packed | None = None
     watched: bool = False
     seen_here: bool = False
 
     @property
     def measured(self) -> bool:
         """Whether passes have measured the gradients."""
-        return "a" in self.parts
+        return "a" in self.numbers
 
     @property
-    def payload(self) -> Tensor | None:
-        """The payload, summed over workers; None without one."""
-        return self.parts.get("payload")
+    def shared(self) -> Numbers:
+        """The caller's numbers, summed over workers."""
+        return without(self.numbers, OWN)
 
     def on_host(self) -> StepSums:
         """Return the sums on the CPU, after one copy, which waits for the device; this object if they are there."""
-        if next(iter(self.parts.values())).is_cpu:
+        if next(iter(self.numbers.values())).is_cpu:
             return self
-        numbers = joined(self.parts) if self.travelled is None else self.travelled
-        return replace(self, parts=separate(numbers.cpu(), self.parts), travelled=None)
+        packed = Packed.of(self.numbers) if self.packed is None else self.packed
+        return replace(self, numbers=packed.apart(packed.tensor.cpu()), packed=None)
 
-    def read(self) -> tuple[float, list[float]]:
-        """Return the check of :meth:`sample` and the payload on the host; waits for the device."""
-        parts = self.on_host().parts
-        check = parts["check"] if "check" in parts else replace(self, parts=parts).sample(1)[0]
-        return float(check), parts["payload"].tolist() if "payload" in parts else []
+    def read(self) -> tuple[float, dict[str, float]]:
+        """Return the check of :meth:`sample` and the shared numbers on the host; waits for the device."""
+        here = self.on_host()
+        return float(here.sample(1)[0]), {name: number.item() for name, number in here.shared.items()}
 
     def sample(self, num_gains: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the step's sample of the noise. No host synchronization.
@@ -119,23 +109,23 @@ class StepSums:
             and μ², unclipped, and a row of ones, ``[3, num_gains]``; None where the step yields none. Whether they are valid,
             bool, 0-dim; None if they are.
         """
-        if "check" in self.parts:
-            return self.parts["check"][0], None, None
-        plan, c, groups = self.plan, self.parts["c"], len(self.parts["c"])
+        if "check" in self.numbers:
+            return self.numbers["check"][0], None, None
+        plan, c, groups = self.plan, self.numbers["c"], len(self.numbers["c"])
         if plan.multiple_of_mean != 1:
             c = c / plan.multiple_of_mean**2
-        scale = self.parts.get("loss_scale")
+        scale = self.numbers.get("loss_scale")
         squared = None if scale is None else scale.square()
         if squared is not None:
             c = c / squared
         if not self.measured:
             return (c[0] if groups == 1 else c.sum()), None, None
-        a = self.parts["a"] if squared is None else self.parts["a"] / squared
+        a = self.numbers["a"] if squared is None else self.numbers["a"] / squared
         if num_gains < groups:
             a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
         if not self.watched or plan.num_samples == 1:
             return (a + c).sum(), None, None
-        usable = None if self.seen_here else self.parts["complete"][0] > 0
+        usable = None if self.seen_here else self.numbers["complete"][0] > 0
         ones = constant(1.0, c.device).expand(num_gains)
         sample = torch.stack([*gradient_moments(a, c, scale=plan.scale, count=plan.num_samples), ones])
         return sample.sum(), sample, usable

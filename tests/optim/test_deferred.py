@@ -264,15 +264,16 @@ def _reads(
     adascale: AdaScale,
     model: nn.Module,
     monkeypatch: pytest.MonkeyPatch,
-    payloads: Sequence[Tensor | None] = (None,) * 3,
+    rows: Sequence[Tensor | None] = (None,) * 3,
 ) -> list[str]:
     """Host reads in the third step, forward pass to end, the outcome of the second being known."""
     data = batches(adascale.plan.passes)
-    for step, payload in enumerate(payloads):
+    for step, row in enumerate(rows):
         float(adascale.effective_steps)
         watch: AbstractContextManager[list[str]] = host_reads(monkeypatch) if step == 2 else nullcontext([])
         with watch as found:
-            adascale.gradient_statistics.payload = payload
+            if row is not None:
+                adascale.gradient_statistics.share(first=row[0], second=row[1])
             backward(model, data)
             adascale.step()
             adascale.zero_grad()
@@ -295,32 +296,31 @@ def test_the_host_reads_once_in_a_step_of_another_optimizer(
 
 @pytest.mark.parametrize("settings", SETTINGS[:3], ids=str)
 @pytest.mark.parametrize("fused", [False, True], ids=["host", "device"])
-def test_a_payload_is_read_with_the_step(
+def test_shared_numbers_are_read_with_the_step(
     settings: dict[str, Any], fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model()
     adascale = wrapped(model, fused=fused, **settings)
     rows = torch.tensor([[0.1, -2.0], [3.0, math.inf], [0.1 + 0.2, 5e-324]], dtype=torch.float64)
-    assert list(adascale.last_step.payload) == []
+    assert adascale.last_step.shared == {}
     assert len(_reads(adascale, model, monkeypatch, rows.unbind())) == (not fused)
-    assert list(adascale.last_step.payload) == [0.1 + 0.2, 5e-324]  # the third step's, bit-identical
-    assert adascale.steps == 3  # ∞ in a payload is no gradient's
-    assert adascale.gradient_statistics.payload is None  # it was of one step
+    assert adascale.last_step.shared == {"first": 0.1 + 0.2, "second": 5e-324}  # the third step's, bit-identical
+    assert adascale.steps == 3  # ∞ in a shared number is no gradient's
     train(adascale, model, batches(adascale.plan.passes))
-    assert list(adascale.last_step.payload) == []
+    assert adascale.last_step.shared == {}  # they were of one step
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["host", "device"])
-def test_a_step_that_is_left_out_changes_nothing_and_returns_its_payload(fused: bool) -> None:
+def test_a_step_that_is_left_out_changes_nothing_and_returns_what_was_shared(fused: bool) -> None:
     model = make_model()
     adascale = wrapped(model, fused=fused)
     train(adascale, model, batches(4))
     before, clock, at = weights(model).clone(), adascale.effective_steps, adascale.average_moments()
-    adascale.gradient_statistics.payload = torch.tensor([7.0], dtype=torch.float64)
+    adascale.gradient_statistics.share(number=torch.tensor(7.0))
     backward(model, batches(2))
     adascale.skip_step()
     assert adascale.last_step.skipped
-    assert list(adascale.last_step.payload) == [7.0]
+    assert adascale.last_step.shared == {"number": 7.0}
     assert (adascale.effective_steps, adascale.steps, adascale.average_moments()) == (clock, 2, at)
     assert torch.equal(weights(model), before)
     assert adascale.at_boundary

@@ -71,7 +71,7 @@ def _train(
         if step in overflows and rank == world - 1:
             loss = loss * float("inf")
         if adascale:
-            outer.gradient_statistics.payload = torch.tensor([step * 10.0 + rank], dtype=torch.float64)
+            outer.gradient_statistics.share(number=torch.tensor(step * 10.0 + rank))
         scaler.scale(loss).backward()
         if clip:
             scaler.unscale_(outer)
@@ -85,7 +85,7 @@ def _train(
         skipped.append(torch.equal(before, weights(model)))
         if adascale and kind != "plain":  # torch's scaler tells nobody that it has left a step out
             assert outer.last_step.skipped == skipped[-1]
-            assert list(outer.last_step.payload) == [world * step * 10.0 + sum(range(world))]
+            assert outer.last_step.shared == {"number": world * step * 10.0 + sum(range(world))}
         scales.append(scaler.get_scale())
     end = weights(model)
     if adascale:

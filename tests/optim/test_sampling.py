@@ -206,8 +206,8 @@ def test_a_compiled_model_is_measured_in_turns() -> None:
 # ---- on several workers ----------------------------------------------------------------------------------------------
 
 
-def _collectives(sharded: bool, payload: bool) -> list[tuple[int, list[float]]]:
-    """All-reduces of AdaScale in each step, and the summed payload."""
+def _collectives(sharded: bool, payload: bool) -> list[tuple[int, Any]]:
+    """All-reduces of AdaScale in each step, and the sums of the shared numbers."""
     model, rank = make_model(), dist.get_rank()
     inner: Any = torch.optim.SGD(model.parameters(), lr=0.05)
     inner = OSS.wrap(inner) if sharded else inner
@@ -217,13 +217,13 @@ def _collectives(sharded: bool, payload: bool) -> list[tuple[int, list[float]]]:
     for step in range(6):
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
             if payload:
-                ada.gradient_statistics.payload = torch.tensor([float(rank), 10.0])
+                ada.gradient_statistics.share(rank=torch.tensor(float(rank)), ten=torch.tensor(10.0))
             sent = reduced.call_count
             backward(net, [data[2 * step + rank]])
             ada.step()
-        # Under DDP the payload of a step between is on its way before the backward pass.
+        # Under DDP what is shared in a step between is on its way before the backward pass.
         assert sent == int(payload and not sharded and step % 3 > 0)
-        found.append((reduced.call_count, list(ada.last_step.payload)))
+        found.append((reduced.call_count, ada.last_step.shared))
         ada.zero_grad()
     everywhere = [torch.zeros_like(weights(model)) for _ in range(2)]
     dist.all_gather(everywhere, weights(model))
@@ -236,7 +236,7 @@ def test_a_step_between_sends_no_more_than_it_must(pool: Any, sharded: bool, pay
     for found in pool(2).run(_collectives, sharded, payload):
         between = 0 if not sharded and not payload else 1  # each worker has the whole reduced gradient under DDP
         assert [count for count, _ in found] == [1, between, between] * 2
-        assert all(numbers == ([1.0, 20.0] if payload else []) for _, numbers in found)
+        assert all(numbers == ({"rank": 1.0, "ten": 20.0} if payload else {}) for _, numbers in found)
 
 
 def _one_is_infinite(sharded: bool) -> list[bool]:

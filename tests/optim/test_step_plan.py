@@ -125,7 +125,7 @@ def test_scale_and_passes_change_together_and_hooks_are_set_once(monkeypatch: py
     assert (optimizer.scale, optimizer.num_samples) == (5.0, 3)
 
 
-# ---- the payload -----------------------------------------------------------------------------------------------------
+# ---- shared numbers --------------------------------------------------------------------------------------------------
 
 
 def _summed() -> list[Any]:
@@ -138,25 +138,25 @@ def _summed() -> list[Any]:
     out: list[Any] = []
     for step, (x, y) in enumerate(batches(3, 4)):
         if step < 2:
-            optimizer.gradient_statistics.payload = torch.tensor([rank + 1.0, 10.0 * step], dtype=torch.float64)
+            optimizer.gradient_statistics.share(rank=torch.tensor(rank + 1.0), step=torch.tensor(10.0 * step))
         F.cross_entropy(ddp(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        out.append(list(optimizer.last_step.payload))
+        out.append(optimizer.last_step.shared)
     return out
 
 
 @pytest.mark.also_simulated
-def test_a_payload_is_summed_over_workers_and_is_of_one_step(pool: Any) -> None:
+def test_shared_numbers_are_summed_over_workers_and_are_of_one_step(pool: Any) -> None:
     for found in pool(2).run(_summed):
-        assert found == [[3.0, 0.0], [3.0, 20.0], []]
+        assert found == [{"rank": 3.0, "step": 0.0}, {"rank": 3.0, "step": 20.0}, {}]
 
 
-@pytest.mark.parametrize("payload", [torch.tensor(1.0), torch.zeros(1, 2)])
-def test_a_payload_is_a_row_of_numbers(payload: Tensor) -> None:
+@pytest.mark.parametrize("numbers", [{"loss": torch.zeros(2)}, {"c": torch.tensor(1.0)}], ids=str)
+def test_a_shared_number_has_no_dimension_and_a_name_of_its_own(numbers: dict[str, Tensor]) -> None:
     _, optimizer = ready()
-    with pytest.raises(ValueError, match="payload of shape"):
-        optimizer.gradient_statistics.payload = payload
+    with pytest.raises(ValueError, match="Must be 0-dim, and not"):
+        optimizer.gradient_statistics.share(**numbers)
 
 
 # ---- the result ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Comparison of the workers: numbers that must be equal, or must not be, travel with each step's all-reduce.
+"""Comparison of the workers: numbers that must be equal, or must not be, travel with the all-reduce of a step.
 
 Under DDP each worker has a copy of the weights and of the reduced gradient. Nothing copies them again, so a gradient that was not
 reduced, or one flipped bit, would stay unnoticed. Under FSDP2 there are no copies to compare.
@@ -6,7 +6,7 @@ reduced, or one flipped bit, would stay unnoticed. Under FSDP2 there are no copi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, cast
 
 import torch
@@ -24,8 +24,13 @@ from ..observe.advice import EqualLosses
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 _ELEMENTS, _ELEMENTS_ON_GPU, _TENSORS = 1 << 16, 1 << 22, 32
 """Most elements and tensors of the weights that are compared in a step: to read them takes as long as a few small calls."""
-_COMPARED = {"a step's reduced gradient has unequal norms on the workers": 1e-4, "the workers' weights differ": 0.0}
+_COMPARED = {
+    "norm": ("a step's reduced gradient has unequal norms on the workers", 1e-4),
+    "bits": ("the workers' weights differ", 0.0),
+}
 """What is compared, and the relative difference that is none. Processors of unequal kinds round float32 norms otherwise."""
+_FIRST = "_of_first"
+"""The end of the name of rank 0's number, which the other workers send as zero."""
 _CAUSES = (
     "Likely causes: the loop calls the bare model in place of run.model(...); the loop, or an optimizer with random numbers, "
     "changes weights otherwise on each worker; a rank skips a backward pass; processors of unequal kinds round otherwise "
@@ -87,9 +92,10 @@ def _pieces(params: Iterable[Tensor]) -> list[_Piece]:
 class Replicas:
     """Compares the workers: their copies of the weights and of the reduced gradient, and their losses.
 
-    In each step it compares ‖ḡ‖² (or a part of it) of the step before, as each worker took it from its own copy, and one piece of
-    the weights after the other. So a gradient that was not reduced is found in the step after, and one bit of one weight after as
-    many steps as there are pieces: one if the weights have at most 65,536 elements, on a GPU 4 million.
+    Each exchange compares Σ‖ḡ‖² (or a part of it) of the steps since the exchange before, as each worker took it from its own
+    copy, and one piece of the weights after the other. So a gradient that was not reduced is found in the exchange after, and one
+    bit of one weight after as many exchanges as there are pieces: one if the weights have at most 65,536 elements, on a GPU 4
+    million.
 
     Args:
         module: The bare model.
@@ -121,30 +127,36 @@ class Replicas:
         self._rank, self._workers, self._group = rank, workers, process_group
         self._zero = constant(0.0, device)[0]
         self._pieces = _pieces(module.parameters()) if copies and workers > 1 else []
-        self._steps = 0
+        self._exchanges = 0
+        self._norm = self._zero  # Σ‖ḡ‖² since the last exchange
         self._buffers = {name for name, _ in module.named_buffers()}
         self._losses = EqualLosses(workers)
         self.found: str | None = None
 
-    def numbers(self, loss: Tensor) -> list[Tensor]:
-        """Return this worker's numbers of the coming step, float64, 0-dim, to be summed. No host synchronization.
+    def count(self) -> None:
+        """Count the norm of a step's reduced gradient, once the step was taken."""
+        norms = self._optimizer.gradient_statistics.replicated if self._pieces else None
+        if norms is not None:
+            self._norm = self._norm + (norms[0] if len(norms) == 1 else norms.sum())
+
+    def numbers(self, loss: Tensor) -> dict[str, Tensor]:
+        """Return this worker's numbers for an exchange, float64, 0-dim, to be summed. No host synchronization.
 
         Args:
-            loss: This worker's loss of the step.
+            loss: This worker's loss of the steps since the exchange before.
         """
-        own = [loss]
-        self._steps += 1
-        if self._steps == 2:
+        own = {"loss": loss}
+        self._exchanges += 1
+        if self._exchanges == 2:
             self._check_late_buffers()
         if self._pieces:
-            norms = self._optimizer.gradient_statistics.replicated
-            norm = self._zero if norms is None else norms[0] if len(norms) == 1 else norms.sum()
-            bits = self._pieces[self._steps % len(self._pieces)].sum()
+            bits = self._pieces[self._exchanges % len(self._pieces)].sum()
             if bits is None:
                 self._pieces = _pieces(self._module.parameters())
-                bits = cast(Tensor, self._pieces[self._steps % len(self._pieces)].sum())
-            own += [norm, bits.to(self._zero.device)]
-        return [*own[1:], *(own if self._rank == 0 else [self._zero] * len(own))]
+                bits = cast(Tensor, self._pieces[self._exchanges % len(self._pieces)].sum())
+            own |= {"norm": self._norm, "bits": bits.to(self._zero.device)}
+            self._norm = self._zero
+        return own | {name + _FIRST: number if self._rank == 0 else self._zero for name, number in own.items()}
 
     def _check_late_buffers(self) -> None:
         """Warn if the first step has made buffers, to be saved, that differ between workers. Collective."""
@@ -158,21 +170,19 @@ class Replicas:
                 "generator with a fixed seed."
             )
 
-    def read(self, passes: int, loss: float, summed: Sequence[float]) -> None:
-        """Compare the numbers of a step.
+    def read(self, passes: int, summed: Mapping[str, float]) -> None:
+        """Compare the numbers of an exchange.
 
         Args:
             passes: Passes of the step.
-            loss: The sum of the losses.
             summed: The sums of the :meth:`numbers`.
         """
-        count = len(summed) // 2
-        first_loss, *firsts = summed[count:]
         if passes > 1:  # else the gradient samples show it
-            self._losses.count(loss, first_loss)
-        for what, total, first in zip(_COMPARED, summed[:count], firsts, strict=False):
+            self._losses.count(summed["loss"], summed["loss" + _FIRST])
+        for name, (what, difference) in _COMPARED.items() if self._pieces else ():
+            total, first = summed[name], summed[name + _FIRST]
             # In a step that all workers skip the norm is infinite or NaN.
-            same = repr(total) == repr(first) or abs(total - self._workers * first) <= _COMPARED[what] * abs(total)
+            same = repr(total) == repr(first) or abs(total - self._workers * first) <= difference * abs(total)
             self.found = self.found or (None if same else what)
 
     def refuse(self) -> NoReturn:
