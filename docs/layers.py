@@ -97,17 +97,17 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "optim",
             "how weights move, and at which learning rate",
-            "tau_schedule curves schedule scheduler_checks adascale algorithm step_result gradient_statistics observing "
-            "workers averages effective_average rules betas step_counts deferred wrapper grad_scaler adam_metric "
-            "step_sums exchange sampling",
+            "tau_schedule curves schedule scheduler_checks adascale algorithm step_result step_plans measurement "
+            "inferred_passes observing workers averages effective_average rules betas step_counts deferred wrapper "
+            "grad_scaler adam_metric step_sums exchange sampling",
         ),
         Package("", "the batch of a step", "batch"),
         Package("data", "which examples a worker sees next", "order source iterables sampling cut"),
         Package(
             "sharding",
             "where a tensor lives and how it travels",
-            "oss partition share_state collect_state clipping elsewhere sharded_ddp reduction gradient_bucket observers buckets "
-            "collectives fsdp2",
+            "oss partition share_state collect_state clipping elsewhere sharded_ddp reduction gradient_bucket observers "
+            "buckets collectives fsdp2",
         ),
         Package("", "several optimizers as one", "chain"),
         Package(

@@ -85,9 +85,10 @@ _REENTRANT = (
 class _Pass:
     """The running backward pass, as each parameter's hook sees it; it holds nothing alive."""
 
-    __slots__ = ("end", "number", "seen")
+    __slots__ = ("end", "measured", "number", "seen")
 
     def __init__(self) -> None:
+        self.measured = True  # if not, the hooks return at once
         self.number = 0
         self.seen: list[int] = []  # the last pass in which each hook ran
         # Autograd holds the callback of the end while the pass runs, and drops it where an exception ends the pass.
@@ -140,6 +141,17 @@ class GradientObserver(ABC):
     def __init__(self, listener: PassListener) -> None:
         self._listener: Callable[[], PassListener | None] = weakref.ref(listener)
 
+    def listen(self, listener: Callable[[], PassListener | None]) -> None:
+        """Call another listener from the next pass on."""
+        self._listener = listener
+
+    def hook_unfrozen(self) -> None:  # noqa: B027 (most observers have nothing to do)
+        """Watch parameters that were unfrozen. Called between steps."""
+
+    def fits(self, *, local: bool, one_pass: bool) -> bool:
+        """Whether this observer also measures steps with these numbers of samples, from the next pass on."""
+        return True
+
     @property
     def listener(self) -> PassListener | None:
         """The listener, while it is alive."""
@@ -165,7 +177,7 @@ class GradientObserver(ABC):
         """Watch one more parameter group."""
 
     def watch(self, watching: bool) -> None:
-        """Measure gradient samples from the next pass on, or leave them out. Called between passes."""
+        """Measure gradient samples from the next pass on, or leave them out: hooks stay, and return at once."""
         self.watching = watching
 
     @abstractmethod
@@ -174,7 +186,7 @@ class GradientObserver(ABC):
 
 
 class HookObserver(GradientObserver):
-    """A hook on each parameter, which is always correct and needs no model.
+    """A hook on each parameter, which is always correct and needs no model. Hooks are set once, in the order of construction.
 
     The hook sees the gradient of one backward pass before it is accumulated into ``.grad`` and before DDP reduces it, and
     takes its norm while it is in the cache. The hooks hold no reference to the observer, so dropping the optimizer frees
@@ -213,7 +225,7 @@ class HookObserver(GradientObserver):
         self._precondition = precondition
         self.groups = [list(params) for params in groups]
         self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
-        self._hooks: dict[Tensor, Callable[[Tensor | None], None]] = {}  # made once, set anew in each measured step
+        self._hooks: dict[Tensor, Callable[[Tensor | None], None]] = {}
         self._pass = _Pass()
         self._starting = threading.Lock()  # autograd has a thread for each GPU
         self._watch()
@@ -230,17 +242,22 @@ class HookObserver(GradientObserver):
         self.detach()
         self._hooks.clear()
         self._pass.seen = []
+        self._worth_sharing = worth_sharing(self.groups)
+        self.hook_all()
         self.watch(self.watching)
+
+    def fits(self, *, local: bool, one_pass: bool) -> bool:
+        return local == self._local
 
     def watch(self, watching: bool) -> None:
         super().watch(watching)
+        self._pass.measured = watching
         # In a step that is not measured nothing else is to be sent, and to wait for the others takes longer than to read all.
-        shared = watching and worth_sharing(self.groups)
-        self.reduced_everywhere = type(self).reduced_everywhere and not shared
-        if watching:
+        self.reduced_everywhere = type(self).reduced_everywhere and not (watching and self._worth_sharing)
+
+    def hook_unfrozen(self) -> None:
+        if len(self.hooked) < len(self._group_of):
             self.hook_all()
-        else:
-            self.detach()
 
     def hook_all(self) -> None:
         """Hook the parameters that need a gradient and have no hook yet. A frozen parameter can't carry a hook."""
@@ -280,6 +297,8 @@ class HookObserver(GradientObserver):
         seen.append(0)
 
         def hook(grad: Tensor | None) -> None:
+            if not current.measured:
+                return
             end = current.end
             if end is None or end() is None:
                 observer = ref()
@@ -324,7 +343,7 @@ class HookObserver(GradientObserver):
                 seen, number = observer._pass.seen, observer._pass.number
                 if observer.last_pass and observer._check_unused is not None and seen.count(number) < len(seen):
                     hooks = zip(observer._hooks, seen, strict=True)
-                    if unused := [p for p, last in hooks if last != number and p in observer.hooked]:
+                    if unused := [p for p, last in hooks if last != number and p.requires_grad]:
                         observer._check_unused(unused)
                 queue_end_of_backward(after_reduction)
                 observer._sent_early = observer._early is None or observer._early()

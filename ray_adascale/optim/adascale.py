@@ -19,9 +19,11 @@ from ..batch import StepPlan
 from ..sharding.oss import OSS
 from .algorithm import AdaScaleAlgorithm, from_numbers, portable
 from .averages import Averages, CountDecay, Smoothing, check_averaging
-from .gradient_statistics import GradientStatistics
+from .inferred_passes import InferredPasses
+from .measurement import Measurement
 from .rules import AdaScaleRule, ScalingRule
 from .sampling import Sampling
+from .step_plans import StepPlans
 from .step_result import StepEnd, StepResult
 from .workers import Workers
 from .wrapper import OptimizerWrapper, check_parameters
@@ -69,7 +71,7 @@ class AdaScale(OptimizerWrapper):
         ValueError: An argument is out of its range, the optimizer is wrapped already, or its sharding is not supported.
     """
 
-    _parts = frozenset({"_optimizer", "_statistics", "_averages", "_algorithm"})
+    _parts = frozenset({"_optimizer", "_passes", "_averages", "_algorithm"})
 
     refuses_sharding: ClassVar[str] = (
         "OSS can't shard AdaScale: wrap the other way round, AdaScale(OSS(...)), so that every worker has the same gain."
@@ -120,20 +122,21 @@ class AdaScale(OptimizerWrapper):
         sampling = Sampling(window, measure_every)
         self._is_scaled_loss = is_scaled_loss
         self._single_gain = single_gain
-        self._statistics = GradientStatistics(
+        plans = StepPlans(StepPlan(workers=workers.count), sampling)
+        measurement = Measurement(
             optimizer,
+            plans,
             workers,
-            process_group=process_group,
+            process_group,
             grad_scaler=grad_scaler,
             to_mean=is_scaled_loss,
-            single_gain=single_gain,
             precondition=precondition,
             model=model,
-            sampling=sampling,
         )
+        self._passes = InferredPasses(measurement, plans, process_group)
         self._averages = Averages(
-            self._statistics.num_gains,
-            self._statistics.device,
+            1 if single_gain else len(optimizer.param_groups),
+            measurement.device,
             smoothing=CountDecay(passes) if smoothing is None else smoothing,
             variance_floor=variance_floor,
             clip_samples=clip == "samples",
@@ -142,7 +145,7 @@ class AdaScale(OptimizerWrapper):
         )
         self._algorithm = AdaScaleAlgorithm(
             optimizer,
-            self._statistics,
+            self._passes,
             self._averages,
             rule=AdaScaleRule() if rule is None else rule,
             total_steps=total_steps,
@@ -152,7 +155,7 @@ class AdaScale(OptimizerWrapper):
         self._declare(StepPlan(workers=workers.count, passes=passes).at_scale(scale))
 
     def __repr__(self) -> str:
-        return f"AdaScale(scale={self._statistics.plan.scale:g}, n={self.num_samples}, {self._optimizer!r})"
+        return f"AdaScale(scale={self._passes.plan.scale:g}, n={self.num_samples}, {self._optimizer!r})"
 
     # ---- interface of torch.optim.Optimizer ----------------------------------------------------------------------
 
@@ -207,9 +210,9 @@ class AdaScale(OptimizerWrapper):
         self._require_boundary("add_param_group")
         self._algorithm.synchronize()
         self._optimizer.add_param_group(param_group)
-        self._statistics.add_group()
+        self.measurement.add_group()
         if not self._single_gain:
-            self._averages.add_gain(self._statistics.declared)
+            self._averages.add_gain(self._passes.plans.declared)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state dict, with AdaScale's: tensors in ``"adascale"``, numbers in the first group.
@@ -248,7 +251,7 @@ class AdaScale(OptimizerWrapper):
             self._algorithm.restart()
         else:
             self.load_statistics_state(statistics)
-        self._statistics.begin_step()
+        self._passes.begin_step()
         _hooks.after_load(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -285,13 +288,13 @@ class AdaScale(OptimizerWrapper):
     def set_scale(self, scale: float, update_estimate: bool = True) -> None:
         """Change S between steps. The averages stay: σ² is per base batch. ``update_estimate`` is for FairScale's sake only."""
         self._require_boundary("set_scale")
-        self.set_plan(self._statistics.declared.at_scale(scale))
+        self.set_plan(self._passes.plans.declared.at_scale(scale))
 
     def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int, update_smoothing: bool = True) -> None:
         """Change the backward passes per step, and θ to max(1 − n/1000, 0)."""
         passes = check_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
         self._require_boundary("set_num_gradients_to_accumulate")
-        self.set_plan(replace(self._statistics.declared, passes=passes))
+        self.set_plan(replace(self._passes.plans.declared, passes=passes))
         if update_smoothing:
             self._averages.smoothing = CountDecay(passes)
 
@@ -299,18 +302,18 @@ class AdaScale(OptimizerWrapper):
         """Divide the accumulated gradients by the number of passes, where the loss was not (``is_scaled_loss=False``)."""
         if self._is_scaled_loss:
             raise RuntimeError("is_scaled_loss=True says that the loss was divided already.")
-        self._statistics.divide_to_mean()
+        self.measurement.divide_to_mean(self.plan)
 
     def unhook(self) -> None:
         """Stop watching gradients; ``step()`` goes on with the averages unchanged."""
-        self._statistics.unhook()
+        self.measurement.unhook()
 
     # ---- the batch of a step -------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> StepPlan:
         """Plan of the step under way, as far as it is known; else the plan of a full step."""
-        return self._statistics.plan
+        return self._passes.plan
 
     @property
     def num_samples(self) -> int:
@@ -325,13 +328,13 @@ class AdaScale(OptimizerWrapper):
             RuntimeError: Called between a backward pass and the step that it leads to.
         """
         self._require_boundary("set_plan")
-        if plan.workers != self._statistics.workers.count:
-            raise ValueError(f"Invalid {plan}: AdaScale was built for {self._statistics.workers.count} workers.")
+        if plan.workers != self.measurement.workers.count:
+            raise ValueError(f"Invalid {plan}: AdaScale was built for {self.measurement.workers.count} workers.")
         self._algorithm.synchronize()
         self._declare(plan)
 
     def _declare(self, plan: StepPlan) -> None:
-        self._statistics.declare(replace(plan, loss_divisor=None if self._is_scaled_loss else 1))
+        self._passes.declare(replace(plan, loss_divisor=None if self._is_scaled_loss else 1))
 
     def expect_passes(self, passes: int, *, scale: float | None = None, loss_divided_by: int | None = None) -> None:
         """Announce that one optimizer step, the one under way or else the next, has fewer backward passes than declared.
@@ -349,9 +352,8 @@ class AdaScale(OptimizerWrapper):
         Raises:
             ValueError: The step can't have this number of passes.
         """
-        statistics = self._statistics
         self._algorithm.synchronize()
-        declared, made = statistics.declared, statistics.passes if statistics.sums is None else 0
+        declared, made = self._passes.plans.declared, self._passes.passes if self.measurement.sums is None else 0
         if isinstance(passes, bool) or not isinstance(passes, int) or not made < passes <= declared.passes:
             raise ValueError(
                 f"Invalid {passes=}. This step may have {made + 1} to {declared.passes} backward passes: {made} were made, and "
@@ -359,7 +361,7 @@ class AdaScale(OptimizerWrapper):
             )
         if loss_divided_by is not None and (loss_divided_by < 1 or not self._is_scaled_loss):
             raise ValueError(f"Invalid {loss_divided_by=}. Must be at least 1, and needs is_scaled_loss=True.")
-        statistics.expect(declared.shortened(passes, scale, loss_divided_by))
+        self._passes.expect(declared.shortened(passes, scale, loss_divided_by))
 
     @property
     def step_end(self) -> StepEnd | None:
@@ -367,20 +369,20 @@ class AdaScale(OptimizerWrapper):
 
         Called as each pass begins that is not the declared last; returns :meth:`StepPlan.shortened` of :attr:`plan`, or None.
         """
-        return self._statistics.step_end
+        return self._passes.plans.step_end
 
     @step_end.setter
     def step_end(self, step_end: StepEnd | None) -> None:
-        self._statistics.step_end = step_end
+        self._passes.plans.step_end = step_end
 
     @property
     def sample_weights(self) -> Sequence[float] | None:
         """w of this worker's gradient sample in each pass, where micro-batches are unequal; None: all 1/n."""
-        return self._statistics.weights
+        return self.measurement.weights
 
     @sample_weights.setter
     def sample_weights(self, weights: Sequence[float] | None) -> None:
-        self._statistics.weights = weights
+        self.measurement.weights = weights
 
     # ---- the steps so far ----------------------------------------------------------------------------------------
 
@@ -449,21 +451,26 @@ class AdaScale(OptimizerWrapper):
     @property
     def at_boundary(self) -> bool:
         """Whether this is a step boundary: no backward pass since the last step."""
-        return self._statistics.at_boundary
+        return self._passes.at_boundary
 
     @property
     def accumulating(self) -> bool:
         """Whether there was a backward pass since the last step, and the step's last pass is yet to come."""
-        return self._statistics.accumulating
+        return self._passes.accumulating
 
     @property
-    def gradient_statistics(self) -> GradientStatistics:
+    def measurement(self) -> Measurement:
         """The gradient samples of the step under way."""
-        return self._statistics
+        return self._passes.measurement
+
+    @property
+    def passes(self) -> InferredPasses:
+        """The passes of the step under way, and the plans of the steps."""
+        return self._passes
 
     def discard_samples(self) -> None:
         """Clear the passes of an unfinished or skipped step, and leave gradients unchanged."""
-        self._statistics.begin_step()
+        self._passes.begin_step()
 
     def complete_samples(self) -> None:
         """Mark the step's backward passes as finished; join the pending all-reduce if this worker ran none.
@@ -474,7 +481,7 @@ class AdaScale(OptimizerWrapper):
         Raises:
             RuntimeError: Called after fewer or more backward passes than ``num_gradients_to_accumulate``.
         """
-        self._statistics.complete(scaled=True)
+        self._passes.complete(scaled=True)
 
     def clip_grad_norm(
         self,
@@ -498,12 +505,12 @@ class AdaScale(OptimizerWrapper):
             RuntimeError: Called after fewer or more backward passes than ``num_gradients_to_accumulate``.
             ValueError: The wrapped optimizer is no OSS, and there is a filter or a process group.
         """
-        self._statistics.complete("clip_grad_norm")
+        self._passes.complete("clip_grad_norm")
         return self._clip_norm(max_norm, norm_type, filter_params_fn, process_group)
 
     def clip_grad_value(self, clip_value: float) -> None:
         """Clip each element of the gradient of the next step, as :meth:`clip_grad_norm` clips its norm. The gain stays."""
-        self._statistics.complete("clip_grad_value")
+        self._passes.complete("clip_grad_value")
         self._clip_value(clip_value)
 
     def _require_boundary(self, what: str) -> None:

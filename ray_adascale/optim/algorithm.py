@@ -18,7 +18,7 @@ from ..sharding.oss import OSS
 from .averages import Averages
 from .deferred import HostCopy, skippable_step, steps_on_device
 from .exchange import Packed
-from .gradient_statistics import GradientStatistics
+from .inferred_passes import InferredPasses
 from .rules import AdaScaleRule, RuleInput, ScalingRule, betas_of
 from .step_counts import StepCounts
 from .step_result import StepResult
@@ -36,7 +36,7 @@ class AdaScaleAlgorithm:
 
     Args:
         optimizer: The wrapped one.
-        statistics: Sums up each step's gradient samples.
+        passes: The passes of each step.
         averages: Averages the samples.
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment).
         total_steps: T, for the rule.
@@ -49,7 +49,7 @@ class AdaScaleAlgorithm:
     def __init__(
         self,
         optimizer: Optimizer,
-        statistics: GradientStatistics,
+        passes: InferredPasses,
         averages: Averages,
         *,
         rule: ScalingRule,
@@ -57,7 +57,7 @@ class AdaScaleAlgorithm:
         base_batch_size: float | None,
     ) -> None:
         self._optimizer = optimizer
-        self._statistics = statistics
+        self._passes = passes
         self._averages = averages
         self._step_counts = StepCounts(self._inner)
         self.rule = rule
@@ -98,7 +98,7 @@ class AdaScaleAlgorithm:
             RuntimeError: Backward passes are missing, or there were too many.
         """
         self.synchronize()
-        sums = self._statistics.finish()
+        sums = self._passes.finish()
         if self._on_device:
             self._step_on_device(sums)
         else:
@@ -118,12 +118,12 @@ class AdaScaleAlgorithm:
         """Return :meth:`Averages.after` of the step under way, computed once; with ``on_host`` on the CPU, after a wait."""
         if self._of is None or self._of[0] is not sums:
             here = sums.on_host() if on_host else sums
-            self._of = sums, *self._averages.after(here, self._statistics.steps_of_sample * self.last.gain)
+            self._of = sums, *self._averages.after(here, self._passes.plans.steps_of_sample * self.last.gain)
         return self._of[1:]
 
     def _end_step(self) -> None:
         self._of = None
-        self._statistics.end_step()
+        self._passes.end_step()
 
     def _step_on_device(self, sums: StepSums) -> None:
         averages, finite, numbers = self._after(sums, on_host=False)
@@ -223,7 +223,7 @@ class AdaScaleAlgorithm:
             RuntimeError: Backward passes are missing, or there were too many.
         """
         self.synchronize()
-        self._leave_out(self._on_host(self._statistics.finish(), on_host=not self._on_device)[1])
+        self._leave_out(self._on_host(self._passes.finish(), on_host=not self._on_device)[1])
         self._end_step()
 
     def _leave_out(self, step: StepResult) -> None:
@@ -259,16 +259,16 @@ class AdaScaleAlgorithm:
                 self.last = replace(self.last, skipped=True, shared=step.shared)
             else:
                 self._advance(step, step.gain, step.gain)
-        if self._statistics.left_out:
-            self._statistics.left_out = False
+        if self._passes.left_out:
+            self._passes.left_out = False
             self.last = replace(self.last, skipped=True, shared={})
 
     def readout(self, *, committed: bool = False) -> StepResult:
         """Return what follows from the averages, with the current gradients unless ``committed``; waits for the device."""
         self.synchronize()
-        sums = None if committed else self._statistics.sums
+        sums = None if committed else self._passes.measurement.sums
         if sums is None:
-            return self._averages.evaluate(self._averages.now, self._statistics.plan.scale)
+            return self._averages.evaluate(self._averages.now, self._passes.plan.scale)
         averages, *_ = self._after(sums, on_host=not self._on_device)
         return self._averages.evaluate(averages, sums.plan.scale)
 
@@ -282,7 +282,7 @@ class AdaScaleAlgorithm:
             "effective_steps": torch.tensor(self.last.effective_steps, dtype=torch.float64),
             "previous_gain": torch.tensor(self.last.gain, dtype=torch.float64),
             "steps": torch.tensor(self.last.steps),
-            "ended": torch.tensor(self._statistics.ended),
+            "ended": torch.tensor(self._passes.plans.ended),
         }
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -300,14 +300,14 @@ class AdaScaleAlgorithm:
             effective_steps=float(state["effective_steps"]),
             steps=int(state["steps"]),
         )
-        self._statistics.resume(int(state.get("ended", state["steps"])))
+        self._passes.resume(int(state.get("ended", state["steps"])))
 
     def restart(self) -> None:
         """Reset averages and clock."""
         self.synchronize()
         self._averages.restart()
         self.last = replace(self.last, gain=1.0, effective_steps=0.0, steps=0)
-        self._statistics.resume(0)
+        self._passes.resume(0)
 
 
 def _scaled(lr: float | Tensor, factor: float | Tensor, scale: float) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 
 from .._errors import check_count
@@ -49,10 +48,6 @@ class Sampling:
         if self.given is not None or self.window is None:
             return self.given or 1
         return min(max(1, math.floor(self.window / (max(plan.scale, 1.0) * SAMPLES))), 1 + number // SAMPLES)
-
-    def leaves_out(self, plan: StepPlan) -> bool:
-        """Return whether any step of a plan is not measured, however long the run."""
-        return self.every(sys.maxsize, plan) > 1
 
     def measures(self, number: int, plan: StepPlan) -> bool:
         """Return whether a step is measured. The arguments are those of :meth:`every`."""

@@ -94,7 +94,7 @@ class Passes:
     ) -> None:
         self._model = model
         self._module = module
-        self._optimizer, self._samples = optimizer, optimizer.gradient_statistics
+        self._optimizer, self._measurement = optimizer, optimizer.measurement
         self.scaler = scaler
         self._guarded = guarded
         guarded.add_param_group = _refuse_group  # type: ignore[method-assign]
@@ -139,11 +139,11 @@ class Passes:
         self._optimizer.zero_grad()  # gradients of before the loop, or of a loop that was left within a step
         hook = self._guarded.register_step_pre_hook(self._check_stepping)
         self._guarded.add_param_group = _refuse_group  # type: ignore[method-assign]
-        self._samples.counts = False
+        self._optimizer.passes.told(True)
         try:
             yield
         finally:
-            self._samples.counts = True
+            self._optimizer.passes.told(False)
             hook.remove()
             del self._guarded.add_param_group
             self._autocast.close()
@@ -178,7 +178,7 @@ class Passes:
     def _check_only_backward(self, *, first: bool = False) -> None:
         """Check that the loop has not called ``loss.backward()``.
 
-        At S = 1 on one worker nothing watches the passes, and gradients are looked for in the first steps of a start.
+        Where nothing is measured, gradients are looked for in the first steps of a start.
 
         Args:
             first: No pass of this step has run.
@@ -186,7 +186,7 @@ class Passes:
         Raises:
             RuntimeError: It has.
         """
-        found = self._samples.foreign
+        found = self._measurement.foreign
         if first and self._steps < _CHECKED_STEPS:
             found |= any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
         if found:
@@ -244,13 +244,14 @@ class Passes:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         self._optimizer.sample_weights = self._weights
-        self._samples.counts = True
+        plans = self._optimizer.passes.plans
+        self._measurement.begin(plans.current if batch.is_last else None, measured=plans.measured)
         if loss.requires_grad:
             loss.backward()
         else:
             with noted(lambda: _DEPENDS_ON_NOTHING):
                 loss.backward()
-        self._samples.counts = False  # torch.autograd.grad() in the loop's loss is no pass
+        self._measurement.end()  # torch.autograd.grad() in the loop's loss is no pass
         self._backward_done = True
         # Between passes FSDP2 keeps gradients where the loop can't reach them.
         if not batch.is_last and self._steps < _CHECKED_STEPS and not self._fully_sharded:

@@ -42,16 +42,16 @@ class Shared:
             loss: This worker's part of the step's mean loss.
             flags: Returns this worker's boundary flags.
         """
-        statistics = self._optimizer.gradient_statistics
+        measurement = self._optimizer.measurement
         if self._workers == 1:
-            statistics.share(loss=loss)
+            measurement.share(loss=loss)
             return
         self._loss, self._steps = loss if self._loss is None else self._loss + loss, self._steps + 1
-        if statistics.exchanges or statistics.ended % EXCHANGE_EVERY == 0:
+        if measurement.exchanges or self._optimizer.passes.plans.ended % EXCHANGE_EVERY == 0:
             loss, self._loss = self._loss, None
             # On the device: a copy from the host would wait for it.
             own = constant(float(flags()), loss.device)[0]
-            statistics.share(flags=own, **self._replicas.numbers(loss))
+            measurement.share(flags=own, **self._replicas.numbers(loss))
 
     def step_taken(self) -> int:
         """Count what is to be sent of a step that was taken. Return the number of steps whose losses it has exchanged."""

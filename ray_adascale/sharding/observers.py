@@ -77,6 +77,9 @@ class ShardHookObserver(_OwnedShards, HookObserver):
         self.reducer = weakref.ref(reducer)
         super().__init__(groups, listener)
 
+    def fits(self, *, local: bool, one_pass: bool) -> bool:
+        return not one_pass
+
     @without_gradients
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
         if self.watching:
@@ -97,6 +100,9 @@ class BucketObserver(_OwnedShards):
         self._groups, self._device = groups, next((bucket.flat.device for bucket in buckets), torch.device("cpu"))
         self._sums = GroupSums(groups, self._device)
         self._norms: list[tuple[int, Tensor]] = []  # (parameter group, norm) of the gradient sample
+
+    def fits(self, *, local: bool, one_pass: bool) -> bool:
+        return one_pass
 
     def local_sq_norms(self) -> Tensor:
         norms, self._norms = self._norms, []

@@ -297,7 +297,7 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
     tau, r, position, loss_scale = 0.0, 1.0, 0, 65536.0 if case.precision == "fp16" else 1.0
     base, evaluated_at = case.legs[0].base, 0.0
     expected, free = ExpectedNorm(), 0.0  # the step from which the next measurement may begin
-    ended, before = 0, True  # steps, and whether the last was measured
+    ended = 0
     every = 1 if case.measure_every is None else case.measure_every
     for leg in case.legs:
         curve, averages.total_steps, hooked_for = base_hyperparameters(case, leg), leg.total, None
@@ -313,15 +313,15 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             averages.set_n(full_n)
             averages.smoothing = max(1 - full_n / 1000, 0.0) if case.smoothing is None else case.smoothing
             frozen = frozen_names(case, step)
-            hooks = shape.full, round(scale * shape.full / shape.passes, 9)  # of a full step
-            measured, averages.gap = ended % every == 0, min(max(ended, 1), every)
-            if hooks != hooked_for or step in dict(case.changes) or (measured and not before):
-                # Hooks are set anew, and a frozen parameter can't carry one.
-                as_before = hooked_for is not None or (case.client == "run" and step > 0)
-                unhooked = set(frozen_names(replace(case, added=None), step - as_before))
-                hooked_for = hooks
-            before = measured
             of_leg = leg.workers > 1 and leg.sharding == "zero2"
+            several = full_n > 1
+            hooks = several, several or round(scale * shape.full / shape.passes, 9) != 1, of_leg and shape.full == 1
+            measured, averages.gap = ended % every == 0, min(max(ended, 1), every)
+            if hooks != hooked_for:
+                # Hooks are set once for steps of a kind, and a frozen parameter can't carry one.
+                at = step - 1 if hooked_for is not None else 0 if case.client == "run" else step
+                unhooked = set(frozen_names(replace(case, added=None), at))
+                hooked_for = hooks
             if step == case.added:
                 groups.append(added_group(case, module))
                 members[0].add_param_group(groups[-1])

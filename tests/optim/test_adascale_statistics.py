@@ -40,7 +40,7 @@ def _steps_against_reference(sharded: bool, passes: int, view: bool, shares: boo
         scale=scale,
         num_gradients_to_accumulate=passes,
     )
-    observer = adascale._statistics.observer
+    observer = adascale.measurement.observer
     assert observer is not None
     assert observer.reduced_everywhere is not shares
     reference = ReferenceAdaScale(scale=scale, n=world * passes)

@@ -43,9 +43,9 @@ def test_frozen_and_unused_parameters_and_an_empty_group() -> None:
 
 
 def test_a_parameter_unfrozen_in_mid_run_counts_from_the_next_step_on() -> None:
-    model, adascale = ready()
-    model[0].weight.requires_grad_(False)
-    adascale.set_scale(4.0)  # watches anew: the weight carries no hook now
+    model = make_model()
+    model[0].weight.requires_grad_(False)  # it can't carry a hook
+    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=4.0, num_gradients_to_accumulate=2)
     reference = ReferenceAdaScale(scale=4.0, n=2)
     data = batches(12, 4)
     for i in range(0, 12, 2):

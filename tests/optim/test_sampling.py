@@ -92,7 +92,8 @@ def test_a_step_between_has_no_hooks_and_the_gain_of_the_averages() -> None:
     data = iter(batches(20, 4))
     moments = []
     for step in range(7):
-        assert (hooks(model) > 0) == (step % 3 == 0)
+        assert ada.passes.plans.measured == (step % 3 == 0)
+        assert hooks(model) > 0
         before, lr_r = weights(model).clone(), 0.05 * ada.gain()
         backward(model, [next(data), next(data)])
         squared = sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None)
@@ -160,15 +161,15 @@ def test_the_state_has_the_place_in_the_series() -> None:
     again = fresh()
     assert hooks(model) > 0
     again.load_state_dict(state)
-    assert hooks(model) == 0  # the third is not measured
+    assert not again.measurement.observer.watching  # type: ignore[union-attr] # the third is not measured
     backward(model, [next(data), next(data)])
     again.step()
-    assert hooks(model) > 0
+    assert again.measurement.observer.watching  # type: ignore[union-attr]
     # A state of before there was a series: all of its steps were measured.
     del state["adascale"]["ended"], state["param_groups"][0]["adascale"]["ended"]
     again.zero_grad()
     again.load_state_dict(state)
-    assert again.gradient_statistics.ended == 2
+    assert again.passes.plans.ended == 2
 
 
 def test_steps_that_may_end_early_are_all_measured() -> None:
@@ -203,6 +204,26 @@ def test_a_compiled_model_is_measured_in_turns() -> None:
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-9)
 
 
+def test_a_hook_of_the_users_that_is_registered_later_counts_alike_in_each_measured_step() -> None:
+    found = []
+    for every in (1, 2):
+        model = make_model()
+        ada = AdaScale(
+            torch.optim.SGD(model.parameters(), lr=0.0), num_gradients_to_accumulate=2, measure_every=every, **OF_A_RUN
+        )
+        for p in model.parameters():
+            p.register_hook(lambda grad: grad * 10)
+        data = iter(batches(20, 4))
+        sigma2 = []
+        for _ in range(5):
+            backward(model, [next(data), next(data)])
+            ada.step()
+            ada.zero_grad()
+            sigma2.append(ada.last_step.sigma2)
+        found.append(sigma2[::2])
+    assert found[0] == found[1]
+
+
 # ---- on several workers ----------------------------------------------------------------------------------------------
 
 
@@ -217,7 +238,7 @@ def _collectives(sharded: bool, payload: bool) -> list[tuple[int, Any]]:
     for step in range(6):
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
             if payload:
-                ada.gradient_statistics.share(rank=torch.tensor(float(rank)), ten=torch.tensor(10.0))
+                ada.measurement.share(rank=torch.tensor(float(rank)), ten=torch.tensor(10.0))
             sent = reduced.call_count
             backward(net, [data[2 * step + rank]])
             ada.step()

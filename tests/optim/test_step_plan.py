@@ -63,7 +63,7 @@ def test_the_end_is_asked_as_each_pass_begins_until_one_is_the_last() -> None:
     assert full == StepPlan(passes=4, given_scale=4.0)
 
     def step_end(number: int) -> StepPlan | None:
-        asked.append((number, optimizer.gradient_statistics.passes == number - 1))
+        asked.append((number, optimizer.passes.passes == number - 1))
         return full.shortened(number, scale=2.5, loss_divisor=4) if number == 2 and len(asked) < 4 else None
 
     optimizer.step_end = step_end
@@ -103,15 +103,13 @@ def test_an_accumulating_step_is_one_that_lacks_its_last_pass(passes: int) -> No
 # ---- the batch -------------------------------------------------------------------------------------------------------
 
 
-def test_scale_and_passes_change_together_and_hooks_are_set_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, optimizer = ready(scale=2.0, n=2)
-    attached = []
-    attach = optimizer._statistics.attach
-    monkeypatch.setattr(optimizer._statistics, "attach", lambda: (attached.append(1), attach()))
+def test_scale_and_passes_change_together_and_hooks_are_set_once() -> None:
+    model, optimizer = ready(scale=2.0, n=2)
+    hooked = [p.register_hook(lambda grad: None).id for p in model.parameters()]
     theta = optimizer.smoothing
     plan = StepPlan(base_batch_size=4, global_batch_size=32, passes=4)
     optimizer.set_plan(plan)
-    assert len(attached) == 1
+    assert all(max(p._backward_hooks) == last for p, last in zip(model.parameters(), hooked, strict=True))
     assert optimizer.plan == plan
     assert (optimizer.scale, optimizer.num_samples) == (8.0, 4)
     assert optimizer.smoothing == theta
@@ -138,7 +136,7 @@ def _summed() -> list[Any]:
     out: list[Any] = []
     for step, (x, y) in enumerate(batches(3, 4)):
         if step < 2:
-            optimizer.gradient_statistics.share(rank=torch.tensor(rank + 1.0), step=torch.tensor(10.0 * step))
+            optimizer.measurement.share(rank=torch.tensor(rank + 1.0), step=torch.tensor(10.0 * step))
         F.cross_entropy(ddp(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -156,7 +154,7 @@ def test_shared_numbers_are_summed_over_workers_and_are_of_one_step(pool: Any) -
 def test_a_shared_number_has_no_dimension_and_a_name_of_its_own(numbers: dict[str, Tensor]) -> None:
     _, optimizer = ready()
     with pytest.raises(ValueError, match="Must be 0-dim, and not"):
-        optimizer.gradient_statistics.share(**numbers)
+        optimizer.measurement.share(**numbers)
 
 
 # ---- the result ------------------------------------------------------------------------------------------------------

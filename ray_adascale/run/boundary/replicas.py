@@ -135,7 +135,7 @@ class Replicas:
 
     def count(self) -> None:
         """Count the norm of a step's reduced gradient, once the step was taken."""
-        norms = self._optimizer.gradient_statistics.replicated if self._pieces else None
+        norms = self._optimizer.measurement.replicated if self._pieces else None
         if norms is not None:
             self._norm = self._norm + (norms[0] if len(norms) == 1 else norms.sum())
 

@@ -1,0 +1,369 @@
+"""The gradient samples of one optimizer step: the norms measured in its backward passes, summed over workers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .._torch import count_of_writes, is_dtensor, without_gradients
+from ..batch import StepPlan
+from ..measure.norms import finite_check, take_norm
+from ..measure.observers import GradientObserver, PassListener
+from ..sharding.oss import OSS
+from .exchange import Exchange, Numbers
+from .observing import has_dtensors, has_sharded_gradients, make_observer
+from .step_plans import StepPlans
+from .step_sums import OWN, StepSums, constant, mean_sq_norm
+from .workers import Workers
+
+
+class Measurement:
+    """Keeps the norms that an observer measures in the passes it is told of, and sums them over workers.
+
+    The order of calls: for each pass :meth:`begin`, the backward pass, :meth:`end`. It counts no passes. Collective: the last
+    pass of a step ends with one small all-reduce. In a step that is not measured the hooks on parameters return at once, and of
+    its gradient only the norm is taken, once it is reduced.
+
+    Args:
+        optimizer: The wrapped one.
+        plans: Has the plans of the steps.
+        workers: Workers that share the batch.
+        process_group: Workers that reduce gradients together.
+        grad_scaler: Scales the loss.
+        to_mean: Divide the gradient, after the last pass, so that it is the mean over the passes. False where the loop does so.
+        precondition: Maps (parameter, gradient) to the tensor that norms are taken of.
+        model: The model, where norms may be taken of it.
+
+    Attributes:
+        observer: Measures the norms; None where there is nothing to measure.
+        weights: w of this worker's gradient sample in each pass; None: all 1/n.
+        under_way: Whether there was a pass since the last step.
+        foreign: Whether a pass that nobody has told of has left gradients, as ``loss.backward()`` does and ``autograd.grad`` does
+            not. It is seen in steps that are measured.
+        sums: The sums of the step, once its last pass has ended.
+        replicated: Numbers of the last complete step that each worker took from its own copy of the reduced gradient: C per
+            parameter group as measured, or the norm of one gradient; None without copies.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        plans: StepPlans,
+        workers: Workers,
+        process_group: dist.ProcessGroup | None,
+        *,
+        grad_scaler: torch.amp.GradScaler | None,
+        to_mean: bool,
+        precondition: Callable[[Tensor, Tensor], Tensor] | None,
+        model: torch.nn.Module | None,
+    ) -> None:
+        self._optimizer, self._plans, self.workers, self._process_group = optimizer, plans, workers, process_group
+        self._grad_scaler, self._to_mean, self._precondition, self._model = grad_scaler, to_mean, precondition, model
+        self.observer: GradientObserver | None = None
+        self.weights: Sequence[float] | None = None
+        self.replicated: Tensor | None = None
+        self._shared: dict[str, Tensor] = {}
+        self._unhooked = self.foreign = False
+        self._begins_passes = weakref.ref(cast(PassListener, self))
+        self.clear()
+        if isinstance(optimizer, OSS):
+            optimizer.add_reducer_listener(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Hooks, callables and process groups belong to this process.
+        gone = ("observer", "_process_group", "_model", "_exchange", "_begins_passes")
+        return {**self.__dict__, **dict.fromkeys(gone), "_shared": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begins_passes = weakref.ref(cast(PassListener, self))
+        self.clear()
+
+    # ---- the observer --------------------------------------------------------------------------------------------
+
+    def begun_by(self, listener: PassListener | None) -> None:
+        """Let a listener begin passes, as the first gradient of each shows; None: the caller of :meth:`begin` does."""
+        self._begins_passes = weakref.ref(cast(PassListener, self) if listener is None else listener)
+        if self.observer is not None:
+            self.observer.listen(self._begins_passes)
+
+    def attach(self) -> None:
+        """Install an observer, if there is none that fits; none if a step has a single sample at S = 1, which yields nothing."""
+        if self._unhooked:
+            return
+        if has_dtensors(self._optimizer) and self._model is None:
+            raise ValueError(
+                "The optimizer's parameters are DTensors. Give AdaScale(..., model=model), the model that fully_shard was "
+                "applied to: gradient samples are measured on its unsharded parameters."
+            )
+        declared = self._plans.declared
+        several = declared.num_samples > 1
+        wanted = several or declared.scale != 1
+        if wanted and self.observer is not None and self.observer.fits(local=several, one_pass=declared.passes == 1):
+            return
+        self.detach()
+        if wanted:
+            self.observer = make_observer(
+                self._optimizer,
+                cast(PassListener, self._begins_passes()),
+                workers=self.workers.count,
+                local=several,
+                one_pass=declared.passes == 1,
+                model=self._model,
+                precondition=self._precondition,
+            )
+            self.observer.watch(False)
+
+    def on_reducer_attached(self) -> None:
+        """Called by OSS when a ShardedDataParallel begins to reduce its gradients."""
+        self.detach()
+        self.attach()
+        listener = self._begins_passes()
+        if listener is not None and listener is not cast(PassListener, self):
+            self.watch(self._plans.measured)
+
+    def add_group(self) -> None:
+        """Watch the parameter group that was added to the optimizer last."""
+        if self.observer is not None:
+            self.observer.add_group(self._optimizer.param_groups[-1]["params"])
+
+    def detach(self) -> None:
+        """Remove the observer."""
+        if self.observer is not None:
+            self.observer.detach()
+        self.observer = None
+
+    def unhook(self) -> None:
+        """Stop watching for good."""
+        self.detach()
+        self._unhooked = True
+
+    def watch(self, measured: bool) -> None:
+        """Let the hooks take norms from now on, or return at once."""
+        if self.observer is not None and self.observer.watching != measured:
+            self.observer.watch(measured)
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the statistics."""
+        for group in self._optimizer.param_groups:
+            for p in group["params"]:
+                return cast(torch.device, p.device)
+        return torch.device("cpu")
+
+    def step_gradients(self) -> list[Tensor]:
+        """Return the gradients that the optimizer will use on this worker."""
+        if isinstance(self._optimizer, OSS):
+            return self._optimizer.step_gradients()
+        grads = [p.grad for p in self.params if p.grad is not None]
+        return [g if type(g) is Tensor and not g.requires_grad else local_part(g.detach()) for g in grads]
+
+    @property
+    def scales_loss(self) -> bool:
+        return self._grad_scaler is not None and self._grad_scaler.is_enabled()
+
+    # ---- what the caller shares ------------------------------------------------------------------------------------
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the step has an all-reduce in any case, in which shared numbers cost nothing."""
+        observer = self.observer
+        return (
+            self.workers.reduce
+            and observer is not None
+            and (self._plans.measured or not type(observer).reduced_everywhere)
+        )
+
+    def share(self, **numbers: Tensor) -> None:
+        """Sum numbers over the workers in this step's all-reduce. Called before the step's last pass, on all workers alike.
+
+        If the step is not measured, and each worker takes the norm of the reduced gradient by itself, the numbers travel from now
+        on, while the gradients are computed. Their sums are ``last_step.shared``.
+
+        Args:
+            **numbers: 0-dim each.
+
+        Raises:
+            ValueError: A number is not 0-dim, or has a name of the statistics' own.
+        """
+        for name, number in numbers.items():
+            if number.dim() or name in OWN:
+                raise ValueError(
+                    f"Invalid {name} of shape {tuple(number.shape)}. Must be 0-dim, and not {sorted(OWN)}."
+                )
+        device = self.device
+        self._shared = {name: number.to(device, torch.float64) for name, number in numbers.items()}
+        if self._shared and self.observer is not None and self.workers.reduce and not self.exchanges:
+            with torch.no_grad():
+                self._exchange.add(self._shared)
+                self._exchange.send()
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget the passes since the last step."""
+        self.under_way = False
+        self.last: StepPlan | None = None  # the plan, once the step's last pass has begun
+        self._measured = self._passing = self._local_ended = False
+        self._norms: list[Tensor] = []  # ‖g_i‖² of each pass on this worker, as measured
+        self._exchange = Exchange(self.workers, self._process_group)
+        self.sums: StepSums | None = None
+
+    def end_step(self) -> None:
+        """Forget the step: it was taken, or is left out for good."""
+        self.clear()
+        self._shared = {}
+        if self.observer is not None:
+            self.observer.hook_unfrozen()
+
+    def begin(self, last: StepPlan | None, *, measured: bool) -> None:
+        """Begin a pass, before or at its first gradient.
+
+        Args:
+            last: The step's plan, if the pass is its last; else None.
+            measured: Whether the step is measured.
+        """
+        self.under_way = self._passing = True
+        self.last, self._measured, self._local_ended = last, measured, False
+        self.watch(measured)
+
+    def _writes(self) -> list[tuple[int, int] | None]:
+        return [None if p.grad is None else (id(p.grad), count_of_writes(p.grad)) for p in self.params]
+
+    def on_begin(self, observer: GradientObserver) -> bool:
+        self._before = None if self._passing else self._writes()
+        return self._passing and self.last is not None
+
+    @without_gradients
+    def on_local(self, observer: GradientObserver) -> None:
+        """End the pass on this worker: take its norm, and send what is known. Reduced gradients may still be on their way."""
+        if not self._passing or self._local_ended:
+            return
+        self._local_ended = True
+        if self._measured and (self.last is None or self.last.num_samples > 1):
+            self._norms.append(observer.local_sq_norms())
+        if self.last is not None and observer.reduced_everywhere:
+            # Only A is still in parts. Sent now, it travels behind the last gradients, which are awaited anyway.
+            self._send({}, self.last, seen=True)
+
+    def on_reduced(self, observer: GradientObserver) -> None:
+        """Called at the end of a pass. :meth:`end` follows, if it was told of."""
+        self.foreign |= not self._passing and self._before != self._writes()
+
+    @without_gradients
+    def end(self) -> None:
+        """End the pass. Collective, if it is the step's last."""
+        observer, last = self.observer, self.last
+        if observer is not None:
+            if self._measured and not self._local_ended:
+                self._norms.append(
+                    torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=self.device)
+                )
+            if last is not None:
+                self.finish(last)
+        self._passing = False
+
+    @without_gradients
+    def finish(self, plan: StepPlan, *, scaled: bool = True) -> StepSums:
+        """Sum the step's numbers over the workers, once its last pass has ended. Collective.
+
+        Args:
+            plan: The step's.
+            scaled: Whether the gradients still have the loss scale, if there is one.
+        """
+        return self._complete(self._gather(plan, seen=True, scaled=scaled))
+
+    @without_gradients
+    def join(self, plan: StepPlan) -> bool:
+        """End a step whose last pass this worker has not seen: the others may wait for its part. Collective.
+
+        Args:
+            plan: The step's.
+
+        Returns:
+            Whether the step has ended. If not, no worker has seen all passes, and further ones may come.
+        """
+        self._measured = True
+        sums = self._gather(plan, seen=False, scaled=True)
+        if self.under_way and not bool(sums.numbers["complete"] > 0):
+            self._exchange = Exchange(self.workers, self._process_group)
+            return False
+        self._complete(sums)
+        return True
+
+    def _complete(self, sums: StepSums) -> StepSums:
+        self.sums = sums
+        if self._to_mean:
+            self.divide_to_mean(sums.plan)
+        return sums
+
+    def divide_to_mean(self, plan: StepPlan) -> None:
+        """Divide the gradients that the passes add up to, so that they are ḡ."""
+        if plan.multiple_of_mean != 1 and (grads := self.step_gradients()):
+            torch._foreach_div_(grads, plan.multiple_of_mean)
+
+    def _send(self, numbers: Numbers, plan: StepPlan, *, seen: bool) -> None:
+        """Start the step's all-reduce: ``numbers``, what is shared; if it is measured A, and whether all passes were seen."""
+        device, exchange = self.device, self._exchange
+        exchange.add(numbers)
+        if self._measured:
+            if self._norms:
+                local = mean_sq_norm(plan, self._norms, self.weights)
+            else:
+                local = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=device)
+            exchange.add({"a": local, "complete": constant(float(seen), device)})
+        exchange.add(self._shared)
+        exchange.send()
+
+    def _gather(self, plan: StepPlan, *, seen: bool, scaled: bool) -> StepSums:
+        observer = cast(GradientObserver, self.observer)
+        if observer.reduced_everywhere:
+            # Equal to the last bit on all workers, as their weights are: each takes C from its own copy.
+            own = {"c": observer.reduced_sq_norms(0, 1)}
+            if not self._exchange.sent:
+                self._send({}, plan, seen=seen)
+        else:
+            own = {}
+            rank, world_size = (
+                (dist.get_rank(self._process_group), self.workers.count) if self.workers.reduce else (0, 1)
+            )
+            self._send({"c": observer.reduced_sq_norms(rank, world_size)}, plan, seen=seen)
+        numbers, packed = self._exchange.wait()
+        if self.workers.reduce:
+            self.replicated = own.get("c")
+            if not own and type(observer).reduced_everywhere:
+                # Workers took shares of C. The smallest gradient, which all of them have, stands for it.
+                whole = [p.grad for p in self.params if p.grad is not None]
+                self.replicated = take_norm(min(whole, key=Tensor.numel)).double().view(1) if whole else None
+        if scaled and self._grad_scaler is not None and self.scales_loss:
+            # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
+            own["loss_scale"] = self._grad_scaler.scale(constant(1.0, self.device))
+        return StepSums(plan, {**own, **numbers}, None if own else packed, observer.complete, seen)
+
+    def unseen(self, plan: StepPlan) -> StepSums:
+        """Return the sums of a step without an observer: at n = 1 and S = 1, or after :meth:`unhook`."""
+        device, grads = self.device, self.step_gradients()
+        if grads and self.observer is not None:
+            self.observer.hook_unfrozen()  # the watched parameters may all be frozen now, and others trainable
+        check = finite_check(grads, device) if grads else torch.ones(1, dtype=torch.float64, device=device)
+        if self.workers.reduce and (has_sharded_gradients(self._optimizer) or has_dtensors(self._optimizer)):
+            # Each worker has seen its shards only; all of them must skip the step, or none.
+            flag = check.isfinite().float()
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
+            check = 1 / flag.double()
+        return StepSums(plan, {"check": check, **self._shared})
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this worker's shard of a DTensor; any other tensor unchanged."""
+    return cast(Any, tensor).to_local() if is_dtensor(tensor) else tensor
