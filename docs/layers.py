@@ -106,7 +106,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "sharding",
             "where a tensor lives and how it travels",
-            "oss partition share_state collect_state clipping elsewhere sharded_ddp reduction gradient_bucket observers "
+            "strategy oss partition share_state collect_state clipping elsewhere sharded_ddp reduction gradient_bucket observers "
             "buckets collectives fsdp2",
         ),
         Package("", "several optimizers as one", "chain"),

@@ -109,14 +109,13 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     check_equal(facts_of(pieces, config, source, base_schedule, recipe), plan.workers, on_cpu)
     wrapped = wrap(module, optimizer, config, plan, device=device, total_steps=total_steps)
     passes = Passes(
-        wrapped.model,
         module,
         wrapped.optimizer,
         wrapped.scaler,
         guarded=optimizer,
         precision=config.precision,
         device=device,
-        fully_sharded=wrapped.sharding == "fsdp2",
+        sharding=wrapped.sharding,
     )
     batch = StepBatch(follower, wrapped.optimizer)
     evaluation = Evaluation(
@@ -152,7 +151,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         module,
         wrapped.optimizer,
         without_own(train_state.extra),
-        copies=wrapped.sharding != "fsdp2",
+        copies=wrapped.sharding.copies,
         rank=rank,
         workers=plan.workers,
         device=device,

@@ -30,6 +30,7 @@ from ..recipe import Recipe
 from ..sharding.oss import OSS
 from ..sharding.partition import has_state
 from ..sharding.sharded_ddp import ShardedDataParallel
+from ..sharding.strategy import Sharding, sharding_of
 from ..workload import Pieces
 from .observe.advice import warn_of_optimizer, warn_of_schedule, warn_of_step_hooks
 
@@ -43,14 +44,14 @@ class Wrapped:
         optimizer: The optimizer to step.
         parameter_names: Name of each of the optimizer's parameters in the bare model. Checkpoints use these names.
         scaler: The loss scaler; None unless precision is "fp16".
-        sharding: The sharding in use; never "auto".
+        sharding: How gradients travel.
     """
 
     model: nn.Module
     optimizer: AdaScale
     parameter_names: dict[Tensor, str]
     scaler: torch.amp.GradScaler | None
-    sharding: str
+    sharding: Sharding
 
 
 def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, recipe: Recipe | None) -> None:
@@ -226,7 +227,7 @@ def wrap(
         grad_scaler=scaler,
         model=model if isinstance(model, DistributedDataParallel) else module,
     )
-    return Wrapped(model, adascale, names, scaler, sharding)
+    return Wrapped(model, adascale, names, scaler, sharding_of(model, module, sharding))
 
 
 def set_batch(plan: StepPlan, optimizer: AdaScale, source: BatchSource, rank: int) -> None:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .._errors import listed, noted
+from .._errors import noted
 from .._torch import count_of_writes
 from .._warn import warn_on_first_worker
 from ..batch import StepPlan
 from ..data.order import MicroBatch
 from ..optim.adascale import AdaScale
-from ..sharding.elsewhere import mark_gradients_elsewhere, unmark_gradients
-from ..sharding.sharded_ddp import ShardedDataParallel
+from ..sharding.strategy import Sharding
 from .observe.advice import warn_of_micro_batch
 
 _CHECKED_STEPS = 3
@@ -31,25 +28,6 @@ _DEPENDS_ON_NOTHING = (
 )
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-_NOT_CALLED = (
-    "run.model(...) was not called in the last pass of a step, so the workers would not exchange gradients. Call run.model(...) "
-    "in place of the bare model, also in a loss that has the model. Only its forward() counts: let forward() call the model's "
-    "other methods, or use AdaScaleConfig(sharding='zero2'), which reduces gradients whichever method is called."
-)
-
-
-_requires_grad = attrgetter("requires_grad")
-
-
-class _Called:
-    """Whether the wrapped model was called with gradients in this pass: a hook before its forward pass."""
-
-    yes = False
-
-    def __call__(self, *_: object) -> None:
-        self.yes = self.yes or torch.is_grad_enabled()
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:
@@ -67,14 +45,13 @@ class Passes:
     :meth:`guard` encloses the whole loop.
 
     Args:
-        model: The model to call, wrapped for data parallelism where there are several workers.
         module: The bare model.
         optimizer: The optimizer of the run.
         scaler: The loss scaler; None without one.
         guarded: The user's own optimizer. Within :meth:`guard` only this object may step it.
         precision: "fp32", "bf16" or "fp16".
         device: The device of the loss.
-        fully_sharded: Whether the model is sharded with FSDP2.
+        sharding: How gradients travel.
 
     Attributes:
         loss: Mean loss of this worker's share of the step's batch so far; float64, 0-dim, on the device.
@@ -82,7 +59,6 @@ class Passes:
 
     def __init__(
         self,
-        model: nn.Module,
         module: nn.Module,
         optimizer: AdaScale,
         scaler: torch.amp.GradScaler | None,
@@ -90,9 +66,8 @@ class Passes:
         guarded: Optimizer,
         precision: str,
         device: torch.device,
-        fully_sharded: bool,
+        sharding: Sharding,
     ) -> None:
-        self._model = model
         self._module = module
         self._optimizer, self._measurement = optimizer, optimizer.measurement
         self.scaler = scaler
@@ -100,14 +75,7 @@ class Passes:
         guarded.add_param_group = _refuse_group  # type: ignore[method-assign]
         self._dtype = _DTYPES.get(precision)
         self._device = device
-        self._fully_sharded = fully_sharded
-        self._reduces = isinstance(model, DistributedDataParallel | ShardedDataParallel)
-        self._reduces_to_owners = isinstance(model, ShardedDataParallel)
-        self._params = list(module.parameters())
-        self._trainable = [*map(_requires_grad, self._params)]
-        self._called = _Called()
-        if isinstance(model, DistributedDataParallel):
-            model.register_forward_pre_hook(self._called)
+        self._sharding = sharding
         self._zero = self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self._batch: MicroBatch | None = None
         self._weights: list[float] = []
@@ -118,7 +86,7 @@ class Passes:
             None  # after the last backward pass, until they are compared
         )
         self._warned_of_eval_mode = False
-        self._no_sync, self._autocast = ExitStack(), ExitStack()  # each is open during a pass that needs it
+        self._traffic, self._autocast = ExitStack(), ExitStack()  # each is open during a pass
 
     @property
     def between(self) -> bool:
@@ -147,20 +115,16 @@ class Passes:
             hook.remove()
             del self._guarded.add_param_group
             self._autocast.close()
-            self._no_sync.close()
+            self._traffic.close()
 
     def begin(self, batch: MicroBatch) -> None:
         """Begin the pass of a micro-batch."""
         if batch.pass_index == 0:
             self._weights = []
         self._batch = batch
-        self._backward_done = self._called.yes = False
+        self._backward_done = False
         self._weights.append(batch.weight)
-        # Gradients are reduced in the step's last pass. The model reads this setting in its forward pass.
-        if self._reduces and not batch.is_last:
-            self._no_sync.enter_context(cast(Any, self._model).no_sync())
-        elif self._fully_sharded:
-            cast(Any, self._model).set_requires_gradient_sync(batch.is_last)
+        self._traffic.enter_context(self._sharding.in_pass(batch.is_last))
         if self._dtype is not None:
             self._autocast.enter_context(torch.autocast(self._device.type, dtype=self._dtype))
 
@@ -231,8 +195,8 @@ class Passes:
         """Run the backward pass. The loss is weighted by the examples or units of the micro-batch, and scaled for fp16."""
         batch = self._batch
         assert batch is not None
-        if batch.is_last and self._reduces:
-            self._check_reduction(self._model)
+        if batch.is_last:
+            self._sharding.before_last()
         if self._steps == 0 and batch.pass_index == 0:
             warn_of_micro_batch(self._module, loss, batch.examples, plan.base_batch_size)
         # DDP averages over workers and passes add up, so ḡ = Σ w_i g_i needs each loss times n·w_i/passes.
@@ -253,44 +217,14 @@ class Passes:
                 loss.backward()
         self._measurement.end()  # torch.autograd.grad() in the loop's loss is no pass
         self._backward_done = True
-        # Between passes FSDP2 keeps gradients where the loop can't reach them.
-        if not batch.is_last and self._steps < _CHECKED_STEPS and not self._fully_sharded:
-            self._gradients = self._gradient_versions()
-        if batch.is_last and self.scaler is not None:
-            self.scaler.unscale_(self._optimizer)  # here, so that the loop sees and clips the true gradient
-        if batch.is_last and self._reduces_to_owners:
-            mark_gradients_elsewhere(self._params)
+        self._traffic.close()
         if not batch.is_last:
-            self._no_sync.close()
-
-    def _check_reduction(self, model: nn.Module) -> None:
-        """Check that the backward pass will reduce the gradients of all trainable parameters.
-
-        Raises:
-            RuntimeError: It will not.
-        """
-        trainable = [*map(_requires_grad, self._params)]
-        if isinstance(model, ShardedDataParallel):
-            if trainable != self._trainable:
-                model.refresh_trainable()  # as its forward pass would, which the loop need not call
-                self._trainable = trainable
+            if self._steps < _CHECKED_STEPS and self._sharding.readable:
+                self._gradients = self._gradient_versions()
             return
-        assert isinstance(model, DistributedDataParallel)
-        if not self._called.yes:
-            raise RuntimeError(_NOT_CALLED)
-        if trainable == self._trainable:
-            return
-        changed = [
-            name
-            for (name, _), now, built in zip(self._module.named_parameters(), trainable, self._trainable, strict=True)
-            if now > built or (now < built and not model.find_unused_parameters)
-        ]
-        if changed:
-            raise RuntimeError(
-                f"The loop has frozen or unfrozen {listed(changed)}. DistributedDataParallel reduces gradients of what was "
-                "trainable when the run was built. Use AdaScaleConfig(sharding='zero2'), which follows. Or build the run with "
-                "all of them trainable and find_unused_parameters=True, and freeze layers afterwards."
-            )
+        if self.scaler is not None:
+            self.scaler.unscale_(self._optimizer)  # here, so that the loop sees and clips the true gradient
+        self._sharding.after_last()
 
     def check_backward(self, caller: str) -> None:
         """Check that the backward pass of the micro-batch has run.
@@ -327,8 +261,7 @@ class Passes:
     def step(self) -> None:
         """Take the optimizer step."""
         self._check_only_backward()
-        if self._reduces_to_owners:
-            unmark_gradients(self._params)
+        self._sharding.before_step()
         self._stepping = True
         try:
             if self.scaler is not None:

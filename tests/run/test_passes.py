@@ -12,6 +12,7 @@ from ray_adascale import AdaScale
 from ray_adascale.batch import StepPlan
 from ray_adascale.data.order import MicroBatch
 from ray_adascale.run.passes import Passes
+from ray_adascale.sharding.strategy import Sharding
 
 PLAN = StepPlan(base_batch_size=4, global_batch_size=8, workers=1, passes=2)
 
@@ -32,13 +33,12 @@ class Setup:
         )
         self.passes = Passes(
             self.model,
-            self.model,
             self.optimizer,
             scaler,
             guarded=self.users,
             precision=precision,
             device=torch.device("cpu"),
-            fully_sharded=False,
+            sharding=Sharding(self.model, self.model),
         )
 
     @property

@@ -1,0 +1,137 @@
+"""How the gradients of a model travel: one object for each kind of sharding, which the passes of a step call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .._errors import listed
+from .elsewhere import mark_gradients_elsewhere, unmark_gradients
+from .sharded_ddp import ShardedDataParallel
+
+_NOT_CALLED = (
+    "run.model(...) was not called in the last pass of a step, so the workers would not exchange gradients. Call run.model(...) "
+    "in place of the bare model, also in a loss that has the model. Only its forward() counts: let forward() call the model's "
+    "other methods, or use AdaScaleConfig(sharding='zero2'), which reduces gradients whichever method is called."
+)
+
+_requires_grad = attrgetter("requires_grad")
+
+
+class Sharding:
+    """One worker: nothing travels. Base class of the others.
+
+    Args:
+        model: The model to call.
+        module: The bare model.
+    """
+
+    copies = True
+    """Whether each worker has a copy of the weights."""
+    readable = True
+    """Whether the loop can read gradients between the passes of a step."""
+
+    def __init__(self, model: nn.Module, module: nn.Module) -> None:
+        self._model, self._module = cast(Any, model), module
+
+    def in_pass(self, last: bool) -> AbstractContextManager[object]:
+        """Return the context of a pass, from its forward pass on. Gradients are reduced in the step's last one."""
+        return nullcontext()
+
+    def before_last(self) -> None:
+        """Check that the step's last backward pass will reduce the gradients of all trainable parameters.
+
+        Raises:
+            RuntimeError: It will not.
+        """
+
+    def after_last(self) -> None:
+        """Called when the last backward pass has run, before the loop sees the gradients."""
+
+    def before_step(self) -> None:
+        """Called before the optimizer steps."""
+
+
+class Copies(Sharding):
+    """torch's DistributedDataParallel: each worker has the whole gradient (``sharding="none"`` and ``"oss"``)."""
+
+    def __init__(self, model: DistributedDataParallel, module: nn.Module) -> None:
+        super().__init__(model, module)
+        self._built, self._called = [*map(_requires_grad, module.parameters())], False
+        model.register_forward_pre_hook(self._on_forward)
+
+    def _on_forward(self, *_: object) -> None:
+        self._called = self._called or torch.is_grad_enabled()
+
+    def in_pass(self, last: bool) -> AbstractContextManager[object]:
+        self._called = False
+        return nullcontext() if last else self._model.no_sync()
+
+    def before_last(self) -> None:
+        if not self._called:
+            raise RuntimeError(_NOT_CALLED)
+        trainable, finds_unused = [*map(_requires_grad, self._module.parameters())], self._model.find_unused_parameters
+        if trainable == self._built:
+            return
+        changed = [
+            name
+            for (name, _), now, built in zip(self._module.named_parameters(), trainable, self._built, strict=True)
+            if now > built or (now < built and not finds_unused)
+        ]
+        if changed:
+            raise RuntimeError(
+                f"The loop has frozen or unfrozen {listed(changed)}. DistributedDataParallel reduces gradients of what was "
+                "trainable when the run was built. Use AdaScaleConfig(sharding='zero2'), which follows. Or build the run with "
+                "all of them trainable and find_unused_parameters=True, and freeze layers afterwards."
+            )
+
+
+class Owners(Sharding):
+    """ShardedDataParallel: each gradient is with its owner after the last pass (``sharding="zero2"``)."""
+
+    def __init__(self, model: ShardedDataParallel, module: nn.Module) -> None:
+        super().__init__(model, module)
+        self._params = list(module.parameters())
+        self._trainable = [*map(_requires_grad, self._params)]
+
+    def in_pass(self, last: bool) -> AbstractContextManager[object]:
+        return nullcontext() if last else self._model.no_sync()
+
+    def before_last(self) -> None:
+        trainable = [*map(_requires_grad, self._params)]
+        if trainable != self._trainable:
+            self._model.refresh_trainable()  # as its forward pass would, which the loop need not call
+            self._trainable = trainable
+
+    def after_last(self) -> None:
+        mark_gradients_elsewhere(self._params)
+
+    def before_step(self) -> None:
+        unmark_gradients(self._params)
+
+
+class Whole(Sharding):
+    """``fully_shard``: each worker has its shard of weights and gradients (``sharding="fsdp2"``)."""
+
+    copies = False
+    readable = False  # FSDP2 keeps gradients where the loop can't reach them
+
+    @contextmanager
+    def in_pass(self, last: bool) -> Iterator[None]:
+        self._model.set_requires_gradient_sync(last)
+        yield
+
+
+def sharding_of(model: nn.Module, module: nn.Module, kind: str) -> Sharding:
+    """Return the object for a model that is wrapped for a kind of sharding."""
+    if kind == "fsdp2":
+        return Whole(model, module)
+    if isinstance(model, ShardedDataParallel):
+        return Owners(model, module)
+    return Copies(model, module) if isinstance(model, DistributedDataParallel) else Sharding(model, module)
