@@ -71,7 +71,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "run",
             "the loop of one worker",
-            "loop assemble build passes after_step unit_weights clipping shared skipped",
+            "loop assemble build passes after_step unit_weights clipping skipped",
         ),
         Package(
             "run.boundary",

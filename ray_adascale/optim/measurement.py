@@ -174,16 +174,6 @@ class Measurement:
 
     # ---- what the caller shares ------------------------------------------------------------------------------------
 
-    @property
-    def exchanges(self) -> bool:
-        """Whether the step has an all-reduce in any case, in which shared numbers cost nothing."""
-        observer = self.observer
-        return (
-            self.workers.reduce
-            and observer is not None
-            and (self._plans.measured or not type(observer).reduced_everywhere)
-        )
-
     def share(self, **numbers: Tensor) -> None:
         """Sum numbers over the workers in this step's all-reduce. Called before the step's last pass, on all workers alike.
 
@@ -201,9 +191,10 @@ class Measurement:
                 raise ValueError(
                     f"Invalid {name} of shape {tuple(number.shape)}. Must be 0-dim, and not {sorted(OWN)}."
                 )
-        device = self.device
+        device, observer = self.device, self.observer
         self._shared = {name: number.to(device, torch.float64) for name, number in numbers.items()}
-        if self._shared and self.observer is not None and self.workers.reduce and not self.exchanges:
+        alone = observer is not None and not self._plans.measured and type(observer).reduced_everywhere
+        if self._shared and alone and self.workers.reduce:
             with torch.no_grad():
                 self._exchange.add(self._shared)
                 self._exchange.send()

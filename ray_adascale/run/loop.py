@@ -23,6 +23,7 @@ from ..data.order import MicroBatch
 from ..data.sampling import Sampling
 from ..gain import advanced
 from ..optim.step_result import StepResult
+from ..optim.step_sums import constant
 from ..recipe import Recipe
 from ..workload import Pieces, Workload, with_unit
 from .after_step import AfterStep
@@ -35,7 +36,6 @@ from .observe.advice import ExtraStateHint, UnreadHyperparameters, warn_of_equal
 from .observe.metrics import SKIPPED, plain_numbers, step_metrics
 from .observe.pulse import Phase, Pulse
 from .observe.step import Step
-from .shared import Shared
 from .skipped import SkippedSteps
 
 _log = logging.getLogger(__name__)
@@ -143,7 +143,6 @@ class Run:
         self._probed: tuple[float, float] | None = None
         self._taken: Step | None = None  # until it is read
         self._flags = BoundaryFlags.NONE  # of the steps that were read since the stages last ran
-        self._shared = Shared(own.optimizer, parts.replicas, parts.plan.workers)
         self._loop_seconds = 0.0
         self._pulse = Pulse(parts.config.step_timeout_s)
         # Most stages have no flag, or don't follow τ, and needn't be asked in each step.
@@ -334,7 +333,7 @@ class Run:
         passes = self.parts.passes
         passes.begin_backward(loss)
         if passes.is_last:
-            self._shared.send(passes.loss, self._own_flags)
+            self._share(passes.loss)
             self._pulse.enter(Phase.REDUCTION)
         passes.backward(loss, self.plan)
 
@@ -402,14 +401,22 @@ class Run:
         self.parts.passes.step()
         flags = self._own_flags() if self.plan.workers == 1 else BoundaryFlags.NONE
         self.parts.passes.end_step()
-        losses = self._shared.step_taken()
         self.source.commit()
         self.state.iterations += 1
         self._after_step(self.optimizer, before)
         self.parts.reporting.count(self.plan.global_batch_size)
         state, source = self.state, self.source
         known = state.iterations, self.plan, self.total_steps, before.effective_steps, lr, source.position, flags, own
-        return Step(*known, recorded=dict(state.recorded), losses=losses)
+        return Step(*known, recorded=dict(state.recorded))
+
+    def _share(self, loss: Tensor) -> None:
+        """Share this worker's loss, its boundary flags and what is compared, in the step's all-reduce."""
+        numbers = {"loss": loss}
+        if self.plan.workers > 1:
+            # On the device: a copy from the host would wait for it.
+            flags = constant(float(self._own_flags()), loss.device)[0]
+            numbers = {"flags": flags, **self._replicas.numbers(loss)}
+        self.optimizer.measurement.share(**numbers)
 
     def _own_flags(self) -> int:
         """Return the flags of this worker's stages. Other workers than rank 0 send BUSY only."""
@@ -438,8 +445,12 @@ class Run:
         last, state = self.optimizer.last_step, self.state
         clipped = self.parts.clipping.read(last)
         taken.result = last
-        self._flags |= self._shared.read(taken)
-        loss = self._shared.mean_loss
+        loss = last.shared["loss"]
+        if self.plan.workers == 1:
+            self._flags |= taken.flags
+        else:
+            self._flags |= BoundaryFlags.from_sum(last.shared["flags"])
+            self._replicas.read(taken.plan.passes, last.shared)
         if last.skipped:
             self._skipped.count(loss, taken.number, last.effective_steps)
         else:

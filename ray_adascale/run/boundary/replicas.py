@@ -1,4 +1,4 @@
-"""Comparison of the workers: numbers that must be equal, or must not be, travel with the all-reduce of a step.
+"""Comparison of the workers: numbers that must be equal, or must not be, travel with each step's all-reduce.
 
 Under DDP each worker has a copy of the weights and of the reduced gradient. Nothing copies them again, so a gradient that was not
 reduced, or one flipped bit, would stay unnoticed. Under FSDP2 there are no copies to compare.
@@ -92,10 +92,9 @@ def _pieces(params: Iterable[Tensor]) -> list[_Piece]:
 class Replicas:
     """Compares the workers: their copies of the weights and of the reduced gradient, and their losses.
 
-    Each exchange compares Σ‖ḡ‖² (or a part of it) of the steps since the exchange before, as each worker took it from its own
-    copy, and one piece of the weights after the other. So a gradient that was not reduced is found in the exchange after, and one
-    bit of one weight after as many exchanges as there are pieces: one if the weights have at most 65,536 elements, on a GPU 4
-    million.
+    In each step it compares ‖ḡ‖² (or a part of it) of the step before, as each worker took it from its own copy, and one piece of
+    the weights after the other. So a gradient that was not reduced is found in the step after, and one bit of one weight after as
+    many steps as there are pieces: one if the weights have at most 65,536 elements, on a GPU 4 million.
 
     Args:
         module: The bare model.
@@ -127,35 +126,29 @@ class Replicas:
         self._rank, self._workers, self._group = rank, workers, process_group
         self._zero = constant(0.0, device)[0]
         self._pieces = _pieces(module.parameters()) if copies and workers > 1 else []
-        self._exchanges = 0
-        self._norm = self._zero  # Σ‖ḡ‖² since the last exchange
+        self._steps = 0
         self._buffers = {name for name, _ in module.named_buffers()}
         self._losses = EqualLosses(workers)
         self.found: str | None = None
 
-    def count(self) -> None:
-        """Count the norm of a step's reduced gradient, once the step was taken."""
-        norms = self._optimizer.measurement.replicated if self._pieces else None
-        if norms is not None:
-            self._norm = self._norm + (norms[0] if len(norms) == 1 else norms.sum())
-
     def numbers(self, loss: Tensor) -> dict[str, Tensor]:
-        """Return this worker's numbers for an exchange, float64, 0-dim, to be summed. No host synchronization.
+        """Return this worker's numbers of the coming step, float64, 0-dim, to be summed. No host synchronization.
 
         Args:
-            loss: This worker's loss of the steps since the exchange before.
+            loss: This worker's loss of the step.
         """
         own = {"loss": loss}
-        self._exchanges += 1
-        if self._exchanges == 2:
+        self._steps += 1
+        if self._steps == 2:
             self._check_late_buffers()
         if self._pieces:
-            bits = self._pieces[self._exchanges % len(self._pieces)].sum()
+            norms = self._optimizer.measurement.replicated
+            norm = self._zero if norms is None else norms[0] if len(norms) == 1 else norms.sum()
+            bits = self._pieces[self._steps % len(self._pieces)].sum()
             if bits is None:
                 self._pieces = _pieces(self._module.parameters())
-                bits = cast(Tensor, self._pieces[self._exchanges % len(self._pieces)].sum())
-            own |= {"norm": self._norm, "bits": bits.to(self._zero.device)}
-            self._norm = self._zero
+                bits = cast(Tensor, self._pieces[self._steps % len(self._pieces)].sum())
+            own |= {"norm": norm, "bits": bits.to(self._zero.device)}
         return own | {name + _FIRST: number if self._rank == 0 else self._zero for name, number in own.items()}
 
     def _check_late_buffers(self) -> None:
@@ -171,7 +164,7 @@ class Replicas:
             )
 
     def read(self, passes: int, summed: Mapping[str, float]) -> None:
-        """Compare the numbers of an exchange.
+        """Compare the numbers of a step.
 
         Args:
             passes: Passes of the step.

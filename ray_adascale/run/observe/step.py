@@ -27,7 +27,6 @@ class Step:
         flags: This worker's flags, if it is the only one. Flags of several workers arrive with the step's numbers.
         own: The user's metrics of this step.
         recorded: The user's metrics so far.
-        losses: Steps whose losses were summed in this step's exchange; 0 for those of one worker.
         result: The step's numbers; those of a fresh run until the host has them.
         metrics: The metrics to report: the run's, and the user's as last recorded. A listener may add keys.
         row: The step's row in the trace. A listener may add keys.
@@ -42,7 +41,6 @@ class Step:
     flags: int = 0
     own: dict[str, Any] = field(default_factory=dict)
     recorded: dict[str, Any] = field(default_factory=dict)
-    losses: int = 0
     result: StepResult = _UNKNOWN
     metrics: dict[str, Any] = field(default_factory=dict)
     row: dict[str, Any] = field(default_factory=dict)
