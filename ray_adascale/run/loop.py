@@ -405,8 +405,8 @@ class Run:
         self.state.iterations += 1
         self._after_step(self.optimizer, before)
         self.parts.reporting.count(self.plan.global_batch_size)
-        state, source = self.state, self.source
-        known = state.iterations, self.plan, self.total_steps, before.effective_steps, lr, source.position, flags, own
+        state, position = self.state, self.source.position
+        known = state.iterations, self.plan, self.total_steps, before.effective_steps, lr, position, flags, own
         return Step(*known, recorded=dict(state.recorded))
 
     def _share(self, loss: Tensor) -> None:
@@ -434,8 +434,7 @@ class Run:
 
     def _stages_due(self, tau: float) -> bool:
         """Return whether a stage may have to act by τ, or by the flags that were read."""
-        due = [stage.due_by(tau) for stage in self._following_tau]
-        return any(due) or bool(self._flags & ~BoundaryFlags.BUSY)
+        return any([stage.due_by(tau) for stage in self._following_tau]) or bool(self._flags & ~BoundaryFlags.BUSY)
 
     def _synchronize(self) -> None:
         """Read the last optimizer step, if it is unread: advance the schedule, compute metrics, call the listeners."""
@@ -445,12 +444,11 @@ class Run:
         last, state = self.optimizer.last_step, self.state
         clipped = self.parts.clipping.read(last)
         taken.result = last
-        loss = last.shared["loss"]
-        if self.plan.workers == 1:
-            self._flags |= taken.flags
-        else:
-            self._flags |= BoundaryFlags.from_sum(last.shared["flags"])
+        loss, flags = last.shared["loss"], taken.flags
+        if self.plan.workers > 1:
+            flags = BoundaryFlags.from_sum(last.shared["flags"])
             self._replicas.read(taken.plan.passes, last.shared)
+        self._flags |= flags
         if last.skipped:
             self._skipped.count(loss, taken.number, last.effective_steps)
         else:
