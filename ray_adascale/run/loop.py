@@ -413,8 +413,7 @@ class Run:
         """Share this worker's loss, its boundary flags and what is compared, in the step's all-reduce."""
         numbers = {"loss": loss}
         if self.plan.workers > 1:
-            # On the device: a copy from the host would wait for it.
-            flags = constant(float(self._own_flags()), loss.device)[0]
+            flags = constant(float(self._own_flags()), loss.device)[0]  # on the device: a copy from the host would wait
             numbers = {"flags": flags, **self._replicas.numbers(loss)}
         self.optimizer.measurement.share(**numbers)
 
@@ -434,7 +433,8 @@ class Run:
 
     def _stages_due(self, tau: float) -> bool:
         """Return whether a stage may have to act by τ, or by the flags that were read."""
-        return any([stage.due_by(tau) for stage in self._following_tau]) or bool(self._flags & ~BoundaryFlags.BUSY)
+        due = [stage.due_by(tau) for stage in self._following_tau]
+        return any(due) or bool(self._flags & ~BoundaryFlags.BUSY)
 
     def _synchronize(self) -> None:
         """Read the last optimizer step, if it is unread: advance the schedule, compute metrics, call the listeners."""
