@@ -50,9 +50,9 @@ from bench import PAGES, by_hand, count, markdown
 PAGE = PAGES / "transfer.md"
 KEPT = "benchmarks/studies/kept/transfer.jsonl"
 PICTURED = "text"
-"""The workload of README's picture."""
+"""The workload of the picture on the page of results."""
 LABELS = {"LSW": "LR × S, T/S steps", "LSW+": "LR × S", "√": "LR × √S", "unscaled": "LR unscaled"}
-"""Names of methods in README's picture, where the page's own are too short."""
+"""Names of methods in that picture, where the page's own are too short."""
 SGD = Comparison(
     optimizer="sgd",
     cases=CASES,

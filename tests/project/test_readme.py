@@ -32,7 +32,7 @@ def test_the_readmes_workload_trains_at_its_base_batch(tmp_path: Path) -> None:
 def test_a_figure_comes_first_then_the_commands_the_loop_and_the_workload_whose_commands_run_it() -> None:
     text, code = (readme.ROOT / "README.md").read_text(), readme.workload()
     order = [
-        "](benchmarks/studies/pages/transfer-one.png)",
+        "](benchmarks/studies/pages/at-size-one.png)",
         "\nmake demo ",
         "```diff\n def train_loop_per_worker",
         code,
@@ -57,16 +57,16 @@ def test_the_readme_is_short() -> None:
     assert len(text.split()) <= 900
 
 
-def test_the_measurements_are_five_linked_sentences_and_the_limits_six() -> None:
+def test_the_measurements_are_four_linked_sentences_and_the_limits_five() -> None:
     text = (readme.ROOT / "README.md").read_text()
     measured, limits = (
         text.partition(f"\n## {name}\n")[2].partition("\n## ")[0] for name in ("What was measured", "Limits")
     )
     rows = [line for line in measured.splitlines() if line.startswith("| ")][2:]
-    assert len(rows) == 5
+    assert len(rows) == 4
     assert all(re.fullmatch(r"\| \[.+\]\(.+\) \| .+\. \|", row) and row.count(". ") == 1 for row in rows), rows
     bullets = [line for line in limits.splitlines() if line]
-    assert len(bullets) == 6
+    assert len(bullets) == 5
     assert all(line.startswith("- ") and line.endswith(".") and ". " not in line for line in bullets), bullets
 
 
