@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -12,6 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .._torch import digest_of
 
 
 def capture_rng(device: torch.device) -> dict[str, Tensor]:
@@ -93,11 +94,3 @@ def separate_streams(rank: int, world_size: int, device: torch.device) -> list[s
         if len(set(digests)) < world_size:
             changed.append(name)
     return changed
-
-
-def digest_of(*tensors: Tensor) -> int:
-    """Return a hash of the bytes of tensors, 63 bits."""
-    found = hashlib.blake2b(digest_size=8)
-    for tensor in tensors:
-        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(found.digest(), "big") >> 1

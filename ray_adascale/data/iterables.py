@@ -18,7 +18,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from .._warn import warn_at_user
+from .._warn import warn_at_user, warn_on_first_worker
 from .order import BatchSplit, MicroBatch
 from .sampling import Sampling
 from .source import BatchSource
@@ -60,7 +60,8 @@ _COUNTED = (
 class IterableSource(BatchSource):
     """Reads the user's own iterable of batches, and restarts it at its end.
 
-    Every worker repeats its own iterable without end, so workers with unequal numbers of batches stay in step. A sampler or
+    Every worker repeats its own iterable without end, so workers with unequal numbers of batches stay in step, with a warning. A
+    sampler or
     dataset with ``set_epoch`` (``DistributedSampler``) gets the number of the pass before each pass. A shorter last batch of a
     pass is skipped with one warning, since B must stay constant. Other batches of another size are refused.
 
@@ -102,6 +103,8 @@ class IterableSource(BatchSource):
         self._warned = False
         self._stateful = _stateful(batches)
         self._pass = 0
+        self._batches_in_pass, self._ended_pass = 0, 0  # so far, and in the last pass that has ended
+        self._unequal = False
         self._loaded_pass: int | None = None
         """Number of the pass that the next iterator continues, after :meth:`load_own_state`; else None."""
 
@@ -117,6 +120,23 @@ class IterableSource(BatchSource):
 
     def _order_fields(self) -> dict[str, Any]:
         return {"length": self.length}
+
+    @property
+    def compared(self) -> int:
+        # Workers with equally many batches end a pass in the same step.
+        return 0 if self._unequal else self._ended_pass
+
+    def compared_text(self) -> str:
+        return f"{self._ended_pass} batches" if self._ended_pass else f"{self._batches_in_pass} batches so far"
+
+    def differ(self, how: str) -> None:
+        told, self._unequal = self._unequal, True
+        if told:  # the next step's numbers were on their way
+            return
+        warn_on_first_worker(
+            f"A pass over the data has {how}. A worker with fewer batches repeats them, so its examples count more. Give all "
+            "workers equally many: share out the data by examples, or end each pass (itertools.islice) after the fewest."
+        )
 
     def own_state(self) -> Tensor | None:
         if self._stateful is None:
@@ -151,12 +171,14 @@ class IterableSource(BatchSource):
             iterator = iter(self._batches)
             seen = usable = 0
             self._pass, continued, self._loaded_pass = number, number == self._loaded_pass, None
+            self._batches_in_pass = 0
             for batch in iterator:
                 seen += 1
                 if self._fits(batch, others=seen - usable - 1):
-                    usable += 1
+                    self._batches_in_pass = usable = usable + 1
                     i = next(pass_index)
                     yield MicroBatch(batch, self.batch_size, weight, i, i == last)
+            self._ended_pass = usable
             if iterator is self._batches:
                 raise ValueError(
                     f"The data ended after {seen} batches and cannot be restarted, since it is a one-shot iterator"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -12,18 +12,25 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from .._errors import kind_of
-from .._torch import generators_kept
+from .._torch import digest_of, generators_kept
+from .._warn import warn_on_first_worker
 from .order import stable_seed
 
 Sampling = Iterable[int] | Callable[[int], Iterable[int]]
 """A torch ``Sampler``, or a function from an epoch, counted from 0, to the indices of its examples."""
 
+_REMEDY = (
+    "Let it draw from torch's, Python's or NumPy's global generator, or from a torch.Generator that is its attribute .generator: "
+    "they are seeded by (seed, epoch). In place of a count of its own give it set_epoch(epoch)."
+)
+
 
 class SampledOrder:
     """The indices of each epoch by a sampler or a function, the same on each worker and after each resume.
 
-    A sampler is iterated once an epoch, after ``set_epoch(epoch)`` if there is one, with torch's, Python's and NumPy's generators
-    and its own ``generator`` seeded by (seed, epoch). So an index may come several times an epoch, or never.
+    A sampler is iterated twice an epoch, each time after ``set_epoch(epoch)`` if there is one, with torch's, Python's and NumPy's
+    generators and its own ``generator`` seeded by (seed, epoch). Both orders must be equal, else a resumed run would have
+    another one. An index may come several times an epoch, or never.
 
     Args:
         sampling: The sampler or the function.
@@ -36,7 +43,7 @@ class SampledOrder:
 
     Raises:
         ValueError: The sampler has no length, draws for one worker alone, or yields lists; or an epoch's indices are not in the
-            dataset, or their number changes.
+            dataset, or their number changes, or they are not a function of (seed, epoch).
     """
 
     def __init__(self, sampling: Sampling, size: int, seed: int) -> None:
@@ -47,18 +54,56 @@ class SampledOrder:
             )
         self._sampling, self._size, self._seed = sampling, size, seed
         self.name = getattr(sampling, "__qualname__", type(sampling).__qualname__)
-        self._epoch: tuple[int, Tensor] = (0, torch.empty(0, dtype=torch.int64))
+        self._digests: dict[int, int] = {}
+        self._saved: tuple[int, int] | None = None
+        self._epoch: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64))
         self.length = 0
-        self._epoch = 0, self._draw(0)
-        self.length = len(self._epoch[1])
+        self.length = len(self.indices(0))
         if self.length == 0:
             raise ValueError(f"Invalid sampler: {self.name} yields no index in epoch 0.")
 
     def indices(self, epoch: int) -> Tensor:
         """Return the indices of an epoch, int64 of shape (length,)."""
         if self._epoch[0] != epoch:  # one epoch is enough: a worker reads the stream in its order
-            self._epoch = epoch, self._draw(epoch)
+            indices = self._draw(epoch)
+            if not torch.equal(indices, self._draw(epoch)):
+                self.refuse(
+                    f"yields another order of epoch {epoch} each time, so a resumed run would repeat examples and leave others "
+                    "out. It has random numbers of its own, or counts its epochs"
+                )
+            self._epoch = epoch, indices
+            self._digests[epoch] = digest_of(indices)
+            self._compare_with_saved(epoch)
         return self._epoch[1]
+
+    def digest(self, epoch: int) -> int:
+        """Return a hash of an epoch's order, 63 bits."""
+        if epoch not in self._digests:
+            self.indices(epoch)
+        return self._digests[epoch]
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise an error, because the orders of epochs are not a function of (seed, epoch).
+
+        Args:
+            what: The sampler's fault: a predicate.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"Invalid sampler: {self.name} {what}. {_REMEDY}")
+
+    def expect(self, epoch: int, digest: int) -> None:
+        """Set the order that an epoch had before a resume. If it differs when it is next drawn, there is a warning."""
+        self._saved = epoch, digest
+        self._epoch = -1, self._epoch[1]
+
+    def _compare_with_saved(self, epoch: int) -> None:
+        if self._saved is not None and self._saved[0] == epoch and self._saved[1] != self._digests[epoch]:
+            warn_on_first_worker(
+                f"The sampler {self.name} yields another order of epoch {epoch} than before the checkpoint, so some examples "
+                f"come twice in this epoch, and others not. {_REMEDY}"
+            )
 
     def _draw(self, epoch: int) -> Tensor:
         sampler: Any = self._sampling

@@ -85,6 +85,23 @@ class BatchSource(abc.ABC):
             )
         return float(self.length // base_batch_size)
 
+    @property
+    def compared(self) -> int:
+        """A number of the step's data below 2³¹ that travels with the step: it must be equal on all workers."""
+        return 0
+
+    def compared_text(self) -> str:
+        """Return what :attr:`compared` says."""
+        return ""
+
+    def differ(self, how: str) -> None:
+        """Warn or raise, because :attr:`compared` differs between workers.
+
+        Args:
+            how: The texts of two workers that differ: "A on rank 0 and B on rank 1".
+        """
+        raise NotImplementedError
+
     @abc.abstractmethod
     def _order_fields(self) -> dict[str, Any]:
         """Return the fields that determine the order, as JSON values, the same on every worker."""
@@ -196,9 +213,31 @@ class MapSource(BatchSource):
         self.sampler.split = split
         self._requests.restart()
 
+    @property
+    def compared(self) -> int:
+        return 0 if self._sampled is None else self._sampled.digest(self.epoch) >> 32
+
+    def compared_text(self) -> str:
+        assert self._sampled is not None
+        first = ", ".join(map(str, self._sampled.indices(self.epoch)[:8].tolist()))
+        return f"[{first}, ...] (digest {self.compared})"
+
+    def differ(self, how: str) -> None:
+        assert self._sampled is not None
+        self._sampled.refuse(f"yields in epoch {self.epoch} {how}, and workers share out one order")
+
     def _order_fields(self) -> dict[str, Any]:
         sampler = None if self._sampled is None else self._sampled.name
         return {**asdict(self.sampler.order), "length": self.length, "sampler": sampler}
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return state if self._sampled is None else {**state, "order": [self.epoch, self._sampled.digest(self.epoch)]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self._sampled is not None and "order" in state_dict:  # older checkpoints don't have it
+            self._sampled.expect(*state_dict["order"])
 
     def _resume(self, position: int) -> None:
         self.sampler.position = position

@@ -151,6 +151,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         module,
         wrapped.optimizer,
         without_own(train_state.extra),
+        source,
         copies=wrapped.sharding.copies,
         rank=rank,
         workers=plan.workers,

@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError
-from .._torch import first_difference
+from .._torch import digest_of, first_difference
 from ..batch import StepPlan
 from ..chain import parts_of
 from ..checkpoint.optimizer import parameter_names
-from ..checkpoint.rng import digest_of
 from ..config import AdaScaleConfig
 from ..data.source import BatchSource
 from ..optim.adam_metric import adam_preconditioner

@@ -91,6 +91,57 @@ def test_an_epochs_indices_are_a_function_of_seed_and_epoch(sampler: Any) -> Non
     assert random.getstate() == states[1]
 
 
+class OwnNumbers:
+    """Draws from a generator that nobody seeds, or counts its epochs."""
+
+    def __init__(self, how: str) -> None:
+        self._how, self._count = how, 0
+        self._numpy, self._python, self._torch = np.random.default_rng(0), random.Random(0), torch.Generator()
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        if self._how == "numpy":
+            return iter(self._numpy.permutation(12).tolist())
+        if self._how == "python":
+            return iter(self._python.sample(range(12), 12))
+        if self._how == "torch":
+            return iter(torch.randperm(12, generator=self._torch).tolist())
+        self._count += 1
+        return iter([(i + self._count) % 12 for i in range(12)])
+
+
+@pytest.mark.parametrize("how", ["numpy", "python", "torch", "count"])
+def test_a_sampler_whose_order_is_no_function_of_the_epoch_is_refused(how: str) -> None:
+    with pytest.raises(ValueError, match=r"OwnNumbers yields another order of epoch 0 each time.*Let it draw from"):
+        SampledOrder(OwnNumbers(how), 12, 0)
+    late = SampledOrder(lambda epoch: OwnNumbers(how) if epoch == 0 else drawn_late, 12, 0)
+    drawn_late = OwnNumbers(how)
+    with pytest.raises(ValueError, match="another order of epoch 1 each time"):
+        late.indices(1)
+
+
+@pytest.mark.parametrize("position", [16, 24])  # in mid-epoch, and at an epoch's end
+def test_a_resume_tells_of_an_order_that_has_changed(position: int) -> None:
+    def source(shift: int) -> MapSource:
+        def indices(epoch: int) -> list[int]:
+            return [(i * epoch + epoch + shift * (epoch > 0)) % 50 for i in range(12)]  # epoch 0 is the same
+
+        return MapSource(list(range(50)), BatchSplit(4), ExampleOrder(), sampler=indices)
+
+    before = source(0)
+    before.load_state_dict({**before.state_dict(), "position": position})
+    state = json.loads(json.dumps(before.state_dict()))
+    same, other = source(0), source(1)
+    same.load_state_dict(state)
+    take(same, 2)
+    other.load_state_dict(state)
+    with pytest.warns(UserWarning, match=rf"another order of epoch {position // 12} than before the checkpoint"):
+        take(other, 2)
+    same.load_state_dict({key: value for key, value in state.items() if key != "order"})  # an older checkpoint
+
+
 def test_a_checkpoint_of_another_sampler_is_refused() -> None:
     source = MapSource(list(range(50)), BatchSplit(4), ExampleOrder(), sampler=weighted())
     state = json.loads(json.dumps(source.state_dict()))

@@ -6,8 +6,9 @@ reduced, or one flipped bit, would stay unnoticed. Under FSDP2 there are no copi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ..._torch import first_difference
 from ..._warn import warn_on_first_worker
 from ...checkpoint.files import taken_apart
+from ...data.source import BatchSource
 from ...optim.adascale import AdaScale
 from ...optim.step_sums import constant
 from ...sharding.buckets import memory_order, memory_view
@@ -24,7 +26,9 @@ from ..observe.advice import EqualLosses
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 _ELEMENTS, _ELEMENTS_ON_GPU, _TENSORS = 1 << 16, 1 << 22, 32
 """Most elements and tensors of the weights that are compared in a step: to read them takes as long as a few small calls."""
+_DATA = "the workers' data differ"
 _COMPARED = {
+    "data": (_DATA, 0.0),
     "norm": ("a step's reduced gradient has unequal norms on the workers", 1e-4),
     "bits": ("the workers' weights differ", 0.0),
 }
@@ -100,6 +104,7 @@ class Replicas:
         module: The bare model.
         optimizer: The optimizer of the run.
         extra: The user's objects whose ``state_dict`` is equal on all workers, by name.
+        source: The data, with a number that must be equal on all workers.
         copies: Whether each worker has a copy of the weights.
         rank: This worker.
         workers: Number of workers.
@@ -115,6 +120,7 @@ class Replicas:
         module: nn.Module,
         optimizer: AdaScale,
         extra: Mapping[str, Any],
+        source: BatchSource,
         *,
         copies: bool,
         rank: int,
@@ -122,13 +128,15 @@ class Replicas:
         device: torch.device,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._module, self._optimizer, self._extra = module, optimizer, extra
+        self._module, self._optimizer, self._extra, self._source = module, optimizer, extra, source
         self._rank, self._workers, self._group = rank, workers, process_group
         self._zero = constant(0.0, device)[0]
         self._pieces = _pieces(module.parameters()) if copies and workers > 1 else []
         self._steps = 0
         self._buffers = {name for name, _ in module.named_buffers()}
         self._losses = EqualLosses(workers)
+        self._data = 0, self._zero
+        """The source's number of the step, and the same on the device."""
         self.found: str | None = None
 
     def numbers(self, loss: Tensor) -> dict[str, Tensor]:
@@ -137,7 +145,9 @@ class Replicas:
         Args:
             loss: This worker's loss of the step.
         """
-        own = {"loss": loss}
+        if self._data[0] != self._source.compared:  # once an epoch: to make a tensor on a GPU is a launch
+            self._data = self._source.compared, self._zero + self._source.compared
+        own = {"loss": loss, "data": self._data[1]}
         self._steps += 1
         if self._steps == 2:
             self._check_late_buffers()
@@ -172,18 +182,31 @@ class Replicas:
         """
         if passes > 1:  # else the gradient samples show it
             self._losses.count(summed["loss"], summed["loss" + _FIRST])
-        for name, (what, difference) in _COMPARED.items() if self._pieces else ():
+        for name, (what, difference) in _COMPARED.items():
+            if name not in summed:
+                continue
             total, first = summed[name], summed[name + _FIRST]
             # In a step that all workers skip the norm is infinite or NaN.
-            same = repr(total) == repr(first) or abs(total - self._workers * first) <= difference * abs(total)
+            same = abs(total - self._workers * first) <= difference * abs(total)
+            if not math.isfinite(total):
+                same = repr(total) == repr(first)
             self.found = self.found or (None if same else what)
 
-    def refuse(self) -> NoReturn:
+    def refuse(self) -> None:
         """Raise an error that names the first difference. Collective, at the same place of the loop on all workers.
 
+        Unequal data may be worth a warning only.
+
         Raises:
-            RuntimeError: Always.
+            RuntimeError: Weights or gradients differ.
+            ValueError: Samplers differ.
         """
+        if self.found == _DATA:
+            self.found = None
+            difference = first_difference({"": self._source.compared_text()}, self._workers, self._group)
+            if difference is not None:
+                self._source.differ(difference[1])
+            return
         gradients = {f"the gradient of {name!r}": p.grad for name, p in self._module.named_parameters()}
         where = self._difference(self._weights() | gradients)
         raise RuntimeError(f"The workers' replicas are no longer equal: {self.found}. {where or ''}{_CAUSES}")

@@ -17,11 +17,10 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..._torch import leaves
+from ..._torch import digest_of, leaves
 from ..._warn import warn_at_user, warn_on_first_worker
 from ...chain import largest_part, parts_of
 from ...checkpoint.per_worker import without_own
-from ...checkpoint.rng import digest_of
 from ...forecast.replay import Replay
 from ...optim.curves import other_length
 from ...optim.rules import AdamScaleRule, AdaScaleRule, ScalingRule, betas_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def make_run(
 ) -> Run:
     if optimizer is None:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-    extra = {key: settings.pop(key) for key in ("extra_state", "after_step", "evaluate") if key in settings}
+    extra = {key: settings.pop(key) for key in ("extra_state", "after_step", "evaluate", "sampler") if key in settings}
     defaults: dict[str, Any] = {"base_batch_size": 4, "per_worker_batch_size": 4, "total_steps": 60}
     config = AdaScaleConfig(**(defaults | settings))
     return Run(
@@ -276,3 +276,68 @@ def test_an_average_that_only_one_worker_updates_is_refused(
     for error in pool(2).run(_average, str(tmp_path), updated, given):
         assert bool(message) == bool(error)
         assert re.search(message, error)
+
+
+# ---- the data --------------------------------------------------------------------------------------------------------
+
+
+def _drawn_by(first_epoch: int, fused: bool) -> tuple[int, str]:
+    """From an epoch on each rank's sampler draws otherwise."""
+
+    def indices(epoch: int) -> list[int]:
+        return torch.randperm(64)[:16].roll(dist.get_rank() if epoch >= first_epoch else 0).tolist()
+
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=fused)
+    try:
+        run = make_run(net, optimizer=optimizer, sampler=indices, sharding="none")
+    except ValueError as error:
+        return 0, str(error)
+    return outcome(run, lambda *_: None)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_samplers_that_differ_between_workers_are_refused_in_the_epoch_in_which_they_do(pool: Any, fused: bool) -> None:
+    for steps, error in pool(2).run(_drawn_by, 1, fused):
+        assert 2 < steps <= 4  # two steps are an epoch
+        assert re.search(r"Invalid sampler: .*indices yields in epoch 1 \[.*\] .*on rank 0 and \[.*on rank 1", error)
+    for _, error in pool(2).run(_drawn_by, 0, fused):
+        assert "The workers build different runs. The order of the data is" in error
+
+
+class Batches:
+    """A worker's batches."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+def _streams(lengths: tuple[int, int]) -> list[str]:
+    rank, (x, y) = dist.get_rank(), data().tensors
+    dataset = [(x[i : i + 4], y[i : i + 4]) for i in range(4 * rank, 4 * rank + 4 * lengths[rank], 4)]
+    net = network()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert outcome(make_run(net, dataset=Batches(dataset), sharding="none"), lambda *_: None) == (STEPS, "")
+    return [str(w.message) for w in found]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        ((3, 5), "3 batches on rank 0 and 5 batches so far"),
+        ((5, 4), "5 batches on rank 0 and 4 batches"),
+        ((2, 9), "2 batches on rank 0 and 4 batches so far"),
+    ],
+)
+def test_streams_of_unequal_length_are_warned_of_once(pool: Any, lengths: tuple[int, int], said: str) -> None:
+    first, second = pool(2).run(_streams, lengths)
+    assert len(first) == 1, first
+    warning = first[0]
+    assert said in warning
+    assert "A worker with fewer batches repeats them" in warning
+    assert second == []
+    assert pool(2).run(_streams, (3, 3)) == [[], []]
