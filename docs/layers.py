@@ -76,7 +76,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "run.boundary",
             "what acts at a step boundary",
-            "evaluation batch notices checkpointing reporting train_state replicas backend stage",
+            "evaluation batch notices checkpointing reporting train_state changes replicas backend stage",
         ),
         Package("run.observe", "what only observes a run", "advice trace failure pulse metrics eta step"),
     ],

@@ -112,8 +112,8 @@ class AdaScaleConfig:
         find_unused_parameters: DDP's flag, for models that don't use every parameter in every pass.
         evaluate_every: Effective steps between evaluations. Default: a tenth of the run.
         checkpoint_every_s: Seconds between checkpoints. A lost worker costs at most this time and the time to write one.
-        accept_changes: Resume from a checkpoint of another base batch size, T or LR curve with a warning, instead of
-            refusing.
+        accept_changes: Resume with the program's base batch size, T, LR curve and hyperparameters where they are not the
+            checkpoint's, with a warning. By default such a resume raises an error. The optimizer's class can't change.
         report_every_s: Seconds between reports to Ray. Each report is a barrier, and Ray Train passes one in about 2 s, so a
             short interval makes the workers wait. Gauges, trace and display have no barrier.
         step_timeout_s: Seconds that an optimizer step may take. After this time the driver of an ``AdaScaleTrainer`` ends the

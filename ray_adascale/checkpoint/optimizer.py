@@ -38,8 +38,8 @@ _NUMBERS: dict[str, tuple[type, torch.dtype]] = {
 }
 _KINDS = frozenset({"optim", "optim.tensor", "optim.none", *_NUMBERS})
 _ORDERED = "optim@"
-# The implementation of a step, which depends on the machine.
-_IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+# The parameters, and the implementation of a step, which depends on the machine.
+_NOT_SAVED = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 _WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers with entries that hyperparameters() leaves out
 
 
@@ -230,18 +230,26 @@ def _restore_dtypes(optimizer: Optimizer, params: list[Tensor], saved: dict[int,
                 live[name] = value.to(live[name].device)
 
 
+def entries_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group's hyperparameters that are JSON values; a tensor LR becomes a number."""
+    return {key: value for key, value in _numbers_of(group).items() if _is_json(value)}
+
+
+def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in group.items() if key not in _NOT_SAVED}
+    return {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in kept.items()}
+
+
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return each group's entries with JSON values; a tensor LR becomes a number.
+    """Return :func:`entries_of` each group.
 
     A warning names other entries, once for an optimizer. After a resume they have the values of the program.
     """
     out = []
     left_out: set[str] = set()
     for group in optimizer.param_groups:
-        entries = {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
-        entries = {k: v for k, v in entries.items() if k not in _IMPLEMENTATION}
-        out.append({k: v for k, v in entries.items() if _is_json(v)})
-        left_out.update(f"{k!r} ({type(v).__name__})" for k, v in entries.items() if not _is_json(v))
+        out.append(entries_of(group))
+        left_out.update(f"{k!r} ({type(v).__name__})" for k, v in _numbers_of(group).items() if k not in out[-1])
     if left_out and optimizer not in _WARNED:
         _WARNED.add(optimizer)
         warn_at_user(
@@ -252,15 +260,7 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def load_hyperparameters(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Restore the entries from :func:`hyperparameters`.
-
-    Raises:
-        ValueError: The optimizer has another number of groups.
-    """
-    if len(groups) != len(optimizer.param_groups):
-        raise ValueError(
-            f"The checkpoint has {len(groups)} parameter groups, the optimizer {len(optimizer.param_groups)}."
-        )
+    """Restore entries from :func:`hyperparameters`, of each group in order. Entries that are missing stay as they are."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             live = group.get(key)

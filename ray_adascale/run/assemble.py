@@ -27,6 +27,7 @@ from ..recipe import Recipe
 from ..workload import Pieces, Workload
 from .boundary.backend import Backend
 from .boundary.batch import StepBatch
+from .boundary.changes import groups_of
 from .boundary.checkpointing import Checkpointing
 from .boundary.evaluation import Evaluation
 from .boundary.notices import Interrupt, Preemption
@@ -141,6 +142,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         rank=rank,
         device=device,
         frozen=frozen_names(module),
+        groups=groups_of(optimizer, wrapped.parameter_names),
         extra=pieces.extra_state or {},
     )
     if backend.keeps_checkpoints:

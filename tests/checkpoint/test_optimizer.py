@@ -401,11 +401,6 @@ def test_lists_stay_lists_and_the_rest_of_a_group_is_left_alone() -> None:
     assert named.param_groups[0]["param_names"] == before
 
 
-def test_another_number_of_groups_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 parameter groups, the optimizer 1"):
-        load_hyperparameters(SGD(build().parameters(), lr=0.1), hyperparameters(SGD(groups(build()), lr=0.1)))
-
-
 def _consolidated_after_load(folder: Path) -> None:
     model, optimizer = fresh("momentum", "oss")
     train(model, optimizer, batches(1))

@@ -30,8 +30,8 @@ from ...checkpoint.rng import capture_rng, empty_rng, restore_rng
 from ...data.source import BatchSource
 from ...optim.adascale import AdaScale
 from ...optim.algorithm import of_other_base_batch
-from ...optim.curves import curve_difference
 from ...optim.schedule import BaseSchedule, EffectiveSchedule, LRCurves
+from .changes import Groups, check_class, compare, to_save
 from .stage import LoopState, Stage
 
 _log = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class TrainState:
         rank: This worker's number.
         device: The device of this worker.
         frozen: Names of the parameters that the program had frozen when the run was built.
+        groups: The parameter groups when the run was built, see :func:`.changes.groups_of`.
         extra: The user's objects with ``state_dict`` and ``load_state_dict``, by name.
     """
 
@@ -79,6 +80,7 @@ class TrainState:
     rank: int
     device: torch.device
     frozen: set[str]
+    groups: Groups
     extra: Mapping[str, Any]
 
     def content(self, plan: StepPlan) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -94,6 +96,7 @@ class TrainState:
         out.update({f"rng/{self.rank}/{key}": value for key, value in capture_rng(self.device).items()})
         if (place := self.source.own_state()) is not None:
             out[f"data/{self.rank}/place"] = place
+        values = hyperparameters(self.optimizer)
         base = self.base_schedule
         assert isinstance(base.lr_curve, LRCurves)
         out["schedule/lr_curve"] = torch.from_numpy(base.lr_curve.rows)
@@ -110,7 +113,8 @@ class TrainState:
             "plan": asdict(plan),
             "schedule": self.schedule.state_dict(),
             "data": self.source.state_dict(),
-            "param_groups": hyperparameters(self.optimizer),
+            "param_groups": values,
+            "groups": to_save(self.groups, values),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "recipe": self.recipe,
             **self.users_state(out),
@@ -140,29 +144,32 @@ class TrainState:
 
         Args:
             folder: The folder of the checkpoint.
-            accept_changes: Accept another base batch, T or LR curve than the checkpoint's.
+            accept_changes: Use the program's base batch, T, LR curve and hyperparameters, if they are not the checkpoint's.
 
         Returns:
             Number of workers that wrote the checkpoint.
 
         Raises:
-            ValueError: Base batch, T, LR curve or data are not the checkpoint's, and the change was not accepted.
+            ValueError: They are not the checkpoint's, and the change was not accepted. Or the optimizer's class or the data are
+                others.
             CheckpointError: The checkpoint can't be read, or does not fit the model.
         """
         whole = checkpoint.Saved(folder)
         saved = whole.state
-        changed = self._changed_on_purpose(whole, accept_changes)
+        check_class(saved, self.groups, folder)
+        changes = compare(saved, whole.tensors("schedule/"), self.base_schedule, self.groups)
+        self._check_accepted(whole, changes.schedule + changes.groups, accept_changes)
         statistics = whole.tensors("adascale/")
         load_model(whole, self.module)
         self._load_requires_grad(saved)
         load_optimizer(whole, self.optimizer, self.parameter_names)
-        if changed:  # the new settings apply from this τ on
+        if changes.schedule:  # the new settings apply from this τ on
             self.schedule.load_state_dict({"calls": self.schedule.due(saved["effective_steps"])})
             ratio = saved["plan"]["base_batch_size"] / self.base_schedule.base_batch_size
             statistics = of_other_base_batch(statistics, ratio)
         else:
             self.schedule.load_state_dict(saved["schedule"])
-            load_hyperparameters(self.optimizer, saved["param_groups"])
+        load_hyperparameters(self.optimizer, changes.kept)
         self.optimizer.load_statistics_state(statistics)
         workers: int = saved["plan"]["workers"]
         if workers == self.world_size and (place := whole.tensors(f"data/{self.rank}/")):
@@ -233,16 +240,14 @@ class TrainState:
                 f"{'this run' if not of else f'{self.world_size} workers'}: it begins as built."
             )
 
-    def _changed_on_purpose(self, whole: checkpoint.Saved, accept: bool) -> bool:
-        """Return whether base batch, T or LR curve were changed since the checkpoint. Warn of accepted changes.
+    def _check_accepted(self, whole: checkpoint.Saved, changed: Sequence[str], accept: bool) -> None:
+        """Warn of accepted changes.
 
         Raises:
-            ValueError: They were changed, and ``accept`` is False.
+            ValueError: Something was changed, and ``accept`` is False.
         """
-        saved = whole.state
-        changed = changes_since(saved_schedule(saved, whole.tensors("schedule/")), self.base_schedule)
         if not changed:
-            return False
+            return
         what = f"The run was changed since its checkpoint {whole.folder.name}: {'; '.join(changed)}."
         if not accept:
             raise ValueError(
@@ -250,10 +255,8 @@ class TrainState:
                 "AdaScaleConfig(accept_changes=True), which is --accept-changes on the command line."
             )
         if self.rank == 0:
-            warn_at_user(
-                f"{what} Accepted: it goes on at effective step {saved['effective_steps']:.1f} with the new settings."
-            )
-        return True
+            tau = whole.state["effective_steps"]
+            warn_at_user(f"{what} Accepted: it goes on at effective step {tau:.1f} with the new settings.")
 
 
 def load_rng(saved: checkpoint.Saved, rank: int, device: torch.device) -> None:
@@ -262,36 +265,6 @@ def load_rng(saved: checkpoint.Saved, rank: int, device: torch.device) -> None:
     rng = {key: value for key, value in empty_rng(device).items() if f"{prefix}{key}" in saved.index}
     saved.load({f"{prefix}{key}": value for key, value in rng.items()})
     restore_rng(rng, device)
-
-
-def saved_schedule(state: Mapping[str, Any], curves: Mapping[str, Tensor]) -> BaseSchedule:
-    """Return the base run's schedule from a checkpoint's state and LR curves."""
-    rows = curves["lr_curve"]
-    groups = curves["lr_groups"].tolist() if "lr_groups" in curves else [(i, 1.0) for i in range(len(rows))]
-    return BaseSchedule(
-        base_batch_size=state["plan"]["base_batch_size"],
-        total_steps=state["total_steps"],
-        scheduler_unit=state["scheduler_unit"],
-        base_steps_per_epoch=state["base_steps_per_epoch"],
-        lr_curve=LRCurves(
-            rows.numpy(), [(int(row), factor) for row, factor in groups]
-        ),  # older ones have a row for each
-    )
-
-
-def changes_since(was: BaseSchedule, now: BaseSchedule) -> list[str]:
-    """Return the differences in base batch, T, unit and LR curve, a phrase each."""
-    changed = [
-        f"{name} is {getattr(now, name)}, was {getattr(was, name)}"
-        for name in ("base_batch_size", "total_steps")
-        if getattr(now, name) != getattr(was, name)
-    ]
-    if was.scheduler_unit != now.scheduler_unit:
-        changed.append(f"scheduler_unit is {now.scheduler_unit!r}, was {was.scheduler_unit!r}")
-    difference = curve_difference(was.lr_curve, now.lr_curve)
-    if difference is not None:
-        changed.append(f"the learning-rate curve differs: {difference}")
-    return changed
 
 
 def log_start(
