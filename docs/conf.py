@@ -79,6 +79,8 @@ html_copy_source = False
 html_theme_options = {"navigation_with_keys": True}
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
+copybutton_line_continuation_character = "\\"  # else the options on the lines below a command are left out
+copybutton_selector = "div:not(.highlight-diff) > div.highlight > pre"
 
 
 def add_navigation(app: Any, docname: str, source: list[str]) -> None:

@@ -16,6 +16,7 @@ import shutil
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,6 +162,43 @@ def test_commands_are_what_the_programs_take(page: Path) -> None:
             check(words)
         except (SystemExit, Exception) as error:
             raise AssertionError(" ".join(words)) from error
+
+
+def copied(block: str) -> str:
+    """What the site's copy button takes of a block, by its settings: sphinx_copybutton's formatCopyText."""
+    conf = settings_of_the_site()
+    lines, goes_on = [], False
+    for line in block.splitlines():
+        prompt = re.match(conf.copybutton_prompt_text, line)
+        if prompt or goes_on:
+            lines.append(line[prompt.end() :] if prompt else line)
+            continuation = getattr(conf, "copybutton_line_continuation_character", "")
+            goes_on = bool(continuation) and line.endswith(continuation)
+    return "\n".join(lines) or block
+
+
+def settings_of_the_site() -> Any:
+    sys.path.insert(0, str(ROOT / "docs"))
+    import conf
+
+    sys.path.pop(0)
+    return conf
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_the_copy_button_takes_whole_commands_and_no_output(page: Path) -> None:
+    for block in FENCE.findall(page.read_text()):
+        if re.search(r"^\$ ", block, re.MULTILINE):
+            assert split(copied(block)) == split(re.sub(r"^\$ ", "", block, flags=re.MULTILINE))
+            assert len(split(copied(block))) == len(re.findall(r"^\$ ", block, re.MULTILINE))
+
+
+def test_a_copied_command_keeps_the_options_below_its_first_line() -> None:
+    (block,) = (b for b in FENCE.findall((ROOT / "docs/start/quickstart.md").read_text()) if "ray-adascale train" in b)
+    assert block.startswith("$ ")
+    ((_, *arguments),) = split(copied(block))
+    given = check_own(arguments)
+    assert (given.name, given.storage_path, given.max_failures) == ("big", "runs", 1)
 
 
 def test_the_commands_are_found() -> None:
