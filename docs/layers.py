@@ -102,7 +102,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "grad_scaler adam_metric step_sums exchange sampling",
         ),
         Package("", "the batch of a step", "batch"),
-        Package("data", "which examples a worker sees next", "order source iterables sampling cut"),
+        Package("data", "which examples a worker sees next", "order source iterables fetch sampling cut"),
         Package(
             "sharding",
             "where a tensor lives and how it travels",

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from .._warn import warn_at_user
+from .fetch import stacked
 from .iterables import IterableSource, RayDataBatches, even_size, fixed_batches, unshared
 from .order import BatchSplit, ExampleOrder
 from .sampling import Sampling
-from .source import BatchSource, MapSource, loader_generator, stacked
+from .source import BatchSource, MapSource, loader_generator
 
 
 def make_source(

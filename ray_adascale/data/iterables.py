@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from .._warn import warn_at_user, warn_on_first_worker
+from .fetch import epoch_setters
 from .order import BatchSplit, MicroBatch
 from .sampling import Sampling
 from .source import BatchSource
@@ -167,7 +168,8 @@ class IterableSource(BatchSource):
         weight, last = self.batch_size / self.split.global_batch_size, self.split.accumulation - 1
         pass_index = itertools.cycle(range(last + 1))
         for number in itertools.count(first_pass):
-            _set_epoch(self._batches, number)
+            for set_epoch in epoch_setters(self._batches):
+                set_epoch(number)
             iterator = iter(self._batches)
             seen = usable = 0
             self._pass, continued, self._loaded_pass = number, number == self._loaded_pass, None
@@ -298,11 +300,3 @@ def _stateful(batches: Any) -> Any:
         batches = batches.dataset if batches.num_workers == 0 else None
     both = all(callable(getattr(batches, name, None)) for name in ("state_dict", "load_state_dict"))
     return batches if both else None
-
-
-def _set_epoch(batches: Any, epoch: int) -> None:
-    """Set the epoch of a DistributedSampler, or of any other object with ``set_epoch``."""
-    for owner in (batches, *(getattr(batches, name, None) for name in ("sampler", "batch_sampler", "dataset"))):
-        set_epoch = getattr(owner, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import abc
 import itertools
-import random
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Sampler
 
-from .._errors import check_count, noted
+from .._errors import check_count
+from .fetch import Examples, Fetch, Rows, Seeded, has_plain_rows, stacked, state_of
 from .order import BatchSplit, ExampleOrder, MicroBatch, StepSampler, stable_seed
 from .sampling import SampledOrder, Sampling
 
@@ -159,7 +158,8 @@ class MapSource(BatchSource):
         split: The split of a step, with this worker's part.
         order: The order of the examples.
         collate_fn: Makes a batch of a list of examples; torch's default if None.
-        num_workers: Loader processes. They live as long as the iterator, over all epochs.
+        num_workers: Loader processes. They live as long as the iterator, over all epochs. If the dataset was changed, they start
+            anew at the end of an epoch.
         sampler: Draws the indices of each epoch, in place of ``order``'s permutations.
     """
 
@@ -176,20 +176,23 @@ class MapSource(BatchSource):
         sampler: Sampling | None = None,
     ) -> None:
         check_count("num_workers", num_workers, 0)
+        self._dataset, self._size = dataset, len(dataset)
+        self._seen_in: tuple[int, tuple[list[Any], object] | None] = 0, None
+        """The epoch in which the dataset was last looked at, and its state as loader processes have it."""
         self._sampled = None if sampler is None else SampledOrder(sampler, len(dataset), order.seed)
         if self._sampled is None:
             self.sampler = StepSampler(len(dataset), split, order)
         else:
             self.sampler = StepSampler(self._sampled.length, split, order, epoch_indices=self._sampled.indices)
         self.length, self._drop_last = self.sampler.length, order.drop_last
-        self._fetch: _Fetch = _Examples(dataset, stacked if collate_fn is None else collate_fn)
-        if collate_fn is None and _has_plain_rows(dataset):
-            self._fetch = _Rows(dataset.tensors)
+        self._fetch: Fetch = Examples(dataset, stacked if collate_fn is None else collate_fn, self.length)
+        if collate_fn is None and has_plain_rows(dataset):
+            self._fetch = Rows(dataset.tensors)
         self._requests = _Requests(self.sampler, to_processes=num_workers > 0, collated=collate_fn is not None)
         self._loader: DataLoader[Any] | None = None
         if num_workers:
             self._loader = DataLoader(
-                _Seeded(self._fetch, order.seed),
+                Seeded(self._fetch, order.seed),
                 sampler=self._requests,
                 batch_size=None,
                 collate_fn=_identity,
@@ -202,9 +205,35 @@ class MapSource(BatchSource):
         return self.sampler.position
 
     def _stream(self) -> Generator[MicroBatch, None, None]:
-        if self._loader is None:
-            return self._requests.answered(self._fetch(indices) for _, indices in iter(self._requests))
-        return self._requests.answered(iter(self._loader))
+        # This method is no generator, so that the position is read now and not at the first next().
+        return self._until_changed(self._begun())
+
+    def _begun(self) -> Iterator[Any]:
+        """Return the batches from ``position`` on, from processes that have the dataset as it is now."""
+        self._seen_in = self.epoch, None if self._loader is None else state_of(self._fetch)
+        if self._loader is not None:
+            return iter(self._loader)
+        return (self._fetch(*request) for request in iter(self._requests))
+
+    def _until_changed(self, batches: Iterator[Any]) -> Generator[MicroBatch, None, None]:
+        while True:
+            yield from self._requests.answered(batches, self._has_changed)
+            del batches  # ends the processes
+            batches = self._begun()
+
+    def _has_changed(self) -> bool:
+        """Return whether an epoch has begun for which loader processes lack a change of the dataset. Check its length."""
+        epoch, state = self._seen_in
+        if epoch == self.epoch:
+            return False
+        if len(self._dataset) != self._size:
+            raise ValueError(
+                f"The dataset has {len(self._dataset)} examples in epoch {self.epoch}, and had {self._size} when the run was "
+                "built, which T and the order of examples count. Give it all examples before, or data without a length and "
+                "AdaScaleConfig(dataset_length=...). Or build a new run when it has grown: Run(..., starting_step=...)."
+            )
+        self._seen_in = self.epoch, state
+        return state is not None and state_of(self._fetch)[0] != state[0]
 
     def commit(self) -> None:
         self.sampler.position = self.sampler.next_position(self.sampler.position)
@@ -241,49 +270,6 @@ class MapSource(BatchSource):
 
     def _resume(self, position: int) -> None:
         self.sampler.position = position
-
-
-_Fetch = Callable[[Tensor], Any]
-"""Returns the batch of some indices, int64 of shape (size,)."""
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Fetches rows of tensors, with the result of fetching and stacking single rows."""
-
-    tensors: Sequence[Tensor]
-
-    def __call__(self, indices: Tensor) -> list[Tensor]:
-        return [tensor.index_select(0, indices) for tensor in self.tensors]
-
-
-@dataclass(frozen=True)
-class _Examples:
-    """Fetches examples of a dataset, with its ``__getitems__`` if there is one, and makes a batch of them."""
-
-    dataset: Any
-    collate_fn: Callable[[list[Any]], Any]
-
-    def __call__(self, indices: Tensor) -> Any:
-        wanted = indices.tolist()
-        fetch = getattr(self.dataset, "__getitems__", None)
-        return self.collate_fn(fetch(wanted) if fetch else [self.dataset[index] for index in wanted])
-
-
-def _has_plain_rows(dataset: Any) -> bool:
-    """Return whether selecting rows gives the same as torch's collation, strides included."""
-    return type(dataset) is TensorDataset and all(type(t) is Tensor and t.is_contiguous() for t in dataset.tensors)
-
-
-def stacked(examples: list[Any]) -> Any:
-    """Return a batch by torch's own collation."""
-    with noted(
-        lambda: (
-            f"While {len(examples)} examples were made a batch, by torch's default_collate: they must have equal shapes and "
-            "types. Give a collate_fn that pads them, or one for types of your own."
-        )
-    ):
-        return default_collate(examples)
 
 
 def _identity(batch: Any) -> Any:
@@ -339,14 +325,16 @@ class _Requests(Sampler[_Request]):
                     self._parts = itertools.chain([wanted], self._parts)
             self._pending[i] = wanted if kept else None
 
-    def answered(self, batches: Iterator[Any]) -> Generator[MicroBatch, None, None]:
-        """Yield the micro-batches that the loader returns, in the order of the requests."""
+    def answered(self, batches: Iterator[Any], ends: Callable[[], bool]) -> Generator[MicroBatch, None, None]:
+        """Yield the micro-batches that the loader returns, in the order of the requests, until a step after which ``ends()``."""
         for batch in batches:
             part = self._pending.popleft()
             if part is not None:
                 if self._collated:
                     _check_size(batch, part.examples)
                 yield MicroBatch(batch, part.examples, part.weight, part.pass_index, part.is_last)
+                if part.is_last and ends():
+                    return
 
 
 def _check_size(batch: Any, size: int) -> None:
@@ -381,23 +369,6 @@ def _check_size(batch: Any, size: int) -> None:
             "wrong weights. It must return as many examples as it gets: put another example in place of an unreadable one, "
             "or leave those out of the dataset (torch.utils.data.Subset)."
         )
-
-
-@dataclass(frozen=True)
-class _Seeded(Dataset[Any]):
-    """Fetches the batch of a request in a loader process. It first seeds the generators of the process, by run and position."""
-
-    fetch: _Fetch
-    seed: int
-
-    def __getitem__(self, request: tuple[int, list[int]]) -> Any:
-        position, indices = request
-        seed = stable_seed("fetch", self.seed, position)
-        # torch.manual_seed would queue a call for CUDA at every micro-batch.
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002 (augmentations use the global generator)
-        return self.fetch(torch.tensor(indices))
 
 
 def loader_generator(seed: int, *parts: int) -> torch.Generator:
