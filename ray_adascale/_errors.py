@@ -13,7 +13,7 @@ class noted:
     """A context that adds a note to an exception: which call it was, and what to look at.
 
     Args:
-        note: Returns the note.
+        note: Returns the note; empty for none.
     """
 
     def __init__(self, note: Callable[[], str]) -> None:
@@ -23,8 +23,8 @@ class noted:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception):
-            error.add_note(self._note())
+        if isinstance(error, Exception) and (note := self._note()):
+            error.add_note(note)
 
 
 class SettingError(ValueError):

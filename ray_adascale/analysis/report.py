@@ -73,10 +73,7 @@ def write_report(
 
 
 def _render(
-    runs: list[RunTrace],
-    failures: list[tuple[str, str]],
-    figures: list[tuple[str, str]],
-    recipe: Recipe | None,
+    runs: list[RunTrace], failures: list[tuple[str, str]], figures: list[tuple[str, str]], recipe: Recipe | None
 ) -> str:
     """Return the HTML, from report.html.j2."""
     metrics = list(dict.fromkeys(key for run in runs for key in run.metrics))

@@ -56,10 +56,7 @@ def measurement_from_trace(
         )
     rate = statistics.median(row["examples_per_s"] for row in rows)
     return Measurement(
-        workers=workers,
-        accumulation=passes,
-        per_worker_batch_size=per_worker_batch_size,
-        step_s=batch / rate,
+        workers=workers, accumulation=passes, per_worker_batch_size=per_worker_batch_size, step_s=batch / rate
     )
 
 

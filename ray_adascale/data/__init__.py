@@ -61,14 +61,7 @@ def make_source(
     if is_map_style(dataset):
         if length is not None and length != len(dataset):
             raise ValueError(f"Invalid {length=}: the dataset has {len(dataset)} examples. Leave length out.")
-        return MapSource(
-            dataset,
-            split,
-            order,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            sampler=sampler,
-        )
+        return MapSource(dataset, split, order, collate_fn=collate_fn, num_workers=num_workers, sampler=sampler)
     if sampler is not None:
         raise ValueError(
             f"Invalid sampler: a {type(dataset).__name__} has an order of its own. A sampler needs a dataset with __getitem__ "

@@ -321,11 +321,7 @@ def replay(
         weight = theta * weight + (1 - theta)
         r = plain_gain(variance / weight, square / weight, scale)
         seen = RuleInput(
-            gain=r,
-            scale=scale,
-            effective_steps=tau * stride,
-            total_steps=total_steps,
-            base_batch_size=base_batch_size,
+            gain=r, scale=scale, effective_steps=tau * stride, total_steps=total_steps, base_batch_size=base_batch_size
         )
         increment = advance(seen)[1]
         if not increment > 0:
@@ -424,20 +420,12 @@ class Forecaster:
         per_epoch, total_steps = self._recipe.base_steps_per_epoch, self._recipe.total_steps
         largest = math.inf if per_epoch is None else per_epoch * self._recipe.base_batch_size
         follower = functools.partial(
-            BatchFollower,
-            batch,
-            workers,
-            total_steps=total_steps,
-            window=self._window * total_steps,
-            largest=largest,
+            BatchFollower, batch, workers, total_steps=total_steps, window=self._window * total_steps, largest=largest
         )
         return self._steps(1.0, most_steps, follower)
 
     def _steps(
-        self,
-        scale: float,
-        most_steps: int,
-        follower: Callable[[], BatchFollower | None] = lambda: None,
+        self, scale: float, most_steps: int, follower: Callable[[], BatchFollower | None] = lambda: None
     ) -> Steps:
         replays = [
             replay(

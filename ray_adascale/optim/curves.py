@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
     LRScheduler,
+    MultiStepLR,
     OneCycleLR,
     PolynomialLR,
     SequentialLR,
@@ -65,6 +66,7 @@ _LENGTHS: dict[type[LRScheduler], str] = {
     CosineAnnealingLR: "T_max",
     OneCycleLR: "total_steps",
     PolynomialLR: "total_iters",
+    MultiStepLR: "milestones",
 }
 _SLACK = 0.02
 """Share of T. A smaller difference depends on whether a curve ends at its last step or after it."""
@@ -73,8 +75,8 @@ _SLACK = 0.02
 def other_length(scheduler: LRScheduler | None, schedule: BaseSchedule) -> str | None:
     """Return a doubt, with both numbers, if the scheduler seems to be made for another length than T; else None.
 
-    There is one if a torch scheduler has another length, or if the learning rate is zero relative to its peak for more than a
-    fiftieth of T before the end.
+    There is one if a torch scheduler has another length, or changes after T; or if the learning rate is zero relative to its peak
+    for more than a fiftieth of T before the end.
 
     Args:
         scheduler: The scheduler of the curve.
@@ -93,10 +95,11 @@ def other_length(scheduler: LRScheduler | None, schedule: BaseSchedule) -> str |
         else f"Make the schedule for {calls:.4g} {unit}."
     )
     for kind, name, ends in _own_ends(scheduler):
-        if abs(ends - calls) > max(1.0, _SLACK * calls):
+        late = ends - calls  # after its last milestone a schedule may go on
+        if (late if kind is MultiStepLR else abs(late)) > max(1.0, _SLACK * calls):
             what = "rises again" if kind is CosineAnnealingLR else "stays constant"
             then = f"so the learning rate {what} after it" if ends < calls else "so the run ends before it"
-            return f"{kind.__name__}'s {name} ends at {ends:g} {unit}, and the run has {length}, {then}. {fix}"
+            return f"{kind.__name__} has {name} at {ends:g} {unit}, and the run has {length}, {then}. {fix}"
     at_zero = min((_calls_at_zero(curve) for curve in schedule.lr_curve if any(curve)), default=0)
     if at_zero >= 2 and at_zero > _SLACK * calls:
         begins = len(schedule.lr_curve[0]) - at_zero
@@ -114,8 +117,8 @@ def _own_ends(scheduler: LRScheduler, begins: int = 0) -> Iterator[tuple[type[LR
         for part in scheduler._schedulers:
             yield from _own_ends(part, begins)
     elif type(scheduler) in _LENGTHS:
-        name = _LENGTHS[type(scheduler)]
-        yield type(scheduler), name, begins + getattr(scheduler, name)
+        length = getattr(scheduler, name := _LENGTHS[type(scheduler)])
+        yield type(scheduler), name, begins + (max(length, default=0) if isinstance(length, dict) else length)
 
 
 def _calls_at_zero(curve: Sequence[float]) -> int:

@@ -103,11 +103,6 @@ class BaseSchedule:
     def _steps_per_call(self) -> float:
         return self.base_steps_per_epoch if self.scheduler_unit == "epoch" and self.base_steps_per_epoch else 1
 
-    def lrs_at(self, group: int, taus: Sequence[float]) -> list[float]:
-        """Return the learning rates of a parameter group at each τ, before the gain."""
-        curve = self.lr_curve[group]
-        return [curve[min(int(tau / self._steps_per_call), len(curve) - 1)] for tau in taus]
-
 
 class EffectiveSchedule:
     """Drives a torch LR scheduler by effective steps τ.

@@ -37,7 +37,7 @@ from .boundary.stage import LoopState, Stage
 from .boundary.train_state import TrainState, log_start
 from .build import check_built, check_equal, check_schedule, facts_of, set_batch, wrap
 from .clipping import Clipping
-from .observe.advice import NoiseWarning, warn_of_state_dict_hooks
+from .observe.advice import NoiseWarning, ZeroGradient, warn_of_state_dict_hooks
 from .observe.eta import EtaTracker, forecast_run
 from .observe.metrics import METRICS
 from .observe.step import Listener
@@ -348,7 +348,7 @@ def _listeners(
     """Return the listeners of rank 0."""
     forecast = forecast_run(recipe, config, plan.scale, plan.workers)
     tracker = EtaTracker(forecast)
-    listeners: list[Listener] = []
+    listeners: list[Listener] = [ZeroGradient()]
     if not config.batch.changes:
         listeners.append(NoiseWarning(config.averaging_window * schedule.total_steps, forecast, schedule.highest_at))
     listeners.append(tracker)

@@ -61,7 +61,7 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, 
     Raises:
         ValueError: There is not. The message names what to pass.
     """
-    if isinstance(model, DistributedDataParallel | ShardedDataParallel):
+    if isinstance(model, DistributedDataParallel | ShardedDataParallel | nn.DataParallel):
         raise ValueError("Pass the bare model: it is wrapped for data parallelism here.")
     if isinstance(optimizer, OSS):
         raise ValueError("Pass the bare optimizer: it is wrapped here, so OSS would wrap it twice.")

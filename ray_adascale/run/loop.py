@@ -374,7 +374,7 @@ class Run:
         """
         passes = self.parts.passes
         passes.check_backward("run.step() comes once after each run.backward().")
-        own = plain_numbers(metrics) if metrics else {}
+        own = plain_numbers(metrics, of_step=True) if metrics else {}
         if own:
             self.state.recorded.update({key: value for key, value in own.items() if key != "loss"})
         if not passes.ends_step():

@@ -27,6 +27,10 @@ _DEPENDS_ON_NOTHING = (
     "inference_mode(), or from detached tensors or numbers (.detach(), .item())? Or is every parameter frozen?"
 )
 
+_LOOP = (
+    "Loop over the run, not over a loader (for batch in run), and write run.backward(loss) in place of loss.backward()."
+)
+
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -171,7 +175,7 @@ class Passes:
         """
         batch = self._batch
         if batch is None or self._backward_done:
-            raise RuntimeError("Call run.backward() once for each micro-batch of the loop, before run.step().")
+            raise RuntimeError(f"Call run.backward() once for each micro-batch of the run, before run.step(). {_LOOP}")
         self._check_only_backward(first=batch.pass_index == 0)
         if not isinstance(loss, Tensor):
             raise ValueError(
@@ -210,11 +214,8 @@ class Passes:
         self._optimizer.sample_weights = self._weights
         plans = self._optimizer.passes.plans
         self._measurement.begin(plans.current if batch.is_last else None, measured=plans.measured)
-        if loss.requires_grad:
+        with noted(lambda: self._sharding.note if loss.requires_grad else _DEPENDS_ON_NOTHING):
             loss.backward()
-        else:
-            with noted(lambda: _DEPENDS_ON_NOTHING):
-                loss.backward()
         self._measurement.end()  # torch.autograd.grad() in the loop's loss is no pass
         self._backward_done = True
         self._traffic.close()
@@ -236,7 +237,7 @@ class Passes:
             RuntimeError: The backward pass has not run.
         """
         if self._batch is None or not self._backward_done:
-            raise RuntimeError(caller)
+            raise RuntimeError(f"{caller} {_LOOP}")
 
     def ends_step(self) -> bool:
         """Return whether the pass is the step's last. End the pass if it is not."""

@@ -26,12 +26,7 @@ class SkippedSteps:
     """
 
     def __init__(
-        self,
-        state: LoopState,
-        scaler: torch.amp.GradScaler | None,
-        *,
-        total_steps: int,
-        by_recipe: bool,
+        self, state: LoopState, scaler: torch.amp.GradScaler | None, *, total_steps: int, by_recipe: bool
     ) -> None:
         self._state, self._scaler, self._total_steps = state, scaler, total_steps
         slower = "Search for a recipe with a lower learning rate" if by_recipe else "Lower the learning rate"

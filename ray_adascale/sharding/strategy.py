@@ -21,6 +21,11 @@ _NOT_CALLED = (
     "other methods, or use AdaScaleConfig(sharding='zero2'), which reduces gradients whichever method is called."
 )
 
+NOT_REACHED = (
+    "In run.backward(loss): no gradient has reached a parameter of the model. Compute the loss from run.model(...), and give the "
+    "run the model that is to be trained."
+)
+
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -36,9 +41,11 @@ class Sharding:
     """Whether each worker has a copy of the weights."""
     readable = True
     """Whether the loop can read gradients between the passes of a step."""
+    note = ""
+    """A note on an error in a backward pass."""
 
     def __init__(self, model: nn.Module, module: nn.Module) -> None:
-        self._model, self._module = cast(Any, model), module
+        self._model, self._module, self._reached = cast(Any, model), module, False
 
     def in_pass(self, last: bool) -> AbstractContextManager[object]:
         """Return the context of a pass, from its forward pass on. Gradients are reduced in the step's last one."""
@@ -52,7 +59,14 @@ class Sharding:
         """
 
     def after_last(self) -> None:
-        """Called when the last backward pass has run, before the loop sees the gradients."""
+        """Called when the last backward pass has run, before the loop sees the gradients.
+
+        Raises:
+            RuntimeError: The first step has no gradient at all.
+        """
+        self._reached = self._reached or any(p.grad is not None for p in self._module.parameters())
+        if not self._reached:
+            raise RuntimeError(NOT_REACHED)
 
     def before_step(self) -> None:
         """Called before the optimizer steps."""
@@ -94,6 +108,11 @@ class Copies(Sharding):
 
 class Owners(Sharding):
     """ShardedDataParallel: each gradient is with its owner after the last pass (``sharding="zero2"``)."""
+
+    note = (
+        "With AdaScaleConfig(sharding='zero2') gradients leave a parameter during the backward pass. If a hook of the loop reads "
+        "p.grad (register_post_accumulate_grad_hook), use sharding='oss', and let the hook run in a step's last pass."
+    )
 
     def __init__(self, model: ShardedDataParallel, module: nn.Module) -> None:
         super().__init__(model, module)

@@ -416,19 +416,6 @@ def test_curve_difference_forgives_rounding_alone() -> None:
     assert curve_difference([[math.nan]], [[1.0]]) is not None
 
 
-@pytest.mark.parametrize(("tau", "call"), [(0.0, 0), (9.9, 0), (10.0, 1), (39.5, 3), (400.0, 3)])
-def test_the_rate_at_an_effective_step(tau: float, call: int) -> None:
-    by_epoch = BaseSchedule(
-        base_batch_size=4,
-        total_steps=40,
-        scheduler_unit="epoch",
-        base_steps_per_epoch=10.0,
-        lr_curve=[[9.0], [0.0, 1.0, 2.0, 3.0]],
-    )
-    assert by_epoch.lrs_at(1, [tau]) == [call]
-    assert replace(by_epoch, scheduler_unit="step").lrs_at(1, [tau / 10]) == [call]
-
-
 def test_the_effective_step_of_the_highest_rate() -> None:
     warm_up = BaseSchedule(
         base_batch_size=4,
@@ -490,18 +477,24 @@ def _to_zero(optimizer: Optimizer, end: int, power: float = 1.0) -> L.LambdaLR:
             lambda o: L.CosineAnnealingLR(o, 600),
             3000,
             "step",
-            "CosineAnnealingLR's T_max ends at 600 steps.*3000 steps.*rises again",
+            "CosineAnnealingLR has T_max at 600 steps.*3000 steps.*rises again",
         ),
         (lambda o: L.CosineAnnealingLR(o, 4000), 3000, "step", "4000 steps.*3000 steps.*ends before it"),
         (lambda o: L.CosineAnnealingLR(o, 3000), 3000, "epoch", r"3000 epochs.*300 epochs \(3000 steps\)"),
-        (lambda o: L.OneCycleLR(o, 1.0, total_steps=400), 300, "step", "OneCycleLR's total_steps ends at 400.*300"),
-        (lambda o: L.PolynomialLR(o, 100), 300, "step", "PolynomialLR's total_iters ends at 100.*300.*stays"),
-        (lambda o: _warmed_up(o, 10, 300), 300, "step", "CosineAnnealingLR's T_max ends at 310 steps.*300"),
+        (lambda o: L.OneCycleLR(o, 1.0, total_steps=400), 300, "step", "OneCycleLR has total_steps at 400.*300"),
+        (lambda o: L.PolynomialLR(o, 100), 300, "step", "PolynomialLR has total_iters at 100.*300.*stays"),
+        (lambda o: _warmed_up(o, 10, 300), 300, "step", "CosineAnnealingLR has T_max at 310 steps.*300"),
         (
             lambda o: L.ChainedScheduler([L.LinearLR(o, 0.1, total_iters=5), L.CosineAnnealingLR(o, 100)]),
             300,
             "step",
-            "T_max ends at 100 steps.*300",
+            "T_max at 100 steps.*300",
+        ),
+        (
+            lambda o: L.MultiStepLR(o, [3, 160, 40]),
+            100,
+            "epoch",
+            r"milestones at 160 epochs.*10 epochs.*ends before it",
         ),
         (lambda o: _to_zero(o, 600), 3000, "step", r"zero from 600 steps on.*3000 steps.*config\['total_steps'\]"),
         (lambda o: _to_zero(o, 30), 400, "epoch", r"zero from 30 epochs on.*40 epochs \(400 steps\)"),
@@ -527,6 +520,8 @@ def test_a_schedule_made_for_another_length_is_told_with_both_numbers(
         (lambda o: _to_zero(o, 300, power=4), 300, "step"),
         (lambda o: _to_zero(o, 299), 300, "step"),
         (lambda o: L.StepLR(o, 100, 0.1), 400, "step"),
+        (lambda o: L.MultiStepLR(o, [100, 200]), 400, "step"),
+        (lambda o: L.MultiStepLR(o, []), 400, "step"),
         (lambda o: L.CosineAnnealingWarmRestarts(o, 30), 300, "step"),
         (lambda o: L.LambdaLR(o, lambda call: 1.0), 300, "step"),
     ],

@@ -186,3 +186,9 @@ def test_an_optimizer_that_is_refused_is_not_warned_of_first(kind: Any, rule: st
     model = nn.Linear(2, 1)
     with pytest.raises(ValueError, match=match):
         check_built(model, kind(model.parameters()), AdaScaleConfig(base_batch_size=4, rule=rule), None)
+
+
+def test_a_model_in_data_parallel_is_refused() -> None:
+    model = nn.DataParallel(nn.Linear(2, 1))
+    with pytest.raises(ValueError, match="Pass the bare model"):
+        check_built(model, SGD(model.parameters(), lr=0.1), AdaScaleConfig(base_batch_size=4), None)

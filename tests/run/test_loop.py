@@ -246,8 +246,17 @@ def test_a_schedule_of_another_length_and_a_base_batch_beyond_the_dataset_are_wa
     with pytest.warns(UserWarning, match=r"and the run has 3000 steps|is larger than") as told:
         Run(net, optimizer, cosine, dataset(60), config)
     assert [w.filename for w in told] == [__file__] * 2
-    assert "ends at 600 steps, and the run has 3000" in str(told[0].message)
+    assert "at 600 steps, and the run has 3000" in str(told[0].message)
     assert "base batch of 64 is larger than the dataset of 60" in str(told[1].message)
+
+
+def test_a_schedule_that_falls_below_zero_is_warned_of() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda call: 1 - call / 30)
+    config = AdaScaleConfig(base_batch_size=4, total_steps=40, scheduler_unit="step")
+    with pytest.warns(UserWarning, match=r"The learning rate falls to -0\.03.*End the schedule at 0"):
+        Run(net, optimizer, falling, dataset(60), config)
 
 
 # ---- gradients that are not finite -----------------------------------------------------------------------------------
@@ -751,6 +760,7 @@ def test_the_recipes_curve_is_enforced() -> None:
         ({"accuracy": torch.zeros(2)}, "metric 'accuracy': a Tensor of 2 numbers. Must be one"),
         ({"accuracy": np.zeros(0)}, "metric 'accuracy': a ndarray of 0 numbers. Must be one"),
         ({"lr": 0.5}, "metric 'lr': the run reports it itself"),
+        ({"loss": 0.5}, "metric 'loss': the run reports it itself. .*such as 'val_loss'"),
     ],
 )
 def test_a_mistake_in_evaluate_shows_before_the_first_step(returned: Any, words: str) -> None:
@@ -780,7 +790,7 @@ def test_the_evaluation_of_the_untrained_model_is_told_and_leaves_the_random_str
 
 
 def test_a_metric_that_is_missing_from_the_last_evaluation_is_told() -> None:
-    evaluate: Any = lambda _: {"loss": 1.0} | ({} if run.effective_steps >= 40 else {"accuracy": 0.5})  # noqa: E731
+    evaluate: Any = lambda _: {"error": 1.0} | ({} if run.effective_steps >= 40 else {"accuracy": 0.5})  # noqa: E731
     run = make_run(model(), evaluate=evaluate, evaluate_every=10)
     with pytest.warns(
         UserWarning, match=r"returned no 'accuracy' this time, at effective step 40: .* earlier evaluation"

@@ -70,7 +70,9 @@ class Setup:
 def test_calls_in_another_order_are_refused() -> None:
     setup = Setup()
     passes, loss = setup.passes, torch.zeros(())
-    with pytest.raises(RuntimeError, match=r"Call run\.backward\(\) once for each micro-batch of the loop"):
+    with pytest.raises(
+        RuntimeError, match=r"once for each micro-batch of the run.*Loop over the run, not over a loader"
+    ):
         passes.begin_backward(loss)
     with pytest.raises(RuntimeError, match="step comes later"):
         passes.check_backward("step comes later")
@@ -79,7 +81,7 @@ def test_calls_in_another_order_are_refused() -> None:
     passes.begin(setup.batch(0))
     with pytest.raises(RuntimeError, match=r"went by without run\.step\(\)"):
         passes.check_ended()
-    with pytest.raises(RuntimeError, match="step comes later"):
+    with pytest.raises(RuntimeError, match=r"step comes later.*write run\.backward\(loss\) in place of loss\.backward"):
         passes.check_backward("step comes later")
     with pytest.raises(ValueError, match=r"loss of shape \(2,\)\. Must be a scalar"):
         passes.begin_backward(torch.zeros(2))
@@ -238,3 +240,17 @@ def test_a_loss_without_a_gradient_says_what_to_look_at(how: str) -> None:
     assert note.startswith("In run.backward(loss): the loss depends on no trainable parameter.")
     assert ".detach()" in note
     assert "frozen" in note
+
+
+def test_a_loss_of_another_model_is_refused_in_the_first_step() -> None:
+    setup, other = Setup(), nn.Linear(1, 1).double()
+    for index in range(2):
+        batch = setup.batch(index)
+        setup.passes.begin(batch)
+        loss = other(batch.batch).mean()
+        setup.passes.begin_backward(loss)
+        if index == 0:
+            setup.passes.backward(loss, setup.plan)
+            assert not setup.passes.ends_step()
+    with pytest.raises(RuntimeError, match=r"no gradient has reached a parameter.*Compute the loss from run\.model"):
+        setup.passes.backward(loss, setup.plan)

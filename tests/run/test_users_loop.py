@@ -87,7 +87,7 @@ def test_a_frozen_backbone_stays_in_eval_mode(when: str) -> None:
     statistics = model[0][1].running_mean.clone()
     if when == "before the loop":
         model[0].eval()
-    run = make_run(model, evaluate=lambda net: {"loss": float(net[0].training or net[1].training)}, evaluate_every=3)
+    run = make_run(model, evaluate=lambda net: {"modes": float(net[0].training or net[1].training)}, evaluate_every=3)
     seen = []
 
     def in_loop(run: Run) -> None:

@@ -341,6 +341,54 @@ def test_unequal_data_are_not_warned_of(pool: Any, sharding: str) -> None:
     assert pool(2).run(_warnings_of, "index", 2, sharding) == [[], []]
 
 
+def _of_another_model(sharding: str) -> tuple[str, list[str]]:
+    run, other, error = make_run(Net(), sharding=sharding, total_steps=4), Net(), ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for x, y in run:
+                run.model(x)
+                run.backward((other(x)[0] - y).square().mean())
+                run.step()
+        except RuntimeError as raised:
+            error = str(raised)
+    return error, [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("sharding", ALL)
+def test_a_loss_of_another_model_is_told_of(pool: Any, sharding: str) -> None:
+    words = "no gradient has reached a parameter of the model"
+    first, second = pool(2).run(_of_another_model, sharding)
+    if sharding == "zero2":  # where a worker can't tell whether others have gradients
+        assert words in first[1][0]
+        assert (first[0], second) == ("", ("", []))
+    else:
+        assert words in first[0]
+        assert words in second[0]
+
+
+def _hooked(sharding: str) -> list[str]:
+    def halve(p: Tensor) -> None:
+        p.grad.mul_(0.5)  # type: ignore[union-attr]
+
+    run = make_run(Net(), sharding=sharding, total_steps=2)
+    for p in run.module.parameters():
+        p.register_post_accumulate_grad_hook(halve)
+    try:
+        for x, y in run:
+            run.backward(both(run, x, y))
+            run.step()
+    except AttributeError as error:
+        return error.__notes__
+    return []
+
+
+def test_a_hook_that_finds_no_gradient_says_why(pool: Any) -> None:
+    assert pool(2).run(_hooked, "oss") == [[], []]
+    for notes in pool(2).run(_hooked, "zero2"):
+        assert "use sharding='oss'" in notes[0]
+
+
 # ---- workers that build different runs -------------------------------------------------------------------------------
 
 

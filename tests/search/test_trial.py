@@ -236,7 +236,7 @@ def test_a_score_of_an_earlier_evaluation_is_told(started: Tune) -> None:
     def workload(config: dict[str, Any]) -> Workload:
         return replace(
             regression(config),
-            evaluate=lambda _: calls.append(1) or ({"error": 1.0} if len(calls) < 5 else {"loss": 1}),
+            evaluate=lambda _: calls.append(1) or ({"error": 1.0} if len(calls) < 5 else {"other": 1}),
         )
 
     with pytest.warns(UserWarning, match="returned no 'error' this time"):

@@ -615,7 +615,7 @@ def test_what_trials_would_warn_of_where_nobody_sees_it_is_said_once_with_the_re
         ))  # fmt: skip
     texts = [str(w.message) for w in told]
     assert [w.filename for w in told] == [__file__] * 2
-    assert f"T_max ends at {T // 2} steps, and the run has {T} steps" in texts[0]
+    assert f"T_max at {T // 2} steps, and the run has {T} steps" in texts[0]
     assert "'momentun' (is 'momentum' meant?) of its config" in texts[1]
     assert set(recipe.hyperparameters) == set(space)  # T and B0 are none
     assert recipe.search["handed"] == ["base_batch_size", "total_steps"]

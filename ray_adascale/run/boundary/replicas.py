@@ -135,8 +135,6 @@ class Replicas:
         self._steps = 0
         self._buffers = {name for name, _ in module.named_buffers()}
         self._losses = EqualLosses(workers)
-        self._data = 0, self._zero
-        """The source's number of the step, and the same on the device."""
         self.found: str | None = None
 
     def numbers(self, loss: Tensor) -> dict[str, Tensor]:
@@ -145,9 +143,7 @@ class Replicas:
         Args:
             loss: This worker's loss of the step.
         """
-        if self._data[0] != self._source.compared:  # once an epoch: to make a tensor on a GPU is a launch
-            self._data = self._source.compared, self._zero + self._source.compared
-        own = {"loss": loss, "data": self._data[1]}
+        own = {"loss": loss, "data": constant(float(self._source.compared), self._zero.device)[0]}
         self._steps += 1
         if self._steps == 2:
             self._check_late_buffers()

@@ -26,6 +26,7 @@ from ...optim.curves import other_length
 from ...optim.rules import AdamScaleRule, AdaScaleRule, ScalingRule, betas_of
 from ...optim.schedule import BaseSchedule
 from ...recipe import Recipe
+from ...sharding.strategy import NOT_REACHED
 from ...workload import ConfigAccessLog, unread_warning
 from .step import Listener, Step
 
@@ -122,6 +123,8 @@ def warn_of_schedule(scheduler: LRScheduler | None, schedule: BaseSchedule, batc
         batch: B, examples.
     """
     found = [other_length(scheduler, schedule)]
+    if (lowest := min(float(np.min(curve)) for curve in schedule.lr_curve)) < 0:
+        found.append(f"The learning rate falls to {lowest:.3g}, so that the run ends uphill. End the schedule at 0.")
     base = schedule.base_batch_size
     length = math.inf if schedule.base_steps_per_epoch is None else schedule.base_steps_per_epoch * base
     if max(base, batch) > length:
@@ -360,6 +363,15 @@ class NoiseWarning(Listener):
             return False
         steps = step.metrics["optimizer_steps"] + self._forecast.steps_left(step.result.effective_steps)
         return 2 * step.total_steps >= step.plan.scale * steps
+
+
+class ZeroGradient(Listener):
+    """Warns if the first step's gradient is zero. Where one worker can tell by itself, it has raised before."""
+
+    def after_step(self, step: Step) -> None:
+        """Warn if this is the first step."""
+        if step.number == 1 and step.result.squared_norm == 0:
+            warn_at_user(NOT_REACHED)
 
 
 class UnreadHyperparameters(Listener):

@@ -110,11 +110,15 @@ def step_metrics(
     }
 
 
-def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def plain_numbers(metrics: Mapping[str, Any], *, of_step: bool = False) -> dict[str, Any]:
     """Return the user's metrics with one-element tensors and NumPy scalars as Python numbers.
 
+    Args:
+        metrics: The metrics.
+        of_step: Whether they are of one step, so that a ``loss`` among them is a training loss.
+
     Raises:
-        ValueError: A name is one of :data:`OWN_KEYS`.
+        ValueError: A name is one of :data:`OWN_KEYS`, or an evaluation's is "loss".
         TypeError: A value is neither a number nor a string.
     """
     out = {}
@@ -123,8 +127,10 @@ def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
         if size != 1:
             raise TypeError(f"Invalid metric {key!r}: a {type(value).__name__} of {size} numbers. Must be one number.")
         out[key] = value = value.item() if hasattr(value, "item") else value
-        if key in OWN_KEYS:
-            raise ValueError(f"Invalid metric {key!r}: the run reports it itself. Choose another name.")
+        if key in OWN_KEYS or (key == "loss" and not of_step):
+            raise ValueError(
+                f"Invalid metric {key!r}: the run reports it itself. Choose another name, such as 'val_{key}'."
+            )
         if not isinstance(value, bool | int | float | str):
             raise TypeError(f"Invalid metric {key!r} of type {type(value).__name__}. Must be a number or a string.")
     return out

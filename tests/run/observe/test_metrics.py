@@ -15,7 +15,7 @@ from ray_adascale.run.observe.metrics import METRICS, plain_numbers, step_metric
 
 
 def test_tensors_and_numpy_scalars_are_read_out() -> None:
-    found = plain_numbers({"a": torch.tensor(2.5), "b": np.float32(0.5), "loss": 1, "c": "x"})
+    found = plain_numbers({"a": torch.tensor(2.5), "b": np.float32(0.5), "loss": 1, "c": "x"}, of_step=True)
     assert found == {"a": 2.5, "b": 0.5, "loss": 1, "c": "x"}
     assert type(found["b"]) is float
 
@@ -33,6 +33,12 @@ def test_a_name_that_the_package_writes_is_refused(name: str) -> None:
     """A row's "step" would end the run or renumber the trace, and "stopped" would tell the driver that the run has ended."""
     with pytest.raises(ValueError, match=f"Invalid metric '{name}': the run reports it itself. Choose another name"):
         plain_numbers({name: 2.0})
+
+
+def test_the_loss_of_an_evaluation_needs_a_name_of_its_own() -> None:
+    """It would replace the training loss in reports, trace and summary."""
+    with pytest.raises(ValueError, match=r"Invalid metric 'loss': .*such as 'val_loss'"):
+        plain_numbers({"loss": 2.0})
 
 
 def test_what_is_no_number_is_refused() -> None:
