@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from .._torch import leaves
 from ..batch import BatchSettings
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig, read_settings
@@ -111,7 +112,9 @@ def _pass(run: Run, built: Workload) -> list[Finding]:
         run.backward(loss)
         value = float(loss.detach())
         how_many = "a batch" if count is None else f"{count} example{'' if count == 1 else 's'}"
+        shapes = [str([*part.shape]) for part in leaves(examples) if hasattr(part, "shape")][:4]
+        shown = f", shapes {', '.join(shapes)}" if shapes else ""
         if not math.isfinite(value):
             return [*summed, Finding("warning", f"The loss of {how_many} is {value}.")]
-        return [*summed, Finding("ok", f"One forward and backward pass over {how_many}: loss {value:.4g}.")]
+        return [*summed, Finding("ok", f"One forward and backward pass over {how_many}: loss {value:.4g}{shown}.")]
     return [Finding("warning", "The dataset has no batch, so no pass was made.")]

@@ -88,10 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         text = "\n".join(line.strip() for line in (command.__doc__ or "").partition("Attributes:")[0].splitlines())
         sub = added.add_parser(
-            name,
-            help=text.partition("\n")[0],
-            description=text,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            name, help=text.partition("\n")[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         command.add_options(sub)
     with contextlib.suppress(ImportError):  # an extra

@@ -8,6 +8,7 @@ The loop reads micro-batches from a ``BatchSource``. ``MapSource`` reads a map-s
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from .._torch import leaves
 from .._warn import warn_at_user
+from .cut import examples_of
 from .fetch import stacked
 from .iterables import IterableSource, RayDataBatches, even_size, fixed_batches, unshared
 from .order import BatchSplit, ExampleOrder
@@ -61,6 +64,15 @@ def make_source(
     if is_map_style(dataset):
         if length is not None and length != len(dataset):
             raise ValueError(f"Invalid {length=}: the dataset has {len(dataset)} examples. Leave length out.")
+        entry, rows = (examples_of(dataset[0], sys.maxsize) if isinstance(dataset, list) and dataset else None) or (
+            None,
+            0,
+        )
+        if rows > 1 and rows in split.micro_batch_sizes and len([*leaves(entry)]) > 1:
+            warn_at_user(
+                f"Each of the {len(dataset)} entries of the list counts as one example, and has tensors of {rows} rows, as many "
+                "as a micro-batch has examples. If they are batches, give DataLoader(entries, batch_size=None)."
+            )
         return MapSource(dataset, split, order, collate_fn=collate_fn, num_workers=num_workers, sampler=sampler)
     if sampler is not None:
         raise ValueError(

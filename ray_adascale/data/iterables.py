@@ -93,7 +93,7 @@ class IterableSource(BatchSource):
         if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
             raise ValueError(
                 f"Invalid batches of type {type(batches).__name__}. Must be iterable, and start anew at each iter(): a"
-                " DataLoader, an IterableDataset, a list of batches, or an object with __iter__."
+                " DataLoader, also DataLoader(batches, batch_size=None), an IterableDataset, or an object with __iter__."
             )
         self.split = split
         self.batch_size = even_size(split)
@@ -185,7 +185,7 @@ class IterableSource(BatchSource):
                 raise ValueError(
                     f"The data ended after {seen} batches and cannot be restarted, since it is a one-shot iterator"
                     f" ({type(iterator).__name__}). Give an iterable that starts anew at each iter(), such as a"
-                    " DataLoader, a list, or an object whose __iter__ is the generator function."
+                    " DataLoader, or an object whose __iter__ is the generator function."
                 )
             if usable == 0 and not continued:  # a place may be the end of a pass
                 raise ValueError(
@@ -280,7 +280,7 @@ def known_length(dataset: Any, world_size: int) -> int | None:
 
     A sampler without the rank draws for its own worker, so with several workers their number is not known.
     """
-    if not isinstance(dataset, DataLoader) or type(dataset.batch_sampler) not in (BatchSampler, type(None)):
+    if not isinstance(dataset, DataLoader) or type(dataset.batch_sampler) is not BatchSampler:
         return None
     if isinstance(dataset.sampler, DistributedSampler):
         return len(dataset.sampler.dataset)  # type: ignore[arg-type]

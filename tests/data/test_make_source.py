@@ -271,3 +271,16 @@ DATA = TensorDataset(torch.arange(9))
 )
 def test_a_loader_tells_the_examples_of_an_epoch(dataset: Any, of_one: int | None, of_two: int | None) -> None:
     assert (known_length(dataset, 1), known_length(dataset, 2)) == (of_one, of_two)
+
+
+def test_a_list_of_batches_is_told_of_and_a_loader_takes_it() -> None:
+    x, y = torch.randn(20, 3), torch.randn(20, 1)
+    batches = [*zip(x.split(4), y.split(4), strict=True)]
+    with pytest.warns(UserWarning, match=r"Each of the 5 entries of the list.*tensors of 4 rows.*batch_size=None\)"):
+        make_source(batches, BatchSplit(4), ExampleOrder())
+    loader = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    source = make_source(loader, BatchSplit(4), ExampleOrder())
+    assert [m.examples for m in take(source, 6)] == [4] * 6
+    assert known_length(loader, 1) is None  # 5 is the number of batches
+    for examples in ([(x[0], y[0])] * 4, [x[:4]] * 5, [(x[:5], y[:5])] * 5, [3, 4, 5], ["text"] * 4):
+        assert isinstance(make_source(examples, BatchSplit(4), ExampleOrder()), MapSource)
