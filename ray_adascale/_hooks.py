@@ -1,11 +1,43 @@
-"""The hooks that users register around an optimizer's state dict, for classes whose own methods replace torch's."""
+"""The hooks that users register around an optimizer's step and state dict, for classes whose own methods replace torch's."""
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from torch.optim import Optimizer
+from torch.optim import optimizer as torchs
+
+_Step = TypeVar("_Step", bound=Callable[..., Any])
+
+
+def global_step_hooks() -> bool:
+    """Whether a hook is registered on the steps of all optimizers. torch has no public list of them."""
+    return bool(torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks)
+
+
+def around_own_step(step: _Step) -> _Step:
+    """Call the hooks of ``register_step_pre_hook`` and ``register_step_post_hook`` around the ``step()`` of an outer optimizer.
+
+    torch would call the hooks on all optimizers here as well, and the optimizer inside calls them already: once a step.
+    """
+
+    @functools.wraps(step)
+    def call(*args: Any, **kwargs: Any) -> Any:  # the hooks' arguments begin with the optimizer
+        self: Optimizer = args[0]
+        for before in self._optimizer_step_pre_hooks.values():
+            changed = before(self, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        result = step(*args, **kwargs)
+        for after in self._optimizer_step_post_hooks.values():
+            after(self, args, kwargs)
+        return result
+
+    call.hooked = True  # type: ignore[attr-defined]  # torch's mark of a step() that calls hooks
+    return cast(_Step, call)
 
 
 def before_save(*optimizers: Optimizer) -> None:

@@ -98,6 +98,7 @@ class OptimizerChain(Optimizer):
     def __repr__(self) -> str:
         return f"OptimizerChain([{', '.join(map(repr, self._optimizers))}])"
 
+    @_hooks.around_own_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step each optimizer, in order.

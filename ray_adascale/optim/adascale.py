@@ -159,6 +159,7 @@ class AdaScale(OptimizerWrapper):
 
     # ---- interface of torch.optim.Optimizer ----------------------------------------------------------------------
 
+    @_hooks.around_own_step
     @uncompiled  # Dynamo loses the code around a fused optimizer's step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

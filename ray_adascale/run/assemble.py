@@ -37,7 +37,7 @@ from .boundary.stage import LoopState, Stage
 from .boundary.train_state import TrainState, log_start
 from .build import check_built, check_equal, check_schedule, facts_of, set_batch, wrap
 from .clipping import Clipping
-from .observe.advice import NoiseWarning, ZeroGradient, warn_of_state_dict_hooks
+from .observe.advice import NoiseWarning, ZeroGradient, warn_of_modes, warn_of_state_dict_hooks
 from .observe.eta import EtaTracker, forecast_run
 from .observe.metrics import METRICS
 from .observe.step import Listener
@@ -96,6 +96,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     model, optimizer = pieces.model, pieces.optimizer
     check_built(model, optimizer, config, recipe)
     warn_of_state_dict_hooks(optimizer)
+    warn_of_modes(optimizer)
     _check_early_stop(config, pieces.evaluate)
     _check_extra_state(pieces.extra_state or {})
     source, follower, total_steps = _data_of(pieces, config, backend)

@@ -8,6 +8,7 @@ parameters are split in its own way.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -134,6 +135,23 @@ class OSS(Optimizer):
         self._distribute(0, given)
         for part in (optimizer, *(part for part, _ in parts_of(optimizer))):
             part._sharded = True  # type: ignore[attr-defined]
+        self._pass_modes()
+
+    def _pass_modes(self) -> None:
+        """Let ``train()`` and ``eval()`` of the optimizer change this worker's share. Schedule-free optimizers have them."""
+        for (part, _), (share, _) in zip(parts_of(self._full), parts_of(self._shard), strict=True):
+            for name in ("train", "eval"):
+                if callable(method := getattr(share, name, None)):
+                    for called in (part, self) if part is self._full else (part,):
+                        setattr(called, name, functools.partial(self._change_mode, method))
+
+    def _change_mode(self, method: Callable[[], object]) -> None:
+        """Call a method of the share's optimizer that changes weights, then exchange the shares. Collective."""
+        self._bind()
+        copy_hyperparameters(self.param_groups, self._shard.param_groups)
+        method()
+        copy_hyperparameters(self._shard.param_groups, self.param_groups)
+        self._gather()
 
     def _distribute(self, first: int, given: Mapping[Any, Any] | None = None) -> None:
         """Put the parameters of the groups from number ``first`` on into buckets; keep this worker's part, also of a state."""
@@ -221,6 +239,7 @@ class OSS(Optimizer):
         self._full.zero_grad(set_to_none=set_to_none)
         self.discard_gradients()
 
+    @_hooks.around_own_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update this worker's share, then exchange the shares; return what the optimizer's step returns. Collective.
@@ -294,11 +313,14 @@ class OSS(Optimizer):
         shares.collected = {place.get(k, k): copy_of(v) for k, v in made.items()}
         shares.made = True
 
-    def _set_gradients(self, *, first: bool) -> None:
-        """Set the gradients of this worker's share; the hyperparameters too, if this is the step's first time."""
+    def _bind(self) -> None:
         for bucket in self.buckets:
             if not bucket.bound():
                 bucket.bind()
+
+    def _set_gradients(self, *, first: bool) -> None:
+        """Set the gradients of this worker's share; the hyperparameters too, if this is the step's first time."""
+        self._bind()
         if (reducer := self.reducer) is not None:
             reducer.finish_reduction()
         elif self.world_size > 1:

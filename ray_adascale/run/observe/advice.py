@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..._hooks import global_step_hooks
 from ..._torch import digest_of, leaves
 from ..._warn import warn_at_user, warn_on_first_worker
 from ...chain import largest_part, parts_of
@@ -155,10 +156,22 @@ def warn_of_state_dict_hooks(optimizer: Optimizer) -> None:
         )
 
 
+def warn_of_modes(optimizer: Optimizer) -> None:
+    """Warn if the optimizer has a ``train()`` and ``eval()``, as schedule-free ones have."""
+    names = [type(part).__name__ for part, _ in parts_of(optimizer) if callable(getattr(part, "eval", None))]
+    if names:
+        warn_on_first_worker(
+            f"{names[0]} has an eval() of its own, which changes the weights. In evaluate= call optimizer.eval() first and "
+            "optimizer.train() last, on every worker. Checkpoints and load_weights() have the weights of train(). To keep those "
+            "of eval(), call optimizer.eval() after the loop, and save run.module.state_dict()."
+        )
+
+
 def warn_of_step_hooks(optimizer: Optimizer) -> None:
     """Warn if the optimizer that is to be sharded has hooks around its step."""
     parts = [optimizer, *(part for part, _ in parts_of(optimizer))]
-    if any(part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks for part in parts):
+    own = any(part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks for part in parts)
+    if own or global_step_hooks():
         warn_on_first_worker(
             f"{type(optimizer).__name__} has hooks around its step. With sharded state they see this worker's shard of the "
             "parameters and gradients, before the workers gather the shards. Use after_step= for an average of the weights, "
