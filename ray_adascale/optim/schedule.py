@@ -18,9 +18,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    LRScheduler,
-)
+from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import noted
 from .scheduler_checks import check_scheduler, nested_schedulers

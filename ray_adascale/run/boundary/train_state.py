@@ -31,7 +31,7 @@ from ...data.source import BatchSource
 from ...optim.adascale import AdaScale
 from ...optim.algorithm import of_other_base_batch
 from ...optim.schedule import BaseSchedule, EffectiveSchedule, LRCurves
-from .changes import Groups, check_class, compare, to_save
+from .changes import Groups, compare
 from .stage import LoopState, Stage
 
 _log = logging.getLogger(__name__)
@@ -96,7 +96,6 @@ class TrainState:
         out.update({f"rng/{self.rank}/{key}": value for key, value in capture_rng(self.device).items()})
         if (place := self.source.own_state()) is not None:
             out[f"data/{self.rank}/place"] = place
-        values = hyperparameters(self.optimizer)
         base = self.base_schedule
         assert isinstance(base.lr_curve, LRCurves)
         out["schedule/lr_curve"] = torch.from_numpy(base.lr_curve.rows)
@@ -113,8 +112,8 @@ class TrainState:
             "plan": asdict(plan),
             "schedule": self.schedule.state_dict(),
             "data": self.source.state_dict(),
-            "param_groups": values,
-            "groups": to_save(self.groups, values),
+            "param_groups": hyperparameters(self.optimizer),
+            "groups": self.groups,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "recipe": self.recipe,
             **self.users_state(out),
@@ -156,8 +155,7 @@ class TrainState:
         """
         whole = checkpoint.Saved(folder)
         saved = whole.state
-        check_class(saved, self.groups, folder)
-        changes = compare(saved, whole.tensors("schedule/"), self.base_schedule, self.groups)
+        changes = compare(whole, self.base_schedule, self.groups)
         self._check_accepted(whole, changes.schedule + changes.groups, accept_changes)
         statistics = whole.tensors("adascale/")
         load_model(whole, self.module)
@@ -191,8 +189,7 @@ class TrainState:
 
     def _load_requires_grad(self, saved: Mapping[str, Any]) -> None:
         """Freeze and unfreeze what the loop had before the checkpoint, except where the program itself was changed since."""
-        known = saved.get("frozen", {"at_first": self.frozen, "changed": ()})  # older checkpoints don't have it
-        before, changed = set(known["at_first"]), set(known["changed"])
+        before, changed = set(saved["frozen"]["at_first"]), set(saved["frozen"]["changed"])
         for name, p in self.module.named_parameters():
             if (key := unwrapped_name(name)) in changed:
                 p.requires_grad_(key in before)

@@ -72,10 +72,8 @@ def _rule_advice(rule: ScalingRule, optimizer: Optimizer) -> str | None:
             "AdamW (benchmarks/studies/pages/adam.md). Use 'adascale', or compare with a base run before you trust it."
         )
     parts = [part for part, _ in parts_of(optimizer)]
-    kinds, name = (
-        {class_name(part) for part in parts},
-        " and ".join(dict.fromkeys(type(part).__name__ for part in parts)),
-    )
+    kinds = {class_name(part) for part in parts}
+    name = " and ".join(dict.fromkeys(type(part).__name__ for part in parts))
     betas = betas_of(rule) is not None
     if not isinstance(rule, AdaScaleRule) or (kinds <= SGD and not betas):
         return None

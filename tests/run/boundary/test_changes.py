@@ -41,7 +41,7 @@ def schedule(**changes: Any) -> BaseSchedule:
 def test_a_checkpoint_says_what_its_schedule_was() -> None:
     state = {"plan": {"base_batch_size": 4}, "total_steps": 40, "scheduler_unit": "step", "base_steps_per_epoch": 10.0}
     rows = torch.tensor([[0.1] * 40], dtype=torch.float64)
-    found = saved_schedule(state, {"lr_curve": rows})  # as of an older one, with a row for each group
+    found = saved_schedule(state, {"lr_curve": rows, "lr_groups": torch.tensor([[0, 1.0]])})
     assert replace(found, lr_curve=[*found.lr_curve]) == schedule()
     groups = torch.tensor([[0, 1.0], [0, 0.5]], dtype=torch.float64)
     assert [*saved_schedule(state, {"lr_curve": rows, "lr_groups": groups}).lr_curve] == [[0.1] * 40, [0.05] * 40]
@@ -172,7 +172,7 @@ def test_state_goes_to_an_optimizer_of_the_same_class_only(
     train(run_of(tmp_path, before), 2)
     for accept in (False, True):
         with pytest.raises(
-            ValueError, match=f"'{name}' is {classes[1]}, and in .* it is {classes[0]}.*starting_step=2"
+            ValueError, match=f"builds {classes[1]}, and .*of {classes[0]} for . parameters: '{name}'.*starting_step=2"
         ):
             run_of(tmp_path, after, accept_changes=accept)
 
@@ -241,15 +241,23 @@ def test_a_chain_whose_optimizers_are_listed_in_another_order_goes_on(tmp_path: 
     assert torch.equal(weights(resumed), weights(whole))
 
 
-def test_other_groups_raise_and_are_used_where_accepted(tmp_path: Path) -> None:
-    train(run_of(tmp_path, sgd(momentum=0.9, weight_decay=0.3)), 2)
-    message = r"hold other parameters \(2 groups, were 1; regrouped: 4 parameters: '0\.weight', '2\.weight', '0\.bias'"
-    with pytest.raises(ValueError, match=message):
-        run_of(tmp_path, two_groups("weight", "bias"))
+def test_other_groups_are_compared_by_their_parameters(tmp_path: Path) -> None:
+    train(run_of(tmp_path / "one", sgd(momentum=0.9, weight_decay=0.3)), 2)
+    message = r"weight_decay is 0\.0, was 0\.3, for 2 parameters: '0\.bias', '2\.bias'"
+    with pytest.raises(
+        ValueError, match=rf"curve differs.*at scheduler call 0, where 0\.1 is expected.*0\.02.*; {message}"
+    ):
+        run_of(tmp_path / "one", two_groups("weight", "bias"))
     with pytest.warns(UserWarning, match=message):
-        resumed = run_of(tmp_path, two_groups("weight", "bias"), accept_changes=True)
+        resumed = run_of(tmp_path / "one", two_groups("weight", "bias"), accept_changes=True)
     assert decays(resumed) == {2: 0.3, 1: 0.0}
     assert len(resumed.optimizer.state) == 4  # by name, so the momenta are there
+
+    def layers(net: nn.Module) -> Optimizer:
+        return SGD([{"params": part.parameters()} for part in (net[2], net[0])], lr=0.1, momentum=0.9)  # type: ignore[index]
+
+    train(run_of(tmp_path / "same", sgd(momentum=0.9)), 2)
+    assert run_of(tmp_path / "same", layers).effective_steps == 2  # with equal settings groups change nothing
 
 
 def test_a_change_in_one_group_is_named_by_its_parameters(tmp_path: Path) -> None:
