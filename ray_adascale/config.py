@@ -69,8 +69,8 @@ class AdaScaleConfig:
             scheduler, because a wrong guess is silently wrong.
         per_worker_batch_size: Examples per backward pass on one worker; ``ray-adascale check --memory`` and
             :func:`ray_adascale.find_batch_size` find the most that fit into memory. Default: the base batch size.
-        accumulation: Backward passes per optimizer step, on each worker; each loss stays the mean over its micro-batch, so don't
-            divide it by them.
+        accumulation: Backward passes per optimizer step, on each worker. ``Run`` divides each loss by them, so the loop must
+            not. A loop of your own must (``attach``, Lightning's manual optimization): ``(loss / accumulation).backward()``.
         global_batch_size: B, the same on any number of workers. The number of passes depends on the workers then:
             ``accumulation`` is the fewest passes, and ``per_worker_batch_size`` the most examples of one. B need not divide
             evenly. It grows where a pass would have no example. Default: each worker's batch stays the same, and B grows with

@@ -67,13 +67,7 @@ class Tune(OnRay):
         if given.get("scheduler") == "none":
             given["scheduler"] = None
         search = Search(
-            workload,
-            space,
-            config=self.config,
-            storage_path=self.storage_path,
-            name=name,
-            **given,
-            **self._resources(),
+            workload, space, config=self.config, storage_path=self.storage_path, name=name, **given, **self._resources()
         )
         if not self.start(param_space=self.param_space, storage_path=storage_path):
             return 1

@@ -29,8 +29,8 @@ def mean_sq_norm(plan: StepPlan, norms: Sequence[Tensor], weights: Sequence[floa
     """
     if weights is not None and len(weights) < len(norms):
         raise RuntimeError(
-            f"This step has {len(norms)} backward passes, and sample_weights are of {len(weights)}. Add the losses of a "
-            "micro-batch, and run one backward pass for it: run.backward(loss + other_loss)."
+            f"This step has {len(norms)} backward passes, and sample_weights are of {len(weights)}. Set a weight for each pass "
+            "before the step's last backward pass; and add the losses of one micro-batch: run.backward(loss + other_loss)."
         )
     n = plan.num_samples
     parts = []

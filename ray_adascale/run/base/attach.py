@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,8 @@ from ...recipe import Recipe
 from ...sharding.sharded_ddp import ShardedDataParallel
 from ..build import adascale_of, check_built, check_schedule
 
+_log = logging.getLogger(__name__)
+
 
 def attach(
     model: nn.Module,
@@ -43,9 +46,10 @@ def attach(
         optimizer, schedule = attach(model, optimizer, scheduler, AdaScaleConfig(base_batch_size=32, ...), recipe)
         while not schedule.finished: ...
 
-    The loop has to do the rest of a Run's work: the order of examples, unequal micro-batches
-    (:attr:`AdaScale.sample_weights`), steps with fewer passes (:meth:`AdaScale.expect_passes`), and resuming. τ is in the state
-    of the returned optimizer, so save and load that one: call attach before anything gets the bare optimizer.
+    The loop has to do the rest of a Run's work: the division of each loss by ``accumulation``, the order of examples, unequal
+    micro-batches (:attr:`AdaScale.sample_weights`, set before a step's last backward pass), steps with fewer passes
+    (:meth:`AdaScale.expect_passes`), and resuming. τ is in the state of the returned optimizer, so save and load that one: call
+    attach before anything gets the bare optimizer.
 
     Args:
         model: The model, bare or in DistributedDataParallel.
@@ -102,6 +106,10 @@ def attach(
             "and CheckpointSaver(). If another program has trained k base steps: attach(..., starting_step=k)."
         )
     plan = replace(config.batch.plan(workers), passes=config.accumulation)  # the loop makes the passes
+    if plan.passes > 1 and (workers == 1 or dist.get_rank() == 0):
+        _log.info(
+            "Each step has %d backward passes: the loop or its library must divide each loss by them.", plan.passes
+        )
     per_epoch = None if config.dataset_length is None else config.dataset_length / plan.base_batch_size
     total_steps = config.resolve_total_steps(per_epoch)
     if starting_step >= total_steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -149,6 +150,60 @@ def test_a_loop_that_cannot_cut_its_batches_says_so() -> None:
         attach(model, optimizer, scheduler, settings(10, grad_clip="2x"))
     with pytest.raises(ValueError, match="sharding='zero2'"):
         attach(model, optimizer, scheduler, settings(10, accumulation=2, sharding="zero2"))
+
+
+def test_several_passes_say_that_the_loop_divides_the_loss(caplog: pytest.LogCaptureFixture) -> None:
+    """A step of the base batch in four passes has the gradient of that batch; nothing shows that it is four times too large."""
+    caplog.set_level(logging.INFO, logger="ray_adascale")
+    plain, sgd, _ = make(40)
+    x, y = dataset(BATCH).tensors
+    loss_of(plain, (x, y)).backward()
+    sgd.step()
+    model, optimizer, scheduler = make(40)
+    adascale, _ = attach(model, optimizer, scheduler, settings(40, per_worker_batch_size=BATCH // 4, accumulation=4))
+    for part in zip(x.chunk(4), y.chunk(4), strict=True):
+        (loss_of(model, part) / 4).backward()
+    adascale.step()
+    assert adascale.scale == 1
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    (line,) = caplog.messages
+    assert line == "Each step has 4 backward passes: the loop or its library must divide each loss by them."
+    attach(*make(40), settings(40))
+    assert len(caplog.messages) == 1
+
+
+def test_sums_over_tokens_have_the_gain_of_their_weights() -> None:
+    """As in the guide: each sum is divided by the step's tokens, and the weights are set before the last pass."""
+    tokens = [1, 3, 2, 10]
+    x, y = dataset(sum(tokens)).tensors
+    parts = [*zip(x.split(tokens), y.split(tokens), strict=True)]
+    samples = []
+    for part in parts:
+        model, optimizer, scheduler = make(40)
+        grads = torch.autograd.grad(loss_of(model, part), [*model.parameters()])
+        samples.append(torch.cat([g.flatten() for g in grads]).double())
+    weights = [t / sum(tokens) for t in tokens]
+    mean = sum(w * g for w, g in zip(weights, samples, strict=True))
+    norms = sum(w * float(g @ g) for w, g in zip(weights, samples, strict=True))
+    squared = float(mean @ mean)  # type: ignore[operator, union-attr]
+    scale = 4.0
+    sigma2 = scale * (norms - squared) / 3
+    mu2 = squared - sigma2 / scale
+    expected = (sigma2 + mu2) / (sigma2 / scale + mu2)
+
+    adascale, _ = attach(model, optimizer, scheduler, settings(40, accumulation=4))
+    for i, part in enumerate(parts):
+        if i == 3:
+            adascale.sample_weights = weights
+        (loss_of(model, part) * tokens[i] / sum(tokens)).backward()
+    adascale.step()
+    assert adascale.gain() == pytest.approx(expected, rel=1e-4)
+    adascale.sample_weights = weights[:3]
+    adascale.zero_grad()
+    with pytest.raises(RuntimeError, match="Set a weight for each pass before the step's last backward pass"):
+        for part in parts:
+            loss_of(model, part).backward()
 
 
 @pytest.mark.parametrize("zeros", [False, True])
