@@ -17,7 +17,9 @@ from ray_adascale import __version__
 sys.path.insert(0, str(Path(__file__).parent))
 import commands
 import messages
+import names
 import notebook
+import symbols
 
 project = "ray_adascale"
 copyright = "the ray_adascale authors"
@@ -84,27 +86,32 @@ copybutton_selector = "div:not(.highlight-diff) > div.highlight > pre"
 
 
 def add_navigation(app: Any, docname: str, source: list[str]) -> None:
-    """Append a table of contents to README.md: one for each group of pages in its section "Documentation".
-
-    README.md stays free of Sphinx's directives this way, and holds the only list of the pages.
-    """
+    """Append a table of contents to README.md: one for each section of docs/contents.md, the only list of the pages."""
     if docname != root_doc:
         return
-    section = source[0].partition("\n## Documentation\n")[2].partition("\n## ")[0]
-    for group, pages in re.findall(r"^- \*\*(.+?)\*\*(.*?)(?=^- |\Z)", section, flags=re.MULTILINE | re.DOTALL):
-        names = [f"/{name}" for name in re.findall(r"\]\(([^)#]+)\.(?:md|ipynb)\)", pages)]
+    contents = Path(__file__).with_name("contents.md")
+    app.env.note_dependency(str(contents))
+    for section in contents.read_text(encoding="utf-8").split("\n## ")[1:]:
+        group, _, pages = section.partition("\n")
+        names = [f"/docs/{name}" for name in re.findall(r"^- \[.+\]\((.+)\.(?:md|ipynb)\)$", pages, flags=re.MULTILINE)]
         source[0] += "\n".join(["\n\n```{toctree}", ":hidden:", f":caption: {group}", "", *names, "```\n"])
 
 
 def read_notebook(app: Any, docname: str, source: list[str]) -> None:
     """Read a stored notebook as Markdown. Nothing is run."""
-    if Path(app.env.doc2path(docname)).suffix == ".ipynb":
-        source[0] = notebook.markdown(source[0])
+    path = Path(app.env.doc2path(docname))
+    if path.suffix == ".ipynb":
+        title, _, rest = notebook.markdown(source[0]).partition("\n")
+        source[0] = f"{title}\n\n{{download}}`The notebook as a file <{path.name}>`\n{rest}"
 
 
 def add_generated(app: Any, docname: str, source: list[str]) -> None:
     """Append what is made from the package's source to its page: the commands, and the texts of errors and warnings."""
-    made = {"docs/reference/commands": commands.page, "docs/reference/messages": messages.page}
+    made = {
+        "docs/reference/api/index": names.table,
+        "docs/reference/commands": commands.page,
+        "docs/reference/messages": messages.page,
+    }
     if docname in made:
         source[0] += made[docname]()
 
@@ -124,10 +131,16 @@ def add_scripts(app: Any, pagename: str, templatename: str, context: dict[str, A
         app.add_js_file("messages.js")
 
 
+OUTSIDE = ("docs/contents", "docs/reference/messages", "docs/reference/architecture", "docs/reference/api/compat")
+"""Pages that others link to, without a place in the navigation."""
+
+
 def leave_out(app: Any, docname: str, source: list[str]) -> None:
-    """Leave the studies' pages out of navigation and search. What was measured links to them."""
+    """Leave some pages out of the navigation, and the studies' pages, which the page of results links, out of the search too."""
     if docname.startswith("benchmarks/studies/"):
         source[0] = f"---\norphan: true\nnosearch: true\n---\n\n{source[0]}"
+    elif docname in OUTSIDE:
+        source[0] = f"---\norphan: true\n---\n\n{source[0]}"
 
 
 def keep_colons(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
@@ -143,6 +156,7 @@ def copy_front_page(app: Any, exception: Exception | None) -> None:
 
 
 def setup(app: Any) -> None:
+    app.set_translator("html", symbols.Typesetter)
     app.connect("source-read", add_navigation)
     app.connect("source-read", read_notebook)
     app.connect("source-read", add_generated)

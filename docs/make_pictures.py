@@ -2,10 +2,10 @@
 
     python docs/make_pictures.py
 
-``concept.png`` is a drawing: steps of S = 1 and S = 4 over τ, and the schedule. ``forecast.png`` has optimizer steps against
-workers, forecast from one base run. ``resize.png`` has a run whose scale changes ten times: the metric, the scale and the gain
-over effective steps. ``display.svg`` has the live display of that run, and ``report.png`` the top of its report, photographed
-by Chromium (``chromium`` on the path).
+``concept.png`` is a drawing: steps of S = 1 and S = 4 over τ, and the schedule. ``run.png`` has a base run and a run at S = 8
+over effective steps. ``forecast.png`` has optimizer steps against workers, forecast from one base run. ``resize.png`` has a run
+whose scale changes ten times: the metric, the scale and the gain over effective steps. ``display.svg`` has the live display of
+that run, and ``report.png`` the top of its report, photographed by Chromium (``chromium`` on the path).
 """
 
 from __future__ import annotations
@@ -145,6 +145,26 @@ def draw_concept(path: Path) -> None:
     figure.savefig(path, dpi=200)
 
 
+def draw_run(path: Path, steps: int = STEPS) -> None:
+    """Draw the metric and the gain of a base run and of a run at S = 8."""
+    plt = pyplot()
+    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(4.6, 4.8), layout="constrained")
+    styles = {1: {"color": "0.45", "lw": 1.4, "ls": "--"}, 8: {"color": "C0", "lw": 2.2}}
+    for scale, style in styles.items():
+        rows = rows_of_run("adascale", (scale,), steps)
+        name = "base run, S = 1" if scale == 1 else f"AdaScale, S = {scale}"
+        scored = [row for row in rows if row.get("bits") is not None]
+        bits = [row["bits"] for row in scored]
+        above.plot([row["effective_steps"] for row in scored], bits, label=f"{name}: {len(rows)} steps", **style)
+        below.plot([row["effective_steps"] for row in rows], [row["gain"] for row in rows], label=name, **style)
+    above.set_ylabel("test bits a character", fontsize=10)
+    above.set_ylim(top=4)
+    below.set_ylabel("gain r", fontsize=10)
+    below.set_ylim(0, 8)
+    below.set_xlabel("effective steps τ", fontsize=10)
+    finish(figure, path)
+
+
 def draw_resize(path: Path, steps: int = STEPS) -> None:
     """Draw the metric of three runs, and scale and gain of the one with AdaScale."""
     plt = pyplot()
@@ -216,6 +236,7 @@ def draw_report(path: Path, steps: int = STEPS) -> None:
 def main() -> int:
     PICTURES.mkdir(exist_ok=True)
     draw_concept(PICTURES / "concept.png")
+    draw_run(PICTURES / "run.png")
     draw_forecast(PICTURES / "forecast.png")
     draw_resize(PICTURES / "resize.png")
     draw_display(PICTURES / "display.svg")

@@ -150,7 +150,8 @@ def plot(outcomes: Sequence[Outcome], path: Path) -> None:
     for one in outcomes:
         steps = read_trace(one.trace)
         scored = [step for step in steps if "bits" in step and math.isfinite(step["bits"])]
-        style = {"color": f"C{ways.index(one.way)}", "lw": 1.2, "alpha": 0.8}
+        colors = {BASE: "0.45", ADASCALE: "C0"}  # as in the other pictures
+        style = {"color": colors.get(one.way, f"C{ways.index(one.way)}"), "lw": 1.2, "alpha": 0.8}
         label = None if one.way in labelled else one.way
         labelled.add(one.way)
         x, y = [s["effective_steps"] for s in scored], [s["bits"] for s in scored]

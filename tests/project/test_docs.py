@@ -176,7 +176,7 @@ GIVEN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/guides/monitoring.md": _report,
 }
 assert not any(page.startswith("docs/start/") for page in GIVEN), "what is pasted from a page of Start must run"
-NEEDS_RAY = ("docs/start/quickstart.md", "docs/start/workloads.md")
+NEEDS_RAY = ("docs/start/quickstart.md", "docs/start/workloads.md", "docs/guides/data.md")
 NEEDS_GROUP = ("docs/guides/sharding.md",)  # a process group, of one worker
 
 
@@ -359,11 +359,38 @@ def test_pages_that_sources_name_exist() -> None:
     assert named > 20
 
 
-def test_every_page_is_in_the_readmes_list() -> None:
-    """The site's navigation is made from this list (docs/conf.py), in four groups. The pages of studies are not in it."""
-    section = (ROOT / "README.md").read_text().partition("\n## Documentation\n")[2].partition("\n## ")[0]
-    assert re.findall(r"^- \*\*(\w+)\*\*: ", section, flags=re.MULTILINE) == ["Start", "Guides", "Results", "Reference"]
-    listed = re.findall(r"\]\(([^)#]+\.md)\)", section)
-    others = ("README.md", "docs/reference/api/", "benchmarks/studies/")
-    pages = [name for name in map(_name, ALL_PAGES) if not name.startswith(others)]
-    assert sorted(listed) == sorted([*pages, "docs/reference/api/index.md"])
+LISTED = re.compile(r"^- \[(.+)\]\((.+\.(?:md|ipynb))\)$", re.MULTILINE)
+
+
+def listed() -> list[tuple[str, Path]]:
+    """The pages in docs/contents.md with their titles there. The site's navigation is made of this list (docs/conf.py)."""
+    contents = ROOT / "docs" / "contents.md"
+    return [(title, (contents.parent / name).resolve()) for title, name in LISTED.findall(contents.read_text())]
+
+
+def test_every_page_is_in_the_contents() -> None:
+    """But those of studies and of the API, and those that stand outside the navigation, which must be linked."""
+    sys.path.insert(0, str(ROOT / "docs"))
+    import conf
+
+    sys.path.pop(0)
+    others = ("README.md", "docs/reference/api/", "benchmarks/studies/", *(f"{name}.md" for name in conf.OUTSIDE))
+    pages = [page for page in ALL_PAGES if not _name(page).startswith(others)]
+    tutorial, index = ROOT / "examples/tutorial.ipynb", ROOT / "docs/reference/api/index.md"
+    assert sorted(page for _, page in listed()) == sorted([*pages, tutorial, index])
+    for name in conf.OUTSIDE:
+        links = [page for page in ALL_PAGES if f"{name.rpartition('/')[2]}.md" in page.read_text()]
+        assert links, name
+
+
+def test_a_page_has_one_title_in_the_navigation_and_at_its_top() -> None:
+    for title, page in listed():
+        first = re.findall(r"# (.+?)(?:\\n\",)?$", page.read_text(), flags=re.MULTILINE)[0]
+        assert title == first, page
+    in_readme = {name: title for title, name in re.findall(r"\[([^\]]+)\]\((docs/[^)#]+\.md)\)", documentation())}
+    titles = {_name(page): title for title, page in listed()}
+    assert {name: titles.get(name, "all pages") for name in in_readme} == in_readme
+
+
+def documentation() -> str:
+    return (ROOT / "README.md").read_text().partition("\n## Documentation\n")[2]

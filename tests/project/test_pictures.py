@@ -33,6 +33,7 @@ def test_a_run_changes_its_scale_and_goes_on_at_its_effective_steps() -> None:
 
 def test_each_picture_is_drawn_and_kept(tmp_path: Path) -> None:
     make_pictures.draw_concept(tmp_path / "concept.png")
+    make_pictures.draw_run(tmp_path / "run.png", steps=40)
     make_pictures.draw_resize(tmp_path / "resize.png", steps=40)
     make_pictures.draw_forecast(tmp_path / "forecast.png", steps=40)
     make_pictures.draw_display(tmp_path / "display.svg", steps=40)
