@@ -10,11 +10,12 @@ import json
 import os
 import shutil
 import tempfile
+import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
 TRACE = "trace.jsonl"
@@ -26,6 +27,12 @@ ERROR = "error.txt"
 SEARCH = "search.json"
 """The description of a search, in its folder."""
 
+STORE_LIMIT_S = 600.0
+"""Seconds for which a failed write of a checkpoint to storage is tried again."""
+_STORE_PAUSE_S = 30.0
+"""Longest time between two such tries."""
+
+_Stored = TypeVar("_Stored")
 _SCRATCH, _SCRATCH_LOCK = "ray_adascale-scratch-", ".lock"
 
 _PLAIN_IN_URIS = "/=@:+,"
@@ -157,6 +164,29 @@ def full_disk_note(error: BaseException, path: str | os.PathLike[str]) -> str:
         usage = shutil.disk_usage(there)
         return f"; the disk of {there} is full: {usage.free / 1e6:,.1f} of {usage.total / 1e6:,.1f} MB are free"
     return f"; the disk of {path} is full"
+
+
+def store_patiently(store: Callable[[], _Stored], waits: Callable[[OSError, str], None]) -> _Stored:
+    """Return ``store()``, tried again while it raises an OSError, as pyarrow does for any kind of storage.
+
+    Args:
+        store: Writes to storage.
+        waits: Called before each further try, with the error and a sentence about the next try.
+
+    Raises:
+        OSError: The tries took :data:`STORE_LIMIT_S`, or a permission is missing, which time does not mend.
+    """
+    pause, waited = 1.0, 0.0
+    while True:
+        try:
+            return store()
+        except OSError as error:
+            if waited >= STORE_LIMIT_S or isinstance(error, PermissionError):
+                raise
+            waits(error, f"Again in {pause:g} s, for {STORE_LIMIT_S:g} s at most.")
+            time.sleep(pause)
+            waited += pause
+            pause = min(2 * pause, _STORE_PAUSE_S)
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

@@ -300,6 +300,7 @@ class Recipe:
             mean = "" if spread is None else f", mean {spread[0]:.6g}, standard deviation {spread[1]:.2g}"
             scores = ", ".join(f"{repeat.score:.6g} (seed {repeat.seed})" for repeat in self.repeats)
             lines.insert(3, f"  repeats      {scores}{mean}")
+        lines += _describe_failures(self.search)
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -454,6 +455,23 @@ def _describe_curve(curve: list[float]) -> str:
     if len(curve) == 1:
         return f"{curve[0]:.4g}"
     return f"{curve[0]:.4g} → {curve[-1]:.4g} over {len(curve)} values, highest {max(curve):.4g}"
+
+
+def _describe_failures(search: Mapping[str, Any]) -> list[str]:
+    """Return lines about the failed trials, as :class:`ray_adascale.search.repeats.Failure` writes them; none without one."""
+    listed = search.get("failed")
+    failed = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    if not failed:
+        return []
+    repeats = sum("seed" in each for each in failed)
+    trials = len(failed) - repeats
+    ended = [search.get(name) for name in ("completed", "stopped_early")]
+    total = trials + sum(number for number in ended if isinstance(number, int))
+    counts = f"{total} trials, {trials} failed" + (f", and {repeats} repeats" if repeats else "")
+    return [
+        f"  search       {counts}:",
+        *(f"    failed     {each.get('at', each.get('trial'))}: {each.get('error')}" for each in failed),
+    ]
 
 
 def _describe_settings(settings: dict[str, Any] | None) -> str:

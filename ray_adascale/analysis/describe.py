@@ -52,11 +52,6 @@ def _recipe_text(recipe: Recipe) -> str:
     lines = [recipe.describe()]
     if not recipe.noise:
         lines.append("  no forecast  it holds no noise probes")
-    failed = recipe.search.get("failed")
-    if isinstance(failed, list):
-        lines += [
-            f"  failed       {item.get('trial')}: {item.get('error')}" for item in failed if isinstance(item, dict)
-        ]
     return "\n".join(lines)
 
 
@@ -129,7 +124,8 @@ def _describe_run(path: Path) -> tuple[str, bool]:
 
 def _describe_search(path: Path) -> str:
     """List the trials of a search, each with its result at T or the step that it has reached, as Ray Tune has stored them."""
-    lines = [f"Search {path.resolve().name}"]
+    lines: list[str] = []
+    failed = 0
     for given in sorted(path.glob("*/params.json")):
         try:
             config = json.loads(given.read_text(encoding="utf-8"))
@@ -138,14 +134,35 @@ def _describe_search(path: Path) -> str:
             outcome = BaseResult.from_json(last[RESULT]) if RESULT in last else None
         except (ValueError, KeyError, TypeError) as e:
             raise ValueError(f"Invalid path {str(path)!r}: {given.parent} does not hold a trial: {e}") from e
+        error = _failure_of_trial(given.with_name(ERROR), str(last.get("date", "")))
         if outcome is not None:
             found = f"{outcome.metric} {outcome.score:.4g}"
-        elif given.with_name(ERROR).is_file():
-            found = "failed"
+        elif error is not None:
+            found, failed = "failed", failed + 1
         else:
             found = f"effective step {last.get('effective_steps', 0):.0f}"
-        lines.append(f"  {found:<20} {', '.join(f'{key}={value}' for key, value in config.items())}")
-    return "\n".join(lines)
+        at = ", ".join(f"{key}={value}" for key, value in config.items())
+        lines.append(f"  {found:<20} {at}{f': {error}' if found == 'failed' else ''}")
+    counts = f": {len(lines)} trials, {failed} failed" if failed else ""
+    return "\n".join([f"Search {path.resolve().name}{counts}", *lines])
+
+
+def _failure_of_trial(file: Path, reported: str) -> str | None:
+    """Return the error of a trial of Tune's that has failed; None for a trial without, or that has started again since.
+
+    Args:
+        file: Tune's file with the failures of the trial.
+        reported: The time of the trial's newest report, in Tune's format.
+    """
+    if not file.is_file():
+        return None
+    when, _, text = file.read_text(encoding="utf-8").rpartition("Failure # ")[2].partition(")\n")
+    if reported > when.rpartition(" ")[2]:
+        return None
+    lines = text.splitlines()
+    frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
+    after = lines[frames[-1] :] if frames else lines  # the error's own line, before notes
+    return next((line for line in after if line[:1].strip()), "unknown error")
 
 
 def _left_in_words(run: RunTrace) -> str | None:

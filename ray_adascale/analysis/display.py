@@ -193,6 +193,10 @@ class SearchDisplay:
         _print(self._console, f"{self._what} {self._done} of {self._total}: {line}")
         self._show()
 
+    def show_line(self, text: str) -> None:
+        """Show a permanent line about a trial."""
+        _print(self._console, f"{self._what} {text}")
+
     def skip(self, trial_id: str) -> None:
         """Count a trial that had ended before this start, without an effect on the pace."""
         self._done += 1

@@ -15,7 +15,15 @@ from .command import file_and_function, search_space, tell
 from .options import add_options, option
 from .source import resolve
 
-_OF_SEARCH = ("num_samples", "repeats", "repeat_best", "scheduler", "max_concurrent_trials", "probe_every")
+_OF_SEARCH = (
+    "num_samples",
+    "repeats",
+    "repeat_best",
+    "max_failures",
+    "scheduler",
+    "max_concurrent_trials",
+    "probe_every",
+)
 """Fields of a search that are options."""
 
 

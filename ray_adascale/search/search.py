@@ -39,6 +39,8 @@ class Search:
         repeats: Run the best few trials again with this many other seeds each, each a whole base run, and select the best mean;
             narrows the forecast's interval.
         repeat_best: Largest number of trials that ``repeats`` runs again.
+        max_failures: Restarts of a trial whose process or node is lost, or that can't write to its storage; from its checkpoint
+            if it has one. A trial that raises an exception of its own is not started again.
         search_alg: A searcher of Tune's. Default: random search.
         scheduler: "asha" stops trials that are not in the best quarter at T/8 and at T/2, compared at equal effective steps;
             None lets each one end. Or a scheduler of Tune's, built without ``metric`` and ``mode`` (reports have
@@ -69,6 +71,7 @@ class Search:
     num_samples: int = field(default=8, metadata=COUNT)
     repeats: int = field(default=0, metadata=by(integer(0)))
     repeat_best: int = field(default=3, metadata=COUNT)
+    max_failures: int = field(default=2, metadata=by(integer(0)))
     search_alg: Any = None
     scheduler: Literal["asha"] | TrialScheduler | None = "asha"
     resources_per_trial: Mapping[str, float] | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import math
 import shutil
 from abc import ABC, abstractmethod
@@ -21,7 +22,7 @@ from ray import tune
 from torch import Tensor, nn
 
 from .. import checkpoint
-from .._files import scratch_folder
+from .._files import scratch_folder, store_patiently
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import NoiseProbe
@@ -32,6 +33,8 @@ from ..run.boundary.stage import StepReport
 from ..run.loop import Run
 from ..run.observe.failure import annotate_exceptions
 from ..workload import ConfigAccessLog, Workload, WorkloadFn, build, describe_config
+
+_log = logging.getLogger(__name__)
 
 OBJECTIVE = "objective"  # the workload's metric, negated where small is better; Tune maximises it
 EPOCHS = "epochs"  # τ in passes over the dataset: ASHA's clock where T is given in epochs
@@ -196,7 +199,10 @@ class _TuneBackend(Backend):
         try:
             report = self._collected.report(outcome)
             self._collected.save(folder)
-            tune.report(report, checkpoint=tune.Checkpoint.from_directory(str(folder)))
+            store_patiently(
+                lambda: tune.report(report, checkpoint=tune.Checkpoint.from_directory(str(folder))),
+                lambda error, again: _log.warning("A checkpoint of a trial could not be stored: %s. %s", error, again),
+            )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -28,7 +28,7 @@ from ..run.base.base_run import BaseResult, freeze
 from ..train.cluster import portable, quiet_init
 from ..train.run_lock import RunLock
 from ..workload import describe_config, unread_warning
-from .repeats import RepeatPlan, best_mean, best_mean_so_far
+from .repeats import Failure, RepeatPlan, best_mean, best_mean_so_far
 from .search import Search
 from .spec import SearchSpec
 from .trial import OBJECTIVE, InOneProcess, TrialSetup, run_repeat, run_trial
@@ -85,6 +85,7 @@ def tune_recipe(search: Search) -> Recipe:
         name=unique_name("recipe") if search.name is None else search.name,
         storage_path=None if search.storage_path is None else absolute(search.storage_path),
         checkpoint_config=tune.CheckpointConfig(num_to_keep=1),
+        failure_config=tune.FailureConfig(max_failures=search.max_failures),
         verbose=0,
     )
     at_once = spec.trials_at_once()
@@ -104,9 +105,12 @@ def _recipe_of(running: _RunningSearch) -> Recipe:
         ranking = _ranking(trials)
         winner, outcome = ranking[0]
         again: list[Repeat] = []
-        failed_repeats: list[dict[str, str]] = []
+        failed = [Failure.of(trial) for trial in trials if trial.error is not None]
+        completed = len(ranking)
+        stopped_early = len(trials) - completed - len(failed)
         if search.repeats:
             best, again, failed_repeats = running.run_repeats(plan, [trial for trial, _ in ranking])
+            failed += failed_repeats
             winner, outcome = next(ended for ended in ranking if ended[0].trial_id == best)
     if lock.lost is not None:
         raise RuntimeError(
@@ -114,8 +118,7 @@ def _recipe_of(running: _RunningSearch) -> Recipe:
             "for that process, or start again under another name."
         )
     _warn_of(outcome, [other for _, other in ranking])
-    completed = sum(trial.outcome is not None for trial in trials)
-    failed = [{"trial": trial.trial_id, "error": trial.error_line} for trial in trials if trial.error is not None]
+    _warn_of_lost(failed, outcome)
     return freeze(
         outcome,
         workload=search.workload,
@@ -124,8 +127,8 @@ def _recipe_of(running: _RunningSearch) -> Recipe:
         search={
             **{name: spec.description()[name] for name in ("num_samples", "search_alg", "scheduler")},
             "completed": completed,
-            "stopped_early": len(trials) - completed - len(failed),
-            "failed": failed + failed_repeats,
+            "stopped_early": stopped_early,
+            "failed": [each.to_json() for each in failed],
             "num_workers": 1 if search.scaling_config is None else search.scaling_config.num_workers,
             "best_trial": winner.trial_id,
             "wall_s": time.monotonic() - started,
@@ -189,7 +192,7 @@ class _RunningSearch:
 
     def run_repeats(
         self, plan: RepeatPlan | None, ranked: Sequence[Finished]
-    ) -> tuple[str, list[Repeat], list[dict[str, str]]]:
+    ) -> tuple[str, list[Repeat], list[Failure]]:
         """Repeat the best few trials with further seeds.
 
         Args:
@@ -197,7 +200,7 @@ class _RunningSearch:
             ranked: The trials, best first.
 
         Returns:
-            The id of the trial with the best mean, its repeats, and the failed repeats of all candidates, for the recipe.
+            The id of the trial with the best mean, its repeats, and the failed repeats of all candidates.
 
         Raises:
             RuntimeError: Each candidate has a failed repeat.
@@ -225,13 +228,15 @@ class _RunningSearch:
             scheduler=FIFOScheduler(),
         )
         failed = [
-            {"trial": f"repeat at {planned[trial.config['repeat']]}", "error": trial.error_line}
+            Failure.of(trial, planned[trial.config["repeat"]])
             for trial in watch.finished.values()
             if trial.error is not None
         ]
         best = best_mean(planned, watch.finished.values())
         if not best:
-            raise RuntimeError(f"Each of the best trials failed with another seed. The first: {failed[0]['error']}")
+            raise RuntimeError(
+                f"Each of the best trials failed with another seed. The first: {failed[0].trial.error_line}"
+            )
         repeats = [Repeat(seed=repeat.seed, score=outcome.score, noise=outcome.noise) for repeat, outcome in best]
         return best[0][0].candidate, repeats, failed
 
@@ -352,6 +357,16 @@ def _warn_of(winner: BaseResult, ended: list[BaseResult]) -> None:
     unread = {key: near for key, near in winner.unread.items() if all(key in other.unread for other in ended)}
     if unread:
         warn_at_user(unread_warning(unread))
+
+
+def _warn_of_lost(failed: list[Failure], winner: BaseResult) -> None:
+    """Warn of trials and repeats that failed and might have won."""
+    lost = [f"{each.at} ({each.trial.error_line.rstrip('.')})" for each in failed if each.trial.could_beat(winner)]
+    if lost:
+        warn_at_user(
+            f"Failed trials could have won: {'; '.join(lost)}. Search again at these values to know, or under another name with "
+            "a larger max_failures."
+        )
 
 
 def _warn_where_nothing_fits(resources: Mapping[str, float]) -> None:

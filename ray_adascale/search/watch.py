@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -14,13 +15,27 @@ from pathlib import Path
 from typing import Any
 
 from ray import cloudpickle, tune
+from ray.tune.experiment import Trial
 
 from .._fields import json_value
 from ..analysis.display import SearchDisplay
 from ..run.base.base_run import RESULT, BaseResult
 from ..run.boundary.evaluation import MissingMetric
 from ..run.observe.failure import lines_of, was_building
+from ..train.retry import is_nobodys_mistake
 from ..workload import describe_config
+from .trial import OBJECTIVE
+
+
+class _OwnTrial(Trial):
+    """A trial of Tune's that starts again only after a failure that is nobody's mistake.
+
+    Tune would repeat any failure ``max_failures`` times, and has no public way to tell them apart.
+    """
+
+    def should_recover(self) -> bool:
+        """Tune's question after a failure, once its files are written."""
+        return super().should_recover() and is_nobodys_mistake(_cause(self))
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,12 @@ class Finished:
         """The result of a trial that reached T; None for any other trial."""
         text = self.metrics.get(RESULT)
         return None if self.error is not None or text is None else BaseResult.from_json(text)
+
+    def could_beat(self, winner: BaseResult) -> bool:
+        """Return whether this trial might have won if it had not failed: it was lost, or was better than the winner is."""
+        if self.error is None or isinstance(self.error, FloatingPointError):  # the second: it has diverged
+            return False
+        return is_nobodys_mistake(self.error) or self.metrics.get(OBJECTIVE, -math.inf) > winner.objective
 
     @property
     def error_line(self) -> str:
@@ -120,6 +141,8 @@ class Watch(tune.Callback):
         return _live_watch, (self.what,)
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        if type(trial) is Trial:
+            trial.__class__ = _OwnTrial
         if self.fatal is not None:
             return
         for key, value in trial.config.items():
@@ -137,6 +160,11 @@ class Watch(tune.Callback):
         self.space = None  # some config can be built
         if self.display is not None:
             self.display.advance(trial.trial_id, result["effective_steps"] / result["total_steps"])
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        if self.display is not None:
+            failed = Finished.of(trial, _cause(trial))
+            self.display.show_line(f"at {self.describe(trial.config)} starts again: {failed.error_line}")
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._add(Finished.of(trial))

@@ -9,7 +9,6 @@ import math
 import re
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -22,7 +21,7 @@ import ray.train.torch
 import torch.distributed as dist
 
 from .. import checkpoint
-from .._files import TRACE, full_disk_note, list_names, read_text, scratch_folder
+from .._files import TRACE, full_disk_note, list_names, read_text, scratch_folder, store_patiently
 from .._warn import warn_at_user
 from ..checkpoint.files import MANIFEST, STATE, TENSORS, NotPermitted
 from ..run.boundary.backend import Backend, ReportPolicy
@@ -38,10 +37,6 @@ _log = logging.getLogger(__name__)
 
 _RAYS_NAME = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_")
 """The name of a checkpoint's folder in a Ray run: the time."""
-_UPLOAD_PAUSE_S = 30.0
-"""Longest pause between tries of an upload. Each failed try is logged."""
-_UPLOAD_LIMIT_S = 600.0
-"""Seconds of pauses after which the worker fails, so that Ray restarts the workers."""
 _PREEMPTION_POLL_S = 5.0
 """A poll is a barrier of 3 to 4 ms: below a thousandth of the time. Notices come 30 s or more ahead."""
 
@@ -236,23 +231,16 @@ class RayTrainBackend(Backend):
             raise
 
     def _persist(self, local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
-        pause, waited = 1.0, 0.0
-        while True:
-            try:
-                return self._storage.persist_current_checkpoint(local, name)
-            except OSError as e:  # pyarrow raises it for any kind of storage
-                failure = self._not_stored(e)
-                if waited >= _UPLOAD_LIMIT_S or isinstance(e, PermissionError):  # which time does not mend
-                    raise failure from e
-                text = (
-                    f"Worker {self.rank}, waiting: {failure} Again in {pause:g} s, for {_UPLOAD_LIMIT_S:g} s at most."
-                )
-                # Rank 0's log goes to the driver anyway.
-                if self.rank == 0 or not DriverClient(self.channel).log(logging.WARNING, text):
-                    _log.warning("%s", text)
-                time.sleep(pause)
-                waited += pause
-                pause = min(2 * pause, _UPLOAD_PAUSE_S)
+        def waits(error: OSError, again: str) -> None:
+            text = f"Worker {self.rank}, waiting: {self._not_stored(error)} {again}"
+            # Rank 0's log goes to the driver anyway.
+            if self.rank == 0 or not DriverClient(self.channel).log(logging.WARNING, text):
+                _log.warning("%s", text)
+
+        try:
+            return store_patiently(lambda: self._storage.persist_current_checkpoint(local, name), waits)
+        except OSError as e:
+            raise self._not_stored(e) from e
 
     def _not_stored(self, error: OSError) -> checkpoint.CheckpointError:
         folder = self._storage.experiment_fs_path

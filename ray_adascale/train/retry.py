@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray.train
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.train import UserCallback
 
 from .._errors import SettingError
@@ -43,6 +43,20 @@ def _preemption_of(error: Exception) -> RayActorError | None:
 def _is_between_workers(error: Exception) -> bool:
     """Return whether an exception only shows that another worker is gone."""
     return isinstance(error, RuntimeError | ConnectionError) and _BETWEEN_WORKERS.search(str(error)) is not None
+
+
+def _is_of_storage(error: Exception) -> bool:
+    """Return whether an exception is of a checkpoint or of storage, which may work again later."""
+    return isinstance(error, CheckpointError) or (
+        isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    )
+
+
+def is_nobodys_mistake(error: Exception) -> bool:
+    """Return whether an exception is of a lost process or node, or of storage, so that another start may not meet it."""
+    if type(error) is RayError or isinstance(error, PermissionError | NotPermitted):
+        return False  # the first stands for an exception that can't be pickled
+    return is_rays(error) or _is_between_workers(error) or (_is_of_storage(error) and not was_beginning(error))
 
 
 def worker_failure(error: BaseException) -> tuple[int, Exception] | None:
@@ -184,10 +198,7 @@ class RetryPolicy(UserCallback):
         when = raised_when(error)
         if isinstance(error, NotPermitted):
             return when or "It is not permitted."
-        of_storage = isinstance(error, CheckpointError) or (
-            isinstance(error, OSError)
-            and not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-        )
+        of_storage = _is_of_storage(error)
         if was_beginning(error) and not of_storage:
             return when
         key = f"{when} {type(error).__name__}"

@@ -31,14 +31,21 @@ def test_a_recipe_and_one_that_was_edited(tmp_path: Path) -> None:
 
 
 def test_what_a_recipe_lacks_and_which_trials_failed(tmp_path: Path) -> None:
-    failed = [{"trial": "a_1", "error": "OSError: no disk"}]
-    recipe([], search={"failed": failed}).save(tmp_path / "recipe.json")
+    failed = [
+        {"trial": "a_1", "at": "lr=0.1", "error": "OSError: no disk"},
+        {"trial": "a_2", "at": "lr=0.2, seed 4", "error": "ActorDiedError: it died", "seed": 4},
+    ]
+    recipe([], search={"failed": failed, "completed": 5, "stopped_early": 2}).save(tmp_path / "recipe.json")
     text, whole = describe(tmp_path / "recipe.json")
     assert whole
-    assert text.splitlines()[-2:] == [
+    assert text.splitlines()[-4:] == [
+        "  search       8 trials, 1 failed, and 1 repeats:",
+        "    failed     lr=0.1: OSError: no disk",
+        "    failed     lr=0.2, seed 4: ActorDiedError: it died",
         "  no forecast  it holds no noise probes",
-        "  failed       a_1: OSError: no disk",
     ]
+    assert "failed" not in recipe([], search={"failed": [], "completed": 1}).describe()
+    assert "failed" not in recipe([], search={"failed": 1}).describe()  # of another program
 
 
 def test_a_checkpoint_and_its_run(tmp_path: Path) -> None:
@@ -148,13 +155,28 @@ def test_a_run_amid_its_way_has_its_time_left(tmp_path: Path) -> None:
     assert "left" not in text
 
 
-def trial(folder: Path, *results: dict[str, Any], failed: bool = False) -> None:
+MISTAKE = """Failure # 1 (occurred at 2026-11-28_10-00-13)
+ray::ImplicitFunc.train() (pid=19308)
+  File "mine.py", line 28, in loss
+    raise RuntimeError("mine")
+RuntimeError: mine
+In your files:
+  mine.py:28, in loss
+Raised after optimizer step 26.
+"""
+DIED = """Failure # {} (occurred at 2026-11-28_10-00-57)
+The actor died unexpectedly before finishing this task.
+	pid: 19307
+"""
+
+
+def trial(folder: Path, *results: dict[str, Any], failed: str = "") -> None:
     """A trial's folder, as Ray Tune writes it."""
     folder.mkdir()
     (folder / "params.json").write_text('{"lr": 0.1}')
     (folder / "result.json").write_text("".join(json.dumps(result) + "\n" for result in results))
     if failed:
-        (folder / "error.txt").write_text("Traceback ...")
+        (folder / "error.txt").write_text(failed)
 
 
 def test_a_search_lists_its_trials(tmp_path: Path) -> None:
@@ -162,16 +184,22 @@ def test_a_search_lists_its_trials(tmp_path: Path) -> None:
     ended = BaseResult(metric="error", mode="min", score=0.25, schedule=schedule(4), noise=[])
     trial(tmp_path / "a", {"effective_steps": 2}, {"effective_steps": 4, RESULT: ended.to_json()})
     trial(tmp_path / "b", {"effective_steps": 2})
-    trial(tmp_path / "c", {"effective_steps": 2}, failed=True)
+    trial(tmp_path / "c", {"effective_steps": 2, "date": "2026-11-28_10-00-13"}, failed=MISTAKE)
     trial(tmp_path / "d")
+    trial(tmp_path / "e", {"effective_steps": 3}, failed=MISTAKE + DIED.format(2))
+    trial(tmp_path / "f", {"effective_steps": 1, "date": "2026-11-28_10-01-03"}, failed=DIED.format(1))
+    trial(tmp_path / "g", {"effective_steps": 4, RESULT: ended.to_json()}, failed=DIED.format(1))
     text, whole = describe(tmp_path)
     assert whole
     assert text.splitlines() == [
-        f"Search {tmp_path.name}",
+        f"Search {tmp_path.name}: 7 trials, 2 failed",
         "  error 0.25           lr=0.1",
         "  effective step 2     lr=0.1",
-        "  failed               lr=0.1",
+        "  failed               lr=0.1: RuntimeError: mine",
         "  effective step 0     lr=0.1",
+        "  failed               lr=0.1: The actor died unexpectedly before finishing this task.",
+        "  effective step 1     lr=0.1",  # it has started again
+        "  error 0.25           lr=0.1",
     ]
     (tmp_path / "b" / "result.json").write_text("no JSON")
     with pytest.raises(ValueError, match="does not hold a trial"):

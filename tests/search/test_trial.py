@@ -6,9 +6,11 @@ import gc
 import math
 import pickle
 import random
+import re
 import shutil
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -146,7 +148,7 @@ class Tune:
     told: list[dict[str, Any]] = field(default_factory=list)
     saved: list[Path] = field(default_factory=list)
     gone: list[Path] = field(default_factory=list)
-    fail: bool = False
+    fails: int = 0  # the next reports, each before anything is told
 
     class Checkpoint:
         def __init__(self, path: str) -> None:
@@ -164,12 +166,14 @@ class Tune:
         return None if self.resume is None else self.Checkpoint(str(self.resume))
 
     def report(self, metrics: dict[str, Any], checkpoint: Any = None) -> None:
-        self.told.append(metrics)
         if checkpoint is not None:
             self.gone.append(Path(checkpoint.path))
+        if self.fails:
+            self.fails -= 1
+            raise OSError(30, "Read-only file system")
+        self.told.append(metrics)
+        if checkpoint is not None:
             self.saved.append(Path(shutil.copytree(checkpoint.path, self.keep / str(len(self.saved)))))
-        if self.fail:
-            raise OSError("the disk is full")
 
 
 def numbers(report: dict[str, Any]) -> dict[str, Any]:
@@ -286,11 +290,23 @@ def test_a_damaged_checkpoint_of_a_trial_is_not_gone_on_from(started: Tune) -> N
         run_trial({}, setup(regression, checkpoints=True))
 
 
-def test_a_checkpoints_folder_goes_where_tune_does_not_take_it_too(started: Tune) -> None:
-    started.fail = True
-    with pytest.raises(OSError, match="the disk is full"):
+def test_a_trial_waits_for_storage_that_is_read_only_for_a_while(
+    started: Tune, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    started.fails = 6
+    run_trial({}, setup(regression, checkpoints=True, evaluate_every=20.0))
+    assert [report["effective_steps"] for report in started.told] == [20, 40]
+    assert len(started.saved) == 2
+    assert sum(slept) > 60
+    assert re.search(
+        r"could not be stored: .* Read-only file system\. Again in 1 s, for 600 s at most", caplog.messages[0]
+    )
+    started.fails = 10_000
+    with pytest.raises(OSError, match="Read-only"):  # and the search starts it again
         run_trial({}, setup(regression, checkpoints=True))
-    assert [folder.exists() for folder in started.gone] == [False]
+    assert not any(folder.exists() for folder in started.gone)
 
 
 @dataclass(frozen=True, kw_only=True)

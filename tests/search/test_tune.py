@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
+import os
 import re
 import shutil
 import signal
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from ray import tune
+from ray.exceptions import RayActorError
 from ray.train import ScalingConfig
 from ray.tune.schedulers import (
     FIFOScheduler,
@@ -116,18 +119,42 @@ class Sees(tune.Callback):
 def one_trial(folder: Path, space: dict[str, Any], **changes: Any) -> Recipe:
     """A search of one sample, seed 3 and no scheduler, unless changed."""
     settings = {"config": replace(CONFIG, seed=3), "num_samples": 1, "scheduler": None, "storage_path": folder}
-    return tune_recipe(Search(linear, space, **(settings | changes)))
+    return tune_recipe(Search(param_space=space, **({"workload": linear} | settings | changes)))
+
+
+def dies(config: dict[str, Any]) -> Workload:
+    """As ``linear``; at LR 0.02 the process is killed at the 90th batch of the first start."""
+    starts = Path(config["starts"], str(config["lr"]))
+    with starts.open("a") as file:
+        file.write("x")
+    lr, batches = config["lr"], itertools.count(1)
+    built = linear(config)
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        if next(batches) == 90 and lr == 0.02 and starts.read_text() == "x":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss_fn(model, batch)
+
+    built.loss_fn = loss
+    return built
 
 
 @pytest.fixture(scope="module")
-def searched(ray_session: Path) -> Recipe:
-    """Four trials, two of which fail: SGD refuses a negative LR, and with 0.5 the metric is NaN.
+def starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a file for each LR of ``searched``, with an "x" for each start of its trial."""
+    return tmp_path_factory.mktemp("starts")
+
+
+@pytest.fixture(scope="module")
+def searched(ray_session: Path, starts: Path) -> Recipe:
+    """Four trials, two of which fail: SGD refuses a negative LR, and with 0.5 the metric is NaN. One is killed and starts again.
 
     Two at a time: their processes take the other two as well.
     """
     return one_trial(
         ray_session,
-        {"lr": tune.grid_search([5e-5, 0.02, -1.0, 0.5])},
+        {"lr": tune.grid_search([5e-5, 0.02, -1.0, 0.5]), "starts": str(starts)},
+        workload=dies,
         config=replace(CONFIG, seed=3, grad_clip=1e6),  # clips nothing
         max_concurrent_trials=2,
         probe_every=10,
@@ -137,12 +164,12 @@ def searched(ray_session: Path) -> Recipe:
 
 
 @pytest.mark.ray
-def test_recipe_says_what_was_found_and_how(searched: Recipe, tmp_path: Path) -> None:
-    assert searched.hyperparameters == {"lr": 0.02}
+def test_recipe_says_what_was_found_and_how(searched: Recipe, starts: Path, tmp_path: Path) -> None:
+    assert searched.hyperparameters == {"lr": 0.02, "starts": str(starts)}
     assert (searched.base_batch_size, searched.total_steps, searched.seed) == (B0, T, 3)
     assert (searched.base_steps_per_epoch, searched.scheduler_unit) == (LENGTH / B0, "epoch")
     assert (searched.metric, searched.mode) == ("error", "min")
-    assert searched.workload == "tests.search.test_tune:linear"
+    assert searched.workload == "tests.search.test_tune:dies"
     assert searched.settings == {"precision": "fp32", "grad_clip": 1e6, "shuffle": True, "drop_last": False}
     assert searched.versions["torch"] == torch.__version__
     found = searched.search
@@ -163,10 +190,26 @@ def test_failed_trials_are_named_and_the_others_go_on(searched: Recipe) -> None:
 
 
 @pytest.mark.ray
+def test_a_trial_that_dies_with_its_process_starts_again_and_one_that_makes_a_mistake_does_not(
+    searched: Recipe, starts: Path
+) -> None:
+    assert {path.name: path.read_text() for path in starts.iterdir()} == {
+        "5e-05": "x",
+        "0.02": "xx",  # killed once, and the winner: test_trial_is_bit_identical_to_a_plain_loop
+        "-1.0": "x",
+        "0.5": "x",
+    }
+    assert "  search       4 trials, 2 failed:" in searched.describe().splitlines()
+
+
+@pytest.mark.ray
 def test_callbacks_of_tune_see_the_trials_of_a_search(searched: Recipe, ray_session: Path) -> None:
     told = [json.loads(line) for line in (ray_session / "seen").read_text().splitlines()]
-    for lr in (5e-5, 0.02):
-        assert [effective for seen, effective in told if seen == lr] == list(range(T // 10, T + 1, T // 10))
+    whole = list(range(T // 10, T + 1, T // 10))
+    assert [effective for seen, effective in told if seen == 5e-5] == whole
+    *lost, last = (effective for seen, effective in told if seen == 0.02)  # those of the killed start come first
+    assert [*lost[-9:], last] == whole
+    assert lost[:-9] == whole[: len(lost) - 9]
     assert {lr for lr, _ in told} == {5e-5, 0.02}
 
 
@@ -180,9 +223,18 @@ def test_trial_is_bit_identical_to_a_plain_loop(searched: Recipe) -> None:
 def test_describe_lists_the_trials_that_tune_has_stored(searched: Recipe, ray_session: Path) -> None:
     text, whole = describe(ray_session / searched.search["name"])
     assert whole
-    ended = [(f"error {plain_loop({'lr': lr}, seed=3):.4g}", lr) for lr in (0.02, 5e-05)]
-    failed = [("failed", lr) for lr in (-1.0, 0.5)]
-    assert sorted(text.splitlines()[1:]) == sorted(f"  {found:<20} lr={lr}" for found, lr in ended + failed)
+    ended = [(f"error {plain_loop({'lr': lr}, seed=3):.4g}", str(lr), "") for lr in (0.02, 5e-05)]
+    failed = [
+        ("failed", "-1.0", ": ValueError: Invalid learning rate: -1.0"),
+        ("failed", "0.5", ": FloatingPointError: "),
+    ]
+    first, *lines = text.splitlines()
+    assert first.endswith(": 4 trials, 2 failed")
+    for found, lr, error in [*ended, *failed]:
+        (line,) = (line for line in lines if f" lr={lr}," in line)
+        assert line.startswith(f"  {found:<20} lr={lr}, starts=")
+        assert error in line
+        assert bool(error) == ("Error" in line)
 
 
 @pytest.mark.ray
@@ -527,6 +579,21 @@ def test_a_continued_search_credits_its_repeats_to_the_trials_that_were_repeated
     again = repeated_search()
     assert (again.hyperparameters, again.repeats) == (first.hyperparameters, first.repeats)
     assert again.search["best_trial"] == first.search["best_trial"] == "t1"
+
+
+def test_a_search_warns_of_failed_trials_that_could_have_won(repeated_search: Any) -> None:
+    lost, wrong = RayActorError(None, "its node is gone"), RuntimeError("mine")
+    others = [
+        Finished("lost", {"lr": 0.3}, {}, lost),
+        Finished("late", {"lr": 0.4}, {"objective": -0.2}, wrong),  # better than the winner will be
+        Finished("bad", {"lr": 0.5}, {"objective": -0.9}, wrong),
+        Finished("diverged", {"lr": 0.6}, {"objective": -0.2}, FloatingPointError("error is nan")),
+        Finished("early", {"lr": 0.7}, {}, wrong),
+    ]
+    repeated_search.kept.trials += others
+    with pytest.warns(UserWarning, match="could have won") as told:
+        repeated_search(repeats=0)
+    assert re.findall(r"lr=[\d.]+", str(told[0].message)) == ["lr=0.3", "lr=0.4"]
 
 
 def test_a_search_in_a_bucket_has_a_folder_for_each_name(repeated_search: Any, tmp_path: Path) -> None:

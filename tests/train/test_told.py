@@ -25,10 +25,9 @@ import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Workload, load_weights
+from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Workload, _files, load_weights
 from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.run.observe.trace import read_trace
-from ray_adascale.train import backend as worker
 from ray_adascale.train import trainer as module
 
 from .test_trainer import _recipe, _without_ray, flat
@@ -43,7 +42,7 @@ pytestmark = [
 
 def workload(config: dict[str, Any]) -> Workload:
     built = quiet({"lr": 0.1, **config})
-    worker._UPLOAD_LIMIT_S = config.get("upload_limit_s", worker._UPLOAD_LIMIT_S)
+    _files.STORE_LIMIT_S = config.get("upload_limit_s", _files.STORE_LIMIT_S)
     own, steps = built.loss_fn, [0]
 
     def loss_fn(model: Any, batch: Any) -> Any:
