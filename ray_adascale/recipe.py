@@ -458,20 +458,11 @@ def _describe_curve(curve: list[float]) -> str:
 
 
 def _describe_failures(search: Mapping[str, Any]) -> list[str]:
-    """Return lines about the failed trials, as :class:`ray_adascale.search.repeats.Failure` writes them; none without one."""
+    """Return lines about the failed trials and repeats of a search; none without one."""
     listed = search.get("failed")
     failed = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
-    if not failed:
-        return []
-    repeats = sum("seed" in each for each in failed)
-    trials = len(failed) - repeats
-    ended = [search.get(name) for name in ("completed", "stopped_early")]
-    total = trials + sum(number for number in ended if isinstance(number, int))
-    counts = f"{total} trials, {trials} failed" + (f", and {repeats} repeats" if repeats else "")
-    return [
-        f"  search       {counts}:",
-        *(f"    failed     {each.get('at', each.get('trial'))}: {each.get('error')}" for each in failed),
-    ]
+    lines = [f"    failed     {each.get('at', each.get('trial'))}: {each.get('error')}" for each in failed]
+    return [f"  search       {search.get('trials', '?')} trials, {len(lines)} failed:", *lines] if lines else []
 
 
 def _describe_settings(settings: dict[str, Any] | None) -> str:

@@ -73,37 +73,6 @@ class RepeatPlan:
         write_json(join(folder, PLAN), json_value("repeats", asdict(self)))
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A trial or repeat that failed for good.
-
-    Attributes:
-        trial: It.
-        at: Its hyperparameters, and a repeat's seed, in words.
-        repeat: The plan of a repeat; None for a trial.
-    """
-
-    trial: Finished
-    at: str
-    repeat: PlannedRepeat | None = None
-
-    @classmethod
-    def of(cls, trial: Finished, repeat: PlannedRepeat | None = None) -> Failure:
-        """Return the failure of a trial, or of a repeat with its plan."""
-        return cls(trial, describe_config(trial.config) if repeat is None else str(repeat), repeat)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry of a recipe's ``search["failed"]``. A repeat has the id of the repeated trial, and a seed."""
-        if self.repeat is None:
-            return {"trial": self.trial.trial_id, "at": self.at, "error": self.trial.error_line}
-        return {
-            "trial": self.repeat.candidate,
-            "at": self.at,
-            "error": self.trial.error_line,
-            "seed": self.repeat.seed,
-        }
-
-
 def best_mean(planned: Sequence[PlannedRepeat], ended: Iterable[Finished]) -> list[tuple[PlannedRepeat, BaseResult]]:
     """Return the repeats of the candidate with the best mean, with their results; none without such a candidate.
 

@@ -28,7 +28,7 @@ from ..run.base.base_run import BaseResult, freeze
 from ..train.cluster import portable, quiet_init
 from ..train.run_lock import RunLock
 from ..workload import describe_config, unread_warning
-from .repeats import Failure, RepeatPlan, best_mean, best_mean_so_far
+from .repeats import RepeatPlan, best_mean, best_mean_so_far
 from .search import Search
 from .spec import SearchSpec
 from .trial import OBJECTIVE, InOneProcess, TrialSetup, run_repeat, run_trial
@@ -105,9 +105,8 @@ def _recipe_of(running: _RunningSearch) -> Recipe:
         ranking = _ranking(trials)
         winner, outcome = ranking[0]
         again: list[Repeat] = []
-        failed = [Failure.of(trial) for trial in trials if trial.error is not None]
-        completed = len(ranking)
-        stopped_early = len(trials) - completed - len(failed)
+        failed = [(describe_config(trial.config), trial) for trial in trials if trial.error is not None]
+        stopped_early = len(trials) - len(ranking) - len(failed)
         if search.repeats:
             best, again, failed_repeats = running.run_repeats(plan, [trial for trial, _ in ranking])
             failed += failed_repeats
@@ -126,9 +125,10 @@ def _recipe_of(running: _RunningSearch) -> Recipe:
         config=spec.trial_config,
         search={
             **{name: spec.description()[name] for name in ("num_samples", "search_alg", "scheduler")},
-            "completed": completed,
+            "trials": len(trials),
+            "completed": len(ranking),
             "stopped_early": stopped_early,
-            "failed": [each.to_json() for each in failed],
+            "failed": [{"trial": trial.trial_id, "at": at, "error": trial.error_line} for at, trial in failed],
             "num_workers": 1 if search.scaling_config is None else search.scaling_config.num_workers,
             "best_trial": winner.trial_id,
             "wall_s": time.monotonic() - started,
@@ -192,7 +192,7 @@ class _RunningSearch:
 
     def run_repeats(
         self, plan: RepeatPlan | None, ranked: Sequence[Finished]
-    ) -> tuple[str, list[Repeat], list[Failure]]:
+    ) -> tuple[str, list[Repeat], list[tuple[str, Finished]]]:
         """Repeat the best few trials with further seeds.
 
         Args:
@@ -200,7 +200,7 @@ class _RunningSearch:
             ranked: The trials, best first.
 
         Returns:
-            The id of the trial with the best mean, its repeats, and the failed repeats of all candidates.
+            The id of the trial with the best mean, its repeats, and all failed repeats, each with its plan in words.
 
         Raises:
             RuntimeError: Each candidate has a failed repeat.
@@ -228,14 +228,14 @@ class _RunningSearch:
             scheduler=FIFOScheduler(),
         )
         failed = [
-            Failure.of(trial, planned[trial.config["repeat"]])
+            (f"repeat at {planned[trial.config['repeat']]}", trial)
             for trial in watch.finished.values()
             if trial.error is not None
         ]
         best = best_mean(planned, watch.finished.values())
         if not best:
             raise RuntimeError(
-                f"Each of the best trials failed with another seed. The first: {failed[0].trial.error_line}"
+                f"Each of the best trials failed with another seed. The first: {failed[0][1].error_line}"
             )
         repeats = [Repeat(seed=repeat.seed, score=outcome.score, noise=outcome.noise) for repeat, outcome in best]
         return best[0][0].candidate, repeats, failed
@@ -359,9 +359,9 @@ def _warn_of(winner: BaseResult, ended: list[BaseResult]) -> None:
         warn_at_user(unread_warning(unread))
 
 
-def _warn_of_lost(failed: list[Failure], winner: BaseResult) -> None:
+def _warn_of_lost(failed: list[tuple[str, Finished]], winner: BaseResult) -> None:
     """Warn of trials and repeats that failed and might have won."""
-    lost = [f"{each.at} ({each.trial.error_line.rstrip('.')})" for each in failed if each.trial.could_beat(winner)]
+    lost = [f"{at} ({trial.error_line.rstrip('.')})" for at, trial in failed if trial.could_beat(winner)]
     if lost:
         warn_at_user(
             f"Failed trials could have won: {'; '.join(lost)}. Search again at these values to know, or under another name with "

@@ -33,15 +33,15 @@ def test_a_recipe_and_one_that_was_edited(tmp_path: Path) -> None:
 def test_what_a_recipe_lacks_and_which_trials_failed(tmp_path: Path) -> None:
     failed = [
         {"trial": "a_1", "at": "lr=0.1", "error": "OSError: no disk"},
-        {"trial": "a_2", "at": "lr=0.2, seed 4", "error": "ActorDiedError: it died", "seed": 4},
+        {"trial": "a_2", "at": "repeat at lr=0.2, seed 4", "error": "ActorDiedError: it died"},
     ]
-    recipe([], search={"failed": failed, "completed": 5, "stopped_early": 2}).save(tmp_path / "recipe.json")
+    recipe([], search={"failed": failed, "trials": 8}).save(tmp_path / "recipe.json")
     text, whole = describe(tmp_path / "recipe.json")
     assert whole
     assert text.splitlines()[-4:] == [
-        "  search       8 trials, 1 failed, and 1 repeats:",
+        "  search       8 trials, 2 failed:",
         "    failed     lr=0.1: OSError: no disk",
-        "    failed     lr=0.2, seed 4: ActorDiedError: it died",
+        "    failed     repeat at lr=0.2, seed 4: ActorDiedError: it died",
         "  no forecast  it holds no noise probes",
     ]
     assert "failed" not in recipe([], search={"failed": [], "completed": 1}).describe()
