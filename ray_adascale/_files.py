@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote, unquote
 
 TRACE = "trace.jsonl"
@@ -32,7 +32,6 @@ STORE_LIMIT_S = 600.0
 _STORE_PAUSE_S = 30.0
 """Longest time between two such tries."""
 
-_Stored = TypeVar("_Stored")
 _SCRATCH, _SCRATCH_LOCK = "ray_adascale-scratch-", ".lock"
 
 _PLAIN_IN_URIS = "/=@:+,"
@@ -166,7 +165,7 @@ def full_disk_note(error: BaseException, path: str | os.PathLike[str]) -> str:
     return f"; the disk of {path} is full"
 
 
-def store_patiently(store: Callable[[], _Stored], waits: Callable[[OSError, str], None]) -> _Stored:
+def store_patiently(store: Callable[[], Any], waits: Callable[[OSError, str], None]) -> Any:
     """Return ``store()``, tried again while it raises an OSError, as pyarrow does for any kind of storage.
 
     Args:

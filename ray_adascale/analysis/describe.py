@@ -125,7 +125,6 @@ def _describe_run(path: Path) -> tuple[str, bool]:
 def _describe_search(path: Path) -> str:
     """List the trials of a search, each with its result at T or the step that it has reached, as Ray Tune has stored them."""
     lines: list[str] = []
-    failed = 0
     for given in sorted(path.glob("*/params.json")):
         try:
             config = json.loads(given.read_text(encoding="utf-8"))
@@ -138,11 +137,12 @@ def _describe_search(path: Path) -> str:
         if outcome is not None:
             found = f"{outcome.metric} {outcome.score:.4g}"
         elif error is not None:
-            found, failed = "failed", failed + 1
+            found = "failed"
         else:
             found = f"effective step {last.get('effective_steps', 0):.0f}"
         at = ", ".join(f"{key}={value}" for key, value in config.items())
         lines.append(f"  {found:<20} {at}{f': {error}' if found == 'failed' else ''}")
+    failed = sum(line.startswith("  failed ") for line in lines)
     counts = f": {len(lines)} trials, {failed} failed" if failed else ""
     return "\n".join([f"Search {path.resolve().name}{counts}", *lines])
 
@@ -160,9 +160,8 @@ def _failure_of_trial(file: Path, reported: str) -> str | None:
     if reported > when.rpartition(" ")[2]:
         return None
     lines = text.splitlines()
-    frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
-    after = lines[frames[-1] :] if frames else lines  # the error's own line, before notes
-    return next((line for line in after if line[:1].strip()), "unknown error")
+    last_frame = max((i for i, line in enumerate(lines) if line.startswith('  File "')), default=0)
+    return next((line for line in lines[last_frame:] if line[:1].strip()), "unknown error")  # notes come after it
 
 
 def _left_in_words(run: RunTrace) -> str | None:

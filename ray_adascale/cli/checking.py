@@ -134,17 +134,14 @@ class Check(OfWorkload):
         except (ValueError, OSError) as e:
             return [*found, Finding("failed", str(e))]
         problem = pickling_problem(workload)
-        if problem is None:
-            found.append(Finding("ok", f"{self.workload} can be sent to the workers."))
-        else:
-            found.append(Finding("failed", problem))
+        sent = Finding("ok", f"{self.workload} can be sent to the workers.")
+        found.append(sent if problem is None else Finding("failed", problem))
         if recipe is not None:
             found += _other_workload(recipe.workload, workload)
         given = {**(recipe.hyperparameters if recipe is not None else {}), **self.hyperparameters}
-        space = {} if space is None else space
         return found + check_at_draws(
             workload,
-            space,
+            {} if space is None else space,
             given,
             self.config,
             recipe,

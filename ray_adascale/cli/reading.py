@@ -76,14 +76,13 @@ class Forecast(Command):
         from ..analysis.throughput import measure_throughput
 
         workload = resolve(measure, "--measure")
-        runs = [trace_path(run) for run in self.run]
         try:
             return measure_throughput(
                 workload,
                 recipe.hyperparameters,
                 per_worker_batch_size=config.per_worker_batch_size or recipe.base_batch_size,
                 config=config.with_recipe(replace(recipe, settings=None)),
-                runs=runs,
+                runs=[trace_path(run) for run in self.run],
                 base_batch_size=recipe.base_batch_size,
             )
         except ValueError:

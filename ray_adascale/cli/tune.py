@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from .._files import check_writable, unique_name
@@ -15,16 +15,8 @@ from .command import file_and_function, search_space, tell
 from .options import add_options, option
 from .source import resolve
 
-_OF_SEARCH = (
-    "num_samples",
-    "repeats",
-    "repeat_best",
-    "max_failures",
-    "scheduler",
-    "max_concurrent_trials",
-    "probe_every",
-)
-"""Fields of a search that are options."""
+_OF_SEARCH = ["scheduler", *(field.name for field in fields(Search) if field.metadata)]
+"""Fields of a search that are options: its numbers, which have a check, and the scheduler."""
 
 
 @dataclass(kw_only=True)

@@ -151,12 +151,7 @@ class Run:
 
     @classmethod
     def of(
-        cls,
-        workload: Workload,
-        config: AdaScaleConfig,
-        *,
-        recipe: Recipe | None = None,
-        backend: Backend | None = None,
+        cls, workload: Workload, config: AdaScaleConfig, *, recipe: Recipe | None = None, backend: Backend | None = None
     ) -> Run:
         """Return the run of a built workload. ``config`` may leave out the scheduler unit, which is the workload's.
 

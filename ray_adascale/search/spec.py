@@ -19,6 +19,7 @@ from ray.util.state.exception import RayStateApiException
 from .._errors import SettingError, check_count, check_type
 from .._fields import json_value
 from .._files import SEARCH, join, read_json, write_json
+from ..analysis.runs import is_number
 from ..config import AdaScaleConfig
 from ..run.base.base_run import base_config, kept_settings, workload_name
 from .search import Search
@@ -137,16 +138,10 @@ class SearchSpec:
     # ---- checks ----------------------------------------------------------------------------------------------------
 
     def _check_resources(self) -> None:
-        scaling, resources, searcher = (
-            self.search.scaling_config,
-            self.search.resources_per_trial,
-            self.search.search_alg,
-        )
+        scaling, resources = self.search.scaling_config, self.search.resources_per_trial
         if scaling is None:
             numbers = self.resources.values() if isinstance(self.resources, Mapping) else ()
-            if not numbers or not all(
-                isinstance(v, int | float) and not isinstance(v, bool) and v >= 0 for v in numbers
-            ):
+            if not numbers or not all(is_number(v) and v >= 0 for v in numbers):
                 raise ValueError(
                     f"Invalid resources_per_trial={resources!r}. Must be a dict such as {{'CPU': 1, 'GPU': 0.5}}."
                 )
@@ -164,9 +159,9 @@ class SearchSpec:
                 f"Invalid resources_per_trial={resources!r} with scaling_config. Give a worker's resources in "
                 "ScalingConfig(resources_per_worker=...)."
             )
-        if searcher is not None and not isinstance(searcher, Searcher | str):
+        if not isinstance(self.search.search_alg, Searcher | str | None):
             raise ValueError(
-                f"Invalid search_alg: a {type(searcher).__name__} with scaling_config. The number of trials at a "
+                f"Invalid search_alg: a {type(self.search.search_alg).__name__} with scaling_config. The number of trials at a "
                 "time must be limited from outside: give a Searcher, or None."
             )
 
@@ -190,7 +185,7 @@ class SearchSpec:
                 "trials with workers of their own. Use 'asha', schedulers.MedianStoppingRule or None."
             )
         most, searcher = self.search.max_concurrent_trials, self.search.search_alg
-        if most is not None and not (searcher is None or isinstance(searcher, Searcher | str)):
+        if most is not None and not isinstance(searcher, Searcher | str | None):
             name = type(searcher).__name__
             raise ValueError(f"Invalid max_concurrent_trials={most} with a {name}. Give the limit to the {name}.")
 

@@ -88,9 +88,9 @@ def tune_recipe(search: Search) -> Recipe:
         failure_config=tune.FailureConfig(max_failures=search.max_failures),
         verbose=0,
     )
-    at_once = spec.trials_at_once()
+    running = _RunningSearch(spec=spec, run_config=run_config, at_once=spec.trials_at_once())
     _warn_where_nothing_fits(spec.resources)
-    return _recipe_of(_RunningSearch(spec=spec, run_config=run_config, at_once=at_once))
+    return _recipe_of(running)
 
 
 def _recipe_of(running: _RunningSearch) -> Recipe:
@@ -227,11 +227,8 @@ class _RunningSearch:
             search_alg=BasicVariantGenerator(max_concurrent=self.at_once or 0),
             scheduler=FIFOScheduler(),
         )
-        failed = [
-            (f"repeat at {planned[trial.config['repeat']]}", trial)
-            for trial in watch.finished.values()
-            if trial.error is not None
-        ]
+        lost = [trial for trial in watch.finished.values() if trial.error is not None]
+        failed = [(f"repeat at {planned[trial.config['repeat']]}", trial) for trial in lost]
         best = best_mean(planned, watch.finished.values())
         if not best:
             raise RuntimeError(
@@ -363,10 +360,7 @@ def _warn_of_lost(failed: list[tuple[str, Finished]], winner: BaseResult) -> Non
     """Warn of trials and repeats that failed and might have won."""
     lost = [f"{at} ({trial.error_line.rstrip('.')})" for at, trial in failed if trial.could_beat(winner)]
     if lost:
-        warn_at_user(
-            f"Failed trials could have won: {'; '.join(lost)}. Search again at these values to know, or under another name with "
-            "a larger max_failures."
-        )
+        warn_at_user(f"Failed trials could have won: {'; '.join(lost)}. To know, search again at these values.")
 
 
 def _warn_where_nothing_fits(resources: Mapping[str, float]) -> None:
@@ -395,7 +389,6 @@ def _quiet_tune() -> Iterator[None]:
         for logger, level in levels.items():
             logger.setLevel(level)
         for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
+            del os.environ[name]
+            if value is not None:
                 os.environ[name] = value

@@ -152,9 +152,7 @@ class Watch(tune.Callback):
             except ValueError as error:
                 self.fatal = error
 
-    def on_trial_result(
-        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
-    ) -> None:
+    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any) -> None:
         if "total_steps" not in result:
             return
         self.space = None  # some config can be built
@@ -163,8 +161,8 @@ class Watch(tune.Callback):
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         if self.display is not None:
-            failed = Finished.of(trial, _cause(trial))
-            self.display.show_line(f"at {self.describe(trial.config)} starts again: {failed.error_line}")
+            why = Finished.of(trial, _cause(trial)).error_line
+            self.display.show_line(f"at {self.describe(trial.config)} starts again: {why}")
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._add(Finished.of(trial))

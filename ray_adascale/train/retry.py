@@ -47,9 +47,8 @@ def _is_between_workers(error: Exception) -> bool:
 
 def _is_of_storage(error: Exception) -> bool:
     """Return whether an exception is of a checkpoint or of storage, which may work again later."""
-    return isinstance(error, CheckpointError) or (
-        isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-    )
+    wrong_path = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    return isinstance(error, CheckpointError) or (isinstance(error, OSError) and not wrong_path)
 
 
 def is_nobodys_mistake(error: Exception) -> bool:

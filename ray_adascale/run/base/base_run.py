@@ -220,11 +220,7 @@ def freeze(
 
 
 def base_config(
-    config: AdaScaleConfig | None,
-    base_batch_size: int,
-    total_steps: int | None,
-    total_epochs: float | None,
-    seed: int,
+    config: AdaScaleConfig | None, base_batch_size: int, total_steps: int | None, total_epochs: float | None, seed: int
 ) -> AdaScaleConfig:
     """Return the settings of a base run: the base batch in one process.
 

@@ -136,11 +136,7 @@ class Saver:
         self._backend.report_in_background(written.report, written.folder)
 
     def _write(
-        self,
-        boundary: Boundary,
-        content: Callable[[], Content],
-        *,
-        background: bool = False,
+        self, boundary: Boundary, content: Callable[[], Content], *, background: bool = False
     ) -> tuple[Path | None, checkpoint.Save | None]:
         self.finish()  # at most one checkpoint is in flight
         folder: Path | None = None
@@ -164,10 +160,7 @@ class Saver:
 
 
 def check_agreement(
-    boundary: Boundary,
-    error: Exception | None,
-    backend: Backend,
-    process_group: dist.ProcessGroup | None = None,
+    boundary: Boundary, error: Exception | None, backend: Backend, process_group: dist.ProcessGroup | None = None
 ) -> None:
     """Check that all workers are at the same boundary and can write. Collective.
 
