@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,8 @@ def _recipe_text(recipe: Recipe) -> str:
 
 
 def _describe_checkpoint(path: Path) -> tuple[str, bool]:
+    from rich import filesize
+
     try:
         checkpoint.verify(path)
         saved = checkpoint.Saved(path)
@@ -74,8 +77,8 @@ def _describe_checkpoint(path: Path) -> tuple[str, bool]:
         f"{state.get('total_steps')}{', the end' if state.get('stopped') else ''}, attempt {state.get('attempt')}",
         f"  batch        {plan.get('global_batch_size')} examples on {plan.get('workers')} workers in "
         f"{plan.get('passes')} passes; base batch {plan.get('base_batch_size')}",
-        f"  tensors      {len(sizes)}, {_in_bytes(sum(size for _, size in sizes))}; the model's {len(model)}, "
-        f"{_in_bytes(sum(model))}",
+        f"  tensors      {len(sizes)}, {filesize.decimal(sum(size for _, size in sizes))}; the model's {len(model)}, "
+        f"{filesize.decimal(sum(model))}",
         f"  recipe       {state.get('recipe') or 'none'}",
         f"  versions     {versions or 'not said'}",
     ]
@@ -133,35 +136,18 @@ def _describe_search(path: Path) -> str:
             outcome = BaseResult.from_json(last[RESULT]) if RESULT in last else None
         except (ValueError, KeyError, TypeError) as e:
             raise ValueError(f"Invalid path {str(path)!r}: {given.parent} does not hold a trial: {e}") from e
-        error = _failure_of_trial(given.with_name(ERROR), str(last.get("date", "")))
+        error = given.with_name(ERROR)
+        failures = re.findall(r"\(occurred at (\S+)\)", error.read_text(encoding="utf-8")) if error.is_file() else []
         if outcome is not None:
             found = f"{outcome.metric} {outcome.score:.4g}"
-        elif error is not None:
+        elif failures and last.get("date", "") <= failures[-1]:  # else it has started again since
             found = "failed"
         else:
             found = f"effective step {last.get('effective_steps', 0):.0f}"
-        at = ", ".join(f"{key}={value}" for key, value in config.items())
-        lines.append(f"  {found:<20} {at}{f': {error}' if found == 'failed' else ''}")
+        lines.append(f"  {found:<20} {', '.join(f'{key}={value}' for key, value in config.items())}")
     failed = sum(line.startswith("  failed ") for line in lines)
     counts = f": {len(lines)} trials, {failed} failed" if failed else ""
     return "\n".join([f"Search {path.resolve().name}{counts}", *lines])
-
-
-def _failure_of_trial(file: Path, reported: str) -> str | None:
-    """Return the error of a trial of Tune's that has failed; None for a trial without, or that has started again since.
-
-    Args:
-        file: Tune's file with the failures of the trial.
-        reported: The time of the trial's newest report, in Tune's format.
-    """
-    if not file.is_file():
-        return None
-    when, _, text = file.read_text(encoding="utf-8").rpartition("Failure # ")[2].partition(")\n")
-    if reported > when.rpartition(" ")[2]:
-        return None
-    lines = text.splitlines()
-    last_frame = max((i for i, line in enumerate(lines) if line.startswith('  File "')), default=0)
-    return next((line for line in lines[last_frame:] if line[:1].strip()), "unknown error")  # notes come after it
 
 
 def _left_in_words(run: RunTrace) -> str | None:
@@ -174,12 +160,3 @@ def _left_in_words(run: RunTrace) -> str | None:
     seconds = steps * batch / run.last.get("examples_per_s", math.nan)
     time = f", {clock_time(seconds)} at this speed" if math.isfinite(seconds) else ""
     return f"{steps:,.0f} steps by the forecast{time}"
-
-
-def _in_bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"

@@ -78,10 +78,8 @@ class Workers:
             raise ValueError(f"Invalid --keep-best {self.keep_best} without --keep-checkpoints N: all stay.")
         if self.keep_checkpoints is not None and self.keep_checkpoints < 1:
             raise ValueError(f"Invalid --keep-checkpoints {self.keep_checkpoints}. Must be at least 1.")
-        if self.keep_best is None:
-            return CheckpointConfig(self.keep_checkpoints)
-        metric, _, order = self.keep_best.rpartition(":")
-        return CheckpointConfig(self.keep_checkpoints, metric, order)
+        best = () if self.keep_best is None else self.keep_best.rpartition(":")[::2]
+        return CheckpointConfig(self.keep_checkpoints, *best)
 
 
 @dataclass(kw_only=True)
@@ -156,9 +154,8 @@ class Train(OnRay, Workers):
 
         recipe = None if self.recipe is None else Recipe.load(self.recipe)
         config, workload, scaling_config = self.config, resolve(self.workload), self.scaling_config()
-        failures = self.max_failures
-        if failures is None:
-            failures = _ELASTIC_FAILURES if isinstance(scaling_config.num_workers, tuple) else 0
+        usual = _ELASTIC_FAILURES if isinstance(scaling_config.num_workers, tuple) else 0
+        failures = usual if self.max_failures is None else self.max_failures
         run_config = ray.train.RunConfig(
             name=self.name or unique_name(file_and_function(self.workload)[0]),
             storage_path=None if self.storage_path is None else absolute(self.storage_path),

@@ -77,15 +77,11 @@ def check_at_draws(
 
 
 def _memory(
-    workload: WorkloadFn,
-    hyperparameters: Mapping[str, Any],
-    config: AdaScaleConfig,
-    recipe: Recipe | None,
-    workers: int,
+    workload: WorkloadFn, given: Mapping[str, Any], config: AdaScaleConfig, recipe: Recipe | None, workers: int
 ) -> Finding:
     """Return the largest batch that fits, in the words of the option that takes it."""
     try:
-        size = find_batch_size(workload, config, hyperparameters, recipe=recipe, workers=workers)
+        size = find_batch_size(workload, config, given, recipe=recipe, workers=workers)
     except Exception as e:
         notes = "".join(f" {note}" for note in getattr(e, "__notes__", []))
         return Finding("failed", f"The search for the largest batch failed. {type(e).__name__}: {e}{notes}")

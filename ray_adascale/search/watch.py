@@ -61,9 +61,10 @@ class Finished:
 
     def could_beat(self, winner: BaseResult) -> bool:
         """Return whether this trial might have won if it had not failed: it was lost, or was better than the winner is."""
-        if self.error is None or isinstance(self.error, FloatingPointError):  # the second: it has diverged
-            return False
-        return is_nobodys_mistake(self.error) or self.metrics.get(OBJECTIVE, -math.inf) > winner.objective
+        diverged, objective = isinstance(self.error, FloatingPointError), self.metrics.get(OBJECTIVE, -math.inf)
+        return self.error is not None and (
+            is_nobodys_mistake(self.error) or (objective > winner.objective and not diverged)
+        )
 
     @property
     def error_line(self) -> str:

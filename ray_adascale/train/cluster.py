@@ -17,6 +17,7 @@ import ray
 from ray import cloudpickle
 
 from .._files import scratch_folder
+from ..analysis.runs import workers_in_words
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
@@ -67,13 +68,8 @@ def lacking(bundle: Mapping[str, float], count: int) -> str | None:
     if fit >= count:
         return None
     has = {key: sum(node.get(key, 0) for node in nodes) for key in needed}
-    return (
-        f"{_workers(count)} of {_amounts(needed)} each, and the cluster has {_amounts(has)}: room for {_workers(fit)}"
-    )
-
-
-def _workers(count: int) -> str:
-    return f"{count} worker{'' if count == 1 else 's'}"
+    room = f"the cluster has {_amounts(has)}: room for {workers_in_words(fit)}"
+    return f"{workers_in_words(count)} of {_amounts(needed)} each, and {room}"
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

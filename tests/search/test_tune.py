@@ -223,18 +223,12 @@ def test_trial_is_bit_identical_to_a_plain_loop(searched: Recipe) -> None:
 def test_describe_lists_the_trials_that_tune_has_stored(searched: Recipe, ray_session: Path) -> None:
     text, whole = describe(ray_session / searched.search["name"])
     assert whole
-    ended = [(f"error {plain_loop({'lr': lr}, seed=3):.4g}", str(lr), "") for lr in (0.02, 5e-05)]
-    failed = [
-        ("failed", "-1.0", ": ValueError: Invalid learning rate: -1.0"),
-        ("failed", "0.5", ": FloatingPointError: "),
-    ]
+    ended = [(f"error {plain_loop({'lr': lr}, seed=3):.4g}", lr) for lr in (0.02, 5e-05)]
     first, *lines = text.splitlines()
     assert first.endswith(": 4 trials, 2 failed")
-    for found, lr, error in [*ended, *failed]:
-        (line,) = (line for line in lines if f" lr={lr}," in line)
-        assert line.startswith(f"  {found:<20} lr={lr}, starts=")
-        assert error in line
-        assert bool(error) == ("Error" in line)
+    assert sorted(line.partition(", starts=")[0] for line in lines) == sorted(
+        f"  {found:<20} lr={lr}" for found, lr in [*ended, ("failed", -1.0), ("failed", 0.5)]
+    )
 
 
 @pytest.mark.ray
