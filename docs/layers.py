@@ -154,7 +154,7 @@ WIDTH, LABEL = 82, 18  # characters of a line, and of the column of names
 
 
 def picture() -> str:
-    """The layers from the top down: number, packages, what each decides, its modules."""
+    """The layers from the top down: number, packages, and what each decides."""
     lines: list[str] = []
     indent = " " * (LABEL + 4)
     for i, layer in enumerate(LAYERS):
@@ -166,9 +166,6 @@ def picture() -> str:
                 lines.append(start)
                 start = indent
             lines += textwrap.wrap(package.decides, WIDTH, initial_indent=start, subsequent_indent=indent)
-            if package.name:
-                names = ", ".join(package.modules.split())
-                lines += textwrap.wrap(names, WIDTH, initial_indent=f"{indent}    ", subsequent_indent=f"{indent}    ")
     return "\n".join(["```text", *lines, "```"])
 
 
