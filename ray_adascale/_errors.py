@@ -70,7 +70,7 @@ class RecipeError(ValueError):
 
 
 def check_count(name: str, value: Any, minimum: int | None = 1) -> int:
-    """Return an argument as an int. NumPy's integers are accepted; True and False are not.
+    """Return an argument as an int. NumPy's integers and whole floats are accepted; True and False are not.
 
     Args:
         name: The argument's name.
@@ -80,7 +80,8 @@ def check_count(name: str, value: Any, minimum: int | None = 1) -> int:
     Raises:
         SettingError: The value is no integer, or too small.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or (minimum is not None and value < minimum):
+    whole = isinstance(value, numbers.Integral) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not whole or (minimum is not None and value < minimum):
         least = "" if minimum is None else f" of at least {minimum}"
         raise SettingError(f"Invalid {{}}. Must be an integer{least}.", "", **{name: value})
     return int(value)

@@ -325,9 +325,9 @@ class BatchSettings:
         batch = per_pass * workers * passes
         if batch < base:
             raise SettingError(
-                f"Invalid {{}}: larger than the global batch of {batch} = {per_pass} per worker × {workers} workers × "
-                f"{passes} passes. Raise per_worker_batch_size, accumulation or num_workers, so that the scale is at least 1.",
-                base_batch_size=base,
+                f"Invalid {{}}: the global batch of {batch} = {per_pass} per worker × {workers} workers × {passes} passes is "
+                f"smaller than the base batch of {base}. Raise it, accumulation or num_workers, so that the scale is at least 1.",
+                per_worker_batch_size=per_pass,
             )
         return _with_two_samples(StepPlan(base, batch, workers, passes))
 

@@ -90,9 +90,10 @@ class AdaScaleConfig:
             more passes until S ≥ 1. Without this setting it refuses. ``AdaScaleTrainer`` sets it for
             ``num_workers=(min, max)``.
         rule: How the LR follows the scale: "adascale", for SGD, Adam and AdamW alike; "adascale_betas", for Adam and AdamW: the
-            same and β^r for the betas; for comparisons "linear", "sqrt", "unscaled" and "adamscale" (AdaptDL's for Adam). With
-            "adascale_betas" runs were better and took more steps, with "adamscale" they were worse (docs/results.md). Or a
-            rule such as ``LEGWRule(5, 50_000)``, or a callable (RuleInput) -> (LR factor, clock increment).
+            same and β^r for the betas; for comparisons "linear", "sqrt", "unscaled" ("linear:354" takes 354 steps) and
+            "adamscale" (AdaptDL's for Adam). With "adascale_betas" runs were better and took more steps, with "adamscale" they
+            were worse (docs/results.md). Or a rule such as ``LEGWRule(5, 50_000)``, or a callable (RuleInput) -> (LR factor,
+            clock increment).
         sharding: Where gradients and optimizer state live. "none": all on every worker (DDP). "oss": each worker holds 1/N of
             the state. "zero2": and 1/N of the gradients (ShardedDataParallel). "fsdp2": and 1/N of the weights between uses
             (torch's fully_shard). "auto": "zero2" on more than one worker for an optimizer that has state.

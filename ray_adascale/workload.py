@@ -61,6 +61,11 @@ def unread_warning(unread: Mapping[str, str | None]) -> str:
     return f"The workload has not read {names} of its config, so that changes nothing. Correct the name, or leave {them} out."
 
 
+_LENGTH_UNKNOWN = (
+    "With total_epochs T is not known yet. Give total_steps (--total-steps), or read config.get('total_steps', 1000)."
+)
+
+
 class _Config(dict[str, Any]):
     """The config of a workload's function: a dict that logs the keys that are read, and answers for T and B0 as well.
 
@@ -77,7 +82,8 @@ class _Config(dict[str, Any]):
         return super().__getitem__(key)
 
     def __missing__(self, key: str) -> Any:
-        return self._injected[key]
+        with noted(lambda: _LENGTH_UNKNOWN if key == "total_steps" else ""):
+            return self._injected[key]
 
     # dict's own methods read the values without __getitem__, and so do ** and dict() with dict's own iterator.
     __contains__, get, items, values = Mapping.__contains__, Mapping.get, Mapping.items, Mapping.values  # type: ignore[assignment]

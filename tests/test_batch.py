@@ -37,7 +37,9 @@ def test_a_plan_says_what_each_worker_takes() -> None:
 
 def test_a_batch_below_the_base_batch_is_refused_unless_it_may_grow() -> None:
     small = {"base_batch_size": 64, "per_worker_batch_size": 8}
-    with pytest.raises(ValueError, match="larger than the global batch of 32 = 8 per worker × 4 workers × 1 passes"):
+    with pytest.raises(
+        ValueError, match=r"per_worker_batch_size=8.*: the global batch of 32 = 8 per worker × 4 workers × 1 passes"
+    ):
         AdaScaleConfig(**small).batch.plan(4)
     assert AdaScaleConfig(**small, accumulation=2).batch.plan(4).scale == 1
     assert AdaScaleConfig(**small, global_batch_size=64).batch.plan(4) == StepPlan(64, 64, 4, 2)

@@ -34,7 +34,7 @@ def test_a_misspelt_field_gets_a_hint() -> None:
 @pytest.mark.parametrize(
     ("names", "refused", "taken", "message"),
     [
-        (COUNTS, [0, -1, 2.0, True], [1, 10**12], "Must be an integer of at least 1"),
+        (COUNTS, [0, -1, 2.5, True], [1, 10**12], "Must be an integer of at least 1"),
         ("total_epochs", [math.inf], [1, 0.5, 1e6], "Must be finite: the schedule and the run end there"),
         ("total_epochs", [0, -0.5, math.nan, "1"], [1, 0.5], "Must be a positive number"),
         (NUMBERS, [0, -0.5, math.nan, "1"], [1, 0.5, math.inf], "Must be a positive number"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ def test_integers_are_taken_as_python_ints() -> None:
     assert check_count("passes", 3) == 3
     found = check_count("passes", np.int64(3))
     assert (found, type(found)) == (3, int)
+    found = check_count("total_steps", 40.0)  # as of a division
+    assert (found, type(found)) == (40, int)
     assert check_count("workers", 0, minimum=0) == 0
     assert check_count("seed", -5, minimum=None) == -5
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 1.0, "3", None])
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, math.inf, "3", None])
 def test_anything_else_is_refused_with_the_name_and_the_value(value: Any) -> None:
     with pytest.raises(SettingError) as caught:
         check_count("passes", value)

@@ -182,6 +182,13 @@ def test_whoever_takes_all_of_the_config_gets_what_was_given_and_has_read_it(rea
     assert built.config_reads.unread == {}
 
 
+def test_a_length_that_is_not_known_yet_says_what_to_give() -> None:
+    with pytest.raises(KeyError, match="total_steps") as caught:
+        build(lambda config: config["total_steps"], {}, AdaScaleConfig(base_batch_size=4, total_epochs=2.5))
+    (note,) = caught.value.__notes__
+    assert note.startswith("With total_epochs T is not known yet. Give total_steps (--total-steps)")
+
+
 def test_what_is_given_comes_before_what_the_settings_say_and_t_may_be_unknown() -> None:
     asked = ("total_steps", "base_batch_size")
     assert given(lambda c: [c[key] for key in asked], total_steps=600)[0] == [600, 16]

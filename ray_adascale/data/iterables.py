@@ -104,7 +104,7 @@ class IterableSource(BatchSource):
         self._warned = False
         self._stateful = _stateful(batches)
         self._pass = 0
-        self._batches_in_pass, self._ended_pass = 0, 0  # so far, and in the last pass that has ended
+        self._batches_in_pass = self._ended = 0  # so far, and in the last pass that has ended
         self._unequal = False
         self._loaded_pass: int | None = None
         """Number of the pass that the next iterator continues, after :meth:`load_own_state`; else None."""
@@ -122,16 +122,10 @@ class IterableSource(BatchSource):
     def _order_fields(self) -> dict[str, Any]:
         return {"length": self.length}
 
-    @property
-    def compared(self) -> int:
+    def differ(self, difference: Callable[[str], str]) -> None:
         # Workers with equally many batches end a pass in the same step.
-        return 0 if self._unequal else self._ended_pass
-
-    def compared_text(self) -> str:
-        return f"{self._ended_pass} batches" if self._ended_pass else f"{self._batches_in_pass} batches so far"
-
-    def differ(self, how: str) -> None:
-        told, self._unequal = self._unequal, True
+        how = difference(f"{self._ended} batches" if self._ended else f"{self._batches_in_pass} batches so far")
+        told, self._unequal, self.compared = self._unequal, True, 0
         if told:  # the next step's numbers were on their way
             return
         warn_on_first_worker(
@@ -180,7 +174,7 @@ class IterableSource(BatchSource):
                     self._batches_in_pass = usable = usable + 1
                     i = next(pass_index)
                     yield MicroBatch(batch, self.batch_size, weight, i, i == last)
-            self._ended_pass = usable
+            self._ended, self.compared = usable, 0 if self._unequal else usable
             if iterator is self._batches:
                 raise ValueError(
                     f"The data ended after {seen} batches and cannot be restarted, since it is a one-shot iterator"

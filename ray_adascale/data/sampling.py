@@ -54,8 +54,8 @@ class SampledOrder:
             )
         self._sampling, self._size, self._seed = sampling, size, seed
         self.name = getattr(sampling, "__qualname__", type(sampling).__qualname__)
-        self._digests: dict[int, int] = {}
-        self._saved: tuple[int, int] | None = None
+        self._digests: dict[int, int] = {}  # by epoch, as are these of before a resume:
+        self._saved: dict[int, int] = {}
         self._epoch: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64))
         self.length = 0
         self.length = len(self.indices(0))
@@ -72,8 +72,12 @@ class SampledOrder:
                     "out. It has random numbers of its own, or counts its epochs"
                 )
             self._epoch = epoch, indices
-            self._digests[epoch] = digest_of(indices)
-            self._compare_with_saved(epoch)
+            self._digests[epoch] = digest = digest_of(indices)
+            if self._saved.get(epoch, digest) != digest:
+                warn_on_first_worker(
+                    f"The sampler {self.name} yields another order of epoch {epoch} than before the checkpoint, so some examples "
+                    f"come twice in this epoch, and others not. {_REMEDY}"
+                )
         return self._epoch[1]
 
     def digest(self, epoch: int) -> int:
@@ -95,15 +99,8 @@ class SampledOrder:
 
     def expect(self, epoch: int, digest: int) -> None:
         """Set the order that an epoch had before a resume. If it differs when it is next drawn, there is a warning."""
-        self._saved = epoch, digest
+        self._saved = {epoch: digest}
         self._epoch = -1, self._epoch[1]
-
-    def _compare_with_saved(self, epoch: int) -> None:
-        if self._saved is not None and self._saved[0] == epoch and self._saved[1] != self._digests[epoch]:
-            warn_on_first_worker(
-                f"The sampler {self.name} yields another order of epoch {epoch} than before the checkpoint, so some examples "
-                f"come twice in this epoch, and others not. {_REMEDY}"
-            )
 
     def _draw(self, epoch: int) -> Tensor:
         sampler: Any = self._sampling

@@ -26,8 +26,10 @@ class BatchSource(abc.ABC):
         kind: Name of the kind of source in a checkpoint.
         length: Examples per epoch over all workers; None if unknown.
         position: Examples consumed by committed steps, over all workers.
+        compared: A number of the step's data below 2³¹ that travels with the step: it must be equal on all workers.
     """
 
+    compared = 0
     kind: str
     length: int | None
     position: int
@@ -84,20 +86,11 @@ class BatchSource(abc.ABC):
             )
         return float(self.length // base_batch_size)
 
-    @property
-    def compared(self) -> int:
-        """A number of the step's data below 2³¹ that travels with the step: it must be equal on all workers."""
-        return 0
-
-    def compared_text(self) -> str:
-        """Return what :attr:`compared` says."""
-        return ""
-
-    def differ(self, how: str) -> None:
-        """Warn or raise, because :attr:`compared` differs between workers.
+    def differ(self, difference: Callable[[str], str]) -> None:
+        """Warn or raise, because :attr:`compared` differs between workers. Collective.
 
         Args:
-            how: The texts of two workers that differ: "A on rank 0 and B on rank 1".
+            difference: From what this worker has, a text, it returns how two workers differ: "A on rank 0 and B on rank 1".
         """
         raise NotImplementedError
 
@@ -243,16 +236,13 @@ class MapSource(BatchSource):
         self._requests.restart()
 
     @property
-    def compared(self) -> int:
+    def compared(self) -> int:  # type: ignore[override]
         return 0 if self._sampled is None else self._sampled.digest(self.epoch) >> 32
 
-    def compared_text(self) -> str:
+    def differ(self, difference: Callable[[str], str]) -> None:
         assert self._sampled is not None
         first = ", ".join(map(str, self._sampled.indices(self.epoch)[:8].tolist()))
-        return f"[{first}, ...] (digest {self.compared})"
-
-    def differ(self, how: str) -> None:
-        assert self._sampled is not None
+        how = difference(f"[{first}, ...] (digest {self.compared})")
         self._sampled.refuse(f"yields in epoch {self.epoch} {how}, and workers share out one order")
 
     def _order_fields(self) -> dict[str, Any]:

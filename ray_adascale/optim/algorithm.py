@@ -70,6 +70,7 @@ class AdaScaleAlgorithm:
         self._pending: tuple[StepSums, Average, Packed, HostCopy] | None = (
             None  # a step on the device, on its way to the host
         )
+        self._plan, self._declared = passes.plan, passes.plans.declared  # of the last step, and of full ones then
         self._equal_steps = 0  # in a row, of equal gradient samples; −1 once that was warned of
 
     @property
@@ -99,6 +100,7 @@ class AdaScaleAlgorithm:
         """
         self.synchronize()
         sums = self._passes.finish()
+        self._plan, self._declared = sums.plan, self._passes.plans.declared
         if self._on_device:
             self._step_on_device(sums)
         else:
@@ -268,7 +270,10 @@ class AdaScaleAlgorithm:
         self.synchronize()
         sums = None if committed else self._passes.measurement.sums
         if sums is None:
-            return self._averages.evaluate(self._averages.now, self._passes.plan.scale)
+            plan = (
+                self._plan if self._declared is self._passes.plans.declared else self._passes.plan
+            )  # a step may be shorter
+            return self._averages.evaluate(self._averages.now, plan.scale)
         averages, *_ = self._after(sums, on_host=not self._on_device)
         return self._averages.evaluate(averages, sums.plan.scale)
 

@@ -286,15 +286,16 @@ RULES: dict[str, Callable[..., ScalingRule]] = {
 
 
 def make_rule(rule: str | ScalingRule) -> ScalingRule:
-    """Return a rule by its name, or the callable itself.
+    """Return a rule by its name, or the callable itself. "linear:354" is ``LinearRule(steps=354)``.
 
     Raises:
         ValueError: ``rule`` is neither a known name nor a callable.
     """
     if isinstance(rule, str):
-        if rule not in RULES:
-            raise ValueError(f"Invalid {rule=}. Known rules: {', '.join(RULES)}; or pass a callable.")
-        return RULES[rule]()
+        name, _, steps = rule.partition(":")
+        if name not in RULES or (steps and not (steps.isdecimal() and hasattr(RULES[name], "steps"))):
+            raise ValueError(f"Invalid {rule=}. Known rules: {', '.join(RULES)}, linear:STEPS; or pass a callable.")
+        return RULES[name](**({"steps": int(steps)} if steps else {}))
     if isinstance(rule, type):
         raise ValueError(f"Invalid rule: the class {rule.__name__}. Pass an instance, {rule.__name__}(...).")
     if not callable(rule):

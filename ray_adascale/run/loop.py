@@ -258,10 +258,9 @@ class Run:
         self._probed = sigma2, mu2
 
     def summary(self) -> dict[str, Any]:
-        """Return the last report's metrics, the number of skipped steps, the reason for the end, and the seconds in the loop.
+        """Return the last report's metrics, the number of skipped steps, the reason for the end, and the seconds of this loop.
 
-        A step is skipped if its gradient is not finite. The seconds are those since this start. Metrics of ``evaluate`` are this
-        worker's own: reports have those of rank 0.
+        A step is skipped if its gradient is not finite. Metrics of ``evaluate`` are this worker's: reports have rank 0's.
         """
         self._synchronize()
         return {
@@ -289,7 +288,10 @@ class Run:
                 # The known τ decides: a step after which τ may have reached T is read at once.
                 while self.stopped is None and self.optimizer.known_effective_steps < self.total_steps:
                     self._pulse.enter(Phase.DATA)
-                    batch = next(batches)
+                    if (batch := next(batches, None)) is None:
+                        raise RuntimeError(
+                            "Another loop over the run, in this one, has taken its data: make it one loop."
+                        )
                     self._pulse.enter(Phase.PASS)
                     if first:
                         warn_of_equal_batches(batch.batch, self.plan.workers, self.backend.device)

@@ -117,7 +117,7 @@ class Passes:
         finally:
             self._optimizer.passes.told(False)
             hook.remove()
-            del self._guarded.add_param_group
+            vars(self._guarded).pop("add_param_group", None)  # which an inner loop has restored
             self._autocast.close()
             self._traffic.close()
 

@@ -29,7 +29,7 @@ def refusal(case: Case) -> str | None:
             (not bare and case.scheduler == "plateau", "ReduceLROnPlateau"),
             (
                 run and fixed and batch < leg.base,
-                "larger than the global batch|smaller than base_batch_size",
+                "smaller than the base batch|smaller than base_batch_size",
             ),
             (case.iterable and leg.workers * leg.passes == 1 and batch > leg.base, "tells nothing of the noise"),
             (run and case.drop_last and batch > case.length, "every batch would be dropped"),

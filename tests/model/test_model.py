@@ -60,7 +60,7 @@ def test_a_refusal_must_come_where_the_draw_says_so_and_nowhere_else(
     assert refusal(refused) is not None
     assert check(refused, pool) is None
     monkeypatch.setattr("tests.model.compare.refusal", lambda case: None)
-    assert "larger than the global batch" in (check(refused, pool) or "")
+    assert "smaller than the base batch" in (check(refused, pool) or "")
     monkeypatch.setattr("tests.model.compare.refusal", lambda case: "no such message")
     assert "not the expected refusal" in (check(refused, pool) or "")
     assert "should have been" in (check(Case(legs=(Leg(passes=2),)), pool) or "")

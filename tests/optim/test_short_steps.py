@@ -79,6 +79,7 @@ def both(
         optimizer.step()
         optimizer.zero_grad()
         gains.append(optimizer.last_step.gain)
+        assert optimizer.gain() == gains[-1]  # of the short step, as τ has advanced
         np.testing.assert_allclose(
             (before - weights(model)).numpy(), 0.05 * r * np.concatenate(mean), rtol=1e-9, atol=1e-15
         )

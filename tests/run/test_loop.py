@@ -669,7 +669,10 @@ def test_a_loader_may_give_the_length_of_an_epoch() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"base_batch_size": 16, "per_worker_batch_size": 4}, "larger than the global batch of 4"),
+        (
+            {"base_batch_size": 16, "per_worker_batch_size": 4},
+            "the global batch of 4 .*smaller than the base batch of 16",
+        ),
         ({"scheduler_unit": None}, "scheduler_unit"),
         ({"base_batch_size": None}, "base_batch_size"),
         ({"data": []}, "empty"),
@@ -678,6 +681,20 @@ def test_a_loader_may_give_the_length_of_an_epoch() -> None:
 def test_bad_settings_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_run(model(), **settings)
+
+
+def test_a_loop_within_a_loop_over_the_run_is_refused() -> None:
+    run = make_run(model())
+    with pytest.raises(RuntimeError, match="Another loop over the run, in this one"):
+        for x, y in run:
+            run.backward(F.cross_entropy(run.model(x), y))
+            run.step()
+            for inner, target in run:
+                run.backward(F.cross_entropy(run.model(inner), target))
+                run.step()
+                break
+    drive(run)  # the run itself is whole
+    assert run.stopped == "total_steps reached"
 
 
 @pytest.mark.parametrize("fused", [None, True])

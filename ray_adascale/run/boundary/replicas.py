@@ -199,9 +199,7 @@ class Replicas:
         """
         if self.found == _DATA:
             self.found = None
-            difference = first_difference({"": self._source.compared_text()}, self._workers, self._group)
-            if difference is not None:
-                self._source.differ(difference[1])
+            self._source.differ(lambda own: (first_difference({"": own}, self._workers, self._group) or ("", ""))[1])
             return
         gradients = {f"the gradient of {name!r}": p.grad for name, p in self._module.named_parameters()}
         where = self._difference(self._weights() | gradients)
