@@ -42,18 +42,14 @@ def describe(path: str | os.PathLike[str]) -> tuple[str, bool]:
 
 
 def _describe_recipe(path: Path) -> tuple[str, bool]:
+    edited = ""
     try:
-        return _recipe_text(Recipe.load(path)), True
+        recipe = Recipe.load(path)
     except RecipeError:
         recipe = Recipe.load(path, accept_edits=True)  # other faults than an edit still raise
-    return f"{_recipe_text(recipe)}\n  EDITED       after the search: it is no longer the result of the search", False
-
-
-def _recipe_text(recipe: Recipe) -> str:
-    lines = [recipe.describe()]
-    if not recipe.noise:
-        lines.append("  no forecast  it holds no noise probes")
-    return "\n".join(lines)
+        edited = "\n  EDITED       after the search: it is no longer the result of the search"
+    no_forecast = "" if recipe.noise else "\n  no forecast  it holds no noise probes"
+    return f"{recipe.describe()}{no_forecast}{edited}", not edited
 
 
 def _describe_checkpoint(path: Path) -> tuple[str, bool]:

@@ -5,9 +5,9 @@ The file contains everything: plots as SVG, no scripts, nothing from a network. 
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -97,7 +97,8 @@ def _render(
         comparisons=[(keys[i], cells) for i, cells in _comparisons(runs, recipe)],
         figures=figures,
         recipe=recipe,
-        hyperparameters=None if recipe is None else json.dumps(recipe.hyperparameters, indent=2),
+        runs=runs,
+        statistics=statistics,
     )
 
 

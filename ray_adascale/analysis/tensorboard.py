@@ -1,22 +1,27 @@
 """TensorBoard event files of a run, from its trace.
 
-Every number is a scalar against optimizer steps, and with the prefix ``tau/`` a scalar against ⌊τ⌋, where runs at different
-scales coincide. Ray Tune writes event files for trials itself.
+Every number is a scalar against optimizer steps, and in a group "..._over_tau" against ⌊τ⌋, where runs at different scales
+coincide. TensorBoard shows a group in a section: "metrics" (the loss, and the user's), "adascale", "speed". Ray Tune writes
+event files for trials itself.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from ..run.observe.metrics import COUNTERS
+from ..run.observe.metrics import COUNTERS, METRICS
 from .runs import RunTrace, is_number, load_run
 
 _NO_CURVES = (*COUNTERS, "optimizer_steps")
 """Keys without a curve: the position of the run, and optimizer steps, which are an axis."""
+_GROUPS = dict.fromkeys((*METRICS, "steps_left"), "adascale") | {
+    "loss": "metrics",
+    "examples_per_s": "speed",
+    "world_size": "speed",
+}
+"""The groups of the run's own numbers. Those of the user are metrics."""
 
 
 def write_events(run: str | os.PathLike[str] | RunTrace, folder: str | os.PathLike[str]) -> Path:
@@ -40,13 +45,9 @@ def write_events(run: str | os.PathLike[str] | RunTrace, folder: str | os.PathLi
     target = Path(folder).expanduser() / loaded.label
     with SummaryWriter(str(target), purge_step=0) as writer:
         for row in loaded.rows:
-            for key, value in _scalars(row):
-                writer.add_scalar(key, value, row["optimizer_steps"])
-                writer.add_scalar(f"tau/{key}", value, int(row["effective_steps"]))
+            for key, value in row.items():
+                if key not in _NO_CURVES and is_number(value) and math.isfinite(value):
+                    group = _GROUPS.get(key, "metrics")
+                    writer.add_scalar(f"{group}/{key}", value, row["optimizer_steps"])
+                    writer.add_scalar(f"{group}_over_tau/{key}", value, int(row["effective_steps"]))
     return target
-
-
-def _scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for key, value in row.items():
-        if key not in _NO_CURVES and is_number(value) and math.isfinite(value):
-            yield key, value

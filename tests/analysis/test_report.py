@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,40 @@ def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) 
     ]
     assert all((tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG") for name in pngs)
     assert list((tmp_path / "out").glob(".*")) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "scores", "said"),
+    [
+        ("max", (), "ends 0.3 better than the base run's accuracy of 0.5 (one run, the best of a search)."),
+        ("min", (0.45, 0.55), "ends 0.3 worse than the base run's accuracy of 0.5 ± 0.071 (2 seeds)."),
+        ("max", (0.6, 1.1), "ends 0.05 worse than the base run's accuracy of 0.85 ± 0.35 (2 seeds), within the spread"),
+    ],
+)
+def test_a_run_is_judged_by_the_recipes_score(
+    make: Callable[..., Page], tmp_path: Path, mode: str, scores: tuple[float, ...], said: str
+) -> None:
+    runs = [
+        write_rows(tmp_path / name / "trace.jsonl", [row(s) | {"accuracy": 0.08 * s} for s in range(1, count + 1)])
+        for name, count in (("whole", 10), ("early", 9))
+    ]
+    made = recipe([(0, 3, 1)], total_steps=20)
+    repeats = [Repeat(seed=i + 7, score=score, noise=[]) for i, score in enumerate(scores)]
+    make(*runs, recipe=replace(made, metric="accuracy", mode=mode, score=0.5, repeats=repeats))
+    text = " ".join((tmp_path / "out" / "report.html").read_text().replace("&#39;", "'").split())
+    assert f"<p>whole {said}" in text
+    assert "early ends" not in text
+
+
+def test_seeds_of_a_run_have_their_mean_and_spread(make: Callable[..., Page], tmp_path: Path) -> None:
+    def run(name: str, end: float, **changed: float) -> Path:
+        rows = [row(s, lr=0.1) | {"accuracy": end, "scale": 4.0, **changed} for s in range(1, 4)]
+        return write_rows(tmp_path / name / "trace.jsonl", rows)
+
+    make(run("one", 0.7), run("two", 0.8), run("other", 0.1, scale=2.0))
+    text = " ".join((tmp_path / "out" / "report.html").read_text().split())
+    assert "<p>one, two are alike in S, workers and learning rate: accuracy 0.75 ± 0.071, steps 3 ± 0 (mean" in text
+    assert text.count("are alike") == 1
 
 
 def test_page_stands_alone_in_light_and_dark(make: Callable[..., Page], tmp_path: Path) -> None:

@@ -43,11 +43,13 @@ def test_every_number_of_the_trace_is_a_scalar(tmp_path: Path) -> None:
     folder = write_events(write_rows(tmp_path / "mine" / "trace.jsonl", rows), tmp_path / "events")
     assert folder == tmp_path / "events" / "mine"
     found = scalars(folder)
-    assert found["gain"] == [(1, 2.0), (2, 2.0)]
-    assert found["loss"] == [(2, 0.5)]
-    assert found["accuracy"] == [(2, 0.75)]
-    assert found["tau/accuracy"] == [(4, 0.75)]  # τ = 4 at the second step
-    assert not {"note", "step", "attempt", "position"} & set(found)
+    assert found["adascale/gain"] == [(1, 2.0), (2, 2.0)]
+    assert found["metrics/loss"] == [(2, 0.5)]
+    assert found["metrics/accuracy"] == [(2, 0.75)]
+    assert found["metrics_over_tau/accuracy"] == [(4, 0.75)]  # τ = 4 at the second step
+    assert not {"note", "step", "attempt", "position"} & {tag.rpartition("/")[2] for tag in found}
+    groups = {"adascale", "metrics", "speed"}  # a section each, not one for each number
+    assert {tag.partition("/")[0] for tag in found} == groups | {f"{group}_over_tau" for group in groups}
 
 
 def test_files_that_are_written_again_show_no_step_twice(tmp_path: Path) -> None:
@@ -55,7 +57,7 @@ def test_files_that_are_written_again_show_no_step_twice(tmp_path: Path) -> None
         path = write_rows(tmp_path / "mine" / "trace.jsonl", [row(step) for step in range(1, count + 1)])
         write_events(path, tmp_path / "events")
         path.unlink()
-    assert scalars(tmp_path / "events" / "mine")["gain"] == [(1, 2.0), (2, 2.0), (3, 2.0)]
+    assert scalars(tmp_path / "events" / "mine")["adascale/gain"] == [(1, 2.0), (2, 2.0), (3, 2.0)]
 
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
