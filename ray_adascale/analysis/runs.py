@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from .. import checkpoint
 from .._files import ERROR, SEARCH, TRACE
 from ..run.observe.metrics import COUNTERS, METRICS, SHORT_STEP
 from ..run.observe.trace import faults_of, read_trace
@@ -154,7 +155,7 @@ def trace_path(run: str | os.PathLike[str]) -> Path:
 
     Args:
         run: The trace's file itself; or the folder of a run on a LocalBackend or on Ray, for the trace of its last end or of its
-            newest checkpoint, whichever is further.
+            newest checkpoint, whichever is of a later start, or of the same start and further.
 
     Raises:
         ValueError: There is no trace.
@@ -163,9 +164,10 @@ def trace_path(run: str | os.PathLike[str]) -> Path:
     if path.is_file():
         return path
     own = path / TRACE  # written at the end of a start. A run that was interrupted may have been resumed since.
-    found = [*([own] if own.is_file() else []), *sorted(path.glob(f"checkpoint_*/{TRACE}"))[-1:]]
+    kept = (folder / TRACE for folder in checkpoint.in_run(path))
+    found = [*([own] if own.is_file() else []), *[trace for trace in kept if trace.is_file()][-1:]]
     if found:
-        return max(found, key=_last_step)
+        return max(found, key=_last_place)
     if (path / SEARCH).is_file():
         raise ValueError(
             f"Invalid run {str(run)!r}: a search, whose trials keep no trace of their steps. Give the folder of a run, as "
@@ -185,14 +187,14 @@ def failure_of(run: str | os.PathLike[str]) -> str | None:
     return next(iter(error.read_text(errors="replace").splitlines()), "") if error.is_file() else None
 
 
-def _last_step(trace: Path) -> float:
-    """Return the number of a trace's last step; −1 if its last line has none."""
+def _last_place(trace: Path) -> tuple[float, float]:
+    """Return start and number of a trace's last step; −1 for what its last line has not."""
     try:
         last = json.loads(trace.read_bytes().rstrip().rpartition(b"\n")[2])
     except ValueError:
-        return -1.0
-    step = last.get("step") if isinstance(last, dict) else None
-    return float(step) if is_number(step) else -1.0
+        last = None
+    start, step = (last.get(key) if isinstance(last, dict) else None for key in ("attempt", "step"))
+    return float(start) if is_number(start) else -1.0, float(step) if is_number(step) else -1.0
 
 
 def load_run(run: str | os.PathLike[str], *, label: str | None = None) -> RunTrace:

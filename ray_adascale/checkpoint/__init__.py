@@ -221,18 +221,20 @@ def delete(directory: StrPath) -> None:
 
 
 def in_run(directory: StrPath) -> list[Path]:
-    """Return the checkpoints in a run's folder, a LocalBackend's or Ray Train's, oldest first by optimizer step.
+    """Return the checkpoints in a run's folder, a LocalBackend's or Ray Train's, oldest first: by start, then by step.
 
-    A checkpoint without a readable step is placed by its name. Only folders count.
+    Names may be times, of machines whose clocks differ. A checkpoint without a readable step is placed by its name. Only folders
+    count.
     """
-    found: list[tuple[int, Path]] = []
+    found: list[tuple[tuple[int, int], Path]] = []
     for path in sorted(Path(directory).glob("checkpoint_*")):
         if path.is_dir():
             try:
-                step = int(Saved(path).state["iterations"])
+                state = Saved(path).state
+                order = int(state.get("attempt", 0)), int(state["iterations"])
             except (CheckpointError, LookupError, TypeError, ValueError):
-                step = max((step for step, _ in found), default=-1)
-            found.append((step, path))
+                order = max((order for order, _ in found), default=(-1, -1))
+            found.append((order, path))
     return [path for _, path in sorted(found, key=lambda item: item[0])]
 
 

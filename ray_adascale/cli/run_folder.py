@@ -67,11 +67,11 @@ class RunFolder:
 
     def print_how_to_continue(self, otherwise: str = "") -> None:
         """Print the command that goes on with the run; another sentence if the folder has no start to repeat."""
-        from ..train.ray_record import has_checkpoint
+        from ..train.ray_record import newest_checkpoint
 
         command = f"`ray-adascale resume {shlex.quote(self.path)}`"
         with contextlib.suppress(OSError):
-            if has_checkpoint(self.path):
+            if newest_checkpoint(self.path) is not None:
                 otherwise = f"{command} goes on from the last checkpoint."
             elif OPTIONS in list_names(self.path):
                 otherwise = f"There is no checkpoint yet; {command} starts the run again."

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._errors import typed
-from .._files import absolute, join, list_names, read_json, split, unique_name
+from .._files import absolute, join, read_json, split, unique_name
 from ..config import AdaScaleConfig
 from ..train.connection import check_address
 from .checking import Connection, OnRay
@@ -273,27 +273,22 @@ def _end_of(folder: str, train: Train) -> str | None:
     from .. import checkpoint
     from ..checkpoint.files import STATE
     from ..recipe import Recipe
+    from ..train.ray_record import newest_checkpoint
 
-    for name in sorted((name for name in list_names(folder) if name.startswith("checkpoint_")), reverse=True):
-        found = join(folder, name)
-        try:
-            if read_json(join(found, checkpoint.MANIFEST)) is None:
-                continue  # never completed
-            if "://" not in found:
-                checkpoint.verify(found)
-            state = read_json(join(found, STATE))
-        except (checkpoint.CheckpointError, ValueError):
-            return None  # damaged: the run goes on from the one before
-        config = train.config.with_recipe(None if train.recipe is None else Recipe.load(train.recipe))
-        total_steps = config.resolve_total_steps(state["base_steps_per_epoch"])
-        if not state["stopped"] or state["total_steps"] != total_steps:
-            return None
-        return (
-            f"Run {split(folder)[1]!r} has ended: {state['stopped']}, {state['iterations']:,} optimizer steps for "
-            f"{state['effective_steps']:,.0f} effective ones of {total_steps:,}. Another run needs another --name.\n"
-            f"Checkpoint: {found}"
-        )
-    return None
+    name = newest_checkpoint(folder)
+    found = join(folder, name or "")
+    if name is None or ("://" not in found and not checkpoint.is_complete(found)):
+        return None  # damaged: the run goes on from the one before
+    state = read_json(join(found, STATE))
+    config = train.config.with_recipe(None if train.recipe is None else Recipe.load(train.recipe))
+    total_steps = config.resolve_total_steps(state["base_steps_per_epoch"])
+    if not state["stopped"] or state["total_steps"] != total_steps:
+        return None
+    return (
+        f"Run {split(folder)[1]!r} has ended: {state['stopped']}, {state['iterations']:,} optimizer steps for "
+        f"{state['effective_steps']:,.0f} effective ones of {total_steps:,}. Another run needs another --name.\n"
+        f"Checkpoint: {found}"
+    )
 
 
 def _resolved(path: str) -> Path:

@@ -236,8 +236,8 @@ class HangWatch:
             return
         self._killed, self._task = (worker.node, worker.pid), _kill(worker)
         _log.warning(
-            "%s Its process is ended, if its node can be reached, so that the workers restart from the last checkpoint. If such "
-            "steps are expected, set AdaScaleConfig(step_timeout_s=...), now %.0f s.",
-            hang.description(),
+            "%s is ended, if its node can be reached, so that the workers restart from the last checkpoint. If such steps are "
+            "expected, set AdaScaleConfig(step_timeout_s=...), now %.0f s.",
+            f"{hang.description()} Process {worker.pid} of worker {worker.rank} on node {worker.host}",
             hang.limit_s,
         )

@@ -66,14 +66,17 @@ def rename_cut_off_record(folder: str, name: str, filesystem: pyarrow.fs.FileSys
         _log.warning(text, name, RENAMED)
 
 
-def has_checkpoint(folder: str, filesystem: pyarrow.fs.FileSystem | None = None) -> bool:
-    """Return whether a run's folder has a complete checkpoint, listed or not. Contents are not verified.
+def newest_checkpoint(folder: str, filesystem: pyarrow.fs.FileSystem | None = None) -> str | None:
+    """Return the name of the checkpoint that is last in the course of a run, listed or not; None if there is no complete one.
+
+    Contents are not verified.
 
     Args:
         folder: Absolute path or URI of the run's folder.
         filesystem: The storage, if the folder is a path within one.
     """
-    return bool(sealed_checkpoints(*_listed(folder, filesystem)))
+    found = sealed_checkpoints(*_listed(folder, filesystem))
+    return found[-1].path.rpartition("/")[2] if found else None
 
 
 def _listed(folder: str, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyarrow.fs.FileSystem, str, list[str]]:

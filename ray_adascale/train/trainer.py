@@ -44,7 +44,7 @@ from .cluster import (
 from .driver_channel import DriverClient, Status, forward_warnings, make_channel
 from .hangs import HangWatch
 from .network import with_interface
-from .ray_record import has_checkpoint, rename_cut_off_record
+from .ray_record import newest_checkpoint, rename_cut_off_record
 from .retry import RepeatedFailure, RetryPolicy, failure_message
 from .run_lock import RunLock
 
@@ -329,7 +329,7 @@ class AdaScaleTrainer(TorchTrainer):
         except (ray.exceptions.RayActorError, SystemExit) as e:
             # DriverMonitor has killed the controller, or Ray's own handler of Ctrl-C has exited with code 0.
             if self._monitor.interrupts or isinstance(e, SystemExit):
-                saved = has_checkpoint(self._folder, self.run_config.storage_filesystem)
+                saved = newest_checkpoint(self._folder, self.run_config.storage_filesystem)
                 lost = "what came after its last checkpoint is lost" if saved else "it has no checkpoint yet"
                 raise KeyboardInterrupt(f"The run ended at once; {lost}.") from None
             raise
@@ -387,9 +387,11 @@ class DriverMonitor:
         self._thread = threading.Thread(target=self._run, name="ray_adascale-listener", daemon=True)
 
     def interrupt(self) -> None:
-        """Register a Ctrl-C in the main thread. The monitor's thread handles it."""
+        """Register a Ctrl-C in the main thread. The monitor's thread handles it, at its next look.
+
+        A signal's handler must not wait for a lock: a second signal may come while the first one's handler has it.
+        """
         self.interrupts += 1
-        self._wake.set()
 
     def __enter__(self) -> DriverMonitor:
         self._thread.start()

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ray_adascale import checkpoint
+from ray_adascale.analysis.runs import trace_path
 from ray_adascale.checkpoint import CheckpointError
 
 from .folders import corrupt, read_all, reseal
@@ -219,6 +220,17 @@ def test_nothing_planted_in_any_file_is_ever_unpickled(
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Choosing one
+
+
+def test_a_later_start_is_newer_whatever_step_and_clock_say(tmp_path: Path) -> None:
+    """The first start's machine has a clock that is ahead, and the second start went on from an earlier checkpoint."""
+    for name, attempt, step in (("10-05", 0, 20), ("10-01", 1, 10), ("10-02", 1, 15)):
+        state = {"iterations": step, "attempt": attempt}
+        folder = tmp_path / f"checkpoint_2026-11-22_{name}-00.1"
+        checkpoint.save(folder, {"model/weight": torch.tensor([float(step)])}, state)
+        (folder / "trace.jsonl").write_text(json.dumps({"step": step, "attempt": attempt}))
+    assert checkpoint.load_weights(tmp_path)["weight"].tolist() == [15.0]
+    assert trace_path(tmp_path).parent.name == "checkpoint_2026-11-22_10-02-00.1"
 
 
 def _of_a_run(run: Path, names_and_steps: dict[str, int]) -> list[Path]:

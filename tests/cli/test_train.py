@@ -393,8 +393,8 @@ def test_a_run_at_its_end_is_not_resumed(called: dict[str, Any], tmp_path: Path,
     train = ["train", WORKLOAD, "--base-batch-size=4", "--name=x", f"--storage-path={tmp_path}"]
     cli(*train, length)
 
-    def save(name: str, tau: float, stopped: str | None) -> Path:
-        state = {"stopped": stopped, "iterations": 7, "effective_steps": tau}
+    def save(name: str, tau: float, stopped: str | None, attempt: int = 0) -> Path:
+        state = {"stopped": stopped, "iterations": 7, "effective_steps": tau, "attempt": attempt}
         state |= {"total_steps": 20, "base_steps_per_epoch": 10.0}
         checkpoint.save(tmp_path / "x" / name, {"w": torch.zeros(2)}, state)
         return tmp_path / "x" / name
@@ -416,6 +416,10 @@ def test_a_run_at_its_end_is_not_resumed(called: dict[str, Any], tmp_path: Path,
     assert resumed()
     save("checkpoint_3", 20.5, "total_steps reached")
     (tmp_path / "x" / "checkpoint_4").mkdir()  # never completed
+    assert not resumed()
+    save("checkpoint_0", 12.0, None, attempt=1)  # of a later start, on a machine whose clock is behind
+    assert resumed()
+    save("checkpoint_00", 20.5, "total_steps reached", attempt=2)
     assert not resumed()
     cli(*train, "--total-steps=40")  # started anew, to be longer
     assert resumed()

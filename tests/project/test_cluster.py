@@ -65,6 +65,17 @@ def test_launcher_files_install_the_project_and_authenticate(path: Path) -> None
     assert not any("dashboard-host=0.0.0.0" in line for line in config["head_start_ray_commands"])
 
 
+def test_a_cloud_file_without_an_owner_ends_the_launch_with_what_to_change() -> None:
+    text = LAUNCHER.read_text()
+    done = [
+        subprocess.run(["bash", "-c", yaml.safe_load(written)["setup_commands"][0]], capture_output=True, text=True)
+        for written in (text, text.replace("OWNER", "me"))
+    ]
+    assert [run.returncode for run in done] == [1, 0]
+    assert done[0].stderr == "cluster.yaml - write your fork's owner for OWNER in setup_commands\n"
+    assert done[1].stderr == ""
+
+
 def test_the_cloud_file_has_gpu_workers_on_spot_and_scales_them() -> None:
     config = load(LAUNCHER)
     types = config["available_node_types"]

@@ -11,7 +11,7 @@ import torch
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
 from ray_adascale import checkpoint
-from ray_adascale.train.ray_record import RECORD, RENAMED, has_checkpoint, rename_cut_off_record, sealed_checkpoints
+from ray_adascale.train.ray_record import RECORD, RENAMED, newest_checkpoint, rename_cut_off_record, sealed_checkpoints
 
 
 @pytest.fixture
@@ -62,9 +62,9 @@ def test_a_checkpoint_that_was_never_finished_or_has_a_damaged_state_does_not_co
         return [each.step for each in sealed_checkpoints(pyarrow.fs.LocalFileSystem(), str(run), names)]
 
     assert steps() == [20, 30]  # by step, and not by the clock of the name
-    assert has_checkpoint(str(run))
-    assert not has_checkpoint(str(tmp_path / "never begun"))
+    assert newest_checkpoint(str(run)) == "checkpoint_2026-11-25_04"
+    assert newest_checkpoint(str(tmp_path / "never begun")) is None
     (run / "checkpoint_2026-11-25_04" / "state.json").write_text("{}")
     assert steps() == [20]
     (run / "checkpoint_2026-11-25_05" / "manifest.json").unlink()
-    assert not has_checkpoint(str(run))
+    assert newest_checkpoint(str(run)) is None
