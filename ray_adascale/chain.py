@@ -219,7 +219,7 @@ class OptimizerChain(Optimizer):
     # ---- groups ----------------------------------------------------------------------------------------------------
 
     def _groups_in_order(self) -> list[tuple[int, int]]:
-        """Return the place of each group, with those that the optimizers have got since."""
+        """Return the place of each group, including groups added since."""
         if len(self._order) != sum(len(member.param_groups) for member in self._optimizers):
             known = set(self._order)
             for i, member in enumerate(self._optimizers):

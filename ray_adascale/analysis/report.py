@@ -30,7 +30,7 @@ def write_report(
     *,
     recipe: Recipe | None = None,
 ) -> Path:
-    """Write the page, and each of its plots as a PNG beside it (``report-loss.png`` ...).
+    """Write a report of runs as an HTML page, and each of its plots as a PNG beside it (``report-loss.png`` ...).
 
     Args:
         runs: One trace or several, or folders with a trace; the base run first, if there is one. A mapping gives them labels.

@@ -73,7 +73,7 @@ def _texts(owner: type) -> dict[str, str]:
 
 
 def _help(field: dataclasses.Field[Any], texts: Mapping[str, str], default: str | None) -> str:
-    """Return the help of a field's option."""
+    """Return the help text of the option for a field."""
     first, *others = re.split(r"(?<=\.) (?=[A-Z])", texts.get(field.name, ""))
     defaults = [text.removeprefix("Default: ").removesuffix(".") for text in others if text.startswith("Default: ")]
     if not defaults and not any(field.default is none for none in (None, False, dataclasses.MISSING)):

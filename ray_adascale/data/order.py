@@ -76,7 +76,7 @@ class BatchSplit:
 
     @property
     def micro_batch_starts(self) -> list[int]:
-        """Examples of the step that come before each of this worker's micro-batches, pass by pass."""
+        """Offset of each of this worker's micro-batches within the step, in examples, pass by pass."""
         starts = [0, *itertools.accumulate(self.sample_sizes[:-1])]
         return starts[self.rank :: self.world_size]
 

@@ -19,7 +19,7 @@ from .._torch import count_of_writes
 _BLOCK = 16384
 
 MOST_HELD = 32 << 20
-"""Bytes of gradients that a GPU keeps for one call."""
+"""Most bytes of gradients held on a GPU before their norms are computed together."""
 
 
 _HALF = frozenset({torch.float16, torch.bfloat16})

@@ -73,7 +73,7 @@ def betas_of(rule: ScalingRule) -> BetaRule | None:
 
 @dataclass(frozen=True)
 class AdaScaleRule:
-    """(r, r): Johnson et al., ICML 2020. Derived for SGD; for Adam and AdamW by measurement (docs/results.md)."""
+    """LR × r, clock + r: Johnson et al., ICML 2020. Derived for SGD; for Adam and AdamW by measurement (docs/results.md)."""
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
         return now.gain, now.gain
@@ -110,7 +110,7 @@ def _stretch(now: RuleInput, steps: int | None, increment: float, name: str) -> 
 
 @dataclass(frozen=True)
 class LinearRule:
-    """(S, S), with a linear warm-up of the factor from 1 to S: Goyal et al., arXiv 1706.02677.
+    """LR × S, clock + S, with a linear warm-up of the factor from 1 to S: Goyal et al., arXiv 1706.02677.
 
     Attributes:
         warmup: Share of the run, in effective steps. Goyal's 5 of 90 epochs by default; 0 for none.
@@ -134,7 +134,7 @@ class LinearRule:
 
 @dataclass(frozen=True)
 class SquareRootRule:
-    """(√S, S): Krizhevsky, arXiv 1404.5997.
+    """LR × √S, clock + S: Krizhevsky, arXiv 1404.5997.
 
     Attributes:
         steps: Optimizer steps for the whole run: the clock then advances by T/N instead of S.
@@ -261,7 +261,7 @@ class LEGWRule:
 
 @dataclass(frozen=True)
 class UnscaledRule:
-    """(1, S): the base schedule's LR at the larger batch, over as many examples as the base run; a control.
+    """LR × 1, clock + S: the base schedule's LR at the larger batch, over as many examples as the base run; a control.
 
     Attributes:
         steps: Optimizer steps for the whole run: the clock then advances by T/N instead of S.

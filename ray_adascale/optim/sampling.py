@@ -9,7 +9,7 @@ from .._errors import check_count
 from ..batch import StepPlan
 
 SAMPLES = 50
-"""Fewest measured steps in the averages' window. As many steps at the beginning of a run are all measured."""
+"""Fewest measured steps in the averages' window. The first 50 steps of a run are all measured."""
 
 
 @dataclass(frozen=True)

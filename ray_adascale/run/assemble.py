@@ -48,7 +48,7 @@ from .unit_weights import UnitWeights
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The parts of a run, at the position of its checkpoint.
+    """The parts of a run, built and restored from the newest checkpoint.
 
     Attributes:
         backend: The surroundings of the run.

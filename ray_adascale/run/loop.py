@@ -476,7 +476,7 @@ class Run:
                 return
 
     def set_plan(self, plan: StepPlan) -> None:
-        """Use this batch from the next step on. At a step boundary, after the step was read, on all workers."""
+        """Use this batch from the next step on. Call on all workers at a step boundary, once the last step was read."""
         self.plan = plan
         set_batch(plan, self.optimizer, self.source, self.backend.rank)
 

@@ -300,7 +300,7 @@ class StopOnFatal(tune.Stopper):
 
 def _cause(trial: Any) -> Exception:
     """Return the trial's exception if it could be pickled, else a RuntimeError with the last line of its traceback."""
-    # At this time the driver has the files, and storage has not; Trial's own methods read storage.
+    # The files are on the driver, not yet in storage; Trial's own methods read storage.
     pickled, text = trial.pickled_error_file, trial.error_file
     if pickled is not None and Path(pickled).is_file():
         error = cloudpickle.loads(Path(pickled).read_bytes())  # written by this process

@@ -221,7 +221,7 @@ class GradientBucket:
 
     @without_gradients
     def reopen(self) -> None:
-        """Prepare for further gradients, which add to those that the optimizer has left. A gradient that it cleared is zero."""
+        """Prepare for further gradients, which add to those that the optimizer did not clear. A cleared one is zero."""
         if self.shard is None or not self.held:
             return
         for i, (fragment, part) in enumerate(zip(self.bucket.fragments, self._parts, strict=True)):

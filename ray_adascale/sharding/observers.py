@@ -27,7 +27,7 @@ class GradientReducer(Protocol):
         """Reduce the gradients of this step's backward passes, if that has not happened."""
 
     def reopen(self) -> None:
-        """Prepare for further backward passes, which add to the gradients that the optimizer has left."""
+        """Prepare for further backward passes, which add to the gradients that the optimizer did not clear."""
 
     def discard(self) -> None:
         """Forget gradients, reduced or not."""
