@@ -224,9 +224,8 @@ class RayDataBatches:
 
     def __init__(self, shard: Any, batch_size: int, collate_fn: Callable[..., Any] | None) -> None:
         self._shard = shard
-        self._arguments: dict[str, Any] = {"batch_size": batch_size, "drop_last": True}
-        if collate_fn is not None:
-            self._arguments["collate_fn"] = collate_fn
+        own = {} if collate_fn is None else {"collate_fn": collate_fn}
+        self._arguments: dict[str, Any] = {"batch_size": batch_size, "drop_last": True, **own}
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._shard.iter_torch_batches(**self._arguments))

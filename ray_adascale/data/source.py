@@ -204,9 +204,8 @@ class MapSource(BatchSource):
     def _begun(self) -> Iterator[Any]:
         """Return the batches from ``position`` on, from processes that have the dataset as it is now."""
         self._seen_in = self.epoch, None if self._loader is None else state_of(self._fetch)
-        if self._loader is not None:
-            return iter(self._loader)
-        return (self._fetch(*request) for request in iter(self._requests))
+        fetched = (self._fetch(*request) for request in iter(self._requests))
+        return fetched if self._loader is None else iter(self._loader)
 
     def _until_changed(self, batches: Iterator[Any]) -> Generator[MicroBatch, None, None]:
         while True:
@@ -222,8 +221,7 @@ class MapSource(BatchSource):
         if len(self._dataset) != self._size:
             raise ValueError(
                 f"The dataset has {len(self._dataset)} examples in epoch {self.epoch}, and had {self._size} when the run was "
-                "built, which T and the order of examples count. Give it all examples before, or data without a length and "
-                "AdaScaleConfig(dataset_length=...). Or build a new run when it has grown: Run(..., starting_step=...)."
+                "built. Build a new run with it: Run(..., starting_step=...). Or give data without a length, and dataset_length=."
             )
         self._seen_in = self.epoch, state
         return state is not None and state_of(self._fetch)[0] != state[0]
@@ -241,8 +239,7 @@ class MapSource(BatchSource):
 
     def differ(self, difference: Callable[[str], str]) -> None:
         assert self._sampled is not None
-        first = ", ".join(map(str, self._sampled.indices(self.epoch)[:8].tolist()))
-        how = difference(f"[{first}, ...] (digest {self.compared})")
+        how = difference(f"{self._sampled.indices(self.epoch)[:8].tolist()} ... (digest {self.compared})")
         self._sampled.refuse(f"yields in epoch {self.epoch} {how}, and workers share out one order")
 
     def _order_fields(self) -> dict[str, Any]:

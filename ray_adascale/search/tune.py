@@ -116,7 +116,7 @@ def _recipe_of(running: _RunningSearch) -> Recipe:
             f"The search {name!r} was continued by {lock.lost} while this process was suspended, so its results are mixed. Wait "
             "for that process, or start again under another name."
         )
-    _warn_of(outcome, [other for _, other in ranking])
+    _warn_of(outcome, [other for _, other in ranking], winner.config, trials)
     _warn_of_lost(failed, outcome)
     return freeze(
         outcome,
@@ -346,14 +346,25 @@ def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:
     ) from example.error
 
 
-def _warn_of(winner: BaseResult, ended: list[BaseResult]) -> None:
-    """Repeat the warnings of the trials once, because the warnings of a trial are not shown."""
+def _warn_of(winner: BaseResult, ended: list[BaseResult], best: Mapping[str, Any], trials: list[Finished]) -> None:
+    """Repeat the warnings of the trials once, because the warnings of a trial are not shown.
+
+    Where half of the trials failed, warn of a number at the edge of those tried: the best may lie beyond.
+    """
     for advice in winner.advice:
         warn_at_user(advice)
     # A hyperparameter that some configs don't need, such as one of two optimizers', is read by others.
     unread = {key: near for key, near in winner.unread.items() if all(key in other.unread for other in ended)}
     if unread:
         warn_at_user(unread_warning(unread))
+    failed = sum(trial.error is not None for trial in trials)
+    for name, value in best.items() if 2 * failed >= len(trials) else ():
+        tried = sorted({each for trial in trials if isinstance(each := trial.config.get(name), float)})
+        if len(tried) > 1 and value in (tried[0], tried[-1]):
+            warn_at_user(
+                f"{failed} of {len(trials)} trials failed, and the best has {name}={value:.3g}, at the edge of those tried: "
+                f"search {'below' if value == tried[0] else 'above'} it, too."
+            )
 
 
 def _warn_of_lost(failed: list[tuple[str, Finished]], winner: BaseResult) -> None:

@@ -110,8 +110,8 @@ class Owners(Sharding):
     """ShardedDataParallel: each gradient is with its owner after the last pass (``sharding="zero2"``)."""
 
     note = (
-        "With AdaScaleConfig(sharding='zero2') gradients leave a parameter during the backward pass. If a hook of the loop reads "
-        "p.grad (register_post_accumulate_grad_hook), use sharding='oss', and let the hook run in a step's last pass."
+        "With sharding='zero2' gradients leave their parameters during the backward pass. For hooks that read p.grad "
+        "(register_post_accumulate_grad_hook) use sharding='oss'."
     )
 
     def __init__(self, model: ShardedDataParallel, module: nn.Module) -> None:

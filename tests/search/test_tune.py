@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import threading
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from ray_adascale.data.order import epoch_order
 from ray_adascale.measure.probe import BatchSamples
 from ray_adascale.recipe import probe_steps
 from ray_adascale.run.base.base_run import BaseResult
-from ray_adascale.search.tune import _ranking, _restored
+from ray_adascale.search.tune import _ranking, _restored, _warn_of
 from ray_adascale.search.watch import Finished, Watch
 from ray_adascale.train.run_lock import LOCK
 from ray_adascale.workload import build
@@ -178,6 +179,35 @@ def test_recipe_says_what_was_found_and_how(searched: Recipe, starts: Path, tmp_
     assert found["wall_s"] > 0
     searched.save(tmp_path / "recipe.json")
     assert Recipe.load(tmp_path / "recipe.json") == searched
+
+
+@pytest.mark.parametrize(
+    ("best", "failed", "says"),
+    [
+        (
+            1e-3,
+            4,
+            r"4 of 6 trials failed, and the best has lr=0\.001, at the edge of those tried: search below it, too",
+        ),
+        (1e-1, 3, r"3 of 6 trials failed, .* lr=0\.1, .*: search above it, too"),
+        (1e-2, 4, None),  # within
+        (1e-3, 2, None),
+    ],
+)
+def test_the_best_at_the_edge_of_the_space_is_told_of_if_half_of_the_trials_failed(
+    best: float, failed: int, says: str | None
+) -> None:
+    lrs = [1e-3, 1e-2, 1e-1, 1e-2, 1e-2, 1e-2]
+    trials = [
+        Finished(str(i), {"lr": lr, "width": 8, "kind": ["a"], "decay": 0.1}, {}, ValueError() if i < failed else None)
+        for i, lr in enumerate(lrs)
+    ]
+    outcome = BaseResult(score=0.5, schedule=schedule(T, B0), noise=[], metric="error", mode="min")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _warn_of(outcome, [outcome], {**trials[0].config, "lr": best}, trials)
+    assert len(told) == (says is not None)
+    assert says is None or re.search(says, str(told[0].message))
 
 
 @pytest.mark.ray

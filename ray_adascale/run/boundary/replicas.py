@@ -26,9 +26,8 @@ from ..observe.advice import EqualLosses
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 _ELEMENTS, _ELEMENTS_ON_GPU, _TENSORS = 1 << 16, 1 << 22, 32
 """Most elements and tensors of the weights that are compared in a step: to read them takes as long as a few small calls."""
-_DATA = "the workers' data differ"
 _COMPARED = {
-    "data": (_DATA, 0.0),
+    "data": ("the workers' data differ", 0.0),
     "norm": ("a step's reduced gradient has unequal norms on the workers", 1e-4),
     "bits": ("the workers' weights differ", 0.0),
 }
@@ -183,9 +182,8 @@ class Replicas:
                 continue
             total, first = summed[name], summed[name + _FIRST]
             # In a step that all workers skip the norm is infinite or NaN.
-            same = abs(total - self._workers * first) <= difference * abs(total)
-            if not math.isfinite(total):
-                same = repr(total) == repr(first)
+            close = abs(total - self._workers * first) <= difference * abs(total)
+            same = close if math.isfinite(total) else repr(total) == repr(first)
             self.found = self.found or (None if same else what)
 
     def refuse(self) -> None:
@@ -197,7 +195,7 @@ class Replicas:
             RuntimeError: Weights or gradients differ.
             ValueError: Samplers differ.
         """
-        if self.found == _DATA:
+        if self.found == _COMPARED["data"][0]:
             self.found = None
             self._source.differ(lambda own: (first_difference({"": own}, self._workers, self._group) or ("", ""))[1])
             return
