@@ -65,7 +65,7 @@ def stderr_of(program: str, folder: Path, *options: str, variable: str = "ignore
         capture_output=True,
         text=True,
         check=True,
-        timeout=110,
+        timeout=330,  # three times what three starts of Ray take without bytecode
     ).stderr
 
 

@@ -151,6 +151,20 @@ class Raises(dict[str, Any]):
         raise self.error("here")
 
 
+def save_mistake_beside_an_error(folder: str) -> str:
+    try:
+        checkpoint.save(folder, {"x": 3} if dist.get_rank() == 0 else Raises(OSError))
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def test_a_mistake_on_one_rank_beside_an_error_on_another_is_no_mistake_alone(tmp_path: Path, pool: Pool) -> None:
+    """A TypeError would say that only the program must be changed."""
+    for text in pool(2).run(save_mistake_beside_an_error, str(tmp_path)):
+        assert re.match("CheckpointError: .* rank 0: key 'x': only tensors .*; rank 1: OSError: here", text)
+
+
 def save_raising(folder: str, rank: int, name: str) -> tuple[str, str, str]:
     error = {"unpicklable": Unpicklable, "interrupt": KeyboardInterrupt}[name]
     try:

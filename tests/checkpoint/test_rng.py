@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from ray_adascale.checkpoint.rng import capture_rng, empty_rng, restore_rng, seed_everything
+from ray_adascale.checkpoint.rng import capture_rng, empty_rng, restore_rng, seed_everything, separate_streams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -99,6 +100,19 @@ def test_a_state_without_a_gpu_leaves_one_alone() -> None:
     state = capture_rng(torch.device("cpu"))
     assert "cuda" not in state
     restore_rng(state, DEVICE)
+
+
+def _streams_of_equal_seeds() -> tuple[list[Any], list[str]]:
+    seed(0)
+    changed = separate_streams(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))], changed  # noqa: NPY002
+
+
+def test_each_of_three_workers_with_equal_seeds_gets_streams_of_its_own(pool: Any) -> None:
+    results = pool(3).run(_streams_of_equal_seeds)
+    for draws in zip(*(drawn for drawn, _ in results), strict=True):
+        assert len(set(draws)) == 3
+    assert [sorted(changed) for _, changed in results] == [["numpy", "python", "torch"]] * 3
 
 
 @pytest.mark.gpu

@@ -201,6 +201,27 @@ def test_a_loop_may_evaluate_by_itself() -> None:
     assert backend.reports[-1][0]["aux"] == 2.5
 
 
+def _speed() -> list[float]:
+    """The speed that each of four steps shows, on a clock that goes on by a second a step."""
+    now = [100.0]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(time, "monotonic", lambda: now[0])
+        run = make_run(model(), per_worker_batch_size=8, accumulation=2)
+        speeds = []
+        for x, y in run:
+            run.backward(F.cross_entropy(run.model(x), y))
+            now[0] += 0.5
+            if run.step():
+                speeds.append(run.summary()["examples_per_s"])
+            if len(speeds) == 4:
+                break
+        return speeds
+
+
+def test_the_speed_is_that_of_all_workers(pool: Any) -> None:
+    assert pool(2).run(_speed) == [[32.0] * 4] * 2
+
+
 def _summed() -> dict[str, float]:
     run = make_run(model(), total_steps=5)
     rank = run.backend.rank

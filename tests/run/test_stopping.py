@@ -78,14 +78,18 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_had_not(
     assert torch.equal(flat(again.module), flat(whole.module))
 
 
-def _asked_on_rank_0(folder: str) -> tuple[Any, int]:
-    run = make_run(model(), backend=Asked(Path(folder), 5 if dist.get_rank() == 0 else 10**9), per_worker_batch_size=4)
+def _asked(folder: str, of_rank_1: int) -> tuple[Any, int]:
+    after = 5 if dist.get_rank() == 0 else of_rank_1
+    run = make_run(model(), backend=Asked(Path(folder), after), per_worker_batch_size=4)
     drive(run)
     return run.stopped, run.state.iterations
 
 
-def test_all_workers_stop_at_one_boundary(pool: Any, tmp_path: Path) -> None:
-    one, two = pool(2).run(_asked_on_rank_0, str(tmp_path))
+@pytest.mark.parametrize(
+    "of_rank_1", [10**9, 0]
+)  # what rank 1 is asked does not count: two flags add up to another one
+def test_all_workers_stop_at_one_boundary(pool: Any, tmp_path: Path, of_rank_1: int) -> None:
+    one, two = pool(2).run(_asked, str(tmp_path), of_rank_1)
     assert one == two
     assert one[0] == "interrupted"
     assert 5 <= one[1] <= 7

@@ -110,6 +110,24 @@ def test_other_workers_need_not_take_part(pool: Pool, kind: str) -> None:
     assert pool(3).run(_only_one_stage, kind) == [5.0] * 3
 
 
+def _one_worker_has_no_batch(norm_type: float) -> float:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = OSS.wrap(SGD(model.parameters(), lr=0.0))
+    ddp = ShardedDataParallel(model, optimizer)
+    for has_batch in (True, dist.get_rank() == 0):
+        if has_batch:
+            ddp(torch.tensor([[6.0, 8.0]])).sum().backward()
+        norm = optimizer.clip_grad_norm(100.0, norm_type)
+        optimizer.step()
+    return float(norm)
+
+
+@pytest.mark.parametrize(("norm_type", "norm"), [(2.0, 5.0), (math.inf, 4.0)])
+def test_a_worker_without_a_batch_clips_with_the_others(pool: Pool, norm_type: float, norm: float) -> None:
+    """Its own gradients are used up; another worker's are not, which is told with the norm."""
+    assert pool(2).run(_one_worker_has_no_batch, norm_type) == [norm] * 2
+
+
 def test_what_is_filtered_out_is_clipped_all_the_same() -> None:
     """As in FairScale: the filter says what counts."""
     params = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]

@@ -221,6 +221,45 @@ def test_sync_buffers_sends_those_of_rank_0(pool: Pool, blocking: bool | None) -
             assert mean.tolist() == [10.0, 10.0]
 
 
+class _Counted(nn.Module):
+    """Buffers of two dtypes, each worker's own; the last one stands alone in a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.last = nn.Module()
+        self.last.register_buffer("counts", torch.zeros(3))
+        for buffer in self.buffers():
+            buffer += 1 + dist.get_rank()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+def _of_a_subgroup(at: str) -> list[float]:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return []
+    model = _Counted()
+    optimizer = OSS(model.parameters(), lr=0.1, group=group)
+    ddp = ShardedDataParallel(model, optimizer, sync_models_at_startup=at == "startup")
+    if at == "sync_buffers":
+        ddp.sync_buffers()
+    elif at == "forward":
+        model.norm.momentum = 0.0  # running statistics stay
+        ddp(torch.randn(4, 2))
+    return [float(value) for buffer in model.buffers() for value in buffer.view(-1)]
+
+
+@pytest.mark.parametrize("at", ["startup", "forward", "sync_buffers"])
+def test_each_buffer_of_a_subgroup_becomes_that_of_its_first_worker(pool: Pool, at: str) -> None:
+    """Ranks 1 and 2: the first one of them is no rank 0, and has 2 more than a fresh model."""
+    none, *results = pool(3).run(_of_a_subgroup, at)
+    assert none == []
+    batches = 3.0 if at == "forward" else 2.0  # num_batches_tracked
+    assert results == [[2.0, 2.0, 3.0, 3.0, batches, 2.0, 2.0, 2.0]] * 2
+
+
 def test_has_the_attributes_of_ddp_that_frameworks_look_at() -> None:
     model = build()
     ddp = ShardedDataParallel(model, OSS(model.parameters(), lr=0.1))

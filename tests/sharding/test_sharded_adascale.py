@@ -156,10 +156,16 @@ def test_a_rank_that_lacks_one_of_several_synced_passes_takes_part(
 
 
 @compared
-def _overflow(sharded: bool, unhooked: bool) -> Tensor:
-    """An infinite gradient on one rank: nobody steps, and all go on."""
+def _overflow(sharded: bool, unhooked: bool, one_element: bool) -> Tensor:
+    """An infinite gradient, or one element of it, on one rank: nobody steps, and all go on."""
     rank = dist.get_rank()
     model = build(torch.float64)
+    bad = False
+
+    def one_infinite(grad: Tensor) -> Tensor:  # of all shards, one worker's has it
+        return torch.where(torch.arange(grad.numel()).view_as(grad) == 0, torch.inf, grad) if bad else grad
+
+    next(model.parameters()).register_hook(one_infinite)
     ddp, inner = wrapped(model, OPTIMIZERS["kinds"](model), sharded)
     optimizer = AdaScale(inner, scale=4.0, num_gradients_to_accumulate=2, smoothing=0.5)
     skipped = []
@@ -168,7 +174,8 @@ def _overflow(sharded: bool, unhooked: bool) -> Tensor:
             optimizer.unhook()
         for i, batch in enumerate(batches(2, 1000 * step + rank, torch.float64)):
             with ddp.no_sync() if i == 0 else nullcontext():
-                factor = float("inf") if step in (3, 6) and rank == 1 and i == step % 2 else 0.5
+                bad = step in (3, 6) and rank == 1 and i == step % 2
+                factor = float("inf") if bad and not one_element else 0.5
                 (_loss(ddp, batch) * factor).backward()
         before = weights(model), optimizer.effective_steps
         optimizer.step()
@@ -180,11 +187,32 @@ def _overflow(sharded: bool, unhooked: bool) -> Tensor:
     return torch.cat([weights(model), torch.tensor([optimizer.gain(), optimizer.effective_steps])])
 
 
-@pytest.mark.also_simulated("2-*")
+@pytest.mark.also_simulated("2-*-False")
+@pytest.mark.parametrize("one_element", [False, True])
 @pytest.mark.parametrize("unhooked", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(pool: Pool, world_size: int, unhooked: bool) -> None:
-    assert_agree(pool(world_size).run(_overflow, unhooked), ROUNDING)
+def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(
+    pool: Pool, world_size: int, unhooked: bool, one_element: bool
+) -> None:
+    assert_agree(pool(world_size).run(_overflow, unhooked, one_element), ROUNDING)
+
+
+def _no_zero_grad_after_a_skip() -> list[bool]:
+    """The loop never clears gradients: a step uses them up, one that is skipped as well."""
+    model = build(torch.float64)
+    ddp, inner = wrapped(model, OPTIMIZERS["sgd"](model), sharded=True)
+    optimizer = AdaScale(inner, scale=2.0)
+    skipped = []
+    for step, batch in enumerate(batches(6, dist.get_rank(), torch.float64)):
+        (_loss(ddp, batch) * (float("inf") if step == 2 and dist.get_rank() == 1 else 1.0)).backward()
+        optimizer.step()
+        skipped.append(optimizer.last_step.skipped)
+    return skipped
+
+
+def test_a_skipped_step_uses_the_gradient_up_as_another_does(pool: Pool) -> None:
+    for skipped in pool(2).run(_no_zero_grad_after_a_skip):
+        assert skipped == [False, False, True, False, False, False]
 
 
 def _one_pass_too_many(accumulate: int, by: str) -> str:

@@ -93,9 +93,9 @@ def _flip(run: Run, step: int) -> None:
         weight.view(torch.int32)[1, 3] ^= 1
 
 
-def _one_bit(sharding: str, fused: bool | None) -> tuple[int, str]:
-    net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=fused)
+def _one_bit(sharding: str, fused: bool | None, width: int = 8) -> tuple[int, str]:
+    net = network(width)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.8 / width, momentum=0.9, fused=fused)
     return outcome(make_run(net, optimizer=optimizer, sharding=sharding), _flip)
 
 
@@ -108,6 +108,13 @@ def test_one_bit_of_one_weight_is_found_within_two_steps(pool: Any, sharding: st
         assert "replicas are no longer equal: the workers' weights differ" in error
         if sharding == "none":  # else the step after has copied the owner's weights to all
             assert re.search("First difference: the weight '2.weight' .*on rank 0 and .* on rank 1", error)
+
+
+def test_one_bit_of_weights_that_are_compared_in_pieces_is_found_once_its_piece_comes(pool: Any) -> None:
+    """108,002 weights are two pieces, and the flipped one is in the second."""
+    for steps, error in pool(2).run(_one_bit, "none", None, 12_000):
+        assert steps <= FAULT + 2
+        assert re.search("First difference: the weight '2.weight' .*on rank 0 and .* on rank 1", error)
 
 
 def _unreduced(sharding: str, fused: bool | None, width: int) -> tuple[int, str]:
