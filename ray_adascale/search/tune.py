@@ -349,7 +349,7 @@ def _ranking(trials: list[Finished]) -> list[tuple[Finished, BaseResult]]:
 def _warn_of(winner: BaseResult, ended: list[BaseResult], best: Mapping[str, Any], trials: list[Finished]) -> None:
     """Repeat the warnings of the trials once, because the warnings of a trial are not shown.
 
-    Where half of the trials failed, warn of a number at the edge of those tried: the best may lie beyond.
+    Where half of the trials diverged, warn of a number at the edge of those tried: the best may lie beyond.
     """
     for advice in winner.advice:
         warn_at_user(advice)
@@ -357,12 +357,12 @@ def _warn_of(winner: BaseResult, ended: list[BaseResult], best: Mapping[str, Any
     unread = {key: near for key, near in winner.unread.items() if all(key in other.unread for other in ended)}
     if unread:
         warn_at_user(unread_warning(unread))
-    failed = sum(trial.error is not None for trial in trials)
-    for name, value in best.items() if 2 * failed >= len(trials) else ():
+    diverged = sum(isinstance(trial.error, FloatingPointError) for trial in trials)
+    for name, value in best.items() if 2 * diverged >= len(trials) else ():
         tried = sorted({each for trial in trials if isinstance(each := trial.config.get(name), float)})
         if len(tried) > 1 and value in (tried[0], tried[-1]):
             warn_at_user(
-                f"{failed} of {len(trials)} trials failed, and the best has {name}={value:.3g}, at the edge of those tried: "
+                f"{diverged} of {len(trials)} trials diverged, and the best has {name}={value:.3g}, at the edge of those tried: "
                 f"search {'below' if value == tried[0] else 'above'} it, too."
             )
 
