@@ -60,7 +60,9 @@ nitpick_ignore_regex = [
     # ScalingRule is an alias of a type, which has no page. A Search names types that are imported for type checkers alone.
     (
         r"py:class",
-        r"Module|Optimizer|Path|optional|ScalingRule|BatchSplit|WorkloadFn|ScalingConfig|TrialScheduler|Callback",
+        r"Module|Optimizer|Path|optional|ScalingRule|BatchSplit|WorkloadFn|ScalingConfig|TrialScheduler|Callback"
+        # As autodoc names them when a build reads only the pages that changed.
+        r"|nn\.Module|LRScheduler|Sampling|Backend",
     ),
     (r"py:attr", r"[a-z_]+"),
     # Modules that are not part of the public interface; their names appear in type annotations.
