@@ -89,11 +89,10 @@ class AdaScaleConfig:
         elastic: The number of workers may change. Where few workers would make less than a base batch, the run accumulates
             more passes until S ≥ 1. Without this setting it refuses. ``AdaScaleTrainer`` sets it for
             ``num_workers=(min, max)``.
-        rule: How the LR follows the scale: "adascale", for SGD, Adam and AdamW alike; "adascale_betas", for Adam and AdamW: the
-            same and β^r for the betas; for comparisons "linear", "sqrt", "unscaled" ("linear:354" takes 354 steps) and
-            "adamscale" (AdaptDL's for Adam). With "adascale_betas" runs were better and took more steps, with "adamscale" they
-            were worse (docs/results.md). Or a rule such as ``LEGWRule(5, 50_000)``, or a callable (RuleInput) -> (LR factor,
-            clock increment).
+        rule: How the LR follows the scale. "auto": "adascale_betas" for Adam, AdamW, Adamax and Lion, else "adascale".
+            "adascale": the LR times the gain r. "adascale_betas": that, and β^r for the betas. For comparisons "linear", "sqrt",
+            "unscaled" ("linear:354" takes 354 steps) and "adamscale" (AdaptDL's for Adam). Or a rule such as
+            ``LEGWRule(5, 50_000)``, or a callable (RuleInput) -> (LR factor, clock increment).
         sharding: Where gradients and optimizer state live. "none": all on every worker (DDP). "oss": each worker holds 1/N of
             the state. "zero2": and 1/N of the gradients (ShardedDataParallel). "fsdp2": and 1/N of the weights between uses
             (torch's fully_shard). "auto": "zero2" on more than one worker for an optimizer that has state.
@@ -138,7 +137,7 @@ class AdaScaleConfig:
     batch_schedule: str | Sequence[tuple[float | str, int]] | None = None
     max_global_batch_size: int | None = None
     elastic: bool = False
-    rule: str | ScalingRule = "adascale"
+    rule: str | ScalingRule = "auto"
     sharding: Literal["auto", "none", "oss", "zero2", "fsdp2"] = "auto"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     grad_clip: str | float | None = field(default=None, metadata=by(clip))
@@ -175,7 +174,7 @@ class AdaScaleConfig:
         if self.target_efficiency is not None and not follows_gain(rule):
             raise SettingError(
                 "Invalid {}: the clock of that rule advances by the scale, not by the measured gain, so a larger batch would "
-                "only look better. Use rule='adascale' (or 'adamscale'), or leave target_efficiency out.",
+                "only look better. Leave rule out (or use 'adamscale'), or leave target_efficiency out.",
                 target_efficiency=self.target_efficiency,
                 rule=self.rule,
             )

@@ -150,8 +150,8 @@ def test_a_plan_begins_at_one_over_the_efficiency() -> None:
         ({"target_efficiency": True}, "above 0 and at most 1"),
         ({"target_efficiency": "fast"}, "above 0 and at most 1"),
         ({"target_efficiency": 0.5, "global_batch_size": 64}, "not both.*max_global_batch_size"),
-        ({"target_efficiency": 0.5, "rule": "linear"}, "rule='adascale'"),
-        ({"target_efficiency": 1, "rule": "unscaled"}, "rule='adascale'"),
+        ({"target_efficiency": 0.5, "rule": "linear"}, "rule='linear'.*Leave rule out"),
+        ({"target_efficiency": 1, "rule": "unscaled"}, "rule='unscaled'.*Leave rule out"),
         ({"max_global_batch_size": 64}, "Give target_efficiency as well"),
     ],
 )

@@ -73,6 +73,7 @@ def _describe_checkpoint(path: Path) -> tuple[str, bool]:
         f"{state.get('total_steps')}{', the end' if state.get('stopped') else ''}, attempt {state.get('attempt')}",
         f"  batch        {plan.get('global_batch_size')} examples on {plan.get('workers')} workers in "
         f"{plan.get('passes')} passes; base batch {plan.get('base_batch_size')}",
+        f"  rule         {state['rule']}",
         f"  tensors      {len(sizes)}, {filesize.decimal(sum(size for _, size in sizes))}; the model's {len(model)}, "
         f"{filesize.decimal(sum(model))}",
         f"  recipe       {state.get('recipe') or 'none'}",
@@ -97,6 +98,7 @@ def _describe_run(path: Path) -> tuple[str, bool]:
         f"Run {run.label}",
         f"  steps        {last['optimizer_steps']:,} for {last['effective_steps']:,.1f} effective ones, mean gain "
         f"{run.mean_gain:.2f} at scale {last['scale']:g} on {workers_in_words(last.get('world_size'))}",
+        *([f"  rule         {last['rule']}"] if "rule" in last else []),
     ]
     left = _left_in_words(run)
     if left is not None:

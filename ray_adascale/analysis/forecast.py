@@ -22,7 +22,7 @@ from ..batch import BatchSettings, StepPlan
 from ..config import AdaScaleConfig, read_settings
 from ..forecast.replay import MOST_STEPS, Forecaster, Steps
 from ..forecast.throughput import Throughput
-from ..optim.rules import make_rule, metric_of
+from ..optim.rules import AUTO, auto_rule_of, make_rule, metric_of, name_of
 from ..recipe import Recipe
 from ..run.observe.advice import forecast_advice
 from .plots import number_log_axis, pyplot
@@ -236,6 +236,8 @@ def forecast_recipe(
         )
     # Precision, clipping and the order of examples do not change the forecast, so there is no warning about them.
     config = replace(read_settings(config), elastic=True).with_recipe(replace(recipe, settings=None))
+    if config.rule == AUTO:
+        config = replace(config, rule=auto_rule_of(recipe.optimizer_class))
     made = make_rule(config.rule)
     if metric_of(made) != "euclidean":
         raise ValueError(
@@ -284,7 +286,7 @@ def forecast_recipe(
         )
     return Forecast(
         recipe=recipe.fingerprint,
-        rule=config.rule if isinstance(config.rule, str) else repr(config.rule),
+        rule=name_of(made),
         total_steps=recipe.total_steps,
         base_batch_size=recipe.base_batch_size,
         rows=tuple(rows),

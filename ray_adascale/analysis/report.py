@@ -19,6 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from .._files import write_atomically
 from .._version import __version__
 from ..forecast.replay import Forecaster
+from ..optim.rules import RULES
 from ..recipe import Recipe
 from .plots import color_of, draw_png, draw_svg, make_panels
 from .runs import RunTrace, failure_of, load_run, with_distinct_labels
@@ -135,6 +136,7 @@ def _outcome(run: RunTrace, metrics: Iterable[str]) -> list[str]:
         _four_digits(losses.mean()) if len(losses) else "",
         f"{run.noise_scale:,.3g}" if math.isfinite(run.noise_scale) else "",
         *(_newest(run.column(key)) for key in metrics),
+        last.get("rule", ""),
     ]
 
 
@@ -176,11 +178,10 @@ def _comparisons(runs: list[RunTrace], recipe: Recipe | None) -> Iterator[tuple[
     """
     if recipe is None or not recipe.noise:
         return
-    forecaster = Forecaster(recipe)
     for i, run in enumerate(runs):
         if (run.whole_steps.column("scale") == 1).all():
             continue
-        found, taken = _expected_steps(run, recipe, forecaster), run.last["optimizer_steps"]
+        found, taken = _expected_steps(run, recipe), run.last["optimizer_steps"]
         if isinstance(found, str):
             steps, interval, off = "", "", found
         else:
@@ -193,7 +194,7 @@ def _comparisons(runs: list[RunTrace], recipe: Recipe | None) -> Iterator[tuple[
         yield i, [_scales_in_words(run), steps, interval, f"{taken:,}", off]
 
 
-def _expected_steps(run: RunTrace, recipe: Recipe, forecaster: Forecaster) -> tuple[int, int, int] | str:
+def _expected_steps(run: RunTrace, recipe: Recipe) -> tuple[int, int, int] | str:
     """Return the steps of a run and their interval, or why there are none."""
     last = run.whole_steps.last
     if run.changed_its_batch:
@@ -205,7 +206,7 @@ def _expected_steps(run: RunTrace, recipe: Recipe, forecaster: Forecaster) -> tu
     # AdaScale's clock advances by the gain.
     if not math.isclose(last["progress"], last["effective_steps"], rel_tol=1e-6):
         return "another rule than AdaScale's"
-    found = forecaster.at(last["scale"])
+    found = Forecaster(recipe, rule=last["rule"] if last.get("rule") in RULES else "adascale").at(last["scale"])
     return found.expected.steps, math.floor(found.low), math.ceil(found.high)
 
 

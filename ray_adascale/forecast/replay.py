@@ -327,7 +327,7 @@ def replay(
         if not increment > 0:
             raise ValueError(f"Invalid rule: its clock increment is {increment!r} at effective step {tau * stride:g}.")
         if law is not None and betas is not None:
-            law_of_step = law.under_betas(betas.exponent((law.momentum,), increment))
+            law_of_step = law.under_betas(betas.exponent(increment))
         taus.append(tau * stride)
         gains.append(r)
         tau, progress = advanced(tau, increment), advanced(progress, r)

@@ -20,6 +20,7 @@ from ..config import AdaScaleConfig, read_settings
 from ..gain import advanced
 from ..measure.probe import BatchSamples
 from ..optim.adascale import AdaScale
+from ..optim.rules import name_of
 from ..optim.step_result import StepEnd
 from ..optim.tau_schedule import TauSchedule
 from ..recipe import NoiseProbe, Recipe
@@ -219,7 +220,7 @@ class StepLog:
                 tau_before=self._tau,
                 result=last,
                 metrics=metrics,
-                row={**place, **metrics},
+                row={**place, **metrics, "rule": name_of(self._adascale.rule)},
             )
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -67,9 +67,8 @@ class AdaScaleAlgorithm:
         self._of: tuple[StepSums, Average, Tensor, Packed] | None = (
             None  # the step under way, once its last pass has ended
         )
-        self._pending: tuple[StepSums, Average, Packed, HostCopy] | None = (
-            None  # a step on the device, on its way to the host
-        )
+        # A step on the device, on its way to the host; LR factor and clock increment where the host knows them.
+        self._pending: tuple[StepSums, Average, Packed, HostCopy, tuple[float, float] | None] | None = None
         self._plan, self._declared = passes.plan, passes.plans.declared  # of the last step, and of full ones then
         self._equal_steps = 0  # in a row, of equal gradient samples; −1 once that was warned of
 
@@ -101,20 +100,22 @@ class AdaScaleAlgorithm:
         self.synchronize()
         sums = self._passes.finish()
         self._plan, self._declared = sums.plan, self._passes.plans.declared
-        if self._on_device:
+        if not self._on_device(sums):
+            self._step_on_host(sums, self._on_host(sums, on_host=True))
+        elif sums.measured:
             self._step_on_device(sums)
         else:
-            self._step_on_host(sums, self._on_host(sums, on_host=True))
+            self._step_between(sums)
         self._end_step()
 
     @property
     def _inner(self) -> Optimizer:
         return self._optimizer.optim if isinstance(self._optimizer, OSS) else self._optimizer
 
-    @property
-    def _on_device(self) -> bool:
-        """Whether the next step needs no number on the host."""
-        return type(self._rule) is AdaScaleRule and steps_on_device(type(self._inner), self._optimizer.param_groups)
+    def _on_device(self, sums: StepSums) -> bool:
+        """Whether a step needs none of its own numbers on the host."""
+        known = not sums.measured or type(self._rule) is AdaScaleRule
+        return known and steps_on_device(type(self._inner), self._optimizer.param_groups)
 
     def _after(self, sums: StepSums, *, on_host: bool) -> tuple[Average, Tensor, Packed]:
         """Return :meth:`Averages.after` of the step under way, computed once; with ``on_host`` on the CPU, after a wait."""
@@ -134,23 +135,45 @@ class AdaScaleAlgorithm:
         skip = torch.where(finite, zero, one)
         skippable_step(self._inner, skip, lambda: self._step_inner(factors, sums.plan.scale))
         self._averages.now = averages
-        self._pending = sums, averages, numbers, HostCopy(numbers.tensor)
+        self._pending = sums, averages, numbers, HostCopy(numbers.tensor), None
+
+    def _step_between(self, sums: StepSums) -> None:
+        """Take a step that was not measured: its gain is known, and only the device knows whether its gradient is finite."""
+        averages, check = self._averages.now, sums.sample(1)[0]
+        known = self._averages.evaluate(averages, sums.plan.scale)
+        zero, one = (constant(x, check.device, torch.float32)[0] for x in (0.0, 1.0))
+        answer = self._take_step(known, sums.plan.scale, torch.where(check < math.inf, zero, one))
+        numbers = Packed.of({"check": check, **sums.shared}) if sums.shared else Packed(check.view(1), {"check": 1})
+        self._pending = sums, averages, numbers, HostCopy(numbers.tensor), answer
 
     def _step_on_host(self, sums: StepSums, read: tuple[Average, StepResult]) -> None:
-        scale = sums.plan.scale
         averages, step = read
         if step.skipped:
             self._leave_out(step)
             return
+        answer = self._take_step(step, sums.plan.scale)
+        self._averages.now = averages
+        self._advance(step, *answer)
+
+    def _take_step(self, step: StepResult, scale: float, skip: Tensor | None = None) -> tuple[float, float]:
+        """Step the wrapped optimizer with known gains. Return the rule's LR factor and clock increment of the whole optimizer.
+
+        Args:
+            step: Has the gains.
+            scale: S.
+            skip: For a fused optimizer: 1 on the device if it has to change nothing.
+        """
         betas, groups, gains = betas_of(self._rule), self._optimizer.param_groups, step.group_gains
         # Even with one gain, a rule may have another factor for each group.
         answers = [self._apply_rule(gains[i % len(gains)], scale, i) for i in range(len(groups))]
-        factor, increment = self._apply_rule(step.gain, scale, None)
-        increments = [c for _, c in answers]
+        answer = self._apply_rule(step.gain, scale, None)
+        factors, increments = [f for f, _ in answers], [c for _, c in answers]
         with nullcontext() if betas is None else betas.applied(groups, self._inner, increments, self._step_counts):
-            self._step_inner([f for f, _ in answers], scale)
-        self._averages.now = averages
-        self._advance(step, factor, increment)
+            if skip is None:
+                self._step_inner(factors, scale)
+            else:
+                skippable_step(self._inner, skip, lambda: self._step_inner(factors, scale))
+        return answer
 
     def _on_host(self, sums: StepSums, *, on_host: bool) -> tuple[Average, StepResult]:
         """Return the averages after a step, and the step on the host; waits for the device.
@@ -163,17 +186,18 @@ class AdaScaleAlgorithm:
             averages, _, numbers = self._after(sums, on_host=on_host)
             read = numbers.named(numbers.tensor.tolist())
             return averages, self._averages.read(read, averages, sums)
-        averages = self._averages.now
-        check, shared = sums.read()
-        step = replace(
-            self._averages.evaluate(averages, sums.plan.scale),
+        return self._averages.now, self._not_measured(sums, *sums.read())
+
+    def _not_measured(self, sums: StepSums, check: float, shared: Mapping[str, float]) -> StepResult:
+        """Return a step without a sample, from its numbers on the host as :meth:`StepSums.read` returns them."""
+        return replace(
+            self._averages.evaluate(self._averages.now, sums.plan.scale),
             sigma2=math.nan,
             mu2=math.nan,
             squared_norm=check if "c" in sums.numbers else math.nan,
             skipped=not math.isfinite(check),
             shared=shared,
         )
-        return averages, step
 
     def _apply_rule(self, r: float, scale: float, group: int | None) -> tuple[float, float]:
         return self._rule(
@@ -225,7 +249,8 @@ class AdaScaleAlgorithm:
             RuntimeError: Backward passes are missing, or there were too many.
         """
         self.synchronize()
-        self._leave_out(self._on_host(self._passes.finish(), on_host=not self._on_device)[1])
+        sums = self._passes.finish()
+        self._leave_out(self._on_host(sums, on_host=not self._on_device(sums))[1])
         self._end_step()
 
     def _leave_out(self, step: StepResult) -> None:
@@ -255,12 +280,16 @@ class AdaScaleAlgorithm:
         """Wait for the numbers of a step that was taken on the device, and learn of one that a GradScaler left out."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            sums, averages, numbers, copy = pending
-            step = self._averages.read(numbers.named(copy.read()), averages, sums)
+            sums, averages, numbers, copy, answer = pending
+            read = numbers.named(copy.read())
+            if answer is None:
+                step = self._averages.read(read, averages, sums)
+            else:
+                step = self._not_measured(sums, read["check"][0], {name: read[name][0] for name in sums.shared})
             if step.skipped:
                 self.last = replace(self.last, skipped=True, shared=step.shared)
             else:
-                self._advance(step, step.gain, step.gain)
+                self._advance(step, *(answer or (step.gain, step.gain)))
         if self._passes.left_out:
             self._passes.left_out = False
             self.last = replace(self.last, skipped=True, shared={})
@@ -269,12 +298,11 @@ class AdaScaleAlgorithm:
         """Return what follows from the averages, with the current gradients unless ``committed``; waits for the device."""
         self.synchronize()
         sums = None if committed else self._passes.measurement.sums
-        if sums is None:
-            plan = (
-                self._plan if self._declared is self._passes.plans.declared else self._passes.plan
-            )  # a step may be shorter
+        if sums is None or not sums.measured:
+            same = self._declared is self._passes.plans.declared
+            plan = sums.plan if sums is not None else self._plan if same else self._passes.plan  # a step may be shorter
             return self._averages.evaluate(self._averages.now, plan.scale)
-        averages, *_ = self._after(sums, on_host=not self._on_device)
+        averages, *_ = self._after(sums, on_host=not self._on_device(sums))
         return self._averages.evaluate(averages, sums.plan.scale)
 
     # ---- state ---------------------------------------------------------------------------------------------------

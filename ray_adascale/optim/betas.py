@@ -9,20 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.optim import SGD, Adam, Adamax, Muon, NAdam, Optimizer, RAdam, SparseAdam
+from torch.optim import SGD, Adam, Adamax, Muon, Optimizer
 
 from ..chain import OptimizerChain, parts_of
 from .deferred import fill_momentum
 from .step_counts import StepCounts
 
-# Their bias correction is 1 − β^step alone, so a step count in effective steps makes it exact. AdamW is an Adam.
+# Their bias correction is 1 − β^step alone, so a step count in effective steps makes it exact. AdamW is an Adam. NAdam, RAdam
+# and SparseAdam count otherwise.
 _COUNTING = (Adam, Adamax)
-_REFUSED: dict[type[Optimizer], str] = {
-    NAdam: "multiplies each step's own β1, which it derives from the number of steps, into mu_product",
-    RAdam: "rectifies by a formula of one constant β2 and the number of steps",
-    SparseAdam: "counts the steps of a parameter, not those of a row with a gradient",
-}
-_INSTEAD = "Use Adam, AdamW or Adamax, or a rule that leaves the betas, such as rule='adascale'."
+_INSTEAD = "Use Adam, AdamW, Adamax or Lion, or a rule that leaves the betas, such as rule='adascale'."
 
 
 @dataclass(frozen=True)
@@ -32,9 +28,7 @@ class BetaRule:
     Adam's averages decay by the factor β in each optimizer step. With β^r in a step of gain r they decay by β in each effective
     step, as in the base run. Measured for Adam: docs/results.md.
 
-    The exponent e is c, limited to the exponent at which the first beta reaches ``floor``. It is at most 1 if a beta lies below
-    the floor from the start. All betas of a parameter group have the same exponent. A beta of 0 stays 0 and sets no limit.
-    With e = 1, as at S = 1, nothing changes.
+    The exponent e is c: with e = 1, as at S = 1, nothing changes.
 
     Adam's bias correction is that of the base run at the same effective step: 1 − β^(Σe), where ``state["step"]`` is Σe, the
     effective steps of a parameter. With a constant β that is exact, 1 − Π β^e over the steps. If a schedule moves β, as
@@ -45,46 +39,35 @@ class BetaRule:
     betas keep it, unless ``momentum`` is set.
 
     Attributes:
-        floor: Smallest beta that a larger batch may lead to, 0 ≤ floor < 1.
         momentum: Whether the momentum m of SGD and Muon becomes m^e as well. SGD then adds the gradient with the weight
             (1 − m^e)/(1 − m), as the dampening of that step, so that the LR means the same. Muon needs no such weight: its
             buffer is an average, and its step does not depend on the buffer's size. Measured for SGD, where
             it does not pay, and for Muon (docs/results.md).
 
     Raises:
-        ValueError: ``floor`` is out of its range, or ``momentum`` is no bool.
+        ValueError: ``momentum`` is no bool.
     """
 
-    floor: float = 0.0
     momentum: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.floor < 1:
-            raise ValueError(f"Invalid BetaRule(floor={self.floor}). Must be at least 0 and below 1.")
         if not isinstance(self.momentum, bool):
             raise ValueError(
                 f"Invalid BetaRule(momentum={self.momentum!r}). Must be True or False: the momentum itself is the optimizer's."
             )
 
-    def exponent(self, betas: Sequence[float], increment: float) -> float:
+    def exponent(self, increment: float) -> float:
         """Return e.
 
         Args:
-            betas: The betas of a parameter group at S = 1.
             increment: c, effective steps of the step.
 
         Raises:
             ValueError: ``increment`` is not a positive number.
         """
         if not 0 < increment < math.inf:
-            raise ValueError(
-                f"Invalid rule: its clock increment is {increment!r}, an exponent of betas. Must be positive."
-            )
-        limit = math.inf
-        if self.floor > 0:
-            # β^e = floor  ⇔  e = log(floor) / log(β)
-            limit = min((math.log(self.floor) / math.log(beta) for beta in betas if 0 < beta < 1), default=math.inf)
-        return min(increment, max(limit, 1.0))
+            raise ValueError(f"Invalid rule: clock increment is {increment!r}, an exponent of betas. Must be positive.")
+        return increment
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise if the rule can't be used with an optimizer.
@@ -98,29 +81,12 @@ class BetaRule:
         parts = [part for part, _ in parts_of(optimizer)]
         for part in parts:
             name = type(part).__name__
-            for kind, reason in _REFUSED.items():
-                if isinstance(part, kind):
-                    raise ValueError(
-                        f"Betas that change with the gain are not exact with {name}: it {reason}. {_INSTEAD}"
-                    )
-            held = next((key for key, value in vars(part).items() if isinstance(value, Optimizer)), None)
-            if held is not None:
-                raise ValueError(
-                    f"{name} holds another optimizer, in {held!r}, whose step counts a rule for betas can't correct. Use that "
-                    "one without it, or rule='adascale'."
-                )
-        # Each part is looked at, since a part may have betas that can't be changed.
-        changes = [self._changes(part) for part in parts]
-        if not any(changes):
+            known = isinstance(part, _COUNTING) or any(kind.__name__ == "Lion" for kind in type(part).__mro__)
+            if not known and any("betas" in group for group in part.param_groups):
+                raise ValueError(f"Betas that change with the gain are not known to be exact with {name}. {_INSTEAD}")
+        if not sum(self._changes(part) for part in parts):  # all, since a part may have betas that can't be changed
             names = " and ".join(type(part).__name__ for part in parts)
-            if any(isinstance(part, SGD | Muon) for part in parts):
-                remedy = (
-                    "BetaRule(momentum=True) changes the momentum of SGD and Muon. For SGD rule='adascale' needs no such "
-                    "change."
-                )
-            else:
-                remedy = _INSTEAD
-            raise ValueError(f"The rule changes betas, and the parameter groups of {names} have none. {remedy}")
+            raise ValueError(f"The rule changes betas, and the parameter groups of {names} have none. {_INSTEAD}")
 
     def _changes(self, optimizer: Optimizer) -> bool:
         """Return whether the rule changes any group of a plain optimizer.
@@ -183,8 +149,7 @@ class BetaRule:
             step_counts: The step counts of ``optimizer``. The same object in every step.
 
         Raises:
-            ValueError: The betas can't be changed; or an optimizer of an unknown class counts its steps, which its first step
-                shows.
+            ValueError: The betas can't be changed.
         """
         with ExitStack() as stack:
             for part, numbers in parts_of(optimizer):
@@ -207,12 +172,10 @@ class BetaRule:
         changes = []
         for number, group, increment in zip(numbers, groups, increments, strict=True):
             factors = self._decay_factors(optimizer, group)
-            e = 1.0 if factors is None else self.exponent(factors, increment)
+            e = 1.0 if factors is None else self.exponent(increment)
             exponents[number] = e
             changes.append({} if factors is None or e == 1 else _changed(optimizer, group, factors, e))
         kept = [{key: group[key] for key in new} for group, new in zip(groups, changes, strict=True)]
-        known = isinstance(optimizer, (*_COUNTING, SGD, Muon))
-        before = [] if known else [_numbers(group) for group in groups]
         if isinstance(optimizer, SGD) and any(changes):
             fill_momentum(optimizer)  # torch's first step would add the gradient without the dampening
         # A count Σe becomes Σe/e. torch adds 1 and takes (β^e)^(Σe/e + 1) = β^(Σe + e). After the step the count becomes Σe + e,
@@ -223,8 +186,6 @@ class BetaRule:
                 group.update(new)
             with step_counts.divided(counted):
                 yield
-            if not known:
-                _refuse_counter(optimizer, groups, before)
         finally:
             for group, old in zip(groups, kept, strict=True):
                 group.update(old)
@@ -241,40 +202,3 @@ def _changed(
         return {"momentum": new[0]}
     # torch: buffer ← m·buffer + (1 − dampening)·g. A gradient's weights add up to 1/(1 − m) if 1 − dampening is this ratio.
     return {"momentum": new[0], "dampening": 1 - (1 - new[0]) / (1 - factors[0])}
-
-
-def _numbers(group: dict[str, Any]) -> dict[str, float]:
-    """Return the entries of a parameter group that are numbers, without flags."""
-    return {
-        key: value for key, value in group.items() if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-
-
-def _refuse_counter(optimizer: Optimizer, groups: Sequence[dict[str, Any]], before: Sequence[dict[str, float]]) -> None:
-    """Raise if an optimizer keeps a number beside its averages, which may be the step count of a bias correction.
-
-    Args:
-        optimizer: An optimizer after a step.
-        groups: Its parameter groups.
-        before: :func:`_numbers` of each group before the step.
-
-    Raises:
-        ValueError: The optimizer keeps a number. The message names its key.
-    """
-    found = {key for group, old in zip(groups, before, strict=True) for key in old if group.get(key) != old[key]}
-    for p in (
-        p for group in optimizer.param_groups for p in group["params"]
-    ):  # a sharded chain's state is of all its parts
-        if p.numel() > 1:
-            found |= {key for key, value in optimizer.state.get(p, {}).items() if _is_number(value)}
-    if found:
-        raise ValueError(
-            f"{type(optimizer).__name__} keeps {min(found)!r} beside its averages, as a bias correction does that is not exact "
-            f"with betas that change. {_INSTEAD}"
-        )
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import ClassVar, Literal, get_args
 
-from .._warn import warn_at_user
+from torch.optim import Optimizer
+
+from .._warn import warn_at_user, warn_on_first_worker
+from ..chain import parts_of
 from .betas import BetaRule
 
 
@@ -83,13 +86,11 @@ class AdaScaleRule:
 class AdaScaleBetasRule(AdaScaleRule):
     """(r, r), and β^r for the optimizer's betas: AdaScale with the averages of Adam on the effective clock.
 
-    For Adam, AdamW and Adamax. Under :class:`AdaScaleRule` the averages reach over r times as many effective steps as in the
-    base run; here their reach stays. In a study with AdamW (docs/results.md) the metric at S = 16 was
-    better than AdaScale's on all four workloads, in 16 to 28 % more optimizer steps; at S = 4 in 2 to 6 % more. There is
-    no derivation. A step needs r on the host before it begins, so a fused optimizer is waited for once a step.
+    For Adam, AdamW, Adamax and Lion. Under :class:`AdaScaleRule` the averages reach over r times as many effective steps as in
+    the base run; here their reach stays. There is no derivation: docs/results.md has what was measured.
 
     Attributes:
-        betas: The exponent's bounds. By default there is none: the study had none.
+        betas: Whether the momentum of SGD and Muon changes as well.
     """
 
     betas: BetaRule = field(default_factory=BetaRule)
@@ -275,7 +276,9 @@ class UnscaledRule:
         return 1.0, _stretch(now, self.steps, now.scale, "UnscaledRule")
 
 
+AUTO = "auto"
 RULES: dict[str, Callable[..., ScalingRule]] = {
+    AUTO: AdaScaleRule,  # until the optimizer is known; LR factor and clock of AdaScaleBetasRule are the same
     "adamscale": AdamScaleRule,
     "adascale": AdaScaleRule,
     "adascale_betas": AdaScaleBetasRule,
@@ -287,6 +290,8 @@ RULES: dict[str, Callable[..., ScalingRule]] = {
 
 def make_rule(rule: str | ScalingRule) -> ScalingRule:
     """Return a rule by its name, or the callable itself. "linear:354" is ``LinearRule(steps=354)``.
+
+    Of "auto" only LR factor and clock are known: :func:`chosen_rule` needs the optimizer.
 
     Raises:
         ValueError: ``rule`` is neither a known name nor a callable.
@@ -303,6 +308,40 @@ def make_rule(rule: str | ScalingRule) -> ScalingRule:
             f"Invalid {rule=}. Must be one of {', '.join(RULES)} or a callable (RuleInput) -> (factor, clock)."
         )
     return rule
+
+
+def name_of(rule: ScalingRule) -> str:
+    """Return the name of a rule in :data:`RULES`, or how a rule of the user's shows itself."""
+    known = (name for name, make in RULES.items() if name != AUTO and rule == make())
+    return next(known, repr(rule) if is_dataclass(rule) else getattr(rule, "__name__", type(rule).__name__))
+
+
+def chosen_rule(rule: str | ScalingRule, optimizer: Optimizer) -> str | ScalingRule:
+    """Return a rule, or the name of the one that "auto" stands for with an optimizer.
+
+    It is "adascale_betas" for Adam, AdamW, Adamax and Lion, alone or beside optimizers without betas in a chain, and "adascale"
+    for all others. For others with betas a warning says why.
+    """
+    if rule != AUTO:
+        return rule
+    with_betas = [part for part, _ in parts_of(optimizer) if any("betas" in group for group in part.param_groups)]
+    try:
+        if not with_betas:
+            return "adascale"
+        BetaRule().check(optimizer)
+        return "adascale_betas"
+    except ValueError as error:
+        warn_on_first_worker(
+            f"rule='auto' is 'adascale' here. {error} With fixed betas the averages reach over r times as many effective "
+            "steps as in the base run, and the metrics of AdamW fell behind (docs/results.md): compare with a base run. "
+            "rule='adascale' says that this is meant."
+        )
+        return "adascale"
+
+
+def auto_rule_of(kind: str) -> str:
+    """Return the rule that "auto" stands for with the optimizer of a recipe, by the name of its class."""
+    return "adascale_betas" if kind in ("Adam", "AdamW", "Adamax", "Lion") else "adascale"
 
 
 def follows_gain(rule: ScalingRule) -> bool:

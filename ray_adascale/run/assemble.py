@@ -94,7 +94,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     config = read_settings(config).with_recipe(recipe)
     rank, device = backend.rank, backend.device
     model, optimizer = pieces.model, pieces.optimizer
-    check_built(model, optimizer, config, recipe)
+    config = check_built(model, optimizer, config, recipe)
     warn_of_state_dict_hooks(optimizer)
     warn_of_modes(optimizer)
     _check_early_stop(config, pieces.evaluate)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from ..data.source import BatchSource
 from ..optim.adam_metric import adam_preconditioner
 from ..optim.adascale import AdaScale
 from ..optim.curves import curve_difference
-from ..optim.rules import betas_of, make_rule, metric_of
+from ..optim.rules import betas_of, chosen_rule, make_rule, metric_of, name_of
 from ..optim.schedule import BaseSchedule, LRCurves
 from ..optim.wrapper import check_parameters, check_wrappable
 from ..recipe import Recipe
@@ -53,10 +53,15 @@ class Wrapped:
     sharding: Sharding
 
 
-def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, recipe: Recipe | None) -> None:
+def check_built(
+    model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, recipe: Recipe | None
+) -> AdaScaleConfig:
     """Check that there is one bare model and one bare optimizer. Warn of a rule or a recipe that is not for this optimizer.
 
     Only rank 0 warns, since all workers have the same optimizer.
+
+    Returns:
+        The settings with the rule that "auto" stands for.
 
     Raises:
         ValueError: There is not. The message names what to pass.
@@ -65,14 +70,16 @@ def check_built(model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, 
         raise ValueError("Pass the bare model: it is wrapped for data parallelism here.")
     if isinstance(optimizer, OSS):
         raise ValueError("Pass the bare optimizer: it is wrapped here, so OSS would wrap it twice.")
-    rule = make_rule(config.rule)
-    betas = betas_of(rule)
     # These before a warning that says that the run goes on.
     check_wrappable(optimizer)
     check_parameters(model, optimizer, alone=True)
+    config = replace(config, rule=chosen_rule(config.rule, optimizer))
+    rule = make_rule(config.rule)
+    betas = betas_of(rule)
     if betas is not None:
         betas.check(optimizer)
     warn_of_optimizer(rule, optimizer, recipe)
+    return config
 
 
 _NOT_COMPARED = {"seed", "shuffle", "drop_last", "rule", "num_loader_workers"}
@@ -95,7 +102,7 @@ def facts_of(
             for k, v in vars(config).items()
             if k not in _NOT_COMPARED and not k.endswith("_s")
         },
-        "The rule": config.rule if isinstance(config.rule, str) else type(config.rule).__name__,
+        "The rule": name_of(make_rule(config.rule)),
         "The optimizer": type(pieces.optimizer).__name__,
         "The list of hyperparameters": repr(hyperparameters),
         "The LR curve": f"of digest {digest_of(torch.from_numpy(curves.rows))}",

@@ -22,6 +22,7 @@ from ..data import to_device
 from ..data.order import MicroBatch
 from ..data.sampling import Sampling
 from ..gain import advanced
+from ..optim.rules import name_of
 from ..optim.step_result import StepResult
 from ..optim.step_sums import constant
 from ..recipe import Recipe
@@ -130,6 +131,7 @@ class Run:
         self.total_steps = self.base_schedule.total_steps
         """T."""
         self.module, self.model, self.optimizer = own.module, parts.model, own.optimizer
+        self._rule = name_of(self.optimizer.rule)
         self.advice = parts.advice
         """Doubts about the schedule and the base batch, a sentence each. Rank 0 has warned of them."""
         self.state = own.loop
@@ -456,7 +458,7 @@ class Run:
         state.metrics = {**metrics, **taken.recorded}
         if self.parts.listeners:
             taken.metrics = state.metrics
-            taken.row.update(step=taken.number, attempt=state.attempt, position=taken.position)
+            taken.row.update(step=taken.number, attempt=state.attempt, position=taken.position, rule=self._rule)
             taken.row |= {**metrics, **clipped, **taken.own, **({SKIPPED: True} if last.skipped else {})}
             for listener in self.parts.listeners:
                 listener.after_step(taken)

@@ -102,11 +102,12 @@ def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) 
             "loss, last 5 %",
             "noise scale, whole run",
             "accuracy",
+            "rule",
         )
     ]
     assert rows == [
-        ["base", "1", "1", "20", "640", "20", "1.00", "100%", "0.05000", "", "0.8000"],
-        ["scaled", "2", "4", "10", "320", "20", "2.00", "50%", "0.1000", "24", "0.8000"],
+        ["base", "1", "1", "20", "640", "20", "1.00", "100%", "0.05000", "", "0.8000", ""],
+        ["scaled", "2", "4", "10", "320", "20", "2.00", "50%", "0.1000", "24", "0.8000", ""],
     ]
     # r falls from 16/7 to 2.04 with these σ², μ² (see test_replay): ⌈20 / 2.1⌉ = 10 steps, of one seed 9.5·e^±0.2. The base run
     # is not compared.

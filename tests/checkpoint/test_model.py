@@ -40,7 +40,7 @@ def run_of(net: nn.Module, backend: LocalBackend, *, adamw: bool = False, **sett
         **({"base_batch_size": 4, "total_steps": 40, "checkpoint_every_s": 1e-9, "rule": "adascale"} | settings)
     )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="AdaScale is derived for SGD")
+        warnings.filterwarnings("ignore", message="With rule=.adascale. the averages")
         return Run(net, optimizer, None, data(), config, backend=backend)
 
 

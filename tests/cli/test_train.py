@@ -366,7 +366,7 @@ def test_an_option_that_is_missing_in_the_file_has_its_default(
     lines = [line for line in kept_options(tmp_path / "x") if not line.startswith(("--rule", "--use-gpu"))]
     (tmp_path / "x" / "options.txt").write_text("\n".join(lines))
     cli("resume", tmp_path / "x")
-    assert (called["config"].rule, called["scaling_config"].use_gpu) == ("adascale", False)
+    assert (called["config"].rule, called["scaling_config"].use_gpu) == ("auto", False)
 
 
 def test_what_holds_for_one_start(called: dict[str, Any], tmp_path: Path, cli: Any) -> None:

@@ -203,7 +203,7 @@ def run_scaled(found: Recipe, scale: int, seed: int = 5) -> Scaled:
         built.optimizer,
         built.scheduler,
         built.train_dataset,
-        AdaScaleConfig(per_worker_batch_size=scale * 8 // 2, accumulation=2, seed=seed),
+        AdaScaleConfig(per_worker_batch_size=scale * 8 // 2, accumulation=2, seed=seed, rule="adascale"),
         recipe=found,
         evaluate=built.evaluate,
     )
@@ -222,7 +222,7 @@ def found(request: pytest.FixtureRequest) -> Recipe:
     return record_recipe(regression, request.param, base_batch_size=8, total_steps=400, seed=1, probe_every=1)
 
 
-@pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD")  # with AdamW
+@pytest.mark.filterwarnings("ignore:With rule=.adascale. the averages of AdamW")
 @pytest.mark.filterwarnings("ignore:The batch of")
 def test_replay_of_a_runs_own_noise_is_the_run(found: Recipe) -> None:
     seen, gains, score = run_scaled(found, 8)
@@ -231,13 +231,15 @@ def test_replay_of_a_runs_own_noise_is_the_run(found: Recipe) -> None:
     assert again.gains == pytest.approx(gains, rel=1e-12)  # the same arithmetic, in another order at most
 
 
-@pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD")  # with AdamW
+@pytest.mark.filterwarnings("ignore:With rule=.adascale. the averages of AdamW")
 @pytest.mark.filterwarnings("ignore:The batch of")
 def test_forecast_of_a_short_run(found: Recipe) -> None:
     """benchmarks/studies/forecast.py in small. 15 %: one base run in place of three."""
     for scale in (4, 16):
         predicted = forecast_recipe(
-            found, workers=[1], config=AdaScaleConfig(per_worker_batch_size=scale * 4, accumulation=2)
+            found,
+            workers=[1],
+            config=AdaScaleConfig(per_worker_batch_size=scale * 4, accumulation=2, rule="adascale"),
         ).rows[0]
         actual = [len(run_scaled(found, scale, seed).gains) for seed in (5, 6)]
         assert predicted.steps == pytest.approx(sum(actual) / 2, rel=0.15)

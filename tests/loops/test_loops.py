@@ -17,9 +17,7 @@ from ray_adascale.checkpoint.rng import seed_everything
 
 from .kinds import KINDS, SEED, Ported, T
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:AdaScale is derived for SGD", "ignore:.*Muon", "ignore:.*larger than its noise"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*Muon", "ignore:.*larger than its noise")
 
 
 def weights(models: list[nn.Module]) -> list[torch.Tensor]:

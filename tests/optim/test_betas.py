@@ -52,20 +52,6 @@ class Lion(Optimizer):
                 m.lerp_(p.grad, 1 - second)
 
 
-class Counting(Lion):
-    """It counts its steps in the group or in the state of each parameter."""
-
-    where = "group"
-
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        for group in self.param_groups:
-            if self.where == "group":
-                group["k"] = group.get("k", 0) + 1
-            for p in group["params"] if self.where == "state" else ():
-                self.state[p]["step"] = self.state[p].get("step", torch.tensor(0.0)) + 1
-
-
 class Failing(AdamW):
     """Raises after the step, when its parameters and counts have moved."""
 
@@ -110,40 +96,16 @@ def equal(a: list[Any], b: list[Any]) -> bool:
 # ---- the exponent ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("floor", "betas", "increment", "exponent"),
-    [
-        (0.0, (0.9, 0.999), 3.7, 3.7),
-        (0.25, (0.5, 0.9), 1.5, 1.5),  # 0.5^1.5 = 0.35
-        (0.25, (0.5, 0.9), 3.0, 2.0),  # 0.5² = 0.25
-        (0.25, (0.9, 0.5), 3.0, 2.0),  # whichever comes first
-        (0.25, (0.2, 0.9), 3.0, 1.0),  # below it from the start
-        (0.25, (0.25, 0.9), 3.0, 1.0),
-        (0.25, (0.0, 0.5), 3.0, 2.0),  # 0 stays 0
-        (0.25, (0.0, 0.0), 3.0, 3.0),
-        (0.25, (0.2, 0.9), 0.5, 0.5),  # S < 1: the betas rise
-        (0.99, (0.9, 0.999), 1.0, 1.0),
-    ],
-)
-def test_no_beta_falls_below_the_floor(
-    floor: float, betas: tuple[float, float], increment: float, exponent: float
-) -> None:
-    assert BetaRule(floor).exponent(betas, increment) == pytest.approx(exponent, rel=1e-15)
-
-
-def test_bad_bounds_and_clocks_are_named() -> None:
-    for floor in (-0.1, 1.0, math.nan):
-        with pytest.raises(ValueError, match=rf"floor={floor}\)\. Must be at least 0 and below 1"):
-            BetaRule(floor)
+def test_a_bad_momentum_and_bad_clocks_are_named() -> None:
     with pytest.raises(ValueError, match=r"momentum=0\.9\)\. Must be True or False"):
         BetaRule(momentum=0.9)  # type: ignore[arg-type]
     for increment in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match=rf"clock increment is {increment}, an exponent"):
-            BetaRule().exponent((0.9,), increment)
+            BetaRule().exponent(increment)
 
 
 def test_a_rule_carries_what_becomes_of_betas() -> None:
-    assert betas_of(AdaScaleBetasRule(BetaRule(0.5))) == BetaRule(0.5)
+    assert betas_of(AdaScaleBetasRule(BetaRule(momentum=True))) == BetaRule(momentum=True)
     assert betas_of(AdaScaleRule()) is None
     rule = AdaScaleBetasRule((0.5, 0.9))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"betas=\(0\.5, 0\.9\).*Must be a BetaRule"):
@@ -251,17 +213,6 @@ def test_scale_one_is_the_plain_optimizer_bit_for_bit(options: dict[str, Any]) -
     assert torch.equal(weights(model), weights(plain))
     assert equal(state_of(adascale), state_of(optimizer))
     assert counts_of(adascale) == [10.0] * 4
-
-
-def test_the_floor_holds_in_a_run() -> None:
-    model, adascale = scaled(scale=16.0, rule=AdaScaleBetasRule(BetaRule(floor=0.85)))
-    seen: list[tuple[float, float]] = []
-    adascale.wrapped.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["betas"]))
-    take_steps(model, adascale, 0, 4)
-    limit = math.log(0.85) / math.log(0.9)  # 1.54
-    assert adascale.gain() > limit
-    assert seen[-1] == pytest.approx((0.85, 0.999**limit), rel=1e-12)
-    assert adascale.last_step.lr_factor == adascale.gain()  # the LR follows r
 
 
 def test_a_group_without_betas_stays_as_it_is() -> None:
@@ -373,11 +324,11 @@ def test_compiled_code_takes_the_same_steps(compiled: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "rule", "options", "message"),
     [
-        (NAdam, BetaRule(), {}, r"not exact with NAdam.*mu_product.*Use Adam, AdamW or Adamax"),
-        (RAdam, BetaRule(), {}, r"not exact with RAdam.*one constant β2"),
-        (SparseAdam, BetaRule(), {}, r"not exact with SparseAdam.*row"),
+        (NAdam, BetaRule(), {}, r"not known to be exact with NAdam\. Use Adam, AdamW, Adamax or Lion"),
+        (RAdam, BetaRule(), {}, "not known to be exact with RAdam"),
+        (SparseAdam, BetaRule(), {}, "not known to be exact with SparseAdam"),
         (RMSprop, BetaRule(), {}, r"groups of RMSprop have none\. Use Adam"),
-        (SGD, BetaRule(), {"momentum": 0.9}, r"groups of SGD have none\. BetaRule\(momentum=True\)"),
+        (SGD, BetaRule(), {"momentum": 0.9}, r"groups of SGD have none\. Use.*rule='adascale'"),
         (RMSprop, BetaRule(momentum=True), {}, r"BetaRule\(momentum=True\) is for SGD and Muon\. RMSprop"),
         (SGD, BetaRule(momentum=True), {"momentum": 0.9, "nesterov": True}, r"nesterov=True, dampening=0"),
         (SGD, BetaRule(momentum=True), {"momentum": 0.9, "dampening": 0.5}, r"nesterov=False, dampening=0\.5"),
@@ -392,31 +343,20 @@ def test_optimizers_that_a_rule_for_betas_does_not_suit(
         scaled(kind, rule=AdaScaleBetasRule(rule), **options)
 
 
-def test_an_optimizer_around_another_one_is_refused_and_a_rule_set_later_is_checked() -> None:
-    class Around(Lion):
-        def __init__(self, params: Any, lr: float) -> None:
-            params = list(params)
-            super().__init__(params, lr)
-            self.base = Adam(params)
-
-    with pytest.raises(ValueError, match=r"Around holds another optimizer, in 'base'"):
-        scaled(Around)
+def test_a_rule_that_is_set_later_is_checked() -> None:
     _, adascale = scaled(SGD, rule=AdaScaleRule())
     with pytest.raises(ValueError, match="groups of SGD have none"):
         adascale.rule = AdaScaleBetasRule()
     assert adascale.rule == AdaScaleRule()
 
 
-@pytest.mark.parametrize(("where", "name"), [("group", "k"), ("state", "step")])
-@pytest.mark.parametrize("scale", [1.0, 4.0])
-def test_a_count_of_an_unknown_optimizer_is_refused_from_its_first_step_on(
-    where: str, name: str, scale: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Counting, "where", where)
-    model, adascale = scaled(Counting, scale=scale)
-    with pytest.raises(ValueError, match=rf"Counting keeps '{name}' beside its averages.*rule='adascale'"):
-        take_steps(model, adascale, 0, 2)
-    assert adascale.param_groups[0]["betas"] == (0.9, 0.99)
+def test_an_unknown_optimizer_with_betas_is_refused() -> None:
+    class Counting(Optimizer):
+        def __init__(self, params: Any, lr: float) -> None:
+            super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+
+    with pytest.raises(ValueError, match=r"not known to be exact with Counting.*rule='adascale'"):
+        scaled(Counting)
 
 
 def test_a_scalar_parameters_average_is_no_count() -> None:

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch.optim import SGD, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, SparseAdam
 
 from ray_adascale import (
     AdamScaleRule,
+    AdaScale,
     AdaScaleBetasRule,
     AdaScaleRule,
     LEGWRule,
     LinearRule,
+    OptimizerChain,
     RuleInput,
     SquareRootRule,
     UnscaledRule,
 )
-from ray_adascale.optim.rules import RULES, ScalingRule, follows_gain, legw_factor, make_rule, metric_of
+from ray_adascale.optim.rules import (
+    RULES,
+    ScalingRule,
+    chosen_rule,
+    follows_gain,
+    legw_factor,
+    make_rule,
+    metric_of,
+    name_of,
+)
 
 
 def now(gain: float = 3.0, scale: float = 4.0, **kwargs: Any) -> RuleInput:
@@ -67,10 +81,15 @@ def test_rules_by_name_and_refused_ones() -> None:
     named = [AdamScaleRule(), AdaScaleRule(), AdaScaleBetasRule(), LinearRule(), SquareRootRule(), UnscaledRule()]
     names = ("adamscale", "adascale", "adascale_betas", "linear", "sqrt", "unscaled")
     assert [make_rule(name) for name in names] == named
+    assert [name_of(rule) for rule in named] == list(names)
+    assert name_of(LinearRule(warmup=0)) == "LinearRule(warmup=0, steps=None)"
+    assert name_of(now) == "now"  # type: ignore[arg-type]
     for cls in (LinearRule, LEGWRule):
         with pytest.raises(ValueError, match=rf"{cls.__name__}\(\.\.\.\)"):
             make_rule(cls)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"rule='cubic'\. Known rules: adamscale, adascale, adascale_betas, linear"):
+    with pytest.raises(
+        ValueError, match=r"rule='cubic'\. Known rules: auto, adamscale, adascale, adascale_betas, linear"
+    ):
         make_rule("cubic")
     assert [make_rule(f"{name}:354") for name in ("linear", "sqrt", "unscaled")] == [
         rule(steps=354) for rule in (LinearRule, SquareRootRule, UnscaledRule)
@@ -80,6 +99,64 @@ def test_rules_by_name_and_refused_ones() -> None:
             make_rule(wrong)
     with pytest.raises(ValueError, match=r"rule=3\. Must be one of"):
         make_rule(3)  # type: ignore[arg-type]
+
+
+class Lion(AdamW):
+    """Of a package, known by its name."""
+
+
+class Adan(Optimizer):
+    """An optimizer with betas of which nothing is known."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+
+
+def optimizer_of(*kinds: Any) -> Any:
+    parts = [kind([torch.zeros(2, 2, requires_grad=True)], lr=0.1) for kind in kinds]
+    return parts[0] if len(parts) == 1 else OptimizerChain(parts)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "chosen"),
+    [
+        ([SGD], "adascale"),
+        ([Muon], "adascale"),
+        ([SGD, Muon], "adascale"),
+        ([Adam], "adascale_betas"),
+        ([AdamW], "adascale_betas"),
+        ([Adamax], "adascale_betas"),
+        ([Lion], "adascale_betas"),
+        ([SGD, AdamW], "adascale_betas"),
+        ([Muon, AdamW], "adascale_betas"),
+    ],
+)
+def test_auto_changes_the_betas_where_there_are_any(kinds: list[Any], chosen: str) -> None:
+    optimizer = optimizer_of(*kinds)
+    assert chosen_rule("auto", optimizer) == chosen
+    assert chosen_rule("sqrt", optimizer) == "sqrt"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "why"),
+    [
+        ([NAdam], "exact with NAdam"),
+        ([RAdam], "exact with RAdam"),
+        ([SparseAdam], "exact with SparseAdam"),
+        ([functools.partial(Adam, capturable=True)], "CUDA graphs"),
+        ([Adan], "not known to be exact with Adan"),
+        ([AdamW, NAdam], "exact with NAdam"),
+    ],
+)
+def test_auto_warns_where_betas_that_change_are_not_exact(kinds: list[Any], why: str) -> None:
+    with pytest.warns(
+        UserWarning, match=rf"rule='auto' is 'adascale' here\..*{why}.*rule='adascale' says that this is meant"
+    ):
+        assert chosen_rule("auto", optimizer_of(*kinds)) == "adascale"
+
+
+def test_the_class_alone_keeps_fairscales_rule() -> None:
+    assert AdaScale(optimizer_of(AdamW), world_size=1, num_gradients_to_accumulate=2).rule == AdaScaleRule()
 
 
 def test_linear_rule_ramps_and_stretches() -> None:

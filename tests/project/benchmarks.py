@@ -16,8 +16,7 @@ BENCHMARKS = ROOT / "benchmarks"
 STUDIES = BENCHMARKS / "studies"
 QUIET = [
     pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),
-    pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD"),
-    pytest.mark.filterwarnings("ignore:rule='adascale_betas' has no derivation"),
+    pytest.mark.filterwarnings("ignore:With rule=.adascale. the averages"),
     # The text is of the standard library's docstrings.
     pytest.mark.filterwarnings(r"ignore:typing\.(io|re) is deprecated"),
 ]

@@ -187,8 +187,8 @@ def test_the_price_of_betas_on_the_effective_clock() -> None:
     plan = optimizers.parse(["adamw"])[1]
     results = comparison.read(ROOT / optimizers.STUDIES["adamw"].kept)
     more = [
-        steps(comparison.seeds_of(plan, results, w, 16, "β^r"))
-        / steps(comparison.seeds_of(plan, results, w, 16, "AdaScale"))
+        steps(comparison.seeds_of(plan, results, w, 16, "auto"))
+        / steps(comparison.seeds_of(plan, results, w, 16, "fixed betas"))
         - 1
         for w in plan.workloads
     ]

@@ -114,19 +114,23 @@ def test_an_interrupted_benchmark_goes_on_with_what_is_missing(
         assert replace(results[job], cpu_s=0, date="") == replace(result, cpu_s=0, date="")
 
 
-@pytest.mark.parametrize(("name", "lr"), [("adamw", 0.004), ("muon", 0.008), ("lion", 0.002)])
+@pytest.mark.parametrize(
+    ("name", "workload", "lr", "shape"),
+    [("adamw", "series", 0.016, "own"), ("muon", "tabular", 0.008, "warmup"), ("lion", "tabular", 0.002, "warmup")],
+)
 def test_at_s_1_all_methods_of_an_optimizer_are_the_same_run(
-    transfer: Any, optimizers: Any, name: str, lr: float
+    transfer: Any, optimizers: Any, name: str, workload: str, lr: float, shape: str
 ) -> None:
     if name == "lion":
         pytest.importorskip("lion_pytorch")
     methods = optimizers.STUDIES[name].comparison.methods
-    job = transfer.Job("tabular", "AdaScale", 1, 1, lr, "warmup", 40, "test", None, name)
+    job = transfer.Job(workload, "AdaScale", 1, 1, lr, shape, 40, "test", None, name)
     jobs = [replace(job, method=m, steps=40 if method.given_steps else None) for m, method in methods.items()]
     first, *others = (replace(optimizers.train(each), cpu_s=0, date="") for each in jobs)
     assert first.optimizer_steps == 40
     assert others == [first] * (len(methods) - 1)
-    assert transfer.train(replace(job, optimizer="sgd")).score != first.score  # the workload's SGD
+    if name != "adamw":
+        assert transfer.train(replace(job, optimizer="sgd")).score != first.score  # the workload's SGD
 
 
 def test_each_optimizer_has_the_parameters_and_the_decay_that_its_page_names(optimizers: Any) -> None:

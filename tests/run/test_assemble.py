@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ray_adascale import AdaScaleConfig, LocalBackend
+from ray_adascale import AdaScaleConfig, LocalBackend, Run, forecast_recipe
+from ray_adascale._files import TRACE
+from ray_adascale.analysis.describe import describe
+from ray_adascale.analysis.report import write_report
 from ray_adascale.run.assemble import Parts, assemble
 from ray_adascale.run.boundary.batch import StepBatch
 from ray_adascale.run.boundary.checkpointing import Checkpointing
@@ -21,9 +25,10 @@ from ray_adascale.run.boundary.reporting import Reporting
 from ray_adascale.run.observe.advice import NoiseWarning
 from ray_adascale.run.observe.eta import EtaTracker
 from ray_adascale.run.observe.step import Listener
-from ray_adascale.run.observe.trace import TraceFile
+from ray_adascale.run.observe.trace import TraceFile, read_trace
 from ray_adascale.workload import Pieces
 
+from ..samples_of import recipe
 from .test_loop import dataset, model
 
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
@@ -42,10 +47,12 @@ class Watched(LocalBackend):
         return [self.Mine(tracker)]
 
 
-def built(backend: LocalBackend | None = None, *, evaluate: Any = None, **settings: Any) -> Parts:
+def built(
+    backend: LocalBackend | None = None, *, evaluate: Any = None, kind: Any = torch.optim.SGD, **settings: Any
+) -> Parts:
     net = model()
     defaults: dict[str, Any] = {"base_batch_size": 4, "total_steps": 40}
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer = kind(net.parameters(), lr=0.01)
     return assemble(
         Pieces(model=net, optimizer=optimizer, train_dataset=dataset(), evaluate=evaluate),
         AdaScaleConfig(**(defaults | settings)),
@@ -56,6 +63,33 @@ def built(backend: LocalBackend | None = None, *, evaluate: Any = None, **settin
 
 def kinds(objects: Sequence[object]) -> list[type]:
     return [type(each) for each in objects]
+
+
+def test_the_rule_that_was_chosen_stands_wherever_a_run_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, net = tmp_path / "run", model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    config = AdaScaleConfig(base_batch_size=4, total_steps=12, accumulation=2)
+    with caplog.at_level(logging.INFO, logger="ray_adascale"):
+        run = Run(net, optimizer, None, dataset(), config, backend=LocalBackend(folder, device="cpu"))
+    assert run.config.rule == "adascale_betas"
+    assert "T = 12 effective steps; rule adascale_betas." in caplog.text
+    for x, y in run:
+        run.backward(torch.nn.functional.cross_entropy(run.model(x), y))
+        run.step()
+    assert {row["rule"] for row in read_trace(folder / TRACE)} == {"adascale_betas"}
+    checkpoint = max(folder.glob("checkpoint_*"))
+    assert all("rule         adascale_betas" in describe(path)[0] for path in (folder, checkpoint))
+    page = write_report([folder], tmp_path / "report.html").read_text()
+    assert '<td data-label="rule" class="text">adascale_betas</td>' in page
+    of = recipe([(t, 4.0, 1.0) for t in range(0, 100, 10)], search={"optimizer_class": "AdamW"})
+    assert [forecast_recipe(each).rule for each in (of, recipe([(0, 4.0, 1.0)]))] == ["adascale_betas", "adascale"]
+    with (
+        pytest.warns(UserWarning, match="the averages of AdamW reach over"),
+        pytest.raises(ValueError, match=r"rule is 'adascale', was 'adascale_betas'.*accept_changes"),
+    ):
+        built(LocalBackend(folder, device="cpu"), kind=torch.optim.AdamW, rule="adascale", total_steps=12)
 
 
 ADAPTIVE: dict[str, Any] = {"target_efficiency": 0.5, "max_global_batch_size": 32}

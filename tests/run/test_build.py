@@ -120,19 +120,20 @@ def test_the_error_of_another_curve_than_the_recipes_ends_its_sentences_once(cur
     assert "leave the recipe out and give base_batch_size=8 and total_steps=10 instead" in text
 
 
-def _warnings_of(optimizer: type[torch.optim.Optimizer], recipe: Recipe | None = None) -> list[str]:
+def _warnings_of(optimizer: Any, recipe: Recipe | None = None, rule: str = "auto") -> list[str]:
     model = nn.Linear(2, 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        config = AdaScaleConfig(base_batch_size=4, total_steps=10)
+        config = AdaScaleConfig(base_batch_size=4, total_steps=10, rule=rule)
         check_built(model, optimizer(model.parameters(), lr=0.1), config, recipe)
     return [str(each.message) for each in caught]
 
 
 def test_one_worker_warns_of_an_optimizer_that_adascale_is_not_derived_for(pool: Pool) -> None:
-    (text,), others = pool(2).run(_warnings_of, torch.optim.AdamW)
-    assert text.startswith("AdaScale is derived for SGD. With AdamW there is no proof")
+    (text,), others = pool(2).run(_warnings_of, torch.optim.AdamW, rule="adascale")
+    assert text.startswith("With rule='adascale' the averages of AdamW reach over r times")
     assert others == []
+    assert pool(2).run(_warnings_of, torch.optim.AdamW) == [[], []]
     assert pool(2).run(_warnings_of, SGD) == [[], []]
     assert pool(2).run(_warnings_of, SGD, recipe([], 10, search={"optimizer_class": "SGD"})) == [[], []]
     (text,), others = pool(2).run(_warnings_of, SGD, recipe([], 10, search={"optimizer_class": "AdamW"}))
@@ -178,7 +179,7 @@ def test_a_data_parallel_model_may_outlive_its_process_group() -> None:
     ("kind", "rule", "match"),
     [
         (torch.optim.LBFGS, "adascale", "can't wrap LBFGS"),
-        (torch.optim.RAdam, "adascale_betas", "not exact with RAdam"),
+        (torch.optim.RAdam, "adascale_betas", "not known to be exact with RAdam"),
     ],
 )
 def test_an_optimizer_that_is_refused_is_not_warned_of_first(kind: Any, rule: str, match: str) -> None:

@@ -99,8 +99,5 @@ def test_a_base_run_is_recorded_with_the_curve_of_each_group() -> None:
         Run.of(workload({"lr": 0.03}), AdaScaleConfig(), recipe=recipe)
 
 
-def test_a_check_of_the_workload_finds_nothing_but_the_rules_doubt() -> None:
-    found = check_workload(workload, {}, settings())
-    assert [f.text for f in found if f.level == "failed"] == []
-    (doubt,) = (f.text for f in found if f.level == "warning")
-    assert "With Muon and AdamW there is no proof" in doubt
+def test_a_check_of_the_workload_finds_nothing() -> None:
+    assert [f.text for f in check_workload(workload, {}, settings()) if f.level != "ok"] == []

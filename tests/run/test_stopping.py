@@ -246,7 +246,7 @@ def test_start_and_end_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     run = make_run(model(), backend=LocalBackend(tmp_path), accumulation=2)
     drive(run)
     texts = [record.getMessage() for record in caplog.records]
-    assert texts[0] == "Started on 1 worker: batch 8 at base batch 4, so S = 2; T = 40 effective steps."
+    assert texts[0] == "Started on 1 worker: batch 8 at base batch 4, so S = 2; T = 40 effective steps; rule adascale."
     assert any(
         text.startswith(f"Checkpoint of optimizer step {run.optimizer.steps}, effective step ") for text in texts
     )

@@ -260,7 +260,7 @@ def _sparse(sharding: str, chained: bool, accumulation: int = 1, **settings: Any
     generator = torch.Generator().manual_seed(3)
     words = TensorDataset(torch.randint(0, 12, (64, 3), generator=generator), torch.randn(64, 2, generator=generator))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="AdaScale is derived for SGD")
+        warnings.filterwarnings("ignore", message="AdaScale is derived for SGD|rule=.auto. is")
         run = make_run(net, optimizer, words, sharding=sharding, accumulation=accumulation, **settings)
     return train(run, lambda run, x, y: (run.model(x) - y).square().mean())
 

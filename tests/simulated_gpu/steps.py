@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ray_adascale import OSS, AdaScale, ShardedDataParallel, ShardedGradScaler
+from ray_adascale import OSS, AdaScale, AdaScaleBetasRule, ShardedDataParallel, ShardedGradScaler
 
 from ..pool import ProcessPool
 
@@ -31,7 +31,7 @@ LAYERS, WIDTH, SCALE = 80, 32, 4.0
 WARM_UP, COUNTED = 3, 1
 
 KINDS = ("ddp", "oss", "zero2", "fsdp2")
-VARIANTS = ("unused", "passes", "scaler", "between")
+VARIANTS = ("unused", "passes", "scaler", "between", "betas")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Case:
         fused: A fused optimizer, under which AdaScale does not wait for the step.
         adascale: With AdaScale around the optimizer.
         variant: "unused": a parameter without a gradient on rank 1 (of FSDP2: on both). "passes": two a step. "scaler": a
-            GradScaler. "between": a step that is not measured. Else "".
+            GradScaler. "between": a step that is not measured. "betas": one of AdamW with betas that change. Else "".
     """
 
     kind: str
@@ -112,16 +112,22 @@ class Training:
 
     def _optimizer(self) -> Any:
         params = self.model.parameters()
-        if self.case.kind == "fsdp2" and self.case.fused:
-            return torch.optim.AdamW(params, lr=0.001, fused=True)  # torch has no fused SGD of DTensors
         # fused=False would rule out the foreach implementation, torch's default here.
-        optimizer = torch.optim.SGD(params, lr=0.01, momentum=0.9, **({"fused": True} if self.case.fused else {}))
+        fused: dict[str, Any] = {"fused": True} if self.case.fused else {}
+        optimizer: Any
+        # torch has no fused SGD of DTensors.
+        if self.case.variant == "betas" or (self.case.kind == "fsdp2" and self.case.fused):
+            optimizer = torch.optim.AdamW(params, lr=0.001, **fused)
+        else:
+            optimizer = torch.optim.SGD(params, lr=0.01, momentum=0.9, **fused)
         return OSS.wrap(optimizer) if self.case.kind in ("oss", "zero2") else optimizer
 
     def _adascale(self, optimizer: Any, model: Any) -> AdaScale:
         kwargs: dict[str, Any] = {} if self.scaler is None else {"grad_scaler": self.scaler}
-        if self.case.variant == "between":
+        if self.case.variant in ("between", "betas"):
             kwargs = {"averaging_window": 0.05, "total_steps": 1000, "measure_every": 1000}
+        if self.case.variant == "betas":
+            kwargs["rule"] = AdaScaleBetasRule()
         return AdaScale(optimizer, scale=SCALE, num_gradients_to_accumulate=self.case.passes, model=model, **kwargs)
 
     def _parallel(self) -> Any:

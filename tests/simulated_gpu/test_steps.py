@@ -26,41 +26,49 @@ ALLOWED = {
     "ddp adascale passes": (1328, 1, 0),  # +18, +1.4%
     "ddp adascale scaler": (682, 2, 0),  # +13, +1.9%
     "ddp adascale between": (664, 1, 0),  # +6, +0.9%
+    "ddp adascale betas": (674, 1, 0),  # +6, +0.9%
     "ddp fused adascale": (687, 0, 1),  # +29, +4.4%
     "ddp fused adascale unused": (692, 1, 1),  # +29, +4.4%
     "ddp fused adascale passes": (1345, 0, 1),  # +35, +2.7%
     "ddp fused adascale scaler": (702, 1, 1),  # +33, +4.9%
-    "ddp fused adascale between": (667, 0, 1),  # +9, +1.4%
+    "ddp fused adascale between": (665, 0, 1),  # +7, +1.1%
+    "ddp fused adascale betas": (671, 0, 1),  # +11, +1.7%
     "oss adascale": (667, 1, 0),  # +12, +1.8%
     "oss adascale unused": (672, 2, 0),  # +12, +1.8%
     "oss adascale passes": (1325, 1, 0),  # +18, +1.4%
     "oss adascale scaler": (679, 2, 0),  # +13, +2.0%
     "oss adascale between": (661, 1, 0),  # +6, +0.9%
+    "oss adascale betas": (666, 1, 0),  # +6, +0.9%
     "oss fused adascale": (684, 0, 1),  # +29, +4.4%
     "oss fused adascale unused": (689, 1, 1),  # +29, +4.4%
     "oss fused adascale passes": (1342, 0, 1),  # +35, +2.7%
     "oss fused adascale scaler": (699, 1, 1),  # +33, +5.0%
-    "oss fused adascale between": (664, 0, 1),  # +9, +1.4%
+    "oss fused adascale between": (662, 0, 1),  # +7, +1.1%
+    "oss fused adascale betas": (666, 0, 1),  # +10, +1.5%
     "zero2 adascale": (509, 1, 0),  # +11, +2.2%
     "zero2 adascale unused": (512, 2, 0),  # +11, +2.2%
     "zero2 adascale passes": (1166, 1, 0),  # +16, +1.4%
     "zero2 adascale scaler": (521, 2, 0),  # +13, +2.6%
     "zero2 adascale between": (505, 1, 0),  # +7, +1.4%
+    "zero2 adascale betas": (510, 1, 0),  # +7, +1.4%
     "zero2 fused adascale": (527, 0, 1),  # +29, +5.8%
     "zero2 fused adascale unused": (530, 1, 1),  # +29, +5.8%
     "zero2 fused adascale passes": (1184, 0, 1),  # +34, +3.0%
     "zero2 fused adascale scaler": (541, 1, 1),  # +33, +6.5%
-    "zero2 fused adascale between": (509, 0, 1),  # +11, +2.2%
+    "zero2 fused adascale between": (507, 0, 1),  # +9, +1.8%
+    "zero2 fused adascale betas": (511, 0, 1),  # +12, +2.4%
     "fsdp2 adascale": (674, 1, 0),  # +11, +1.7%
     "fsdp2 adascale unused": (675, 1, 0),  # +11, +1.7%
     "fsdp2 adascale passes": (1495, 1, 0),  # +17, +1.2%
     "fsdp2 adascale scaler": (689, 2, 0),  # +13, +1.9%
     "fsdp2 adascale between": (669, 1, 0),  # +6, +0.9%
+    "fsdp2 adascale betas": (680, 1, 0),  # measured below
     "fsdp2 fused adascale": (676, 1, 0),  # +11, +1.7%
     "fsdp2 fused adascale unused": (677, 1, 0),  # +11, +1.7%
     "fsdp2 fused adascale passes": (1497, 1, 0),  # +17, +1.1%
     "fsdp2 fused adascale scaler": (691, 2, 0),  # +11, +1.6%
     "fsdp2 fused adascale between": (671, 1, 0),  # +6, +0.9%
+    "fsdp2 fused adascale betas": (680, 1, 0),  # measured below
 }
 
 

@@ -162,7 +162,9 @@ def test_each_event_of_a_run_is_a_line_on_the_driver(followed: Followed) -> None
         (found,) = (i for i, line in enumerate(lines) if text in line)
         return found
 
-    assert once("Started on 2 workers: batch 6 at base batch 4, so S = 1.5; T = 60 effective steps.") == 0
+    assert (
+        once("Started on 2 workers: batch 6 at base batch 4, so S = 1.5; T = 60 effective steps; rule adascale.") == 0
+    )
     assert once("The untrained model: spread ") == 1  # and not at each start
     assert once("UserWarning: mind the third step (test_told.py:") > 0  # though each start of each worker warns
     lost = next(i for i, line in enumerate(lines) if "Restart 1 of 2, from the last checkpoint." in line)

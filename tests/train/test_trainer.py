@@ -362,7 +362,7 @@ def test_sigterm_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
     said = err.decode()
     assert process.returncode == 130
     assert "Traceback" not in said, said[-3000:]
-    assert " Started on 2 workers: batch 16 at base batch 4, so S = 4; T = 200 effective steps." in said
+    assert " Started on 2 workers: batch 16 at base batch 4, so S = 4; T = 200 effective steps; rule adascale." in said
     ((stopped, step),) = re.findall(r"stopped: (\d\d-\d\d \d\d:\d\d:\d\d) Stopped after optimizer step (\d+)\.", said)
     at = time.mktime(time.strptime(f"{time.localtime(sent).tm_year}-{stopped}", "%Y-%m-%d %H:%M:%S"))
     assert at - sent < 4, "2 s, and as much for a machine with more work than cores"

@@ -71,7 +71,7 @@ def attach(
     workers = _workers()
     bare = model.module if isinstance(model, DistributedDataParallel) else model
     _check_model(bare)
-    check_built(bare, optimizer, config, recipe)
+    config = check_built(bare, optimizer, config, recipe)
     if config.sharding not in ("auto", "none"):
         raise SettingError(
             "Invalid {}: the loop that owns the model decides how it is sharded. Leave it out; sharding by this package needs "

@@ -30,6 +30,7 @@ from ...checkpoint.rng import capture_rng, empty_rng, restore_rng
 from ...data.source import BatchSource
 from ...optim.adascale import AdaScale
 from ...optim.algorithm import of_other_base_batch
+from ...optim.rules import name_of
 from ...optim.schedule import BaseSchedule, EffectiveSchedule, LRCurves
 from .changes import Groups, compare
 from .stage import LoopState, Stage
@@ -116,6 +117,7 @@ class TrainState:
             "groups": self.groups,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "recipe": self.recipe,
+            "rule": name_of(self.optimizer.rule),
             **self.users_state(out),
             "frozen": {"at_first": sorted(self.frozen), "changed": sorted(self.frozen ^ frozen_names(self.module))},
             "versions": {"ray_adascale": __version__, "torch": torch.__version__},
@@ -156,7 +158,9 @@ class TrainState:
         whole = checkpoint.Saved(folder)
         saved = whole.state
         changes = compare(whole, self.base_schedule, self.groups)
-        self._check_accepted(whole, changes.schedule + changes.groups, accept_changes)
+        now, before = name_of(self.optimizer.rule), saved["rule"]
+        of_rule = [] if now == before else [f"rule is {now!r}, was {before!r}"]
+        self._check_accepted(whole, changes.schedule + changes.groups + of_rule, accept_changes)
         statistics = whole.tensors("adascale/")
         load_model(whole, self.module)
         self._load_requires_grad(saved)
@@ -280,12 +284,13 @@ def log_start(
     total = train_state.base_schedule.total_steps
     if folder is None:
         _log.info(
-            "Started on %s: batch %d at base batch %d, so S = %g; T = %d effective steps.",
+            "Started on %s: batch %d at base batch %d, so S = %g; T = %d effective steps; rule %s.",
             workers,
             plan.global_batch_size,
             plan.base_batch_size,
             plan.scale,
             total,
+            name_of(train_state.optimizer.rule),
         )
         return
     loop = train_state.loop

@@ -1,7 +1,4 @@
-"""What may be wrong in a run, with what to do: a function or a class for each warning.
-
-Warnings that depend on the optimizer name the page with the measurements (``benchmarks/studies/pages``).
-"""
+"""What may be wrong in a run, with what to do: a function or a class for each warning."""
 
 from __future__ import annotations
 
@@ -36,13 +33,6 @@ ADAM = frozenset({"Adam", "AdamW"})
 MUON = frozenset({"Muon"})
 LION = frozenset({"Lion"})  # of any package, so optimizers are recognised by the name of the class
 
-_STUDIES = {
-    "adascale": {SGD | ADAM: "adam", SGD | ADAM | MUON: "muon", LION: "lion"},
-    "adascale_betas": {SGD: "transfer", ADAM: "adam-betas", ADAM | MUON: "muon", LION: "lion"},
-}
-"""For each rule the optimizers that it was measured with, and the page. The first entry with all optimizers of a run holds."""
-
-
 # ---- when a run is built ---------------------------------------------------------------------------------------------
 
 
@@ -68,26 +58,25 @@ def warn_of_optimizer(rule: ScalingRule, optimizer: Optimizer, recipe: Recipe | 
 def _rule_advice(rule: ScalingRule, optimizer: Optimizer) -> str | None:
     if isinstance(rule, AdamScaleRule):
         return (
-            "rule='adamscale' is experimental: schedules did not carry over with it, but did with rule='adascale' and the same "
-            "AdamW (benchmarks/studies/pages/adam.md). Use 'adascale', or compare with a base run before you trust it."
+            "rule='adamscale' is experimental: schedules did not carry over with it, but did with the default and the same AdamW "
+            "(docs/guides/choosing.md). Leave rule out, or compare with a base run before you trust it."
         )
+    if not isinstance(rule, AdaScaleRule):
+        return None
     parts = [part for part, _ in parts_of(optimizer)]
     kinds = {class_name(part) for part in parts}
     name = " and ".join(dict.fromkeys(type(part).__name__ for part in parts))
-    betas = betas_of(rule) is not None
-    if not isinstance(rule, AdaScaleRule) or (kinds <= SGD and not betas):
-        return None
-    derived = "rule='adascale_betas' has no derivation." if betas else "AdaScale is derived for SGD."
-    studies = _STUDIES["adascale_betas" if betas else "adascale"]
-    page = next((page for measured, page in studies.items() if kinds <= measured), None)
-    if page is None:
+    if not (kinds <= SGD | ADAM | MUON or kinds <= LION):
         return (
-            f"{derived} It was measured with Adam, AdamW, Muon and Lion (docs/results.md), and with {name} it was not. The run "
-            "goes on. Compare with a base run before you trust it."
+            f"AdaScale is derived for SGD. It was measured with Adam, AdamW, Muon and Lion (docs/results.md), and with {name} it "
+            "was not. The run goes on. Compare with a base run before you trust it."
         )
-    fell_behind = page == "lion" and not betas
-    advice = " Use rule='adascale_betas': the metric fell behind the base run's with this one." if fell_behind else ""
-    return f"{derived} With {name} there is no proof, only measurements: benchmarks/studies/pages/{page}.md.{advice}"
+    if betas_of(rule) is not None or not kinds & (ADAM | LION):
+        return None
+    return (
+        f"With rule='adascale' the averages of {name} reach over r times as many effective steps as in the base run, and metrics "
+        'fell behind the base run\'s (docs/results.md). Leave rule out: "auto" changes the betas with the gain.'
+    )
 
 
 def _recipe_advice(recipe: Recipe, optimizer: Optimizer) -> str | None:

@@ -42,6 +42,7 @@ COLUMNS = {
     "position": "examples that the run has used so far, over all workers",
     **METRICS,
     "steps_left": "optimizer steps to T by the forecast; only with a recipe that has noise",
+    "rule": "the scaling rule",
     CLIPPED: "true if the gradient was clipped at a multiple of the expected norm; else missing",
     SKIPPED: "true if the gradient was not finite, so that weights and τ stayed; else missing",
     SHORT_STEP: "true for a step with fewer passes than declared, in the adapters alone; else missing",

@@ -143,23 +143,23 @@ MOMENTUM = AdaScaleBetasRule(BetaRule(momentum=True))
     [
         ("adascale", [SGD], None),
         ("sqrt", [Lion], None),
-        ("adamscale", [Adam], "is experimental.*adam.md"),
-        ("adascale", [Adam], "With Adam there is no proof.*adam.md"),
-        ("adascale", [Own], "With Own there is no proof.*adam.md"),
-        ("adascale", [SGD, AdamW], "With SGD and AdamW there is no proof.*adam.md"),
-        ("adascale", [Muon, AdamW], "With Muon and AdamW there is no proof.*muon.md"),
-        ("adascale", [Lion], "With Lion there is no proof.*lion.md. Use rule='adascale_betas'"),
+        ("adamscale", [Adam], "is experimental.*Leave rule out"),
+        ("adascale", [Muon], None),
+        ("adascale", [Adam], "the averages of Adam reach over r times.*Leave rule out"),
+        ("adascale", [Own], "the averages of Own reach over r times.*Leave rule out"),
+        ("adascale", [SGD, AdamW], "the averages of SGD and AdamW reach over r times"),
+        ("adascale", [Muon, AdamW], "the averages of Muon and AdamW reach over r times"),
+        ("adascale", [Lion], "the averages of Lion reach over r times.*Leave rule out"),
         ("adascale", [Lion, AdamW], "with Lion and AdamW it was not. The run goes on"),
         ("adascale", [RMSprop], "with RMSprop it was not. The run goes on"),
-        ("adascale_betas", [AdamW], "With AdamW there is no proof.*adam-betas.md"),
-        ("adascale_betas", [Muon, AdamW], "With Muon and AdamW.*muon.md"),
-        ("adascale_betas", [Lion], "With Lion there is no proof.*lion.md.$"),
-        (MOMENTUM, [SGD], "With SGD there is no proof.*transfer.md"),
-        (MOMENTUM, [SGD, AdamW], "with SGD and AdamW it was not"),
+        ("adascale_betas", [AdamW], None),
+        ("adascale_betas", [Muon, AdamW], None),
+        ("adascale_betas", [Lion], None),
+        (MOMENTUM, [SGD], None),
         ("adascale_betas", [Adamax], "with Adamax it was not"),
     ],
 )
-def test_a_warning_names_the_measurement_of_just_these_optimizers(
+def test_a_rule_that_was_not_measured_with_an_optimizer_or_fell_behind_warns(
     rule: Any, kinds: list[Any], words: str | None
 ) -> None:
     parts = [made(kind) for kind in kinds]
@@ -169,7 +169,6 @@ def test_a_warning_names_the_measurement_of_just_these_optimizers(
     else:
         assert found is not None
         assert re.search(words, found)
-        assert ("no derivation" in found) == (rule not in ("adascale", "adamscale"))
 
 
 @pytest.mark.parametrize(
