@@ -7,7 +7,7 @@
     python examples/language_model.py --smoke               # short runs
 
 The text consists of the standard library's docstrings. The model has two causal convolutions, trained with momentum SGD. For
-Adam see benchmarks/studies/pages/adam.md. ``make demo`` (``demo.py``) compares five ways to run the workload.
+Adam see benchmarks/studies/pages/adamw.md. ``make demo`` (``demo.py``) compares five ways to run the workload.
 """
 
 from __future__ import annotations

@@ -33,6 +33,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 from bench import command_line
 
 MOST_PASSES = 8
+BASE = "AdaScale"
+"""Name of the method of runs at S = 1, where all methods are the plain optimizer."""
 
 
 # ---- methods and jobs ------------------------------------------------------------------------------------------------
@@ -102,7 +104,7 @@ class Comparison:
     Attributes:
         optimizer: Name of the optimizer in :class:`Job`.
         cases: Workloads, by name.
-        methods: By name; "AdaScale" is one of them, and its runs at S = 1 are those of all methods.
+        methods: By name.
         against: Names of the methods that ``own`` is compared with, beside S = 1.
         pictured: Names of the methods in the picture of the metric against scale.
         stages: Scales and numbers of seeds, in the order in which they run.
@@ -112,6 +114,7 @@ class Comparison:
         loss_examples: Number of examples in the final training loss; None for all.
         with_optimizer: Puts the optimizer into a built workload.
         own: Name of the method that is compared with the others.
+        most_passes: Most gradient samples of a step.
     """
 
     optimizer: str
@@ -126,6 +129,7 @@ class Comparison:
     loss_examples: int | None = None
     with_optimizer: Callable[[Workload, Job], Workload] = as_built
     own: str = "AdaScale"
+    most_passes: int = MOST_PASSES
 
 
 # ---- one run ---------------------------------------------------------------------------------------------------------
@@ -138,7 +142,8 @@ def train(comparison: Comparison, job: Job) -> Result:
     seed_everything(job.seed)
     config = {"lr": job.lr, "schedule": job.shape, "total_steps": job.total_steps, "split": job.split}
     built = comparison.with_optimizer(case.workload(config), job)
-    rule = comparison.methods[job.method].rule(job.steps)
+    method = comparison.methods.get(job.method)  # a base run's need not be one of them
+    rule = "adascale" if method is None else method.rule(job.steps)
     curve: list[tuple[float, int, float]] = []
 
     def evaluate(model: nn.Module) -> dict[str, float]:
@@ -149,7 +154,7 @@ def train(comparison: Comparison, job: Job) -> Result:
 
     settings = case.config(
         job.scale,
-        MOST_PASSES,
+        comparison.most_passes,
         job.total_steps,
         rule=rule,
         seed=job.seed,
@@ -231,7 +236,7 @@ class Plan:
     def grid_job(self, workload: str, scale: int, seed: int, lr: float, shape: str) -> Job:
         """Return AdaScale's run with a schedule of the grid."""
         optimizer = self.comparison.optimizer
-        return Job(workload, "AdaScale", scale, seed, lr, shape, self.steps(workload), "search", optimizer=optimizer)
+        return Job(workload, BASE, scale, seed, lr, shape, self.steps(workload), "search", optimizer=optimizer)
 
     def grid_jobs(self) -> list[Job]:
         """Return all runs of the grid; those at S = 1, on which the choice of a schedule depends, come first."""
@@ -281,7 +286,7 @@ def seeds_of(plan: Plan, results: Results, workload: str, scale: int, method: st
     found: dict[int, Result] = {}
     for seed in plan.seeds:
         if scale == 1:
-            jobs = [plan.job(workload, "AdaScale", 1, seed, best)]
+            jobs = [plan.job(workload, BASE, 1, seed, best)]
         elif not plan.comparison.methods[method].given_steps:
             jobs = [plan.job(workload, method, scale, seed, best)]
         else:
@@ -301,8 +306,11 @@ def stage_jobs(
             continue
         for seed in plan.seeds[:seeds]:
             given = {job.method: job for job in stretched(plan, results, workload, scale, seed, best)}
+            if scale == 1:
+                jobs += [] if given_steps else [plan.job(workload, BASE, 1, seed, best)]
+                continue
             for name in methods:
-                if plan.comparison.methods[name].given_steps != given_steps or (scale == 1 and name != "AdaScale"):
+                if plan.comparison.methods[name].given_steps != given_steps:
                     continue
                 if not given_steps:
                     jobs.append(plan.job(workload, name, scale, seed, best))
@@ -336,9 +344,11 @@ def rounds(plan: Plan, path: Path, results: Results) -> Rounds:
 
 
 def rounds_and_recipes(plan: Plan, path: Path, results: Results) -> Rounds:
-    """Yield the rounds of :func:`rounds`; record the base runs last."""
-    yield from rounds(plan, path, results)
-    record_recipes(plan, results, path)
+    """Yield the rounds of :func:`rounds`; record the base runs after the grid, which chooses their LR."""
+    for number, each in enumerate(rounds(plan, path, results)):
+        if number == 1:
+            record_recipes(plan, results, path)
+        yield each
 
 
 def recipe_path(path: Path, workload: str) -> Path:
@@ -370,7 +380,7 @@ def record_recipes(plan: Plan, results: Results, path: Path) -> None:
         best = best_schedule(plan, results, workload)
         if best is None or recipe_path(path, workload).exists():
             continue
-        case, job = plan.case(workload), plan.job(workload, "AdaScale", 1, plan.seeds[0], best)
+        case, job = plan.case(workload), plan.job(workload, BASE, 1, plan.seeds[0], best)
 
         def workload_of(config: dict[str, Any], case: Case = case, job: Job = job) -> Workload:
             return plan.comparison.with_optimizer(case.workload(config), job)
@@ -433,7 +443,7 @@ def parse(
     parser = study.parser(doc, seeds=seeds, runs=runs, smoke=smoke, workloads=comparison.cases, page=page)
     parser.add_argument("--scales", type=int, nargs="+", default=list(scales), help="beside 1; 1 to 8 or 8·k")
     args = study.parsed(parser, argv)
-    check_scales(parser, args.scales, MOST_PASSES)
+    check_scales(parser, args.scales, comparison.most_passes)
     if args.smoke:
         grid_scale = 4 if comparison.grid_scale > 1 else 1
         shapes = comparison.shapes[:1]
@@ -485,7 +495,7 @@ def of_plan(plan: Plan, results: Results) -> Sequence[Result]:
     return [
         r
         for job, r in results.items()
-        if (job.workload in plan.workloads and job.method in plan.comparison.methods)
+        if (job.workload in plan.workloads and job.method in (BASE, *plan.comparison.methods))
         and job.optimizer == plan.comparison.optimizer
         and (job.total_steps == plan.steps(job.workload) and job.lr in plan.case(job.workload).lrs)
     ]

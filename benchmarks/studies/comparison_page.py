@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comparison import MOST_PASSES, Plan, Result, Results, best_schedule, of_plan, recipes, seeds_of
+from comparison import BASE, Plan, Result, Results, best_schedule, of_plan, recipes, seeds_of
 from study import Case, made_by
 
 from ray_adascale import forecast_recipe
@@ -212,7 +212,9 @@ def forecast_table(plan: Plan, results: Results, path: Path, methods: Sequence[s
                 taken = [r.optimizer_steps for r in runs if not r.failed]
                 if taken:
                     rule = plan.comparison.methods[method].rule(None)
-                    config = plan.case(workload).config(scale, MOST_PASSES, plan.steps(workload), rule=rule)
+                    config = plan.case(workload).config(
+                        scale, plan.comparison.most_passes, plan.steps(workload), rule=rule
+                    )
                     made, actual = forecast_recipe(recipe, workers=[1], config=config).rows[0], statistics.mean(taken)
                     interval = f"{made.steps:,} ({made.low:,.0f} to {made.high:,.0f})"
                     row.append(f"{interval}, taken {actual:,.0f}, {made.steps / actual - 1:+.0%}")
@@ -240,10 +242,12 @@ def picture(plan: Plan, page: Path, name: str, title: str, draw: Draw) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(
-        1, len(plan.workloads), figsize=(4.6 * len(plan.workloads), 4), layout="constrained", squeeze=False
-    )
-    for panel, workload in zip(axes[0], plan.workloads, strict=True):
+    columns = min(len(plan.workloads), 5)
+    rows = -(-len(plan.workloads) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 4 * rows), layout="constrained", squeeze=False)
+    for panel in axes.flat[len(plan.workloads) :]:
+        panel.set_visible(False)
+    for panel, workload in zip(axes.flat, plan.workloads, strict=False):
         draw(panel, workload)
         case = plan.case(workload)
         panel.set(title=workload, yscale="log" if panel.has_data() else "linear")
@@ -279,7 +283,7 @@ def picture_by_scale(plan: Plan, results: Results, page: Path) -> Path:
             if points:
                 xs, ys, errors = zip(*points, strict=True)
                 panel.errorbar(xs, ys, errors, fmt="o-", ms=4, lw=1.2, capsize=2, color=f"C{number}", label=method)
-        base = seeds_of(plan, results, workload, 1, "AdaScale").values()
+        base = seeds_of(plan, results, workload, 1, BASE).values()
         losses = [case.loss(r.score) for r in base if not r.failed and r.score is not None]
         if losses:
             panel.axhline(statistics.mean(losses), color="0.6", lw=0.8, ls="--", zorder=0)

@@ -5,25 +5,40 @@
     python benchmarks/studies/optimizers.py muon --smoke                     check that it runs
     python benchmarks/studies/optimizers.py muon --report-only --page p.md   write the page of the kept runs
 
-``adascale``, ``adascale_betas`` and the unscaled LR with the first one's number of steps carry a schedule from S = 1 to larger
-batches. Muon steps the hidden matrices and AdamW the rest, in an ``OptimizerChain`` with one LR. One base run of each workload is
-recorded with noise probes, and the page sets forecasts from it beside the steps that were taken. The kept results are in
-``benchmarks/studies/kept``.
+The rules and an unscaled LR with as many steps carry a schedule from S = 1 to larger batches. AdamW has workloads of its own
+(``adamw_workloads.py``), and three further questions. Muon steps the hidden matrices and AdamW the rest, in an
+``OptimizerChain`` with one LR. One base run of each workload is recorded with noise probes, and the page sets forecasts from it
+beside the steps that were taken. The kept results are in ``benchmarks/studies/kept``.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import adamw_workloads
 import comparison
 import study
-from comparison import Comparison, Job, Method, Plan, Result, Results, conduct, rounds_and_recipes
+from comparison import (
+    Comparison,
+    Job,
+    Method,
+    Plan,
+    Result,
+    Results,
+    Rounds,
+    conduct,
+    rounds,
+    rounds_and_recipes,
+    seeds_of,
+)
 from comparison_page import (
     STANDING,
     forecast_table,
@@ -31,19 +46,20 @@ from comparison_page import (
     print_tables,
     provenance,
     standing,
+    standing_of,
     verdicts,
     workload_sections,
     write_page,
 )
-from real_workloads import AT_SIZE
 from study import CASES, Case, transformer
 from torch import nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
-from ray_adascale import AdaScaleBetasRule, BetaRule, OptimizerChain, UnscaledRule, Workload
+from ray_adascale import AdaScaleBetasRule, BetaRule, OptimizerChain, SquareRootRule, UnscaledRule, Workload
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import PAGES, by_hand, count
+from bench import PAGES, by_hand, count, markdown
 
 DECAY = 0.1  # AdamW's and Muon's, decoupled
 LIONS_PART = 4  # AdamW's LRs over Lion's, and Lion's decay over AdamW's
@@ -66,11 +82,6 @@ SMALL = {
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
-def adamw(model: nn.Module, job: Job) -> Optimizer:
-    """Return AdamW of all parameters."""
-    return AdamW(model.parameters(), lr=job.lr, betas=(0.9, job.beta2), weight_decay=DECAY, foreach=True)
-
-
 def lion(model: nn.Module, job: Job) -> Optimizer:
     """Return Lion of all parameters; LR · decay is AdamW's."""
     from lion_pytorch import Lion
@@ -87,6 +98,34 @@ def muon(model: nn.Module, job: Job) -> Optimizer:
     return OptimizerChain([first, AdamW(rest, lr=job.lr, weight_decay=DECAY, foreach=True)])
 
 
+def momentum_sgd(built: Workload, job: Job) -> Workload:
+    """Return the workload with momentum SGD in place of AdamW, and its schedule."""
+    assert isinstance(built.scheduler, LambdaLR)
+    optimizer = SGD(built.model.parameters(), lr=job.lr, momentum=0.9, weight_decay=1e-4)
+    return replace(built, optimizer=optimizer, scheduler=LambdaLR(optimizer, built.scheduler.lr_lambdas[0]))
+
+
+@dataclass(frozen=True)
+class OneBeta(BetaRule):
+    """β^r for one beta alone; the other stays as it is, in steps.
+
+    Attributes:
+        which: 1 or 2.
+    """
+
+    which: int = 1
+
+    @contextmanager
+    def applied(self, groups: Any, optimizer: Any, increments: Any, step_counts: Any) -> Iterator[None]:
+        """Change both betas, and set the other one back for the step."""
+        before = [group["betas"] for group in groups]
+        with super().applied(groups, optimizer, increments, step_counts):
+            for group, old in zip(groups, before, strict=True):
+                new = group["betas"]
+                group["betas"] = (new[0], old[1]) if self.which == 1 else (old[0], new[1])
+            yield
+
+
 def with_optimizer(make: Callable[[nn.Module, Job], Optimizer], built: Workload, job: Job) -> Workload:
     """Return the workload with another optimizer."""
     optimizer = make(built.model, job)
@@ -96,26 +135,25 @@ def with_optimizer(make: Callable[[nn.Module, Job], Optimizer], built: Workload,
 # ---- studies ---------------------------------------------------------------------------------------------------------
 
 
+_AUTO = Method(lambda steps: "auto", about="(r, r), betas to the power r")
+_FIXED = Method(lambda steps: "adascale", about="(r, r)")
+_BETAS = Method(lambda steps: AdaScaleBetasRule(), about="(r, r), betas to the power r")
+
+
 def compared(
     optimizer: str,
-    make: Callable[[nn.Module, Job], Optimizer],
     cases: dict[str, Case],
+    methods: dict[str, Method],
     own: str,
     stages: tuple[tuple[int, int], ...],
-    more: dict[str, Method] | None = None,
     **settings: Any,
 ) -> Comparison:
     """Return the comparison of an optimizer; ``own`` is the method whose steps the unscaled LR is given."""
-    methods = {
-        "AdaScale": Method(lambda steps: "adascale", about="(r, r)"),
-        "β^r": Method(lambda steps: AdaScaleBetasRule(), about="(r, r), betas to the power r"),
-        **(more or {}),
-        "unscaled": Method(
-            lambda steps: UnscaledRule(steps=steps),
-            given_steps=True,
-            about=f"1, as many steps as {own} took with this seed",
-        ),
-    }
+    about = f"as many steps as {own} took with this seed"
+    unscaled = Method(lambda steps: UnscaledRule(steps=steps), given_steps=True, about=f"1, {about}")
+    methods = {**methods, "unscaled": unscaled}
+    if optimizer == "adamw":
+        methods["√S"] = Method(lambda steps: SquareRootRule(steps=steps), given_steps=True, about=f"√S, {about}")
     return Comparison(
         optimizer=optimizer,
         cases=cases,
@@ -126,7 +164,6 @@ def compared(
         grid_scale=1,
         evaluations=10,
         loss_examples=500,
-        with_optimizer=partial(with_optimizer, make),
         own=own,
         **{"shapes": ("warmup",), **settings},
     )
@@ -156,31 +193,86 @@ class Study:
 
 
 _LATER = ((16, 3), (4, 3), (64, 3), (16, 5), (4, 5), (64, 5))
+_SEEDS = tuple((scale, seeds) for seeds in range(1, 6) for scale in (16, 4))
+ADAMW_METHODS = {"auto": _AUTO, "fixed betas": _FIXED}
+_SAME: dict[str, Any] = {"shapes": ("own",), "grid_scale": 1, "evaluations": 10, "loss_examples": 500, "most_passes": 4}
+WHY = Comparison(
+    optimizer="adamw",
+    cases={"vit": adamw_workloads.CASES["vit"]},
+    methods={
+        **ADAMW_METHODS,
+        "β1 alone": Method(lambda steps: AdaScaleBetasRule(OneBeta(which=1)), about="(r, r), β1 to the power r"),
+        "β2 alone": Method(lambda steps: AdaScaleBetasRule(OneBeta(which=2)), about="(r, r), β2 to the power r"),
+    },
+    against=("fixed betas", "β1 alone", "β2 alone"),
+    pictured=(),
+    stages=_SEEDS,
+    own="auto",
+    **_SAME,
+)
+"""Which of the two betas it is, on the workload where fixed betas lose most."""
+MOMENTUM = Comparison(
+    optimizer="sgd",
+    cases={
+        "graphs": replace(adamw_workloads.CASES["graphs"], lrs=(0.02, 0.04, 0.08, 0.16)),
+        "converged": replace(adamw_workloads.CASES["converged"], lrs=(0.05, 0.1, 0.2, 0.4)),
+    },
+    methods={
+        "AdaScale": Method(lambda steps: "adascale", about="(r, r)"),
+        "m^r": Method(
+            lambda steps: AdaScaleBetasRule(BetaRule(momentum=True)), about="(r, r), momentum to the power r"
+        ),
+    },
+    against=("m^r",),
+    pictured=(),
+    stages=((1, 5), (16, 5)),
+    with_optimizer=momentum_sgd,
+    **_SAME,
+)
+"""Whether momentum SGD gains by the same change."""
+
+LARGER = Comparison(
+    optimizer="adamw",
+    cases={"larger decoder": adamw_workloads.LARGER_DECODER},
+    methods=ADAMW_METHODS,
+    against=("fixed betas",),
+    pictured=(),
+    stages=tuple((scale, seeds) for seeds in range(1, 6) for scale in (1, 16)),
+    own="auto",
+    **_SAME | {"evaluations": 40},
+)
+"""Whether the loss rises at the peak of the LR."""
+
 STUDIES = {
     "adamw": Study(
         compared(
             "adamw",
-            adamw,
-            {**SMALL, "smiles": replace(AT_SIZE["smiles"], total_steps=500, lrs=(0.0005, 0.001, 0.002, 0.004, 0.008))},
-            "β^r",
-            ((1, 5), (16, 2), (4, 2), *_LATER),
+            adamw_workloads.CASES,
+            ADAMW_METHODS,
+            "auto",
+            ((1, 5), *_SEEDS),
+            shapes=("own",),
+            most_passes=4,
         ),
-        "Which rule for AdamW?",
-        f"`torch.optim.AdamW`, betas (0.9, 0.999), ε 1e-8, weight decay {DECAY}, decoupled. The fifth workload is the "
-        "transformer of 1.25 M parameters of [public data](at-size.md). Peak LR: the best of five, two seeds.",
-        PAGES / "adam-betas.md",
-        "benchmarks/studies/kept/adam_betas.jsonl",
-        {"seeds": 5, "scales": (1, 4, 16, 64)},
+        "AdamW",
+        "`torch.optim.AdamW`, betas (0.9, 0.999) where nothing else is said, ε 1e-8. Each workload has its own schedule. Peak "
+        "LR: the best of four, two seeds.",
+        PAGES / "adamw.md",
+        "benchmarks/studies/kept/adamw.jsonl",
+        {"seeds": 5, "scales": (1, 4, 16)},
     ),
     "lion": Study(
         compared(
             "lion",
-            lion,
             {name: replace(case, lrs=tuple(lr / LIONS_PART for lr in case.lrs)) for name, case in SMALL.items()},
+            {"AdaScale": _FIXED, "β^r": _BETAS},
             "AdaScale",
             ((1, 5), *_LATER),
+            with_optimizer=partial(with_optimizer, lion),
         ),
         "Lion",
+        "Models, data and splits are those of [transfer](transfer.md), and a transformer on the same text; the schedule is a "
+        "warm-up over a tenth, then linear to zero. "
         f"`Lion` of the package `lion-pytorch`, betas (0.9, 0.99), decoupled weight decay {LIONS_PART * DECAY}. Against AdamW's "
         f"grids the LRs are {LIONS_PART} times smaller and the decay is {LIONS_PART} times larger, so that LR · decay is the "
         "same. Peak LR: the best of five, two seeds.",
@@ -191,19 +283,22 @@ STUDIES = {
     "muon": Study(
         compared(
             "muon",
-            muon,
             {name: replace(SMALL[name], lrs=(0.004, 0.008, 0.016, 0.032)) for name in HIDDEN},
-            "AdaScale",
-            ((1, 3), (16, 3), (4, 3)),
             {
+                "AdaScale": _FIXED,
+                "β^r": _BETAS,
                 "β^r, m^r": Method(
                     lambda steps: AdaScaleBetasRule(BetaRule(momentum=True)),
                     about="(r, r), AdamW's betas and Muon's momentum to the power r",
-                )
+                ),
             },
+            "AdaScale",
+            ((1, 3), (16, 3), (4, 3)),
             shapes=("cosine", "warmup"),
+            with_optimizer=partial(with_optimizer, muon),
         ),
         "Muon",
+        "Models, data and splits are those of [transfer](transfer.md), and a transformer on the same text. "
         "`OptimizerChain([Muon(hidden matrices), AdamW(the rest)])`. Muon: momentum 0.95, Nesterov, "
         f'`adjust_lr_fn="match_rms_adamw"`. AdamW: betas (0.9, 0.999). Both have weight decay {DECAY} and the same LR. Muon\'s '
         "matrices are those of the transformer's two layers, and the middle one of the three linear layers of tabular. Schedule: "
@@ -218,18 +313,39 @@ STUDIES = {
 
 def train(job: Job) -> Result:
     """Run a job."""
-    return comparison.train(STUDIES[job.optimizer].comparison, job)
+    comparisons = (MOMENTUM, LARGER, WHY) if job.optimizer in ("adamw", "sgd") else ()
+    of = (
+        c
+        for c in comparisons
+        if c.optimizer == job.optimizer and job.workload in c.cases and job.method in (comparison.BASE, *c.methods)
+    )
+    return comparison.train(next(of, STUDIES.get(job.optimizer, STUDIES["adamw"]).comparison), job)
+
+
+def questions(plan: Plan) -> list[Plan]:
+    """Return the plans of the further questions of AdamW's study, of a whole study of AdamW alone."""
+    if plan.comparison.optimizer != "adamw" or plan.total_steps:
+        return []
+    made = [replace(plan, comparison=c, workloads=tuple(c.cases)) for c in (WHY, MOMENTUM, LARGER)]
+    return [made[0], replace(made[1], scales=(1, 16)), replace(made[2], scales=(1, 16), grid_seeds=(101,))]
+
+
+def all_rounds(plan: Plan, path: Path, results: Results) -> Rounds:
+    """Yield the rounds of a study, then those of its questions."""
+    yield from rounds_and_recipes(plan, path, results)
+    for question in questions(plan):
+        yield from rounds(question, path, results)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 HOW = """\
 - {}
-- Models, data, splits and lengths are those of [Adam](adam.md), with the schedule "warm-up over a tenth, then linear to zero"
-  where nothing else is said. It is chosen at S = 1 on the search split, with seeds of its own.
-- **AdaScale** is `rule="adascale"`, **β^r** is `rule="adascale_betas"`, **m^r** is `BetaRule(momentum=True)`. The unscaled LR is
-  given a number of steps that nobody knows beforehand; it differs in the LR alone.
-- Every run is one process with one thread; the n = min(S, 8) gradient samples of a step are accumulation passes. Training
+- The schedule is chosen at S = 1 on the search split, with seeds of its own.
+- **AdaScale** and **fixed betas** are `rule="adascale"`, **β^r** is `rule="adascale_betas"`, **auto** is the default, which is
+  β^r here, **m^r** is `BetaRule(momentum=True)`. The unscaled LR and √S are given a number of steps that nobody knows
+  beforehand; they differ in the LR alone.
+- Every run is one thread; the n = min(S, {}) gradient samples of a step are accumulation passes. Training
   loss: of the first 500 examples. Failed: as in [transfer](transfer.md)."""
 
 
@@ -239,11 +355,83 @@ def forecasts(plan: Plan, results: Results, runs: Path) -> str:
     return forecast_table(plan, results, runs, methods)
 
 
+def by_workload(plan: Plan, results: Results, scale: int) -> str:
+    """Return the table of :func:`comparison_page.standing` with a row for each workload."""
+    rows = []
+    for workload in plan.workloads:
+        base = seeds_of(plan, results, workload, 1, plan.comparison.own)
+        found = [seeds_of(plan, results, workload, scale, method) for method in plan.comparison.methods]
+        rows.append([workload, *(standing_of(plan.case(workload), each, base) for each in found)])
+    return markdown(["workload", *plan.comparison.methods], rows)
+
+
+def in_short(plan: Plan, results: Results) -> str:
+    """Return a table with a row for each method and scale: in how many workloads it is worse than S = 1, and its steps."""
+    rows = []
+    for method in plan.comparison.methods:
+        for scale in plan.scales[1:]:
+            cells, shares = [], []
+            for workload in plan.workloads:
+                base = seeds_of(plan, results, workload, 1, plan.comparison.own)
+                found = seeds_of(plan, results, workload, scale, method)
+                if found:
+                    cells.append(standing_of(plan.case(workload), found, base))
+                    shares.append(statistics.mean(r.optimizer_steps for r in found.values()) / plan.steps(workload))
+            if cells:
+                worse = sum(cell.startswith("**") for cell in cells)
+                steps = f"{min(shares):.2f} to {max(shares):.2f}, median {statistics.median(shares):.2f}"
+                rows.append([method, f"{scale}", f"{worse} of {len(cells)}", steps])
+    return markdown(["method", "S", "worse by more than an error, or failed", "steps / T"], rows)
+
+
+def rise(case: Case, result: Result) -> float:
+    """Return by how much the loss of an evaluation lay above the best before it, at most."""
+    losses = [case.loss(score) for score in result.curve_score]
+    return max(now - min(losses[: i + 1]) for i, now in enumerate(losses))
+
+
+def rises(plan: Plan, results: Results) -> str:
+    """Return a table of the largest :func:`rise` of each seed's run, averaged."""
+    rows = []
+    for workload in plan.workloads:
+        row = [workload]
+        for scale in plan.scales:
+            for method in (plan.comparison.own,) if scale == 1 else ADAMW_METHODS:
+                found = seeds_of(plan, results, workload, scale, method).values()
+                each = [rise(plan.case(workload), result) for result in found]
+                row.append(f"{statistics.mean(each):.3f}" if each else "not run")
+        rows.append(row)
+    names = [f"{method}, S = {s}" for s in plan.scales if s > 1 for method in ADAMW_METHODS]
+    return markdown(["workload", "base run", *names], rows)
+
+
+def answers(plan: Plan, results: Results) -> list[str]:
+    """Return the sections of AdamW's questions."""
+    if not questions(plan):
+        return []
+    why, momentum, larger = questions(plan)
+    return [
+        "## Which beta",
+        "The exponent r for one beta alone, on the vision transformer.",
+        *(part for s in why.scales[1:] for part in (f"S = {s}:", by_workload(why, results, s))),
+        "## Momentum SGD",
+        "Two of the workloads with momentum SGD (0.9) in place of AdamW, LR tuned anew, S = 16.",
+        by_workload(momentum, results, 16),
+        "## Rises of the loss",
+        "By how much the loss of an evaluation lay above the best before it, at most; ten evaluations a run, mean over seeds.",
+        rises(plan, results),
+        f"Larger decoder: {larger.case('larger decoder').about}; B0 = 4, T = 500, 40 evaluations a run:",
+        by_workload(larger, results, 16),
+        rises(larger, results),
+    ]
+
+
 def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) -> None:
     """Write the page and its picture; the part by hand stays."""
     kept, of = by_hand(page), STUDIES[plan.comparison.optimizer]
     page.parent.mkdir(parents=True, exist_ok=True)
     scale = picture_by_scale(plan, results, page)
+    table = by_workload if questions(plan) else standing
     parts = [
         f"# {of.title}",
         "One schedule, tuned at the base batch, carried to larger batches. Metric on a test split on which no LR was chosen, "
@@ -253,15 +441,17 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
         kept,
         "## All methods",
         STANDING,
-        *(part for s in plan.scales[1:] for part in (f"S = {s}:", standing(plan, results, s))),
+        in_short(plan, results) if questions(plan) else "",
+        *(part for s in plan.scales[1:] for part in (f"S = {s}:", table(plan, results, s))),
         f"![metric against scale]({scale.name})",
         f"## {plan.comparison.own} against the others",
         verdicts(plan, results),
         "## Forecasts",
         "Steps forecast from one base run (`record_recipe`, a probe every five steps), with their interval, and steps taken.",
         forecasts(plan, results, runs),
+        *answers(plan, results),
         "## How",
-        HOW.format(of.how),
+        HOW.format(of.how, plan.comparison.most_passes),
         *workload_sections(plan, results),
     ]
     write_page(page, parts)
@@ -278,7 +468,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return conduct(argv, __file__, parse, train, rounds_and_recipes, write, print_tables)
+    return conduct(argv, __file__, parse, train, all_rounds, write, print_tables)
 
 
 if __name__ == "__main__":

@@ -261,8 +261,7 @@ CASES = {
 def prepare_process() -> None:
     """Use one thread, and silence warnings about large batches and about rules for Adam: the studies compare just these."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="AdaScale is derived for SGD")
-    warnings.filterwarnings("ignore", message="rule='adascale_betas' has no derivation")
+    warnings.filterwarnings("ignore", message="With rule='adascale' the averages")
     warnings.filterwarnings("ignore", message="The batch of .* exceeds the gradient noise scale")
 
 
