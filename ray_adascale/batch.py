@@ -63,9 +63,7 @@ class StepPlan:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, check_count(name, getattr(self, name)))
         if not (math.isfinite(self.scale) and self.scale > 0):
-            raise ValueError(
-                f"Invalid scale={self.scale}. Must be a positive number: global batch size / base batch size."
-            )
+            raise ValueError(f"Invalid scale={self.scale}. Must be positive: global batch size / base batch size.")
 
     @cached_property
     def scale(self) -> float:

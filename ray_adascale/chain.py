@@ -15,7 +15,7 @@ from . import _hooks
 SEVERAL_OPTIMIZERS = (
     "There is one gain and one clock, and several optimizers would each advance the clock. Make them one: "
     "ray_adascale.OptimizerChain([Muon(matrices, ...), AdamW(the_rest, ...)]) for different classes, or one optimizer with "
-    "several parameter groups."
+    "several parameter groups. Networks that train in turn, as a GAN's, have a clock each: one attach() for each network."
 )
 """What to do with a list of optimizers, as the end of an error message."""
 
@@ -72,9 +72,7 @@ class OptimizerChain(Optimizer):
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         order = self._groups_in_order()
         if len(value) != len(order):
-            raise ValueError(
-                f"Invalid param_groups: {len(value)} groups. The optimizers of the chain have {len(order)}."
-            )
+            raise ValueError(f"Invalid param_groups: {len(value)} groups. The chain's optimizers have {len(order)}.")
         for (i, k), group in zip(order, value, strict=True):
             self._optimizers[i].param_groups[k] = group
 

@@ -245,9 +245,7 @@ class AdaScaleConfig:
         if self.total_steps is not None:
             return self.total_steps
         if self.total_epochs is None:
-            raise SettingError(
-                "{} is needed, one of them: the length of the base run.", total_steps=..., total_epochs=...
-            )
+            raise SettingError("{} is needed, one of them: the base run's length.", total_steps=..., total_epochs=...)
         if base_steps_per_epoch is None:
             raise SettingError(
                 "{} needs a dataset of known length, and the length of this one is unknown. Give dataset_length, its examples "

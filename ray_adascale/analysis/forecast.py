@@ -369,7 +369,7 @@ def _notes(
 ) -> list[str]:
     if throughput is None:
         time = [
-            "Without a throughput model: speed-up counts passes, as if each took as long, and nothing else took any time."
+            "Without a throughput model: speed-up counts passes, as if each took as long and nothing else any time."
         ]
     else:
         time = list(throughput.notes)

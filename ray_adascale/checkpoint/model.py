@@ -31,8 +31,7 @@ def model_state(module: nn.Module, tensors: dict[str, Any], *, rank: int) -> dic
         TypeError: A value is neither a dense tensor nor made of tensors and JSON values. The message names its key.
     """
     state = module.state_dict()
-    # By memory: a module under two names, or in a wrapper, has other names in the state dict than in named_parameters().
-    replicated = {p.untyped_storage().data_ptr() for p in module.parameters() if not is_dtensor(p)} - {0}
+    replicated = _memory_of_parameters(module)
     values: dict[str, Any] = {}
     for name, value in state.items():
         key = unwrapped_name(name)
@@ -49,6 +48,25 @@ def model_state(module: nn.Module, tensors: dict[str, Any], *, rank: int) -> dic
         if entry != {"version": 1}
     }
     return {"values": values, "metadata": metadata}
+
+
+def shared_state(stateful: Any, key: str, tensors: dict[str, Any], *, rank: int) -> Any:
+    """Take the state of an object that all workers have apart, as :func:`taken_apart` does; of a module as :func:`model_state`.
+
+    The buffers of a module, such as an average of weights with batch norm, differ between workers, and rank 0's count.
+    """
+    found: dict[str, Any] = {}
+    state = taken_apart(stateful.state_dict(), key, found)
+    if rank > 0 and isinstance(stateful, nn.Module):
+        replicated = _memory_of_parameters(stateful)
+        found = {name: t for name, t in found.items() if t.untyped_storage().data_ptr() in replicated}
+    tensors.update(found)
+    return state
+
+
+def _memory_of_parameters(module: nn.Module) -> set[int]:
+    """By memory: a module under two names, or in a wrapper, has other names in the state dict than in named_parameters()."""
+    return {p.untyped_storage().data_ptr() for p in module.parameters() if not is_dtensor(p)} - {0}
 
 
 def load_model(saved: checkpoint.Saved, module: nn.Module) -> None:

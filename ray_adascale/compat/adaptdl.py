@@ -104,9 +104,7 @@ class NoiseScale:
                 measured = np.isfinite(self.statistics.group_moments()).all()
                 return float(found.mean()), self.gain(now.scale) if measured else now.scale
             if len(found) != 1 and now.group >= len(found):
-                raise ValueError(
-                    f"scale_lr returned {len(found)} factors for at least {now.group + 1} parameter groups."
-                )
+                raise ValueError(f"scale_lr gave {len(found)} factors for at least {now.group + 1} parameter groups.")
             return float(found[now.group % len(found)]), 0.0
 
         if self.statistics.at_boundary and self.forward_passes:

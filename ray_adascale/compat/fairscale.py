@@ -42,9 +42,7 @@ class AdaScaleWrapper(AdaScale):
         **additional_optim_args: Any,
     ) -> None:
         if not (isinstance(optim_cls, type) and issubclass(optim_cls, Optimizer)):
-            raise ValueError(
-                f"Invalid {optim_cls=}. Must be a torch.optim.Optimizer class; AdaScale(...) wraps an instance."
-            )
+            raise ValueError(f"Invalid {optim_cls=}. Must be an Optimizer class; AdaScale(...) wraps an instance.")
         super().__init__(
             optim_cls(params, **additional_optim_args),
             world_size,

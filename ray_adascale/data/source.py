@@ -19,6 +19,21 @@ from .order import BatchSplit, ExampleOrder, MicroBatch, StepSampler, stable_see
 from .sampling import SampledOrder, Sampling
 
 
+def base_steps_per_epoch(length: int | None, base_batch_size: int, *, drop_last: bool) -> float | None:
+    """Return the optimizer steps per epoch of ``length`` examples at batch size B0; None where the length is unknown.
+
+    Without ``drop_last`` a step runs on into the next epoch, so the number is not rounded.
+    """
+    if length is None:
+        return None
+    check_count("base_batch_size", base_batch_size, 1)
+    if not drop_last:
+        return length / base_batch_size
+    if base_batch_size > length:
+        raise ValueError(f"Invalid {base_batch_size=} with drop_last=True: an epoch has only {length} examples.")
+    return float(length // base_batch_size)
+
+
 class BatchSource(abc.ABC):
     """An endless stream of micro-batches, and a position that advances only when a step is committed.
 
@@ -71,20 +86,8 @@ class BatchSource(abc.ABC):
         """
 
     def base_steps_per_epoch(self, base_batch_size: int) -> float | None:
-        """Return the optimizer steps per epoch at batch size B0; None where the length is unknown.
-
-        Without ``drop_last`` a step runs on into the next epoch, so the number is not rounded.
-        """
-        if self.length is None:
-            return None
-        check_count("base_batch_size", base_batch_size, 1)
-        if not self._drop_last:
-            return self.length / base_batch_size
-        if base_batch_size > self.length:
-            raise ValueError(
-                f"Invalid {base_batch_size=} with drop_last=True: an epoch has only {self.length} examples."
-            )
-        return float(self.length // base_batch_size)
+        """Return the optimizer steps per epoch at batch size B0; None where the length is unknown."""
+        return base_steps_per_epoch(self.length, base_batch_size, drop_last=self._drop_last)
 
     def differ(self, difference: Callable[[str], str]) -> None:
         """Warn or raise, because :attr:`compared` differs between workers. Collective.
@@ -121,9 +124,7 @@ class BatchSource(abc.ABC):
         """
         position = state_dict.get("position")
         if not isinstance(position, int) or isinstance(position, bool) or position < 0:
-            raise ValueError(
-                f"Invalid data state: position={position!r}. Must be the number of examples consumed so far."
-            )
+            raise ValueError(f"Invalid data state: position={position!r}. Must be the examples consumed so far.")
         for name, value in {"kind": self.kind, **self._order_fields()}.items():
             if name not in state_dict or state_dict[name] != value:
                 raise ValueError(

@@ -154,9 +154,7 @@ class BatchSamples:
             known = {id(p) for p in held}
             for i, p in enumerate(parameters):
                 if id(p) not in known:
-                    raise ValueError(
-                        f"Invalid parameters[{i}] of shape {tuple(p.shape)}: not a parameter of the model."
-                    )
+                    raise ValueError(f"Invalid parameters[{i}] of shape {tuple(p.shape)}: not one of the model's.")
         trainable = [p for p in held if p.requires_grad and id(p) in wanted]
         if not trainable:
             raise ValueError("Invalid parameters: none is trainable, so there is no gradient to probe.")
@@ -249,9 +247,7 @@ class _Pass(nn.Module):
             loss = self.loss_fn(self.model, batch)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise ValueError(
-                    f"Invalid loss: {found}. loss_fn(model, batch) must return a scalar tensor, the mean loss."
-                )
+                raise ValueError(f"Invalid loss: {found}. loss_fn(model, batch) must return a scalar, the mean loss.")
             if not loss.requires_grad:
                 raise ValueError("Invalid loss: it depends on no parameter. Don't detach it or turn gradients off.")
             loss.backward(inputs=self.inputs)

@@ -267,9 +267,7 @@ class EffectiveSchedule:
         if not isinstance(calls, int) or isinstance(calls, bool) or calls < 0:
             raise ValueError(f"Invalid schedule state {state_dict!r}. Expected {{'calls': number of scheduler calls}}.")
         if self._calls:
-            raise ValueError(
-                f"The schedule has already made {self._calls} calls. Load its state into a fresh scheduler."
-            )
+            raise ValueError(f"The schedule has made {self._calls} calls. Load its state into a fresh scheduler.")
         if self._scheduler is None or self._fresh is None:
             if calls:
                 raise ValueError(

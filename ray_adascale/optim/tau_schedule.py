@@ -155,9 +155,7 @@ class TauSchedule(LRScheduler):
             ValueError: ``total_steps`` or ``base_batch_size`` was not given.
         """
         if self._total_steps is None or self._base_batch_size is None:
-            raise ValueError(
-                "The base run's schedule needs T and B0: TauSchedule(..., total_steps=T, base_batch_size=B0)."
-            )
+            raise ValueError("The schedule needs T and B0: TauSchedule(..., total_steps=T, base_batch_size=B0).")
         return BaseSchedule(
             base_batch_size=self._base_batch_size,
             total_steps=int(self._total_steps),

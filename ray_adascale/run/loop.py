@@ -141,7 +141,8 @@ class Run:
         self._after_step = AfterStep(pieces.after_step, self.module)
         self._extra = ExtraStateHint(own.extra) if own.extra else None
         total, by_recipe = self.total_steps, recipe is not None
-        self._skipped = SkippedSteps(own.loop, parts.passes.scaler, total_steps=total, by_recipe=by_recipe)
+        scaler = parts.passes.scaler
+        self._skipped = SkippedSteps(self.module, own.loop, scaler, total_steps=total, by_recipe=by_recipe)
         self._probed: tuple[float, float] | None = None
         self._taken: Step | None = None  # until it is read
         self._flags = BoundaryFlags.NONE  # of the steps that were read since the stages last ran

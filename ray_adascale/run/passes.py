@@ -17,7 +17,7 @@ from ..batch import StepPlan
 from ..data.order import MicroBatch
 from ..optim.adascale import AdaScale
 from ..sharding.strategy import Sharding
-from .observe.advice import warn_of_micro_batch
+from .observe.advice import warn_of_micro_batch, warn_of_written_buffers, written_buffers
 
 _CHECKED_STEPS = 3
 """Steps of a start in which gradients are checked between passes. A loop that changes them does so from its first step on."""
@@ -86,10 +86,10 @@ class Passes:
         self._backward_done = False
         self._stepping = False
         self._steps = 0
-        self._gradients: list[tuple[int, int] | None] | None = (
-            None  # after the last backward pass, until they are compared
-        )
+        # After the last backward pass, until they are compared.
+        self._gradients: list[tuple[int, int] | None] | None = None
         self._warned_of_eval_mode = False
+        self._buffers: dict[str, Tensor] = {}  # before the first forward pass
         self._traffic, self._autocast = ExitStack(), ExitStack()  # each is open during a pass
 
     @property
@@ -125,6 +125,8 @@ class Passes:
         """Begin the pass of a micro-batch."""
         if batch.pass_index == 0:
             self._weights = []
+            if self._steps == 0 and self._optimizer.plan.num_samples > 1:
+                self._buffers = written_buffers(self._module)
         self._batch = batch
         self._backward_done = False
         self._weights.append(batch.weight)
@@ -183,9 +185,7 @@ class Passes:
                 "function returns it: without .item()."
             )
         if loss.dim() != 0:
-            raise ValueError(
-                f"Invalid loss of shape {tuple(loss.shape)}. Must be a scalar: the mean over the examples."
-            )
+            raise ValueError(f"Invalid loss of shape {tuple(loss.shape)}. Must be a scalar: the mean over examples.")
         if batch.pass_index > 0:
             self._check_gradients()
         if not self._module.training:
@@ -203,6 +203,8 @@ class Passes:
             self._sharding.before_last()
         if self._steps == 0 and batch.pass_index == 0:
             warn_of_micro_batch(self._module, loss, batch.examples, plan.base_batch_size)
+            warn_of_written_buffers(self._module, self._buffers)
+            self._buffers = {}
         # DDP averages over workers and passes add up, so ḡ = Σ w_i g_i needs each loss times n·w_i/passes.
         factor = plan.num_samples * batch.examples / (plan.global_batch_size * plan.passes)
         if batch.by_units:

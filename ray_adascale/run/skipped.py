@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import nn
 
 from .._warn import warn_on_first_worker
 from .boundary.stage import LoopState
@@ -19,6 +20,7 @@ class SkippedSteps:
     """Counts skipped steps in a row.
 
     Args:
+        module: The bare model.
         state: Has the count.
         scaler: The loss scaler; None without one.
         total_steps: T.
@@ -26,12 +28,18 @@ class SkippedSteps:
     """
 
     def __init__(
-        self, state: LoopState, scaler: torch.amp.GradScaler | None, *, total_steps: int, by_recipe: bool
+        self,
+        module: nn.Module,
+        state: LoopState,
+        scaler: torch.amp.GradScaler | None,
+        *,
+        total_steps: int,
+        by_recipe: bool,
     ) -> None:
-        self._state, self._scaler, self._total_steps = state, scaler, total_steps
+        self._module, self._state, self._scaler, self._total_steps = module, state, scaler, total_steps
         slower = "Search for a recipe with a lower learning rate" if by_recipe else "Lower the learning rate"
         self._remedy = f"{slower}, clip gradients, or check the data of this step."
-        self._warned = False
+        self._warned = self._warned_of_buffers = False
 
     def count(self, loss: float, step: int, effective_steps: float) -> None:
         """Count a skipped step. Warn of the first one, unless it is an overflow of the loss scale, which then adapts.
@@ -53,6 +61,13 @@ class SkippedSteps:
                 f"Step {step} was skipped, because its gradient is not finite (loss {loss:g}). Weights and effective steps stay "
                 "as they were. Further ones are not warned of: summary() and the report count skipped steps. "
                 f"{self._remedy}"
+            )
+        if not self._warned_of_buffers and (names := [n for n, b in self._module.named_buffers() if b.isnan().any()]):
+            self._warned_of_buffers = True
+            warn_on_first_worker(
+                f"Step {step} was skipped, and left NaN in the buffer {names[0]!r} (one of {len(names)}). It stays there, so "
+                "evaluations return NaN. Keep such examples out of the data, or set the buffers anew in the loop (batch norm: "
+                "module.reset_running_stats())."
             )
         if in_a_row >= _MOST_SKIPPED:
             loss_scale = 1.0 if self._scaler is None else self._scaler.get_scale()

@@ -28,7 +28,7 @@ def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torc
         return
     if optimizer.state:
         raise ValueError(
-            "The optimizer has state already. Shard the model before its first step, or apply fully_shard to it."
+            "The optimizer has state already. Shard the model before the first step, or apply fully_shard."
         )
     names = {param: name for name, param in model.named_parameters()}
     for group in optimizer.param_groups:

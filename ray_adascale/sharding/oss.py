@@ -110,9 +110,7 @@ class OSS(Optimizer):
             self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         check_optimizer(optimizer, self.world_size)
         if bucket_numel != -1 and bucket_numel < 1:
-            raise ValueError(
-                f"Invalid bucket size of {bucket_numel} elements. Must be positive, or -1 for the default."
-            )
+            raise ValueError(f"Invalid bucket size of {bucket_numel} elements. Must be positive, or -1, the default.")
         if self.rank < 0:
             raise ValueError("This worker is not in the process group that OSS is to shard over.")
         self._full = optimizer  # with the full groups, which schedulers drive
@@ -506,9 +504,7 @@ class OSS(Optimizer):
         """
         state_dict = _hooks.before_load(state_dict, self, self._full)
         saved, saved_groups = state_dict["state"], state_dict["param_groups"]
-        saved_sizes, sizes = (
-            [len(group["params"]) for group in groups] for groups in (saved_groups, self.param_groups)
-        )
+        saved_sizes, sizes = ([len(each["params"]) for each in groups] for groups in (saved_groups, self.param_groups))
         if saved_sizes != sizes:
             raise ValueError(
                 f"The state dict has parameter groups of {saved_sizes} parameters, the optimizer of {sizes} parameters."

@@ -56,9 +56,7 @@ def check_shardable(p: Tensor) -> None:
     if isinstance(p, torch.nn.parameter.UninitializedParameter):
         raise ValueError("A lazy module's parameter has no shape yet. Run one forward pass before OSS is made.")
     if is_dtensor(p):
-        raise ValueError(
-            "The parameters are sharded already (DTensor, as from fully_shard): use the optimizer without OSS."
-        )
+        raise ValueError("Parameters are sharded already (DTensors of fully_shard): use the optimizer without OSS.")
     if p.layout is not torch.strided:
         raise ValueError(f"Invalid parameter of layout {p.layout}. OSS shards dense parameters only.")
 

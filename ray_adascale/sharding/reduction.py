@@ -37,7 +37,7 @@ class GradientReduction:
 
     def __init__(self, optimizer: OSS, wire_dtype: torch.dtype | None) -> None:
         self.optimizer = optimizer
-        self.syncing = True
+        self.syncing, self.reductions = True, 0
         self.reduced = self.overtaken = self.used = False
         self._wire_dtype = wire_dtype
         self._sending = True  # the running pass
@@ -175,6 +175,7 @@ class GradientReduction:
         while self._in_flight:
             self._in_flight.popleft().finish()
         self.reduced, self.overtaken = True, False
+        self.reductions += 1
 
     # ---- without a backward pass ---------------------------------------------------------------------------------
 

@@ -70,16 +70,14 @@ class ShardedDataParallel(nn.Module):
         optimizer = _sharded(sharded_optimizer)
         sharded_over = dist.group.WORLD if optimizer.group is None and dist.is_available() else optimizer.group
         if process_group is not None and process_group is not sharded_over:
-            raise ValueError(
-                "The process group must be the one that the optimizer is sharded over: OSS(..., group=group)."
-            )
+            raise ValueError("The process group must be that of the sharded optimizer: OSS(..., group=group).")
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self.auto_refresh_trainable = auto_refresh_trainable
         self._group = optimizer.group
         self._world_size = optimizer.world_size
         self._reduction = GradientReduction(optimizer, torch.float16 if reduce_fp16 else None)
-        self._buffers_due = True
+        self._sent_at = -1  # the number of reductions when buffers were last sent
         self.refresh_trainable()
         if sync_models_at_startup and self._world_size > 1:
             for bucket in optimizer.buckets:
@@ -97,9 +95,10 @@ class ShardedDataParallel(nn.Module):
             if self.auto_refresh_trainable and self._changed():
                 self.refresh_trainable()
             if self.training and torch.is_grad_enabled():
-                if self.broadcast_buffers and self._buffers_due:
+                # Once a step: a second forward pass before the backward pass needs the buffers of the first unchanged.
+                if self.broadcast_buffers and self._sent_at != self._reduction.reductions:
                     self._broadcast([b for part in self._with_buffers for b in part.buffers(recurse=False)])
-                self._buffers_due = self._reduction.syncing  # as DDP: at the first pass of a step
+                self._sent_at = self._reduction.reductions
         return self.module(*inputs, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -435,7 +435,7 @@ def test_what_the_loop_has_unfrozen_stays_unfrozen_in_a_resume(
     assert all(torch.equal(p, q) for p, q in zip(resumed.module.parameters(), whole, strict=True))
     with caplog.at_level("INFO"):
         run(tmp_path / "cut")
-    assert "the checkpoint's, as the loop had set it, of 2 parameters: '0.weight', '3.bias'" in caplog.text
+    assert "the checkpoint's, as set in the loop, of 2 parameters: '0.weight', '3.bias'" in caplog.text
 
 
 def test_what_the_program_freezes_otherwise_than_before_stays_so_and_is_named(tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ def test_a_state_that_is_none_is_refused(state: dict[str, Any]) -> None:
 def test_only_a_fresh_schedule_loads() -> None:
     schedule = EffectiveSchedule(*build("step"), unit="step")
     schedule.advance_to(2.0)
-    with pytest.raises(ValueError, match="already made 2 calls"):
+    with pytest.raises(ValueError, match="has made 2 calls"):
         schedule.load_state_dict({"calls": 5})
 
 

@@ -21,7 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScale, AdaScaleConfig, LocalBackend, OptimizerChain, PerWorker, Run, attach
+from ray_adascale import (
+    AdaScale,
+    AdaScaleConfig,
+    EffectiveAverage,
+    LocalBackend,
+    OptimizerChain,
+    PerWorker,
+    Run,
+    attach,
+)
 from ray_adascale.data.order import epoch_order
 from ray_adascale.optim.tau_schedule import TauSchedule
 from ray_adascale.run.boundary import checkpointing
@@ -147,6 +156,95 @@ def test_an_evaluation_of_ones_own_that_leaves_eval_mode_is_warned_of() -> None:
         drive(make_run(model), in_loop)
     assert len(caught) == 1
     assert seen == [True] * 4 + [False] * (STEPS - 4)  # as the script says
+
+
+# ---- buffers -----------------------------------------------------------------------------------------------------------
+
+
+def test_nan_that_a_skipped_step_leaves_in_a_buffer_is_told() -> None:
+    model = transfer_model().requires_grad_(True)
+    run = make_run(model)
+
+    def loop() -> None:
+        for step, (x, y) in enumerate(run, 1):
+            run.backward(F.cross_entropy(run.model(x * math.nan if step in (3, 5) else x), y))
+            run.step()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loop()
+    (text,) = [text for warning in told if "NaN in the buffer" in (text := str(warning.message))]
+    assert text.startswith("Step 3 was skipped, and left NaN in the buffer '0.1.running_mean' (one of 2).")
+    assert run.summary()["skipped_steps"] == 2
+
+
+class Codebook(nn.Module):
+    """A buffer that each forward pass in train mode moves, and one that stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 2), nn.BatchNorm1d(2)
+        self.register_buffer("codes", torch.zeros(6))
+        self.register_buffer("mask", torch.full((3,), -math.inf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.codes.lerp_(x.detach().mean(0), 0.1)
+        return self.norm(self.linear(x - self.codes))
+
+
+def _told_of_buffers(sharding: str, accumulation: int, per_worker: int) -> list[str]:
+    torch.manual_seed(1)
+    run = make_run(Codebook(), sharding=sharding, accumulation=accumulation, per_worker_batch_size=per_worker)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        drive(run)
+    return [text for each in told if "changes the buffer" in (text := str(each.message))]
+
+
+def test_a_buffer_that_each_forward_pass_changes_is_told_of_once(pool: Any) -> None:
+    text = "The forward pass changes the buffer 'codes': once a micro-batch, in the base run once a step"
+    for sharding in ("none", "zero2"):
+        first, other = pool(2).run(_told_of_buffers, sharding, 1, BATCH)
+        assert [each.startswith(text) for each in first] == [True]
+        assert other == []
+    assert len(_told_of_buffers("none", 2, BATCH)) == 1
+    assert _told_of_buffers("none", 1, BATCH) == []  # as in the base run
+
+
+def _average_with_batch_norm(folder: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters and buffers of the average at a checkpoint, and after a resume from it."""
+
+    def run() -> tuple[Run, EffectiveAverage]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        average = EffectiveAverage(model, 0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = AdaScaleConfig(base_batch_size=BATCH, total_steps=STEPS, per_worker_batch_size=BATCH)
+        extra: Any = {"extra_state": {"average": average}, "after_step": average.update_parameters}
+        return Run(model, optimizer, None, data(), config, backend=LocalBackend(folder), **extra), average
+
+    def state(average: EffectiveAverage) -> list[Tensor]:
+        return [t.detach().clone() for t in average.state_dict().values()]
+
+    first, average = run()
+    for x, y in first:
+        first.backward(F.cross_entropy(first.model(x), y))
+        if first.step() and first.state.iterations == 3:
+            break
+    first.save_checkpoint()
+    saved = state(average)
+    return saved, state(run()[1])
+
+
+@pytest.mark.filterwarnings("ignore:Batch norm")
+def test_an_average_of_a_model_with_batch_norm_is_saved_and_resumes_with_rank_0s_buffers(
+    pool: Any, tmp_path: Path
+) -> None:
+    (saved, resumed), (others, others_resumed) = pool(2).run(_average_with_batch_norm, str(tmp_path))
+    assert not all(map(torch.equal, saved, others))  # batch norm's, of unequal examples
+    assert all(map(torch.equal, resumed, saved))
+    assert all(map(torch.equal, others_resumed, saved))
 
 
 # ---- the optimizer's parameters --------------------------------------------------------------------------------------

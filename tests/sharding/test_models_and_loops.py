@@ -77,6 +77,25 @@ def test_channels_last_convolutions_and_buffers_of_rank_0(pool: Pool, passes: in
 
 
 @compared
+def _two_forwards(sharded: bool) -> Tensor:
+    """A loss of two forward passes, as of pairs: the graph of the first has batch norm's buffers, sent once a step."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    ddp, optimizer = wrapped(model, OPTIMIZERS["momentum"](model), sharded)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(4):
+        optimizer.zero_grad()
+        one, other = (ddp(torch.randn(6, 3, generator=generator)) for _ in range(2))
+        (one * other).mean().backward()
+        optimizer.step()
+    return weights(model)
+
+
+def test_two_forward_passes_with_batch_norm_and_one_backward_pass(pool: Pool) -> None:
+    assert_agree(pool(2).run(_two_forwards))
+
+
+@compared
 def _sparse(sharded: bool, name: str) -> Tensor:
     torch.manual_seed(1)
     table = nn.Embedding(11, 3, sparse=True)

@@ -16,7 +16,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..._errors import SettingError, check_count, clip_multiple
 from ..._torch import is_dtensor
+from ..._warn import warn_at_user
+from ...chain import parts_of
 from ...config import AdaScaleConfig, read_settings
+from ...data.source import base_steps_per_epoch
 from ...optim.adascale import AdaScale
 from ...optim.scheduler_checks import check_initial_rates
 from ...optim.tau_schedule import TauSchedule
@@ -110,7 +113,7 @@ def attach(
         _log.info(
             "Each step has %d backward passes: the loop or its library must divide each loss by them.", plan.passes
         )
-    per_epoch = None if config.dataset_length is None else config.dataset_length / plan.base_batch_size
+    per_epoch = base_steps_per_epoch(config.dataset_length, plan.base_batch_size, drop_last=config.drop_last)
     total_steps = config.resolve_total_steps(per_epoch)
     if starting_step >= total_steps:
         raise ValueError(f"Invalid {starting_step=}: the run has {total_steps} effective steps.")
@@ -126,6 +129,7 @@ def attach(
         base_batch_size=plan.base_batch_size,
     )
     schedule.plan = plan
+    _warn_of_steps_past(adascale, optimizer)
     if starting_step:
         adascale.effective_steps = starting_step
         schedule.step()
@@ -180,6 +184,32 @@ def _refuse_uncounted_passes(adascale: AdaScale, steps: int = 10) -> None:
 
     hook = watched.register_hook(begun)
     adascale.register_step_pre_hook(before)
+
+
+def _warn_of_steps_past(adascale: AdaScale, optimizer: Optimizer, steps: int = 5) -> None:
+    """Warn once if the loop steps the bare optimizer, or one that it holds as SAM does, and never the one from attach()."""
+    taken = 0
+
+    def stepped(each: Optimizer, *_: object) -> None:
+        nonlocal taken
+        taken += 1
+        if taken == steps:
+            held = next((f"optimizer.{name}" for name, value in vars(optimizer).items() if value is each), None)
+            how = f"Attach the one inside: inner, schedule = attach(model, {held}, ...); {held} = inner."
+            warn_at_user(
+                f"{type(each).__name__}.step() has run {steps} times, and step() of the one from attach() not once: weights move "
+                f"without the gain, τ stays at {adascale.effective_steps:g}, and the schedule at its start. "
+                f"{how if held else 'Call step() of the optimizer that attach() returned.'}"
+            )
+
+    held = (value for value in vars(optimizer).values() if isinstance(value, Optimizer))
+    hooks = [each.register_step_post_hook(stepped) for each in (*(part for part, _ in parts_of(optimizer)), *held)]
+
+    def own_step(*_: object) -> None:
+        while hooks:
+            hooks.pop().remove()
+
+    adascale.register_step_pre_hook(own_step)
 
 
 def _check_model(model: nn.Module) -> None:

@@ -146,9 +146,7 @@ def record_recipe(
         last = losses[-max(1, run.total_steps // 10) :]  # as in a search, because the loss of one batch is mostly noise
         summary["loss"] = float(torch.stack(last).double().mean())
     if built.metric not in summary:
-        raise ValueError(
-            f"Invalid metric={built.metric!r}: evaluate did not return it. Must be a metric that it returns."
-        )
+        raise ValueError(f"Invalid metric={built.metric!r}: evaluate did not return it. Must be one that it returns.")
     return freeze(
         BaseResult(
             metric=built.metric,

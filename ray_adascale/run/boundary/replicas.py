@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..._torch import first_difference
 from ..._warn import warn_on_first_worker
-from ...checkpoint.files import taken_apart
+from ...checkpoint.model import shared_state
 from ...data.source import BatchSource
 from ...optim.adascale import AdaScale
 from ...optim.step_sums import constant
@@ -215,12 +215,11 @@ class Replicas:
             raise RuntimeError(f"No checkpoint was written: the workers' weights differ. {where}{_CAUSES}")
         tensors: dict[str, Any] = {}
         for name, stateful in self._extra.items():
-            taken_apart(stateful.state_dict(), name, tensors)
+            shared_state(stateful, name, tensors, rank=self._rank)
         if (where := self._difference(tensors)) is not None:
             raise RuntimeError(
                 "No checkpoint was written: extra_state differs between workers, and each tensor would be one worker's. "
-                f"{where}Update it alike on all workers, without `if rank == 0`, or give it on rank 0 alone: "
-                "extra_state={...} if rank == 0 else None."
+                f"{where}Update it alike on all workers, without `if rank == 0`. State that differs is PerWorker(object)."
             )
 
     def _weights(self) -> dict[str, Tensor | None]:

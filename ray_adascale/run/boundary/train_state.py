@@ -22,8 +22,8 @@ from ..._torch import unwrapped_name
 from ..._version import __version__
 from ..._warn import warn_at_user
 from ...batch import StepPlan
-from ...checkpoint.files import put_together, taken_apart
-from ...checkpoint.model import frozen_names, load_model, model_state
+from ...checkpoint.files import put_together
+from ...checkpoint.model import frozen_names, load_model, model_state, shared_state
 from ...checkpoint.optimizer import hyperparameters, load_hyperparameters, load_optimizer, optimizer_tensors
 from ...checkpoint.per_worker import PerWorker
 from ...checkpoint.rng import capture_rng, empty_rng, restore_rng
@@ -133,7 +133,7 @@ class TrainState:
         for name, stateful in self.extra.items():
             own = isinstance(stateful, PerWorker)
             key = self._own(name) if own else f"{_EXTRA}{name}"
-            state = taken_apart(stateful.state_dict(), key, tensors)
+            state = shared_state(stateful, key, tensors, rank=self.rank)
             if own:  # its JSON, too, is this worker's
                 tensors[f"{key}/{_JSON}"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
             else:
@@ -201,9 +201,7 @@ class TrainState:
             self.optimizer.set_plan(self.optimizer.plan)  # watches the gradients of what is trainable now
         edited = before ^ self.frozen
         if self.rank == 0 and changed - edited:
-            _log.info(
-                "requires_grad is the checkpoint's, as the loop had set it, of %s", listed(sorted(changed - edited))
-            )
+            _log.info("requires_grad is the checkpoint's, as set in the loop, of %s", listed(sorted(changed - edited)))
         if self.rank == 0 and edited - changed:
             warn_at_user(
                 "requires_grad is the program's, other than in the checkpoint and in the program that began the run, of "
@@ -226,9 +224,7 @@ class TrainState:
         for name, state in saved.items():
             if name not in self.extra:
                 if self.rank == 0:
-                    warn_at_user(
-                        f"The checkpoint's extra_state {name!r} is not loaded: this run has none of this name."
-                    )
+                    warn_at_user(f"The checkpoint's extra_state {name!r} is not loaded: the run has none of this name.")
                 continue
             prefix = f"{_EXTRA}{name}/"
             tensors = {f"{prefix}{key}": value for key, value in whole.tensors(prefix).items()}

@@ -174,9 +174,7 @@ _WINDOWS, _STEPS = 3, 20
 
 
 _EQUAL_STEPS = 10
-_OWN_EXAMPLES = (
-    "Give each rank examples of its own, or generators with seeds of its own (torch.distributed.get_rank())."
-)
+_OWN_EXAMPLES = "Give each rank examples of its own, or generators with own seeds (torch.distributed.get_rank())."
 
 
 def warn_of_equal_batches(batch: Any, world_size: int, device: torch.device) -> None:
@@ -252,6 +250,25 @@ def warn_of_micro_batch(module: nn.Module, loss: Tensor, examples: int, base_bat
         )
     if examples != base_batch_size and (summed := sum_advice(loss, examples)):
         warn_on_first_worker(summed)
+
+
+def written_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the buffers that a forward pass may change, by name, without those of batch norm."""
+    norms = (*_BATCH_NORM, nn.SyncBatchNorm)
+    parts = ((prefix, part) for prefix, part in module.named_modules() if not isinstance(part, norms))
+    return {f"{prefix}.{name}": b.clone() for prefix, part in parts for name, b in part.named_buffers(recurse=False)}
+
+
+def warn_of_written_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Warn if a forward pass has changed a buffer: it is computed from a part of the step's batch."""
+    after = written_buffers(module)
+    changed = [name.lstrip(".") for name, b in before.items() if name in after and not torch.equal(b, after[name])]
+    if changed:
+        warn_on_first_worker(
+            f"The forward pass changes the buffer {changed[0]!r}: once a micro-batch, in the base run once a step; on several "
+            "workers by rank 0's micro-batches alone, as in DistributedDataParallel. If it counts or averages examples, sum over "
+            "the workers in forward() (torch.distributed.all_reduce), and let a step have one pass."
+        )
 
 
 def sum_advice(loss: Any, examples: int) -> str | None:

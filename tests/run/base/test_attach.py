@@ -305,3 +305,119 @@ def test_a_scheduler_like_timms_that_was_stepped_is_refused() -> None:
     scheduler.step_update(1)
     with pytest.raises(ValueError, match=r"Timms was stepped already.*fresh scheduler"):
         attach(model, optimizer, scheduler, settings(40))
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization as its users copy it: two steps of its own around a second backward pass."""
+
+    def __init__(self, params: Any, base: Any, rho: float = 0.05, **settings: Any) -> None:
+        super().__init__(params, {"rho": rho, **settings})
+        self.base_optimizer = base(self.param_groups, **settings)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            self.state[p]["old"] = p.clone()
+            p.add_(p.grad, alpha=float(self.param_groups[0]["rho"] / norm))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(self.state[p]["old"])
+        self.base_optimizer.step()
+        self.base_optimizer.zero_grad()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
+def sam_steps(sam: SAM, model: nn.Module, steps: int) -> torch.Tensor:
+    for i in range(steps):
+        for own_step in (sam.first_step, sam.second_step):
+            x = torch.linspace(-1, 1, 30).view(10, 3) + i
+            model(x).square().mean().backward()
+            own_step()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def test_an_optimizer_whose_own_steps_go_past_the_wrapper_is_warned_of() -> None:
+    def built() -> tuple[nn.Module, SAM]:
+        torch.manual_seed(1)
+        model = nn.Linear(3, 1)
+        return model, SAM(model.parameters(), SGD, lr=0.1, momentum=0.9)
+
+    config = AdaScaleConfig(base_batch_size=10, total_steps=8)
+    model, sam = built()
+    with pytest.warns(UserWarning, match="with SAM it was not"):
+        adascale, schedule = attach(model, sam, None, config)
+    advice = (
+        r"inner, schedule = attach\(model, optimizer\.base_optimizer, \.\.\.\); optimizer\.base_optimizer = inner\."
+    )
+    with pytest.warns(UserWarning, match=rf"SGD\.step\(\) has run 5 times.*τ stays at 0, .*{advice}") as told:
+        sam_steps(adascale, model, 8)  # type: ignore[arg-type]
+    assert len(told) == 1
+    model, sam = built()
+    expected = sam_steps(sam, model, 8)
+    model, sam = built()  # as the warning says
+    sam.base_optimizer, schedule = attach(model, sam.base_optimizer, None, config)
+    assert torch.equal(sam_steps(sam, model, 8), expected)
+    assert schedule.finished
+
+
+def test_a_loop_that_steps_the_bare_optimizer_is_told() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    attach(model, optimizer, None, AdaScaleConfig(base_batch_size=10, total_steps=8))
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.warns(UserWarning, match=r"SGD\.step\(\) has run 5 times.*Call step\(\) of the optimizer that attach"):
+        [optimizer.step() for _ in range(6)]
+
+
+def test_an_epoch_is_that_of_a_run_with_drop_last() -> None:
+    """62 steps before, in place of 60, and a recipe was refused with the advice to use the same dataset."""
+    model, optimizer, _ = make(100)
+    settings = {"base_batch_size": 16, "total_epochs": 10, "dataset_length": 100}
+    totals = []
+    for drop_last in (False, True):
+        config = AdaScaleConfig(drop_last=drop_last, **settings)  # type: ignore[arg-type]
+        _, schedule = attach(model, optimizer, None, config)
+        assert schedule.base_schedule.base_steps_per_epoch == (6 if drop_last else 6.25)
+        totals.append(schedule.base_schedule.total_steps)
+    assert totals == [62, 60]
+
+
+def test_networks_that_train_in_turn_have_a_clock_each() -> None:
+    """The loop of a Wasserstein GAN, with two steps of the critic for one of the generator, is the plain one at S = 1."""
+
+    def trained(attached: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        generator, critic = nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+        steppers: list[Any] = []
+        for network, steps in ((generator, 4), (critic, 8)):
+            optimizer: torch.optim.Optimizer = torch.optim.RMSprop(network.parameters(), lr=0.01)
+            if attached:
+                config = AdaScaleConfig(base_batch_size=8, total_steps=steps, rule="unscaled")
+                optimizer, _ = attach(network, optimizer, None, config)
+            steppers.append(optimizer)
+        noise = torch.Generator().manual_seed(2)
+        for step in range(12):
+            stepper = steppers[step % 3 != 2]
+            real, fake = torch.ones(8, 3), generator(torch.randn(8, 2, generator=noise))
+            loss = (
+                -critic(fake).mean() if stepper is steppers[0] else critic(fake.detach()).mean() - critic(real).mean()
+            )
+            for each in steppers:
+                each.zero_grad()
+            loss.backward()
+            stepper.step()
+        return [p.detach() for network in (generator, critic) for p in network.parameters()]
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+    two: Any = [SGD(nn.Linear(1, 1).parameters(), lr=0.1) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"as a GAN's, have a clock each: one attach\(\) for each network"):
+        attach(nn.Linear(1, 1), two, None, AdaScaleConfig(base_batch_size=1, total_steps=1))
