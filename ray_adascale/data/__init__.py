@@ -64,10 +64,8 @@ def make_source(
     if is_map_style(dataset):
         if length is not None and length != len(dataset):
             raise ValueError(f"Invalid {length=}: the dataset has {len(dataset)} examples. Leave length out.")
-        entry, rows = (examples_of(dataset[0], sys.maxsize) if isinstance(dataset, list) and dataset else None) or (
-            None,
-            0,
-        )
+        batched = examples_of(dataset[0], sys.maxsize) if isinstance(dataset, list) and dataset else None
+        entry, rows = batched or (None, 0)
         if rows > 1 and rows in split.micro_batch_sizes and len([*leaves(entry)]) > 1:
             warn_at_user(
                 f"Each of the {len(dataset)} entries of the list counts as one example, and has tensors of {rows} rows, as many "
@@ -84,9 +82,7 @@ def make_source(
         raise ValueError(fixed_batches(dataset))
     batch_size = even_size(split)
     if num_workers and not bare_iterable:
-        raise ValueError(
-            f"Invalid {num_workers=}: a {type(dataset).__name__} loads its batches itself. Leave num_workers out."
-        )
+        raise ValueError(f"Invalid {num_workers=}: a {type(dataset).__name__} loads batches itself. Leave it out.")
 
     batches: Iterable[Any] = dataset
     if ray_data:

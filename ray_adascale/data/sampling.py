@@ -124,9 +124,7 @@ class SampledOrder:
                 drawn = iter(sampler)
             found = drawn.tolist() if isinstance(drawn, Tensor | np.ndarray) else list(drawn)
         if any(isinstance(index, list | tuple) for index in found[:1]):
-            raise ValueError(
-                f"Invalid sampler: {self.name} yields lists of indices. Give a sampler of single examples."
-            )
+            raise ValueError(f"Invalid sampler: {self.name} yields lists of indices. Give one of single examples.")
         indices = torch.tensor(found, dtype=torch.int64)
         if self.length and len(indices) != self.length:
             raise ValueError(

@@ -111,9 +111,7 @@ class BatchSource(abc.ABC):
 
     def load_own_state(self, state: Tensor) -> None:
         """Load an :meth:`own_state` of this worker, before :meth:`load_state_dict`."""
-        raise ValueError(
-            f"The checkpoint has this worker's place in the data, and a {type(self).__name__} has none to load."
-        )
+        raise ValueError(f"The checkpoint has this worker's place in the data; a {type(self).__name__} has none.")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the position of the next ``iter()``. The state may come from another B or another number of workers.

@@ -105,9 +105,7 @@ class Throughput:
         low = min((p.low_s / p.step_s for p in alone if p.low_s is not None), default=1.0)
         high = max((p.high_s / p.step_s for p in alone if p.high_s is not None), default=1.0)
         if low < high:
-            notes.append(
-                f"Half of the measured steps took {low:.2f} to {high:.2f} times their median, and so may these."
-            )
+            notes.append(f"Half the measured steps took {low:.2f} to {high:.2f} times their median, and so may these.")
         return cls(
             example_s=example_s,
             step_s=step_s,

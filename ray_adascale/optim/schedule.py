@@ -130,9 +130,7 @@ class EffectiveSchedule:
         total_steps: float | None = None,
     ) -> None:
         if unit is not None and unit not in get_args(SchedulerUnit):
-            raise ValueError(
-                f'Invalid {unit=}. Must be "step" or "epoch": the unit of one scheduler.step() at the base batch.'
-            )
+            raise ValueError(f'Invalid {unit=}. Must be "step" or "epoch": the unit of scheduler.step() at base batch.')
         for name, value in (("base_steps_per_epoch", base_steps_per_epoch), ("total_steps", total_steps)):
             if value is not None and not (0 < value < math.inf):
                 raise ValueError(f"Invalid {name}={value!r}. Must be positive and finite.")

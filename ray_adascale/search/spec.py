@@ -143,7 +143,7 @@ class SearchSpec:
             numbers = self.resources.values() if isinstance(self.resources, Mapping) else ()
             if not numbers or not all(is_number(v) and v >= 0 for v in numbers):
                 raise ValueError(
-                    f"Invalid resources_per_trial={resources!r}. Must be a dict such as {{'CPU': 1, 'GPU': 0.5}}."
+                    f"Invalid resources_per_trial={resources!r}. Must be a dict, as {{'CPU': 1, 'GPU': 0.5}}."
                 )
             return
         check_type("scaling_config", scaling, ScalingConfig, "Must be a ray.train.ScalingConfig.")

@@ -292,9 +292,7 @@ class _RunningSearch:
         if watch.fatal is not None:
             raise ValueError(str(watch.fatal)) from watch.fatal
         if watch.interrupted:
-            raise KeyboardInterrupt(
-                f"The search {run_config.name!r} was interrupted after {len(watch.finished)} trials."
-            )
+            raise KeyboardInterrupt(f"Search {run_config.name!r} was interrupted after {len(watch.finished)} trials.")
 
 
 def _folder(run_config: tune.RunConfig) -> str:

@@ -85,9 +85,7 @@ class OSS(Optimizer):
                 "optimizer that is built already use OSS.wrap(optimizer)."
             )
         if broadcast_fp16:
-            raise ValueError(
-                "broadcast_fp16=True is not supported: workers would hold rounded copies of the parameters."
-            )
+            raise ValueError("broadcast_fp16=True is not supported: workers would hold rounded copies of parameters.")
         self._split(optim(params, **defaults), group, broadcast_buffer_size if broadcast_buffer_size > 0 else -1)
 
     @classmethod

@@ -164,9 +164,7 @@ class RunLock:
                 text = self._read()
                 if _parsed(text).get("owner") not in (None, self._owner["owner"]):
                     self.lost = _words(text).rstrip(",")
-                    _log.error(
-                        "Run %r: %s has taken over the lock and writes to %s now.", self._name, self.lost, self._folder
-                    )
+                    _log.error("Run %r: %s has the lock and writes to %s now.", self._name, self.lost, self._folder)
                     return
                 self._write()
 

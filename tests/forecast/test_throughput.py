@@ -85,5 +85,5 @@ def test_how_far_the_measured_steps_lie_apart() -> None:
     second = Measurement(workers=1, accumulation=4, per_worker_batch_size=16, step_s=0.9, low_s=0.9, high_s=0.99)
     found = Throughput.fit([first, second, at(2, 2, 0.6)])
     assert (found.low, found.high) == pytest.approx((0.8, 1.2))
-    assert found.notes[-1] == "Half of the measured steps took 0.80 to 1.20 times their median, and so may these."
+    assert found.notes[-1] == "Half the measured steps took 0.80 to 1.20 times their median, and so may these."
     assert (Throughput.fit([at(1, 2, 0.5)]).low, Throughput.fit([at(1, 2, 0.5)]).high) == (1, 1)

@@ -802,8 +802,8 @@ def test_the_recipes_curve_is_enforced() -> None:
         ({"accuracy": None}, "metric 'accuracy' of type NoneType"),
         ({"accuracy": torch.zeros(2)}, "metric 'accuracy': a Tensor of 2 numbers. Must be one"),
         ({"accuracy": np.zeros(0)}, "metric 'accuracy': a ndarray of 0 numbers. Must be one"),
-        ({"lr": 0.5}, "metric 'lr': the run reports it itself"),
-        ({"loss": 0.5}, "metric 'loss': the run reports it itself. .*such as 'val_loss'"),
+        ({"lr": 0.5}, "metric 'lr': the run reports it"),
+        ({"loss": 0.5}, "metric 'loss': the run reports it. .*such as 'val_loss'"),
     ],
 )
 def test_a_mistake_in_evaluate_shows_before_the_first_step(returned: Any, words: str) -> None:

@@ -128,9 +128,7 @@ def plain_numbers(metrics: Mapping[str, Any], *, of_step: bool = False) -> dict[
             raise TypeError(f"Invalid metric {key!r}: a {type(value).__name__} of {size} numbers. Must be one number.")
         out[key] = value = value.item() if hasattr(value, "item") else value
         if key in OWN_KEYS or (key == "loss" and not of_step):
-            raise ValueError(
-                f"Invalid metric {key!r}: the run reports it itself. Choose another name, such as 'val_{key}'."
-            )
+            raise ValueError(f"Invalid metric {key!r}: the run reports it. Choose another name, such as 'val_{key}'.")
         if not isinstance(value, bool | int | float | str):
             raise TypeError(f"Invalid metric {key!r} of type {type(value).__name__}. Must be a number or a string.")
     return out

@@ -31,7 +31,7 @@ def test_tensors_and_numpy_scalars_are_read_out() -> None:
 )
 def test_a_name_that_the_package_writes_is_refused(name: str) -> None:
     """A row's "step" would end the run or renumber the trace, and "stopped" would tell the driver that the run has ended."""
-    with pytest.raises(ValueError, match=f"Invalid metric '{name}': the run reports it itself. Choose another name"):
+    with pytest.raises(ValueError, match=f"Invalid metric '{name}': the run reports it. Choose another name"):
         plain_numbers({name: 2.0})
 
 
