@@ -180,7 +180,7 @@ def check_wrappable(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"Invalid optimizer of type {type(optimizer).__name__}. Must be a torch.optim.Optimizer.")
     if isinstance(optimizer, OptimizerWrapper):
-        raise ValueError("The optimizer is in AdaScale already: its gain would count twice. Pass the bare optimizer.")
+        raise ValueError("The optimizer is wrapped in AdaScale already. Pass the bare optimizer.")
     if isinstance(optimizer, LBFGS):
         raise ValueError("AdaScale can't wrap LBFGS, which evaluates the model several times within one step.")
     inner = optimizer.optim if isinstance(optimizer, OSS) else optimizer
