@@ -368,9 +368,7 @@ def _notes(
     recipe: Recipe, rows: Sequence[ForecastRow], forecaster: Forecaster, throughput: Throughput | None
 ) -> list[str]:
     if throughput is None:
-        time = [
-            "Without a throughput model: speed-up counts passes, as if each took as long and nothing else any time."
-        ]
+        time = ["Without a throughput model: speed-up counts passes, as if each took as long and nothing else did."]
     else:
         time = list(throughput.notes)
     if not forecaster.measures:

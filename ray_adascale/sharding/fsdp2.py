@@ -27,9 +27,7 @@ def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torc
     if isinstance(model, FSDPModule):
         return
     if optimizer.state:
-        raise ValueError(
-            "The optimizer has state already. Shard the model before the first step, or apply fully_shard."
-        )
+        raise ValueError("The optimizer has state already. Shard the model before its first step, or fully_shard it.")
     names = {param: name for name, param in model.named_parameters()}
     for group in optimizer.param_groups:
         if any(param not in names for param in group["params"]):
