@@ -83,7 +83,7 @@ class BetaRule:
             name = type(part).__name__
             known = isinstance(part, _COUNTING) or any(kind.__name__ == "Lion" for kind in type(part).__mro__)
             if not known and any("betas" in group for group in part.param_groups):
-                raise ValueError(f"Betas that change with the gain are not known to be exact with {name}. {_INSTEAD}")
+                raise ValueError(f"Betas that follow the gain are not known to be exact with {name}. {_INSTEAD}")
         if not sum(self._changes(part) for part in parts):  # all, since a part may have betas that can't be changed
             names = " and ".join(type(part).__name__ for part in parts)
             raise ValueError(f"The rule changes betas, and the parameter groups of {names} have none. {_INSTEAD}")
@@ -106,9 +106,7 @@ class BetaRule:
         name = type(optimizer).__name__
         if "betas" in group:
             if any(isinstance(beta, Tensor) for beta in group["betas"]):
-                raise ValueError(
-                    f"Invalid betas={group['betas']} of {name}. Betas that a rule changes must be numbers."
-                )
+                raise ValueError(f"Invalid betas={group['betas']} of {name}. Betas that rules change must be numbers.")
             if group.get("capturable"):
                 raise ValueError(
                     f"{name}(capturable=True) is for CUDA graphs, and a graph would keep the betas of its capture. Use "
