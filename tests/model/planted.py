@@ -32,7 +32,7 @@ FAULTS: list[tuple[str, str, str]] = [
     ("optim/algorithm.py", "replace(self.last, skipped=True, shared=step.shared)\n        if isinstance",
      "replace(self.last, skipped=True, gain=1.0, shared=step.shared)\n        if isinstance"),
     ("optim/algorithm.py", 'gain=float(state["previous_gain"])', "gain=1.0"),
-    ("optim/algorithm.py", "increments = [c for _, c in answers]", "increments = [increment for _ in answers]"),
+    ("optim/algorithm.py", ", [c for _, c in answers]", ", [answer[1] for _ in answers]"),
     ("optim/averages.py", "whole = (total / weight).nan_to_num_(0.0).sum(dim=1, keepdim=True)", "whole = total[:, :1]"),
     ("optim/algorithm.py", "self._passes.plans.steps_of_sample * self.last.gain", "self.last.gain"),
     ("optim/inferred_passes.py", "self.plans.begin(self.plans.ended + 1)", "self.plans.begin(self.plans.ended)"),
