@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend, Run, Workload
-from ray_adascale.run.boundary.train_state import put_together, taken_apart
+from ray_adascale.checkpoint.files import put_together, taken_apart
 from ray_adascale.run.observe.eta import EtaTracker
 from ray_adascale.run.observe.step import Listener, Step
 from ray_adascale.workload import with_unit
