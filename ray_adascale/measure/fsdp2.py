@@ -176,19 +176,19 @@ class FSDP2Observer(HookObserver):
             self._owed.clear()
             raise RuntimeError(_NOT_REDUCED)
         shards: list[tuple[int, Tensor]] = []
-        late: set[Tensor] = set()
+        late: list[Tensor] = []
         for param in (p for params in self.groups for p in params):
             if param.grad is None:
                 continue
             if not isinstance(param, DTensor):
                 raise RuntimeError(_NOT_SHARDED.format(shape=tuple(param.shape)))  # unfrozen since
             if self.watching and param not in self._whole:
-                late.add(param)
+                late.append(param)
             if _counts(param):
                 shards.append((self._group_of[param], cast(DTensor, param.grad).to_local()))
-        self.complete = not late
+        self.unwatched = late
         if late:
-            self._hook_late(late)
+            self._hook_late(set(late))
         return self._sums(take_group_norms(shards))
 
     def _hook_late(self, late: set[Tensor]) -> None:

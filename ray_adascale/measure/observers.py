@@ -15,7 +15,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,22 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     torch has no public name for this; DDP, FSDP2 and FairScale use the same one. Only to be called inside a hook.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def accumulator_of(leaf: Tensor) -> Any:
+    """Return the node that adds gradients to ``leaf.grad``, also for a frozen leaf.
+
+    The tensor's own hooks have run when autograd comes to the node, whenever they were registered. ``autograd.grad`` does not run
+    it. A leaf has one node as long as somebody holds the node, until the leaf's dtype or device changes.
+    """
+    frozen = not leaf.requires_grad
+    if frozen:
+        leaf.requires_grad_(True)  # a frozen leaf has a node too, but torch does not give it
+    try:
+        return torch.autograd.graph.get_gradient_edge(leaf).node
+    finally:
+        if frozen:
+            leaf.requires_grad_(False)
 
 
 def in_compiled_autograd() -> bool:
@@ -85,10 +101,11 @@ _REENTRANT = (
 class _Pass:
     """The running backward pass, as each parameter's hook sees it; it holds nothing alive."""
 
-    __slots__ = ("end", "measured", "number", "seen")
+    __slots__ = ("end", "ignored", "measured", "number", "seen")
 
     def __init__(self) -> None:
-        self.measured = True  # if not, the hooks return at once
+        self.measured = True  # if not, no norms are taken
+        self.ignored = False  # if so, hooks return at once
         self.number = 0
         self.seen: list[int] = []  # the last pass in which each hook ran
         # Autograd holds the callback of the end while the pass runs, and drops it where an exception ends the pass.
@@ -130,11 +147,11 @@ class GradientObserver(ABC):
     and that costs less than to wait for the others' shares. A may then travel while the last gradients do.
     """
 
-    complete: bool = True
-    """Whether every gradient of the step was watched; False for the one step in which a parameter was first unfrozen."""
+    unwatched: Sequence[Tensor] = ()
+    """Parameters whose gradients the last step could not watch, as in the first step after one was cast or moved unseen."""
 
     watching: bool = True
-    """Whether gradient samples are measured. If not, passes may go by unnoticed, and :meth:`reduced_sq_norms` alone is called."""
+    """Whether gradient samples are measured. If not, :meth:`reduced_sq_norms` alone is called."""
 
     _sums: GroupSums
 
@@ -145,8 +162,8 @@ class GradientObserver(ABC):
         """Call another listener from the next pass on."""
         self._listener = listener
 
-    def hook_unfrozen(self) -> None:  # noqa: B027 (most observers have nothing to do)
-        """Watch parameters that were unfrozen. Called between steps."""
+    def refresh(self) -> None:  # noqa: B027 (most observers have nothing to do)
+        """Watch parameters that were cast or moved. Called between steps, and as a step begins."""
 
     def fits(self, *, local: bool, one_pass: bool) -> bool:
         """Whether this observer also measures steps with these numbers of samples, from the next pass on."""
@@ -177,8 +194,11 @@ class GradientObserver(ABC):
         """Watch one more parameter group."""
 
     def watch(self, watching: bool) -> None:
-        """Measure gradient samples from the next pass on, or leave them out: hooks stay, and return at once."""
+        """Measure gradient samples from the next pass on, or leave them out: hooks stay, and notice passes alone."""
         self.watching = watching
+
+    def ignore(self, ignored: bool) -> None:  # noqa: B027
+        """Let hooks return at once, where the caller knows all of a pass that is not measured."""
 
     @abstractmethod
     def detach(self) -> None:
@@ -186,11 +206,11 @@ class GradientObserver(ABC):
 
 
 class HookObserver(GradientObserver):
-    """A hook on each parameter, which is always correct and needs no model. Hooks are set once, in the order of construction.
+    """A hook on each parameter, frozen or not, which is always correct and needs no model. Hooks are set once.
 
-    The hook sees the gradient of one backward pass before it is accumulated into ``.grad`` and before DDP reduces it, and
-    takes its norm while it is in the cache. The hooks hold no reference to the observer, so dropping the optimizer frees
-    everything without :meth:`detach`.
+    The hook is on the node that accumulates the gradient of one backward pass into ``.grad``. So it sees the gradient after the
+    hooks of ``register_hook``, and before it is accumulated and before DDP reduces it. It takes the norm while the gradient is in
+    the cache. The hooks hold no reference to the observer, so dropping the optimizer frees everything without :meth:`detach`.
 
     A subclass defines which tensors are hooked (:meth:`hook_all`, which calls :meth:`hook`) and where the reduced gradient is.
 
@@ -225,7 +245,9 @@ class HookObserver(GradientObserver):
         self._precondition = precondition
         self.groups = [list(params) for params in groups]
         self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
-        self._hooks: dict[Tensor, Callable[[Tensor | None], None]] = {}
+        self._hooks: dict[Tensor, Callable[[Sequence[Tensor | None]], None]] = {}
+        # By parameter: the tensor that accumulates, its node, which torch holds weakly, and the dtype and device of then.
+        self._nodes: dict[Tensor, tuple[Tensor, Any, torch.dtype, torch.device]] = {}
         self._pass = _Pass()
         self._starting = threading.Lock()  # autograd has a thread for each GPU
         self._watch()
@@ -255,16 +277,28 @@ class HookObserver(GradientObserver):
         # In a step that is not measured nothing else is to be sent, and to wait for the others takes longer than to read all.
         self.reduced_everywhere = type(self).reduced_everywhere and not (watching and self._worth_sharing)
 
-    def hook_unfrozen(self) -> None:
-        if len(self.hooked) < len(self._group_of):
-            self.hook_all()
+    def ignore(self, ignored: bool) -> None:
+        self._pass.ignored = ignored
 
     def hook_all(self) -> None:
-        """Hook the parameters that need a gradient and have no hook yet. A frozen parameter can't carry a hook."""
+        """Hook all parameters that can have a gradient."""
         for params in self.groups:
             for param in params:
-                if param.requires_grad and param not in self.hooked:
+                if param.requires_grad or _can_train(param):
                     self.hook(param, param)
+
+    def refresh(self) -> None:
+        for param, leaf in self._moved():
+            self.hooked.pop(param).remove()
+            self.hook(param, leaf)
+
+    def _moved(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters, and the tensors that accumulate, whose hooked nodes torch does not use any more."""
+        return [
+            (param, leaf)
+            for param, (leaf, _, dtype, device) in self._nodes.items()
+            if leaf.dtype is not dtype or leaf.device != device
+        ]
 
     def slot(self, param: Tensor) -> Tensor | None:
         """Return the tensor for the norm of this parameter's gradients, if a hook may write it there without :meth:`taker`."""
@@ -288,16 +322,18 @@ class HookObserver(GradientObserver):
         """Watch the gradients of ``leaf`` as those of ``param``."""
         if (hook := self._hooks.get(param)) is None:
             hook = self._hooks[param] = self._hook_of(param)
-        self.hooked[param] = leaf.register_hook(hook)
+        node = accumulator_of(leaf)
+        self._nodes[param] = leaf, node, leaf.dtype, leaf.device
+        self.hooked[param] = node.register_prehook(hook)
 
-    def _hook_of(self, param: Tensor) -> Callable[[Tensor | None], None]:
+    def _hook_of(self, param: Tensor) -> Callable[[Sequence[Tensor | None]], None]:
         ref, take, current, slot = weakref.ref(self), self.taker(param), self._pass, self.slot(param)
         dtype = None if slot is None else slot.dtype
         seen, index = current.seen, len(current.seen)
         seen.append(0)
 
-        def hook(grad: Tensor | None) -> None:
-            if not current.measured:
+        def hook(grads: Sequence[Tensor | None]) -> None:
+            if current.ignored:
                 return
             end = current.end
             if end is None or end() is None:
@@ -305,6 +341,9 @@ class HookObserver(GradientObserver):
                 if observer is None:
                     return
                 observer.start_pass()
+            if not current.measured:
+                return
+            (grad,) = grads
             if seen[index] == current.number:
                 raise RuntimeError(_REENTRANT)  # of a parameter in two checkpointed parts
             seen[index] = current.number
@@ -341,10 +380,11 @@ class HookObserver(GradientObserver):
             if observer is not None:
                 observer.samples.flush()  # DDP may write the reduced gradient into the same memory
                 seen, number = observer._pass.seen, observer._pass.number
-                if observer.last_pass and observer._check_unused is not None and seen.count(number) < len(seen):
+                measured, check = observer._pass.measured, observer._check_unused
+                if measured and observer.last_pass and check is not None and seen.count(number) < len(seen):
                     hooks = zip(observer._hooks, seen, strict=True)
                     if unused := [p for p, last in hooks if last != number and p.requires_grad]:
-                        observer._check_unused(unused)
+                        check(unused)
                 queue_end_of_backward(after_reduction)
                 observer._sent_early = observer._early is None or observer._early()
                 if observer._sent_early and (listener := observer._listener()) is not None:
@@ -377,12 +417,8 @@ class HookObserver(GradientObserver):
             self._shares[rank, world_size] = self._share(rank, world_size)
         precondition, share = self._precondition, self._shares[rank, world_size]
         if self.watching:
-            # Of all parameters, as each worker comes to the same answer.
-            self.complete = len(self.hooked) == len(self._group_of) or all(
-                p.grad is None or p in self.hooked for params in self.groups for p in params
-            )
-            if not self.complete:
-                self.hook_all()
+            # Of all parameters, so that each worker comes to the same answer.
+            self.unwatched = [param for param, _ in self._moved()]
         with_grads = [(g, p, p.grad) for g, p in share if p.grad is not None]
         if precondition is None:
             norms = take_norms([grad for _, _, grad in with_grads])
@@ -406,3 +442,9 @@ class HookObserver(GradientObserver):
         for handle in self.hooked.values():
             handle.remove()
         self.hooked.clear()
+        self._nodes.clear()
+
+
+def _can_train(param: Tensor) -> bool:
+    """Whether a frozen parameter may be unfrozen."""
+    return param.is_leaf and not param.is_inference() and (param.is_floating_point() or param.is_complex())

@@ -70,6 +70,7 @@ class AdaScaleAlgorithm:
         # A step on the device, on its way to the host; LR factor and clock increment where the host knows them.
         self._pending: tuple[StepSums, Average, Packed, HostCopy, tuple[float, float] | None] | None = None
         self._plan, self._declared = passes.plan, passes.plans.declared  # of the last step, and of full ones then
+        self._since_sample = 1.0  # τ since the last sample; before the first one effective step
         self._equal_steps = 0  # in a row, of equal gradient samples; −1 once that was warned of
 
     @property
@@ -121,7 +122,7 @@ class AdaScaleAlgorithm:
         """Return :meth:`Averages.after` of the step under way, computed once; with ``on_host`` on the CPU, after a wait."""
         if self._of is None or self._of[0] is not sums:
             here = sums.on_host() if on_host else sums
-            self._of = sums, *self._averages.after(here, self._passes.plans.steps_of_sample * self.last.gain)
+            self._of = sums, *self._averages.after(here, self._since_sample)
         return self._of[1:]
 
     def _end_step(self) -> None:
@@ -260,6 +261,7 @@ class AdaScaleAlgorithm:
 
     def _advance(self, step: StepResult, lr_factor: float, increment: float) -> None:
         self._check_samples(step)
+        self._since_sample = increment + (self._since_sample if math.isnan(step.sigma2) else 0.0)
         tau = advanced(self.last.effective_steps, increment)
         self.last = replace(step, effective_steps=tau, steps=self.last.steps + 1, lr_factor=lr_factor)
 
@@ -316,6 +318,8 @@ class AdaScaleAlgorithm:
             "previous_gain": torch.tensor(self.last.gain, dtype=torch.float64),
             "steps": torch.tensor(self.last.steps),
             "ended": torch.tensor(self._passes.plans.ended),
+            "unsampled": torch.tensor(self._passes.plans.unsampled),
+            "since_sample": torch.tensor(self._since_sample, dtype=torch.float64),
         }
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -333,13 +337,15 @@ class AdaScaleAlgorithm:
             effective_steps=float(state["effective_steps"]),
             steps=int(state["steps"]),
         )
-        self._passes.resume(int(state.get("ended", state["steps"])))
+        self._since_sample = float(state.get("since_sample", state["previous_gain"]))
+        self._passes.resume(int(state.get("ended", state["steps"])), int(state.get("unsampled", 0)))
 
     def restart(self) -> None:
         """Reset averages and clock."""
         self.synchronize()
         self._averages.restart()
         self.last = replace(self.last, gain=1.0, effective_steps=0.0, steps=0)
+        self._since_sample = 1.0
         self._passes.resume(0)
 
 
@@ -383,5 +389,5 @@ def of_other_base_batch(state: dict[str, Tensor], ratio: float) -> dict[str, Ten
     # r = (σ² + μ²) / (σ²/S + μ²), of which only the numerator changes
     old, new = ((t / state["weight"]).nan_to_num(0).clamp(min=0).sum() for t in (state["total"], total))
     if old > 0:
-        changed["previous_gain"] = state["previous_gain"] * new / old
+        changed |= {k: state[k] * new / old for k in ("previous_gain", "since_sample") if k in state}
     return state | changed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -87,8 +87,3 @@ class Exchange:
         if work is not None:
             work.wait()
         return packed.apart(), packed
-
-
-def without(numbers: Numbers, names: Iterable[str]) -> Numbers:
-    """Return the numbers that have other names."""
-    return {name: number for name, number in numbers.items() if name not in names}

@@ -15,11 +15,12 @@ from .measurement import Measurement, local_part
 from .step_plans import StepPlans
 from .step_sums import StepSums
 
+_UNSAMPLED = 3
+"""Measured steps in a row without a sample before a warning."""
+
 
 class InferredPasses:
     """Tells a :class:`Measurement` of the passes that begin and end, unless a loop of our own tells (:meth:`told`).
-
-    In steps that are not measured, no pass is noticed or counted, unless the sharding does so.
 
     Args:
         measurement: Is told.
@@ -82,22 +83,26 @@ class InferredPasses:
             self.begin_step()  # of a step that was never taken
         self.plans.expect(plan)
 
-    def resume(self, ended: int) -> None:
-        """Continue after a number of steps. At a step boundary."""
+    def resume(self, ended: int, unsampled: int = 0) -> None:
+        """Continue after a number of steps. At a step boundary. The arguments are those of :meth:`StepPlans.resume`."""
         self.begin_step()
-        self.plans.begin(ended)
+        self.plans.resume(ended, unsampled)
         self._watch()
 
     def _watch(self) -> None:
-        """Let the hooks notice the passes of a step that is measured."""
+        """Let the hooks take norms in a step that is measured."""
         self.measurement.watch(self.plans.measured)
 
     # ---- the passes of a step ------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Clear the passes since the last step."""
-        self.left_out |= self.measurement.sums is not None and self.measurement.scales_loss
-        self._clear_passes()
+        measurement = self.measurement
+        if measurement.observer is not None and not self._told:
+            measurement.observer.refresh()
+        if not measurement.untouched:
+            self.left_out |= measurement.sums is not None and measurement.scales_loss
+            self._clear_passes()
 
     def _clear_passes(self) -> None:
         if self.measurement.under_way:
@@ -108,12 +113,17 @@ class InferredPasses:
 
     def end_step(self) -> None:
         """End the step: it was taken, or is left out for good."""
-        self._clear_passes()
+        sampled = self.measurement.sampled
+        self.passes = 0
+        self._too_many = self._uncleared = False
         self.measurement.end_step()
-        self.plans.begin(self.plans.ended + 1)
-        self._watch()
-        if not self._told and self.measurement.observer is not None:
-            self._stepped_with = self._first_gradient()
+        self.plans.end(sampled=sampled)
+        if self.plans.unsampled == _UNSAMPLED:
+            self.measurement.warn_of_unwatched(_UNSAMPLED)
+        if self.measurement.observer is not None:
+            self._watch()
+            if not self._told:
+                self._stepped_with = self._first_gradient()
 
     def _first_gradient(self) -> tuple[int, int] | None:
         """Return the address and the number of writes of the first gradient; None without one. Clearing changes them."""
@@ -138,7 +148,7 @@ class InferredPasses:
             self._uncleared = self._has_gradients(observer)
         self._stepped_with = None
         last = self.plans.if_last(self.passes + 1)
-        self.measurement.begin(last, measured=observer.watching)
+        self.measurement.begin(last)
         return last is not None
 
     def _has_gradients(self, observer: GradientObserver) -> bool:
@@ -187,7 +197,7 @@ class InferredPasses:
         if self.plans.lacks_samples:
             raise self._no_samples()
         lacks_passes = self.accumulating
-        if not measurement.observer.watching:
+        if not self.plans.measured:
             if lacks_passes:
                 raise self._too_early(caller)
             measurement.finish(self.plan, scaled=scaled)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._torch import count_of_writes, is_dtensor, without_gradients
+from .._torch import is_dtensor, without_gradients
+from .._warn import warn_on_first_worker
 from ..batch import StepPlan
 from ..measure.norms import finite_check, take_norm
 from ..measure.observers import GradientObserver, PassListener
@@ -27,8 +28,8 @@ class Measurement:
     """Keeps the norms that an observer measures in the passes it is told of, and sums them over workers.
 
     The order of calls: for each pass :meth:`begin`, the backward pass, :meth:`end`. It counts no passes. Collective: the last
-    pass of a step ends with one small all-reduce. In a step that is not measured the hooks on parameters return at once, and of
-    its gradient only the norm is taken, once it is reduced.
+    pass of a step ends with one small all-reduce. In a step that is not measured the hooks on parameters only notice passes,
+    and of its gradient only the norm is taken, once it is reduced.
 
     Args:
         optimizer: The wrapped one.
@@ -44,8 +45,8 @@ class Measurement:
         observer: Measures the norms; None where there is nothing to measure.
         weights: w of this worker's gradient sample in each pass; None: all 1/n.
         under_way: Whether there was a pass since the last step.
-        foreign: Whether a pass that nobody has told of has left gradients, as ``loss.backward()`` does and ``autograd.grad`` does
-            not. It is seen in steps that are measured.
+        foreign: Whether gradients were accumulated in a pass that nobody has told of, as by ``loss.backward()`` beside the
+            loop's own backward pass. ``autograd.grad`` accumulates none.
         sums: The sums of the step, once its last pass has ended.
         replicated: Numbers of the last complete step that each worker took from its own copy of the reduced gradient: C per
             parameter group as measured, or the norm of one gradient; None without copies.
@@ -89,6 +90,7 @@ class Measurement:
 
     def begun_by(self, listener: PassListener | None) -> None:
         """Let a listener begin passes, as the first gradient of each shows; None: the caller of :meth:`begin` does."""
+        self._told = listener is None
         self._begins_passes = weakref.ref(cast(PassListener, self) if listener is None else listener)
         if self.observer is not None:
             self.observer.listen(self._begins_passes)
@@ -144,8 +146,31 @@ class Measurement:
         self.detach()
         self._unhooked = True
 
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing of the next step has begun."""
+        return not self.under_way and not self._exchange.sent
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the step yields a sample of the noise, or needs none."""
+        return self.observer is None or (self.sums is not None and self.sums.sampled)
+
+    def warn_of_unwatched(self, steps: int) -> None:
+        """Warn of the parameters that keep steps from being measured, if there are such."""
+        unwatched = [] if self.observer is None else self.observer.unwatched
+        if not unwatched:
+            return
+        names: dict[Tensor, str] = {} if self._model is None else {p: n for n, p in self._model.named_parameters()}
+        listing = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in unwatched[:3])
+        warn_on_first_worker(
+            f"The noise of {steps} steps in a row could not be measured, and the gain stays as it was: gradients of "
+            f"{len(unwatched)} parameters were not seen ({listing}). Build AdaScale after the model is on its device and in its "
+            "dtype, and call the model's forward() rather than its parts."
+        )
+
     def watch(self, measured: bool) -> None:
-        """Let the hooks take norms from now on, or return at once."""
+        """Let the hooks take norms from now on, or notice passes alone."""
         if self.observer is not None and self.observer.watching != measured:
             self.observer.watch(measured)
 
@@ -188,9 +213,7 @@ class Measurement:
         """
         for name, number in numbers.items():
             if number.dim() or name in OWN:
-                raise ValueError(
-                    f"Invalid {name} of shape {tuple(number.shape)}. Must be 0-dim, and not {sorted(OWN)}."
-                )
+                raise ValueError(f"Invalid {name} of shape {tuple(number.shape)}. Must be 0-dim, and not {OWN}.")
         device, observer = self.device, self.observer
         self._shared = {name: number.to(device, torch.float64) for name, number in numbers.items()}
         alone = observer is not None and not self._plans.measured and type(observer).reduced_everywhere
@@ -214,25 +237,23 @@ class Measurement:
         """Forget the step: it was taken, or is left out for good."""
         self.clear()
         self._shared = {}
-        if self.observer is not None:
-            self.observer.hook_unfrozen()
 
-    def begin(self, last: StepPlan | None, *, measured: bool) -> None:
+    def begin(self, last: StepPlan | None) -> None:
         """Begin a pass, before or at its first gradient.
 
         Args:
             last: The step's plan, if the pass is its last; else None.
-            measured: Whether the step is measured.
         """
+        self._measured = self._plans.measured
+        if self.observer is not None:
+            if self._told and not self.under_way:
+                self.observer.refresh()
+            self.observer.ignore(self._told and not self._measured)
         self.under_way = self._passing = True
-        self.last, self._measured, self._local_ended = last, measured, False
-        self.watch(measured)
-
-    def _writes(self) -> list[tuple[int, int] | None]:
-        return [None if p.grad is None else (id(p.grad), count_of_writes(p.grad)) for p in self.params]
+        self.last, self._local_ended = last, False
 
     def on_begin(self, observer: GradientObserver) -> bool:
-        self._before = None if self._passing else self._writes()
+        self.foreign |= not self._passing
         return self._passing and self.last is not None
 
     @without_gradients
@@ -243,25 +264,23 @@ class Measurement:
         self._local_ended = True
         if self._measured and (self.last is None or self.last.num_samples > 1):
             self._norms.append(observer.local_sq_norms())
-        if self.last is not None and observer.reduced_everywhere:
+        if self.last is not None and observer.reduced_everywhere and not self._exchange.sent:
             # Only A is still in parts. Sent now, it travels behind the last gradients, which are awaited anyway.
             self._send({}, self.last, seen=True)
 
     def on_reduced(self, observer: GradientObserver) -> None:
         """Called at the end of a pass. :meth:`end` follows, if it was told of."""
-        self.foreign |= not self._passing and self._before != self._writes()
 
-    @without_gradients
     def end(self) -> None:
         """End the pass. Collective, if it is the step's last."""
-        observer, last = self.observer, self.last
-        if observer is not None:
+        if self.observer is not None:
             if self._measured and not self._local_ended:
                 self._norms.append(
                     torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=self.device)
                 )
-            if last is not None:
-                self.finish(last)
+            if self.last is not None:
+                self.finish(self.last)
+            self.observer.ignore(False)
         self._passing = False
 
     @without_gradients
@@ -339,20 +358,20 @@ class Measurement:
         if scaled and self._grad_scaler is not None and self.scales_loss:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
             own["loss_scale"] = self._grad_scaler.scale(constant(1.0, self.device))
-        return StepSums(plan, {**own, **numbers}, None if own else packed, observer.complete, seen)
+        return StepSums(
+            plan, {**own, **numbers}, None if own else packed, not observer.unwatched, seen, tuple(self._shared)
+        )
 
     def unseen(self, plan: StepPlan) -> StepSums:
         """Return the sums of a step without an observer: at n = 1 and S = 1, or after :meth:`unhook`."""
         device, grads = self.device, self.step_gradients()
-        if grads and self.observer is not None:
-            self.observer.hook_unfrozen()  # the watched parameters may all be frozen now, and others trainable
         check = finite_check(grads, device) if grads else torch.ones(1, dtype=torch.float64, device=device)
         if self.workers.reduce and (has_sharded_gradients(self._optimizer) or has_dtensors(self._optimizer)):
             # Each worker has seen its shards only; all of them must skip the step, or none.
             flag = check.isfinite().float()
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
             check = 1 / flag.double()
-        return StepSums(plan, {"check": check, **self._shared})
+        return StepSums(plan, {"check": check, **self._shared}, shared_names=tuple(self._shared))
 
 
 def local_part(tensor: Tensor) -> Tensor:

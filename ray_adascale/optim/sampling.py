@@ -52,12 +52,3 @@ class Sampling:
     def measures(self, number: int, plan: StepPlan) -> bool:
         """Return whether a step is measured. The arguments are those of :meth:`every`."""
         return number % self.every(number, plan) == 0
-
-    def gap(self, number: int, plan: StepPlan) -> int:
-        """Return the steps for which the sample of a measured step stands: those since the measured step before it."""
-        if self.every(number, plan) == 1:
-            return 1
-        before = number - 1
-        while before > 0 and not self.measures(before, plan):
-            before -= 1
-        return max(number - before, 1)

@@ -18,34 +18,16 @@ class StepPlans:
         declared: Plan of a full step.
         current: The step's plan, as known so far.
         ended: Steps that have ended, with those that were left out.
-        measured: Whether the step is measured. Steps that may end early are, so that passes are counted.
+        step_end: Decides which pass is a step's last, for loops that do not tell; None: the declared number of passes does.
+        unsampled: Measured steps in a row, up to now, that have yielded no sample. The next step is then measured too.
+        measured: Whether the step is measured.
     """
 
     def __init__(self, declared: StepPlan, sampling: Sampling) -> None:
         self._sampling = sampling
-        self._step_end: StepEnd | None = None
-        self.ended = 0
+        self.step_end: StepEnd | None = None
+        self.ended = self.unsampled = 0
         self.declare(declared)
-
-    def _decide(self, plan: StepPlan | None = None) -> None:
-        """Decide once for the step that begins."""
-        self.current = self.declared if plan is None else plan
-        self.measured = self._step_end is not None or self._sampling.measures(self.ended, self.declared)
-
-    @property
-    def step_end(self) -> StepEnd | None:
-        """Decides which pass is a step's last, for loops that do not tell; None: the declared number of passes does."""
-        return self._step_end
-
-    @step_end.setter
-    def step_end(self, step_end: StepEnd | None) -> None:
-        self._step_end = step_end
-        self._decide(self.current)
-
-    @property
-    def steps_of_sample(self) -> int:
-        """Steps for which the sample of the step stands, if it is measured."""
-        return 1 if self._step_end is not None else self._sampling.gap(self.ended, self.declared)
 
     @property
     def lacks_samples(self) -> bool:
@@ -55,7 +37,7 @@ class StepPlans:
     def declare(self, plan: StepPlan) -> None:
         """Set the plan of the steps from the next one on. At a step boundary."""
         self.declared = plan
-        self._decide()
+        self.resume(self.ended, self.unsampled)
 
     def expect(self, plan: StepPlan | None) -> None:
         """Set the plan of this step alone; None: that of a full step."""
@@ -65,9 +47,18 @@ class StepPlans:
         """Return the step's plan if this backward pass, counted from 1, is its last; else None."""
         if number >= self.current.passes:
             return self.current
-        return None if self._step_end is None else self._step_end(number)
+        return None if self.step_end is None else self.step_end(number)
 
-    def begin(self, ended: int) -> None:
+    def resume(self, ended: int, unsampled: int) -> None:
         """Begin the step after a number of steps that have ended."""
-        self.ended = ended
-        self._decide()
+        self.ended, self.unsampled, self.current = ended, unsampled, self.declared
+        self.measured = unsampled > 0 or self._sampling.measures(ended, self.declared)
+
+    def end(self, *, sampled: bool) -> None:
+        """End the step, and begin the next one.
+
+        Args:
+            sampled: Whether the step has yielded a sample, if it was measured.
+        """
+        unsampled = self.unsampled + 1 if self.measured and not sampled else 0
+        self.resume(self.ended + 1, unsampled)

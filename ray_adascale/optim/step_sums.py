@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..batch import StepPlan
 from ..gain import gradient_moments
-from .exchange import Numbers, Packed, without
+from .exchange import Numbers, Packed
 
-OWN = frozenset({"a", "c", "complete", "loss_scale", "check"})
-"""The names of the statistics' numbers. The others are those that a caller has shared."""
+OWN = ("a", "c", "complete", "loss_scale", "check")
+"""The names of the statistics' numbers, which a caller can't share."""
 
 
 def mean_sq_norm(plan: StepPlan, norms: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
@@ -68,6 +68,7 @@ class StepSums:
         packed: All numbers in one tensor, where they travelled so; else None.
         watched: Whether every gradient of the step was watched. Else "c" has a gradient that "a" lacks.
         seen_here: Whether this worker saw all passes, so that "complete" is not 0.
+        shared_names: The names that a caller has shared.
     """
 
     plan: StepPlan
@@ -75,6 +76,7 @@ class StepSums:
     packed: Packed | None = None
     watched: bool = False
     seen_here: bool = False
+    shared_names: tuple[str, ...] = ()
 
     @property
     def measured(self) -> bool:
@@ -82,9 +84,14 @@ class StepSums:
         return "a" in self.numbers
 
     @property
+    def sampled(self) -> bool:
+        """Whether the step yields a sample of the noise."""
+        return self.measured and self.watched and self.plan.num_samples > 1
+
+    @property
     def shared(self) -> Numbers:
         """The caller's numbers, summed over workers."""
-        return without(self.numbers, OWN)
+        return {name: self.numbers[name] for name in self.shared_names} if self.shared_names else {}
 
     def on_host(self) -> StepSums:
         """Return the sums on the CPU, after one copy, which waits for the device; this object if they are there."""
@@ -123,7 +130,7 @@ class StepSums:
         a = self.numbers["a"] if squared is None else self.numbers["a"] / squared
         if num_gains < groups:
             a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
-        if not self.watched or plan.num_samples == 1:
+        if not self.sampled:
             return (a + c).sum(), None, None
         usable = None if self.seen_here else self.numbers["complete"][0] > 0
         ones = constant(1.0, c.device).expand(num_gains)

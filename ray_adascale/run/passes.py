@@ -73,7 +73,7 @@ class Passes:
         sharding: Sharding,
     ) -> None:
         self._module = module
-        self._optimizer, self._measurement = optimizer, optimizer.measurement
+        self._optimizer, self._measurement, self._plans = optimizer, optimizer.measurement, optimizer.passes.plans
         self.scaler = scaler
         self._guarded = guarded
         guarded.add_param_group = _refuse_group  # type: ignore[method-assign]
@@ -130,7 +130,9 @@ class Passes:
         self._batch = batch
         self._backward_done = False
         self._weights.append(batch.weight)
-        self._traffic.enter_context(self._sharding.in_pass(batch.is_last))
+        traffic = self._sharding.in_pass(batch.is_last)
+        if traffic is not None:
+            self._traffic.enter_context(traffic)
         if self._dtype is not None:
             self._autocast.enter_context(torch.autocast(self._device.type, dtype=self._dtype))
 
@@ -214,14 +216,13 @@ class Passes:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         self._optimizer.sample_weights = self._weights
-        plans = self._optimizer.passes.plans
-        self._measurement.begin(plans.current if batch.is_last else None, measured=plans.measured)
+        self._measurement.begin(self._plans.current if batch.is_last else None)
         with noted(lambda: self._sharding.note if loss.requires_grad else _DEPENDS_ON_NOTHING):
             loss.backward()
         self._measurement.end()  # torch.autograd.grad() in the loop's loss is no pass
         self._backward_done = True
-        self._traffic.close()
         if not batch.is_last:
+            self._traffic.close()
             if self._steps < _CHECKED_STEPS and self._sharding.readable:
                 self._gradients = self._gradient_versions()
             return

@@ -83,9 +83,7 @@ class ShardHookObserver(_OwnedShards, HookObserver):
     @without_gradients
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
         if self.watching:
-            self.complete = all(p in self.hooked for params in self.groups for p in params if p.requires_grad)
-            if not self.complete:
-                self.hook_all()
+            self.unwatched = [param for param, _ in self._moved()]
         return super().reduced_sq_norms(rank, world_size)
 
 

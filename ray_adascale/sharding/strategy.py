@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, cast
 
@@ -47,9 +46,9 @@ class Sharding:
     def __init__(self, model: nn.Module, module: nn.Module) -> None:
         self._model, self._module, self._reached = cast(Any, model), module, False
 
-    def in_pass(self, last: bool) -> AbstractContextManager[object]:
-        """Return the context of a pass, from its forward pass on. Gradients are reduced in the step's last one."""
-        return nullcontext()
+    def in_pass(self, last: bool) -> AbstractContextManager[object] | None:
+        """Return the context of a pass, from its forward pass on, if it needs one. The step's last pass reduces gradients."""
+        return None
 
     def before_last(self) -> None:
         """Check that the step's last backward pass will reduce the gradients of all trainable parameters.
@@ -77,20 +76,21 @@ class Copies(Sharding):
 
     def __init__(self, model: DistributedDataParallel, module: nn.Module) -> None:
         super().__init__(model, module)
-        self._built, self._called = [*map(_requires_grad, module.parameters())], False
+        self._params, self._called = list(module.parameters()), False
+        self._built = [*map(_requires_grad, self._params)]
         model.register_forward_pre_hook(self._on_forward)
 
     def _on_forward(self, *_: object) -> None:
         self._called = self._called or torch.is_grad_enabled()
 
-    def in_pass(self, last: bool) -> AbstractContextManager[object]:
+    def in_pass(self, last: bool) -> AbstractContextManager[object] | None:
         self._called = False
-        return nullcontext() if last else self._model.no_sync()
+        return None if last else cast(AbstractContextManager[object], self._model.no_sync())
 
     def before_last(self) -> None:
         if not self._called:
             raise RuntimeError(_NOT_CALLED)
-        trainable, finds_unused = [*map(_requires_grad, self._module.parameters())], self._model.find_unused_parameters
+        trainable, finds_unused = [*map(_requires_grad, self._params)], self._model.find_unused_parameters
         if trainable == self._built:
             return
         changed = [
@@ -119,8 +119,8 @@ class Owners(Sharding):
         self._params = list(module.parameters())
         self._trainable = [*map(_requires_grad, self._params)]
 
-    def in_pass(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last else self._model.no_sync()
+    def in_pass(self, last: bool) -> AbstractContextManager[object] | None:
+        return None if last else self._model.no_sync()
 
     def before_last(self) -> None:
         trainable = [*map(_requires_grad, self._params)]
@@ -141,10 +141,8 @@ class Whole(Sharding):
     copies = False
     readable = False  # FSDP2 keeps gradients where the loop can't reach them
 
-    @contextmanager
-    def in_pass(self, last: bool) -> Iterator[None]:
+    def in_pass(self, last: bool) -> None:
         self._model.set_requires_gradient_sync(last)
-        yield
 
 
 def sharding_of(model: nn.Module, module: nn.Module, kind: str) -> Sharding:

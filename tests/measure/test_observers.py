@@ -64,9 +64,9 @@ def test_two_threads_whose_hooks_come_first_begin_one_pass(monkeypatch: pytest.M
     both = threading.Barrier(2)
 
     def first_gradient(param: nn.Parameter) -> None:
-        hook = next(iter(param._backward_hooks.values()))  # as autograd's thread calls it
+        hook = observer._hooks[param]  # as autograd's thread calls it
         both.wait()
-        hook(torch.ones_like(param))
+        hook((torch.ones_like(param),))
 
     threads = [threading.Thread(target=first_gradient, args=(p,)) for p in (model[0].weight, model[2].weight)]
     for thread in threads:
@@ -237,7 +237,27 @@ def test_a_gradient_that_is_not_there_any_more_counts_as_zero() -> None:
     assert sum(shares) == pytest.approx(5 + 5 * 3 + 3)
 
 
-# ---- hooks that are set anew -----------------------------------------------------------------------------------------
+# ---- hooks are set once ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_torch_keeps_the_node_that_accumulates_as_long_as_it_is_held(frozen: bool) -> None:
+    """What the observer relies on: one node a leaf, frozen or not, after all tensor hooks, and not run by autograd.grad."""
+    leaf = nn.Parameter(torch.ones(3), requires_grad=not frozen)
+    node = observers.accumulator_of(leaf)
+    assert leaf.requires_grad == (not frozen)
+    seen: list[Any] = []
+    node.register_prehook(lambda grads: seen.append(grads[0].tolist()))
+    leaf.requires_grad_(True)
+    leaf.register_hook(lambda grad: grad * 3)
+    leaf.register_hook(lambda grad: grad + 1)
+    leaf.sum().backward()
+    torch.autograd.grad(leaf.sum(), leaf)
+    leaf.requires_grad_(False).requires_grad_(True).sum().backward()
+    assert seen == [[4.0] * 3] * 2
+    assert observers.accumulator_of(leaf) is node
+    leaf.data = leaf.data.double()
+    assert observers.accumulator_of(leaf) is not node
 
 
 class _Norms:
@@ -258,7 +278,7 @@ class _Norms:
     def complete(self, caller: str) -> None: ...
 
 
-def test_hooks_set_anew_see_the_parameters_that_need_a_gradient_then() -> None:
+def test_hooks_follow_what_trains_in_each_pass() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(3, 3, bias=False) for _ in range(3)]
     weights = [layer.weight for layer in layers]
@@ -276,21 +296,13 @@ def test_hooks_set_anew_see_the_parameters_that_need_a_gradient_then() -> None:
         sum(layers[i](torch.ones(2, 3)).square().sum() for i in used).backward()
         return sum(float(w.grad.square().sum()) for w in weights if w.grad is not None)
 
-    def anew() -> None:
-        observer.watch(False)
-        run(1, 2)  # which nobody sees
-        observer.watch(True)
-        observer.hook_unfrozen()
-
     expected = [run(1, 2)]
-    anew()
     weights[0].requires_grad_(True)
     weights[1].requires_grad_(False)
-    anew()
     expected.append(run(0, 2))
-    assert listener.unused == []  # a hook that is not set is not of an unused parameter
+    assert listener.unused == []  # a frozen parameter is not an unused one
     weights[1].requires_grad_(True)
-    anew()
     expected += [run(0, 1, 2), run(0, 1)]
     assert listener.found == pytest.approx(expected)
     assert listener.unused == [2]
+    assert not observer.unwatched

@@ -135,8 +135,3 @@ def calls_at(case: Case, leg: Leg, tau: float) -> int:
     if case.unit == "epoch":
         per_call = case.length // leg.base if case.drop_last else case.length / leg.base
     return min(math.floor(math.floor(tau) / per_call + 1e-12), math.floor((leg.total - 1) / per_call + 1e-12))
-
-
-def finds_unfrozen(leg: Leg, shape: Shape) -> bool:
-    """Whether gradients are measured in buckets, or hooked in the forward pass, so that an unfrozen parameter is seen at once."""
-    return leg.workers > 1 and (leg.sharding == "fsdp2" or (leg.sharding == "zero2" and shape.full == 1))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .adam_betas import step_with_betas
-from .base import Row, Shape, base_hyperparameters, calls_at, examples_of, finds_unfrozen, shape_of
+from .base import Row, Shape, base_hyperparameters, calls_at, examples_of, shape_of
 from .case import Case, Leg, added_group, dataset, frozen_names, loss_of, net, optimizers
 
 Vector = NDArray[np.float64]
@@ -113,8 +113,7 @@ class ReferenceAdaScale:
         self.variance_floor, self.window, self.total_steps = variance_floor, window, total_steps
         self.single_gain = single_gain
         self.effective_steps = 0.0
-        self.previous_gain = 1.0  # r_{−1}
-        self.gap = 1  # steps since the last that was measured
+        self.since_sample = 1.0  # τ since the last sample; before the first sample one effective step
         self.sigma2, self.mu2 = MovingAverage(self.debias), MovingAverage(self.debias)
 
     def add_group(self) -> None:
@@ -136,7 +135,7 @@ class ReferenceAdaScale:
             # r = (σ² + μ²) / (σ²/S + μ²), where σ²/S stays
             if sum(of_all) > 0:
                 r *= (of_all[0] * ratio + of_all[1]) / sum(of_all)
-                self.previous_gain = r
+                self.since_sample *= (of_all[0] * ratio + of_all[1]) / sum(of_all)
         return r
 
     def set_n(self, n: int) -> None:
@@ -145,8 +144,8 @@ class ReferenceAdaScale:
 
     def theta(self) -> float:
         if self.averaging == "effective":
-            # θ_t = exp(−Δ·r_{t−1} / (window·T)), since the last Δ steps had the same averages, and so the same gain
-            return math.exp(-self.gap * self.previous_gain / (self.window * self.total_steps))
+            # θ = exp(−Δτ / (window·T)), with Δτ since the step of the last sample began
+            return math.exp(-self.since_sample / (self.window * self.total_steps))
         # θ = max(1 − n/1000, 0)
         return max(1 - self.n / 1000, 0.0) if self.smoothing is None else self.smoothing
 
@@ -182,11 +181,12 @@ class ReferenceAdaScale:
             theta = self.theta()
             self.sigma2.update(sigma2, theta)
             self.mu2.update(mu2, theta)
+            self.since_sample = 0.0
 
         gains, clock = self._gains(groups)
         # τ ← τ + r
         self.effective_steps += clock
-        self.previous_gain = clock
+        self.since_sample += clock
         return StepResult(gains, clock, mean, float(total_sigma2), float(total_mu2), self.effective_steps)
 
     def _gains(self, groups: int) -> tuple[list[float], float]:
@@ -297,10 +297,10 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
     tau, r, position, loss_scale = 0.0, 1.0, 0, 65536.0 if case.precision == "fp16" else 1.0
     base, evaluated_at = case.legs[0].base, 0.0
     expected, free = ExpectedNorm(), 0.0  # the step from which the next measurement may begin
-    ended = 0
+    ended, unsampled = 0, False
     every = 1 if case.measure_every is None else case.measure_every
     for leg in case.legs:
-        curve, averages.total_steps, hooked_for = base_hyperparameters(case, leg), leg.total, None
+        curve, averages.total_steps = base_hyperparameters(case, leg), leg.total
         if base != leg.base:
             r = averages.rebase(base / leg.base, r)
         first, base = len(rows), leg.base
@@ -314,14 +314,7 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             averages.smoothing = max(1 - full_n / 1000, 0.0) if case.smoothing is None else case.smoothing
             frozen = frozen_names(case, step)
             of_leg = leg.workers > 1 and leg.sharding == "zero2"
-            several = full_n > 1
-            hooks = several, several or round(scale * shape.full / shape.passes, 9) != 1, of_leg and shape.full == 1
-            measured, averages.gap = ended % every == 0, min(max(ended, 1), every)
-            if hooks != hooked_for:
-                # Hooks are set once for steps of a kind, and a frozen parameter can't carry one.
-                at = step - 1 if hooked_for is not None else 0 if case.client == "run" else step
-                unhooked = set(frozen_names(replace(case, added=None), at))
-                hooked_for = hooks
+            measured = unsampled or ended % every == 0
             if step == case.added:
                 groups.append(added_group(case, module))
                 members[0].add_param_group(groups[-1])
@@ -336,9 +329,6 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             for q in module.parameters():
                 found = [w * g[q] for w, g in zip(weights, samples, strict=True) if g.get(q) is not None]
                 q.grad = sum(found[1:], found[0]) if found else None
-            # A step in which parameters are unfrozen that carry no hook has no noise.
-            late, unhooked = unhooked - set(frozen), unhooked & set(frozen)
-            left_out = late and not finds_unfrozen(leg, shape)
             if not all(v is None or bool(v.isfinite().all()) for g in samples for v in g.values()):
                 loss_scale = loss_scale / 2 if case.precision == "fp16" else 1.0
                 ended += not (
@@ -351,8 +341,10 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             mean = [np.sum([w * g for w, g in zip(weights, gs, strict=True)], axis=0) for gs in flats]
             statistics = None
             ended += 1
-            if n > 1 and not left_out and measured:
+            if n > 1 and measured:
                 statistics = np.array([moments(gs, weights, scale) for gs in flats])
+            # A measured step that yields no sample is measured again in the next step.
+            unsampled = measured and statistics is None and full_n > 1
             # ---- the largest norm: κ times the root of the average of ‖ḡ‖² over effective time, which knows E‖ḡ‖² = μ² + σ²/S
             multiple = isinstance(case.clip, str) and scale > 1
             limit = case.clip if isinstance(case.clip, float) else math.inf
@@ -363,6 +355,7 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
                 square = min(sum(float(m @ m) for m in mean), limit**2)
                 expected.add(square, math.exp(-result.gain / (case.window * leg.total)))
             r, (_, increment) = result.gain, apply_rule(case, leg, result.gain, scale, tau)
+            averages.since_sample += increment - result.gain
             noise = result.sigma2, result.mu2
             if base_run:
                 noise = (math.nan, math.nan)

@@ -7,18 +7,21 @@ import math
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
 from ray_adascale import OSS, AdaScale, AdaScaleConfig, Run, ShardedDataParallel, ShardedGradScaler
 from ray_adascale.batch import StepPlan
 from ray_adascale.optim.sampling import SAMPLES, Sampling
 
-from ..classifier import batches, make_model, weights
+from ..classifier import batches, make_model, sample_gradient, weights
+from ..model.reference_run import ReferenceAdaScale, moments
 
 OF_A_RUN: dict[str, Any] = {"clip": "averages", "averaging_window": 0.05, "total_steps": 1000, "single_gain": True}
 
@@ -41,20 +44,18 @@ def test_the_window_holds_fifty_samples_at_least() -> None:
     assert Sampling().every(late, plan(2.0)) == 1  # an average over steps
 
 
-def test_a_run_begins_with_measured_steps_and_each_sample_stands_for_those_since_the_last() -> None:
+def test_a_run_begins_with_measured_steps() -> None:
     sampling = Sampling(5000.0)
     measured = [n for n in range(1000) if sampling.measures(n, plan(16.0))]
     assert measured[:SAMPLES] == list(range(SAMPLES))
     gaps = [after - before for before, after in itertools.pairwise(measured)]
     assert max(gaps) == 7  # where k grows
     assert gaps[-20:] == [6] * 20
-    assert [sampling.gap(n, plan(16.0)) for n in measured] == [1, *gaps]
 
 
 def test_a_given_k_holds_from_the_first_step_on() -> None:
     sampling = Sampling(50.0, 3)
     assert [n for n in range(10) if sampling.measures(n, plan(2.0))] == [0, 3, 6, 9]
-    assert [sampling.gap(n, plan(2.0)) for n in (0, 3, 6)] == [1, 3, 3]
 
 
 @pytest.mark.parametrize("wrong", [0, -2, 1.5, True])
@@ -75,16 +76,12 @@ def test_k_needs_an_average_over_effective_steps() -> None:
 # ---- a step between --------------------------------------------------------------------------------------------------
 
 
-def hooks(model: torch.nn.Module) -> int:
-    return sum(len(p._backward_hooks or {}) for p in model.parameters())
-
-
 def backward(model: torch.nn.Module, data: list[tuple[Tensor, Tensor]], factor: float = 1.0) -> None:
     for x, y in data:
         (F.cross_entropy(model(x), y) * factor / len(data)).backward()
 
 
-def test_a_step_between_has_no_hooks_and_the_gain_of_the_averages() -> None:
+def test_a_step_between_has_the_gain_of_the_averages() -> None:
     model = make_model()
     ada = AdaScale(
         torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2, measure_every=3, **OF_A_RUN
@@ -93,7 +90,6 @@ def test_a_step_between_has_no_hooks_and_the_gain_of_the_averages() -> None:
     moments = []
     for step in range(7):
         assert ada.passes.plans.measured == (step % 3 == 0)
-        assert hooks(model) > 0
         before, lr_r = weights(model).clone(), 0.05 * ada.gain()
         backward(model, [next(data), next(data)])
         squared = sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None)
@@ -159,7 +155,6 @@ def test_the_state_has_the_place_in_the_series() -> None:
     state = ada.state_dict()
     ada.unhook()
     again = fresh()
-    assert hooks(model) > 0
     again.load_state_dict(state)
     assert not again.measurement.observer.watching  # type: ignore[union-attr] # the third is not measured
     backward(model, [next(data), next(data)])
@@ -172,18 +167,83 @@ def test_the_state_has_the_place_in_the_series() -> None:
     assert again.passes.plans.ended == 2
 
 
-def test_steps_that_may_end_early_are_all_measured() -> None:
+def make(model: torch.nn.Module, passes: int = 2, **settings: Any) -> AdaScale:
+    inner = torch.optim.SGD(model.parameters(), lr=settings.pop("lr", 0.05))
+    return AdaScale(inner, num_gradients_to_accumulate=passes, **{"measure_every": 3, **OF_A_RUN, **settings})
+
+
+def test_a_step_that_may_end_early_is_counted_where_it_is_not_measured() -> None:
     model = make_model()
-    ada = AdaScale(
-        torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2, measure_every=3, **OF_A_RUN
-    )
-    ada.step_end = lambda number: None
-    data = iter(batches(20, 4))
-    for _ in range(4):
-        assert hooks(model) > 0
-        backward(model, [next(data), next(data)])
+    ada = make(model, 3, scale=3.0)
+    full, number = ada.plan, 0
+    ada.step_end = lambda made: full.shortened(2, loss_divisor=3) if number == 1 and made == 2 else None
+    data, gains = iter(batches(20, 4)), []
+    for number in range(3):
+        backward(model, [next(data) for _ in range(2 if number == 1 else 3)])
         ada.step()
         ada.zero_grad()
+        gains.append(ada.last_step.gain)
+    assert gains[1] < gains[0] == gains[2]  # the same averages at S = 2
+    assert ada.steps == 3
+
+
+def test_a_step_that_yields_no_sample_is_measured_again_and_counts_for_the_whole_gap() -> None:
+    """Steps 0, 3, 6 are measured; step 3 has a single pass, so step 4 is measured. A sample weighs for τ since the last one."""
+    model = make_model()
+    ada = make(model, scale=2.0)
+    twin = ReferenceAdaScale(scale=2.0, n=2, clip="averages", averaging="effective", total_steps=1000, single_gain=True)
+    data = iter(batches(40, 4))
+    for number in range(9):
+        chunk = [next(data) for _ in range(1 if number == 3 else 2)]
+        if number == 3:
+            ada.expect_passes(1)
+        samples = [sample_gradient(model, batch, ada.param_groups) for batch in chunk]
+        assert ada.passes.plans.measured == (number in (0, 3, 4, 6))
+        backward(model, chunk)
+        twin.scale = 1.0 if number == 3 else 2.0
+        measured = number in (0, 4, 6)
+        statistics = np.array([moments([s[0] for s in samples], [0.5, 0.5], 2.0)]) if measured else None
+        expected = twin.advance(statistics, samples[0])
+        ada.step()
+        ada.zero_grad()
+        assert ada.last_step.gain == pytest.approx(expected.gain, rel=1e-12)
+    state = ada.state_dict()["adascale"]
+    assert float(state["since_sample"]) == pytest.approx(twin.since_sample, rel=1e-12)
+
+
+def test_a_skipped_step_adds_nothing_to_the_weight_of_the_next_sample() -> None:
+    model = make_model()
+    ada, data = make(model, scale=2.0), iter(batches(20, 4))
+    since = []
+    for number in range(4):
+        backward(model, [next(data), next(data)], math.inf if number == 1 else 1.0)
+        ada.step()
+        ada.zero_grad()
+        since.append(float(ada.statistics_state()["since_sample"]))
+    r = ada.gain()
+    assert since[1] == since[0]
+    assert since[2] == pytest.approx(2 * since[0], rel=1e-12)
+    assert since[3] == pytest.approx(r, rel=1e-12)  # the fourth step has a sample
+
+
+# ---- what a loop may not do, seen in each step -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])  # steps 0 and 3 are measured
+def test_missing_and_surplus_passes_and_gradients_that_were_left_are_refused_in_each_step(at: int) -> None:
+    for made, error in ((1, "1 of 4"), (5, "more than 4"), (4, "not cleared")):
+        model = make_model()
+        ada, data = make(model, 4), iter(batches(40, 4))
+        for _ in range(at):
+            backward(model, [next(data) for _ in range(4)])
+            ada.step()
+            ada.zero_grad()
+        backward(model, [next(data) for _ in range(made)])
+        if made == 4:
+            ada.step()
+            backward(model, [next(data) for _ in range(4)])
+        with pytest.raises(RuntimeError, match=error):
+            ada.step()
 
 
 def test_a_compiled_model_is_measured_in_turns() -> None:
@@ -204,24 +264,66 @@ def test_a_compiled_model_is_measured_in_turns() -> None:
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-9)
 
 
-def test_a_hook_of_the_users_that_is_registered_later_counts_alike_in_each_measured_step() -> None:
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_tensor_hook_counts_whenever_it_is_registered(every: int) -> None:
     found = []
-    for every in (1, 2):
+    for when in ("before", "after", "between"):
         model = make_model()
-        ada = AdaScale(
-            torch.optim.SGD(model.parameters(), lr=0.0), num_gradients_to_accumulate=2, measure_every=every, **OF_A_RUN
-        )
-        for p in model.parameters():
-            p.register_hook(lambda grad: grad * 10)
+
+        def register(model: torch.nn.Module = model) -> None:
+            for p in model.parameters():
+                p.register_hook(lambda grad: grad * 3)
+
+        if when == "before":
+            register()
+        ada = make(model, lr=0.0, measure_every=every)
+        if when == "after":
+            register()
         data = iter(batches(20, 4))
-        sigma2 = []
-        for _ in range(5):
+        for step in range(6):
+            if when == "between" and step == 2:
+                register()
             backward(model, [next(data), next(data)])
             ada.step()
             ada.zero_grad()
-            sigma2.append(ada.last_step.sigma2)
-        found.append(sigma2[::2])
+        found.append((ada.last_step.gain, ada.last_step.group_sigma2 if when != "between" else None))
     assert found[0] == found[1]
+    assert found[0][0] > 1.05
+
+
+@pytest.mark.parametrize("client", ["bare", "run"])
+def test_a_layer_that_trains_in_every_second_step_is_measured_in_the_steps_in_which_it_trains(client: str) -> None:
+    """With k = 2 the layer is frozen in the steps between, and trains in each measured one."""
+    model = make_model().float()
+    sigma2 = []
+
+    def thaw(step: int) -> None:
+        model[0].requires_grad_(step % 2 == 0)
+
+    data = [(x.float(), y) for x, y in batches(32, 4)]
+    if client == "bare":
+        ada = make(model, measure_every=2)
+        for step in range(8):
+            thaw(step)
+            backward(model, data[2 * step : 2 * step + 2])
+            ada.step()
+            ada.zero_grad()
+            sigma2.append(ada.last_step.sigma2)
+    else:
+        dataset = TensorDataset(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))
+        config = AdaScaleConfig(
+            base_batch_size=4, per_worker_batch_size=4, accumulation=2, total_steps=1000, measure_every=2
+        )
+        run = Run(model, torch.optim.SGD(model.parameters(), lr=0.05), None, dataset, config)
+        thaw(0)
+        for x, y in run:
+            run.backward(F.cross_entropy(run.model(x), y))
+            if run.step():
+                thaw(len(sigma2) + 1)
+                sigma2.append(run.optimizer.last_step.sigma2)
+            if len(sigma2) == 8:
+                break
+    assert [math.isnan(x) for x in sigma2] == [False, True] * 4
 
 
 # ---- on several workers ----------------------------------------------------------------------------------------------

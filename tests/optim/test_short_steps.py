@@ -57,7 +57,7 @@ def both(
         if reference.n == 1:  # nothing to learn from one: its gain is that of the averages at its scale
             r = reference._gains(1)[1]
             reference.effective_steps += r
-            reference.previous_gain = r
+            reference.since_sample += r
             mean = samples[0]
         else:
             result = reference.step(samples)
