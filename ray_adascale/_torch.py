@@ -81,6 +81,15 @@ def count_of_writes(tensor: Tensor) -> int:
     return tensor._version
 
 
+Versions = list[tuple[int, int] | None]
+"""Which tensors some are, and how often each was written to."""
+
+
+def versions(tensors: Iterable[Tensor | None]) -> Versions:
+    """Return the identity of each tensor with its :func:`count_of_writes`; None for None."""
+    return [None if t is None else (id(t), t._version) for t in tensors]
+
+
 def uncompiled(function: _Function) -> _Function:
     """Let a compiled training step call the function uncompiled, as it calls torch's own optimizers.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import digest_of
+
+_log = logging.getLogger(__name__)
 
 
 def capture_rng(device: torch.device) -> dict[str, Tensor]:
@@ -57,18 +60,15 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)  # noqa: NPY002
 
 
-def separate_streams(rank: int, world_size: int, device: torch.device) -> list[str]:
+def separate_streams(rank: int, world_size: int, device: torch.device) -> None:
     """Give each worker random streams of its own where workers have equal ones, as after ``torch.manual_seed(0)`` on each.
 
     With equal streams dropout and augmentation are the same on all workers, so their noise would not average out. Each
     generator (torch's, the GPU's, NumPy's, Python's) is compared by itself. A worker changes a generator if a lower rank has an
-    equal one. Collective.
-
-    Returns:
-        The names of the generators that any worker has changed, the same on all workers.
+    equal one. After an exact resume all are separate. Collective. Rank 0 logs the names of those that any worker has changed.
     """
     if world_size == 1:
-        return []
+        return
     states: dict[str, list[Tensor]] = {}
     for key, value in capture_rng(device).items():
         states.setdefault(key.removesuffix("_gauss"), []).append(value)
@@ -93,4 +93,9 @@ def separate_streams(rank: int, world_size: int, device: torch.device) -> list[s
             seeders[name](digest_of(torch.tensor([digests[rank], rank])) % 2**32)
         if len(set(digests)) < world_size:
             changed.append(name)
-    return changed
+    if changed and rank == 0:
+        _log.info(
+            "Workers had equal random generators (%s). Each rank above 0 goes on with a stream of its own, so that dropout and "
+            "augmentation differ.",
+            ", ".join(changed),
+        )

@@ -248,6 +248,7 @@ class HookObserver(GradientObserver):
         self._hooks: dict[Tensor, Callable[[Sequence[Tensor | None]], None]] = {}
         # By parameter: the tensor that accumulates, its node, which torch holds weakly, and the dtype and device of then.
         self._nodes: dict[Tensor, tuple[Tensor, Any, torch.dtype, torch.device]] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}  # in which the nodes of a GPU were made
         self._pass = _Pass()
         self._starting = threading.Lock()  # autograd has a thread for each GPU
         self._watch()
@@ -288,17 +289,27 @@ class HookObserver(GradientObserver):
                     self.hook(param, param)
 
     def refresh(self) -> None:
-        for param, leaf in self._moved():
+        moved = self._moved()
+        for param, _ in moved:  # torch makes another node only once nobody holds the old one
             self.hooked.pop(param).remove()
+            del self._nodes[param]
+        for param, leaf in moved:
             self.hook(param, leaf)
 
+    def cast(self) -> list[Tensor]:
+        """Return the parameters of another dtype or device than they were hooked with."""
+        nodes = self._nodes.items()
+        return [p for p, (leaf, _, dtype, device) in nodes if leaf.dtype is not dtype or leaf.device != device]
+
     def _moved(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the parameters, and the tensors that accumulate, whose hooked nodes torch does not use any more."""
-        return [
-            (param, leaf)
-            for param, (leaf, _, dtype, device) in self._nodes.items()
-            if leaf.dtype is not dtype or leaf.device != device
-        ]
+        """Return the parameters, and the tensors that accumulate, whose hooked nodes are not those that torch would make now.
+
+        A node belongs to the stream in which it was made. In another one torch would wait for that stream in each pass.
+        """
+        streams = self._streams
+        left = [device for device, stream in streams.items() if torch.accelerator.current_stream(device) != stream]
+        moved = self._nodes if left else self.cast()
+        return [(param, self._nodes[param][0]) for param in moved]
 
     def slot(self, param: Tensor) -> Tensor | None:
         """Return the tensor for the norm of this parameter's gradients, if a hook may write it there without :meth:`taker`."""
@@ -324,6 +335,8 @@ class HookObserver(GradientObserver):
             hook = self._hooks[param] = self._hook_of(param)
         node = accumulator_of(leaf)
         self._nodes[param] = leaf, node, leaf.dtype, leaf.device
+        if not leaf.is_cpu:
+            self._streams[leaf.device] = torch.accelerator.current_stream(leaf.device)
         self.hooked[param] = node.register_prehook(hook)
 
     def _hook_of(self, param: Tensor) -> Callable[[Sequence[Tensor | None]], None]:
@@ -418,7 +431,7 @@ class HookObserver(GradientObserver):
         precondition, share = self._precondition, self._shares[rank, world_size]
         if self.watching:
             # Of all parameters, so that each worker comes to the same answer.
-            self.unwatched = [param for param, _ in self._moved()]
+            self.unwatched = self.cast()
         with_grads = [(g, p, p.grad) for g, p in share if p.grad is not None]
         if precondition is None:
             norms = take_norms([grad for _, _, grad in with_grads])

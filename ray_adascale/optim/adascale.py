@@ -455,6 +455,11 @@ class AdaScale(OptimizerWrapper):
         return self._passes.at_boundary
 
     @property
+    def is_last_pass(self) -> bool:
+        """Whether the backward pass that has ended last is the last one of its step: the place for a loop's own clipping."""
+        return self._passes.is_last
+
+    @property
     def accumulating(self) -> bool:
         """Whether there was a backward pass since the last step, and the step's last pass is yet to come."""
         return self._passes.accumulating
@@ -507,12 +512,14 @@ class AdaScale(OptimizerWrapper):
             ValueError: The wrapped optimizer is no OSS, and there is a filter or a process group.
         """
         self._passes.complete("clip_grad_norm")
-        return self._clip_norm(max_norm, norm_type, filter_params_fn, process_group)
+        with self.measurement.changing():
+            return self._clip_norm(max_norm, norm_type, filter_params_fn, process_group)
 
     def clip_grad_value(self, clip_value: float) -> None:
         """Clip each element of the gradient of the next step, as :meth:`clip_grad_norm` clips its norm. The gain stays."""
         self._passes.complete("clip_grad_value")
-        self._clip_value(clip_value)
+        with self.measurement.changing():
+            self._clip_value(clip_value)
 
     def _require_boundary(self, what: str) -> None:
         if not self.at_boundary and not (self.saves_within_step and what in ("state_dict", "statistics_state")):

@@ -11,6 +11,7 @@ from .._torch import count_of_writes, without_gradients
 from ..batch import StepPlan
 from ..measure.norms import take_norm
 from ..measure.observers import GradientObserver, PassListener
+from .gradient_guard import CLEARED
 from .measurement import Measurement, local_part
 from .step_plans import StepPlans
 from .step_sums import StepSums
@@ -67,6 +68,11 @@ class InferredPasses:
         return not self.measurement.under_way
 
     @property
+    def is_last(self) -> bool:
+        """Whether the backward pass that has ended last is the last one of its step."""
+        return self.plan.passes == 1 or (self.measurement.under_way and self.measurement.last is not None)
+
+    @property
     def accumulating(self) -> bool:
         """Whether there was a backward pass, and the step's last is yet to come."""
         return self.measurement.under_way and self.measurement.last is None
@@ -98,8 +104,10 @@ class InferredPasses:
     def begin_step(self) -> None:
         """Clear the passes since the last step."""
         measurement = self.measurement
-        if measurement.observer is not None and not self._told:
-            measurement.observer.refresh()
+        if self._told and self.accumulating:
+            raise RuntimeError(CLEARED[True])
+        if not self._told:
+            measurement.refresh()
         if not measurement.untouched:
             self.left_out |= measurement.sums is not None and measurement.scales_loss
             self._clear_passes()
@@ -108,14 +116,14 @@ class InferredPasses:
         if self.measurement.under_way:
             self.plans.expect(None)  # else it is of a step yet to begin: gradients may be cleared before it
         self.passes = 0
-        self._too_many = self._uncleared = False
+        self._too_many = self._uncleared = self._broken = False
         self.measurement.clear()
 
     def end_step(self) -> None:
         """End the step: it was taken, or is left out for good."""
         sampled = self.measurement.sampled
         self.passes = 0
-        self._too_many = self._uncleared = False
+        self._too_many = self._uncleared = self._broken = False
         self.measurement.end_step()
         self.plans.end(sampled=sampled)
         if self.plans.unsampled == _UNSAMPLED:
@@ -147,6 +155,11 @@ class InferredPasses:
         elif self._stepped_with is not None and self._stepped_with == self._first_gradient():
             self._uncleared = self._has_gradients(observer)
         self._stepped_with = None
+        if self.measurement.broken:
+            # An exception has ended the pass before. Were its gradients cleared since, and those of the step's earlier passes?
+            self._broken |= self._has_gradients(observer)
+            if not self._broken:
+                self._clear_passes()
         last = self.plans.if_last(self.passes + 1)
         self.measurement.begin(last)
         return last is not None
@@ -178,6 +191,11 @@ class InferredPasses:
             RuntimeError: Passes are missing, there were too many, or the gradients of the step before were not cleared.
         """
         measurement, workers = self.measurement, self.measurement.workers
+        if self._broken or measurement.broken:
+            raise RuntimeError(
+                "A backward pass of this step has ended in an exception, and has left incomplete gradients. Where the loop "
+                "catches it, call optimizer.zero_grad(), and make all backward passes of the step again."
+            )
         if self._too_many:
             raise RuntimeError(
                 f"Gradients of more than {self.plan.passes} backward passes were added up before step(), so the gain is not "
@@ -211,7 +229,8 @@ class InferredPasses:
     def finish(self) -> StepSums:
         """Return the sums of the step, once it is :meth:`complete`."""
         self.complete()
-        return self.measurement.sums or self.measurement.unseen(self.plan)
+        sums = self.measurement.sums
+        return self.measurement.unseen(self.plan) if sums is None else self.measurement.checked(sums)
 
     def _no_samples(self) -> RuntimeError:
         return RuntimeError(

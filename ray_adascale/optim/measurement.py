@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -11,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._torch import is_dtensor, without_gradients
+from .._torch import Versions, is_dtensor, versions, without_gradients
 from .._warn import warn_on_first_worker
 from ..batch import StepPlan
 from ..measure.norms import finite_check, take_norm
 from ..measure.observers import GradientObserver, PassListener
 from ..sharding.oss import OSS
 from .exchange import Exchange, Numbers
+from .gradient_guard import check_between
 from .observing import has_dtensors, has_sharded_gradients, make_observer
 from .step_plans import StepPlans
 from .step_sums import OWN, StepSums, constant, mean_sq_norm
@@ -146,6 +149,11 @@ class Measurement:
         self.detach()
         self._unhooked = True
 
+    def refresh(self) -> None:
+        """Watch parameters that were cast or moved. Called before the forward pass of a step, if the loop tells."""
+        if self.observer is not None:
+            self.observer.refresh()
+
     @property
     def untouched(self) -> bool:
         """Whether nothing of the next step has begun."""
@@ -230,6 +238,8 @@ class Measurement:
         self.last: StepPlan | None = None  # the plan, once the step's last pass has begun
         self._measured = self._passing = self._local_ended = False
         self._norms: list[Tensor] = []  # ‖g_i‖² of each pass on this worker, as measured
+        self._left: Versions | None = None  # gradients after the last pass, if another follows
+        self._final: Versions | None = None  # those that the step was summed with
         self._exchange = Exchange(self.workers, self._process_group)
         self.sums: StepSums | None = None
 
@@ -246,9 +256,9 @@ class Measurement:
         """
         self._measured = self._plans.measured
         if self.observer is not None:
-            if self._told and not self.under_way:
-                self.observer.refresh()
             self.observer.ignore(self._told and not self._measured)
+            if self._left is not None and not self.broken:
+                check_between(self._left, versions(self.gradients), told=self._told)
         self.under_way = self._passing = True
         self.last, self._local_ended = last, False
 
@@ -280,8 +290,20 @@ class Measurement:
                 )
             if self.last is not None:
                 self.finish(self.last)
+            elif self._measured:
+                self._left = versions(self.gradients)
             self.observer.ignore(False)
         self._passing = False
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients of the parameters."""
+        return [p.grad for group in self._optimizer.param_groups for p in group["params"]]
+
+    @property
+    def broken(self) -> bool:
+        """Whether an exception has ended a pass of this step, so that its gradients are incomplete."""
+        return self._passing
 
     @without_gradients
     def finish(self, plan: StepPlan, *, scaled: bool = True) -> StepSums:
@@ -315,6 +337,37 @@ class Measurement:
         self.sums = sums
         if self._to_mean:
             self.divide_to_mean(sums.plan)
+        self.accept_gradients()
+        return sums
+
+    def accept_gradients(self) -> None:
+        """Take the step's gradients as they are now: a change of our own has kept them finite."""
+        self._final = self._versions()
+
+    def _versions(self) -> Versions:
+        own = self._optimizer.step_gradients() if isinstance(self._optimizer, OSS) else self.gradients
+        return versions(own)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Return a context in which this package changes the gradients of a complete step, and keeps them finite."""
+        if self.sums is not None:
+            self.checked(self.sums)
+        yield
+        if self.sums is not None:
+            self.accept_gradients()
+
+    @without_gradients
+    def checked(self, sums: StepSums) -> StepSums:
+        """Return the sums, with another look whether gradients are finite if the loop has changed them since.
+
+        Collective, if gradients are sharded and were changed.
+        """
+        if self._final is None or self._final == self._versions():
+            return sums
+        sums = replace(sums, numbers={**sums.numbers, "late": self._finite()}, packed=None)
+        self.sums = sums
+        self.accept_gradients()
         return sums
 
     def divide_to_mean(self, plan: StepPlan) -> None:
@@ -364,6 +417,10 @@ class Measurement:
 
     def unseen(self, plan: StepPlan) -> StepSums:
         """Return the sums of a step without an observer: at n = 1 and S = 1, or after :meth:`unhook`."""
+        return StepSums(plan, {"check": self._finite(), **self._shared}, shared_names=tuple(self._shared))
+
+    def _finite(self) -> Tensor:
+        """Return a number that is finite if the step's gradients are. Collective, if they are sharded."""
         device, grads = self.device, self.step_gradients()
         check = finite_check(grads, device) if grads else torch.ones(1, dtype=torch.float64, device=device)
         if self.workers.reduce and (has_sharded_gradients(self._optimizer) or has_dtensors(self._optimizer)):
@@ -371,7 +428,7 @@ class Measurement:
             flag = check.isfinite().float()
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
             check = 1 / flag.double()
-        return StepSums(plan, {"check": check, **self._shared}, shared_names=tuple(self._shared))
+        return check
 
 
 def local_part(tensor: Tensor) -> Tensor:

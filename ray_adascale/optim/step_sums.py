@@ -12,7 +12,7 @@ from ..batch import StepPlan
 from ..gain import gradient_moments
 from .exchange import Numbers, Packed
 
-OWN = ("a", "c", "complete", "loss_scale", "check")
+OWN = ("a", "c", "complete", "loss_scale", "check", "late")
 """The names of the statistics' numbers, which a caller can't share."""
 
 
@@ -64,7 +64,8 @@ class StepSums:
         plan: The step's plan.
         numbers: "c": C per parameter group, as measured. If the step was measured "a", A likewise, and "complete", the workers
             that saw all passes. "loss_scale" where there is one. Without an observer "check", which is finite if the gradients
-            are, in place of "c". And what the caller shares, by its names.
+            are, in place of "c". "late", likewise, where the loop has changed gradients after the last pass. And what the caller
+            shares, by its names.
         packed: All numbers in one tensor, where they travelled so; else None.
         watched: Whether every gradient of the step was watched. Else "c" has a gradient that "a" lacks.
         seen_here: Whether this worker saw all passes, so that "complete" is not 0.
@@ -125,6 +126,8 @@ class StepSums:
         squared = None if scale is None else scale.square()
         if squared is not None:
             c = c / squared
+        if "late" in self.numbers:
+            c = c + 0 * self.numbers["late"]
         if not self.measured:
             return (c[0] if groups == 1 else c.sum()), None, None
         a = self.numbers["a"] if squared is None else self.numbers["a"] / squared

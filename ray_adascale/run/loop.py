@@ -209,6 +209,11 @@ class Run:
         return self.parts.passes.scaler
 
     @property
+    def is_last_pass(self) -> bool:
+        """Whether the pass in progress is the last one of its optimizer step: the place for a loop's own clipping."""
+        return self.parts.passes.is_last
+
+    @property
     def at_boundary(self) -> bool:
         """Whether this is a step boundary, the only place to checkpoint."""
         return self.parts.passes.between and self.optimizer.at_boundary
@@ -278,7 +283,7 @@ class Run:
     def __iter__(self) -> Iterator[Any]:
         """Yield micro-batches on the device until τ reaches T. Then evaluate, report and save for the last time."""
         entered = time.monotonic()
-        self._separate_streams()
+        separate_streams(self.backend.rank, self.plan.workers, self.backend.device)
         batches: Iterator[MicroBatch] = iter(self.source)
         if self.parts.unit_weights is not None:
             batches = self.parts.unit_weights.weighted(batches)
@@ -312,16 +317,6 @@ class Run:
             self.source.close()
             for listener in self.parts.listeners:
                 listener.left()
-
-    def _separate_streams(self) -> None:
-        """Give each worker random streams of its own, if several have equal ones. After an exact resume they are separate."""
-        changed = separate_streams(self.backend.rank, self.plan.workers, self.backend.device)
-        if changed and self.backend.rank == 0:
-            _log.info(
-                "Workers had equal random generators (%s). Each rank above 0 goes on with a stream of its own, so that dropout "
-                "and augmentation differ.",
-                ", ".join(changed),
-            )
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of one micro-batch, with the loss weighted and scaled. The last pass reduces gradients.

@@ -10,17 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._errors import noted
-from .._torch import count_of_writes
 from .._warn import warn_on_first_worker
 from ..batch import StepPlan
 from ..data.order import MicroBatch
 from ..optim.adascale import AdaScale
 from ..sharding.strategy import Sharding
 from .observe.advice import warn_of_micro_batch, warn_of_written_buffers, written_buffers
-
-_CHECKED_STEPS = 3
-"""Steps of a start in which gradients are checked between passes. A loop that changes them does so from its first step on."""
 
 _DEPENDS_ON_NOTHING = (
     "In run.backward(loss): the loss depends on no trainable parameter. Was it computed under torch.no_grad() or "
@@ -29,6 +24,12 @@ _DEPENDS_ON_NOTHING = (
 
 _LOOP = (
     "Loop over the run, not over a loader (for batch in run), and write run.backward(loss) in place of loss.backward()."
+)
+
+_FAILED = (
+    "A backward pass of this step has ended in an exception, and has left incomplete gradients. Leave the loop: `for ... in run` "
+    "begins again with the examples of this step, on one worker; with several start again from the last checkpoint. If memory "
+    "was the cause, make per_worker_batch_size smaller, with the same global batch."
 )
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -88,6 +89,8 @@ class Passes:
         self._steps = 0
         # After the last backward pass, until they are compared.
         self._gradients: list[tuple[int, int] | None] | None = None
+        self._failed = False  # in a backward pass of the step
+        self._params = [p for group in optimizer.param_groups for p in group["params"]]
         self._warned_of_eval_mode = False
         self._buffers: dict[str, Tensor] = {}  # before the first forward pass
         self._traffic, self._autocast = ExitStack(), ExitStack()  # each is open during a pass
@@ -109,6 +112,7 @@ class Passes:
         It closes an open pass at its end.
         """
         self._optimizer.zero_grad()  # gradients of before the loop, or of a loop that was left within a step
+        self._failed = False
         hook = self._guarded.register_step_pre_hook(self._check_stepping)
         self._guarded.add_param_group = _refuse_group  # type: ignore[method-assign]
         self._optimizer.passes.told(True)
@@ -127,6 +131,7 @@ class Passes:
             self._weights = []
             if self._steps == 0 and self._optimizer.plan.num_samples > 1:
                 self._buffers = written_buffers(self._module)
+            self._measurement.refresh()
         self._batch = batch
         self._backward_done = False
         self._weights.append(batch.weight)
@@ -142,6 +147,8 @@ class Passes:
         Raises:
             RuntimeError: The loop did not call ``run.step()``.
         """
+        if self._failed:
+            raise RuntimeError(_FAILED)
         if self._batch is not None:
             raise RuntimeError(
                 "A micro-batch went by without run.step(). Call run.backward() and run.step() for each micro-batch."
@@ -150,7 +157,7 @@ class Passes:
     def _check_only_backward(self, *, first: bool = False) -> None:
         """Check that the loop has not called ``loss.backward()``.
 
-        Where nothing is measured, gradients are looked for in the first steps of a start.
+        Where nothing is measured, gradients are looked for as a step begins.
 
         Args:
             first: No pass of this step has run.
@@ -159,8 +166,8 @@ class Passes:
             RuntimeError: It has.
         """
         found = self._measurement.foreign
-        if first and self._steps < _CHECKED_STEPS:
-            found |= any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
+        if first and self._measurement.observer is None:
+            found |= bool([p for p in self._params if p.grad is not None])
         if found:
             raise RuntimeError(
                 "loss.backward() was called in the loop beside run.backward(), so a micro-batch has several backward passes. "
@@ -178,6 +185,8 @@ class Passes:
             ValueError: The loss is no scalar tensor.
         """
         batch = self._batch
+        if self._failed:
+            raise RuntimeError(_FAILED)
         if batch is None or self._backward_done:
             raise RuntimeError(f"Call run.backward() once for each micro-batch of the run, before run.step(). {_LOOP}")
         self._check_only_backward(first=batch.pass_index == 0)
@@ -190,6 +199,9 @@ class Passes:
             raise ValueError(f"Invalid loss of shape {tuple(loss.shape)}. Must be a scalar: the mean over examples.")
         if batch.pass_index > 0:
             self._check_gradients()
+            raise ValueError(
+                f"Invalid loss of shape {tuple(loss.shape)}. Must be a scalar: the mean over the examples."
+            )
         if not self._module.training:
             self._check_mode()
         if self._dtype is not None:
@@ -217,17 +229,21 @@ class Passes:
             loss = self.scaler.scale(loss)
         self._optimizer.sample_weights = self._weights
         self._measurement.begin(self._plans.current if batch.is_last else None)
-        with noted(lambda: self._sharding.note if loss.requires_grad else _DEPENDS_ON_NOTHING):
+        try:
             loss.backward()
+        except Exception as error:
+            self._failed = True
+            if note := self._sharding.note if loss.requires_grad else _DEPENDS_ON_NOTHING:
+                error.add_note(note)
+            raise
         self._measurement.end()  # torch.autograd.grad() in the loop's loss is no pass
         self._backward_done = True
         if not batch.is_last:
             self._traffic.close()
-            if self._steps < _CHECKED_STEPS and self._sharding.readable:
-                self._gradients = self._gradient_versions()
             return
         if self.scaler is not None:
-            self.scaler.unscale_(self._optimizer)  # here, so that the loop sees and clips the true gradient
+            with self._measurement.changing():
+                self.scaler.unscale_(self._optimizer)  # here, so that the loop sees and clips the true gradient
         self._sharding.after_last()
 
     def check_backward(self, caller: str) -> None:
@@ -239,6 +255,8 @@ class Passes:
         Raises:
             RuntimeError: The backward pass has not run.
         """
+        if self._failed:
+            raise RuntimeError(_FAILED)
         if self._batch is None or not self._backward_done:
             raise RuntimeError(f"{caller} {_LOOP}")
 
@@ -281,34 +299,6 @@ class Passes:
         self._optimizer.zero_grad()
         self._batch = None
         self._steps += 1
-
-    def _check_gradients(self) -> None:
-        """Check that the loop left the gradients of the step's earlier passes as they were.
-
-        Raises:
-            RuntimeError: It did not.
-        """
-        before, self._gradients = self._gradients, None
-        if before is None:
-            return
-        now = self._gradient_versions()
-        if now == before:
-            return
-        if any(then is not None and after is None for then, after in zip(before, now, strict=True)):
-            raise RuntimeError(
-                "Gradients were cleared between the passes of an optimizer step, so all micro-batches but the step's last would "
-                "be lost. Delete optimizer.zero_grad() or model.zero_grad() from the loop: run.step() clears the gradients after "
-                "each step."
-            )
-        raise RuntimeError(
-            "Gradients were changed between the passes of an optimizer step, and the next passes would add to changed "
-            "gradients. Delete optimizer.zero_grad() from the loop: run.step() clears the gradients. Clip once a step: "
-            "run.clip_grad_norm_(), which does nothing before the last pass, or AdaScaleConfig(grad_clip=...)."
-        )
-
-    def _gradient_versions(self) -> list[tuple[int, int] | None]:
-        """Return the identity of each gradient, with the count of writes to it. It does not wait for the device."""
-        return [None if p.grad is None else (id(p.grad), count_of_writes(p.grad)) for p in self._module.parameters()]
 
     def _check_mode(self) -> None:
         """Warn once if all modules of the model are in eval mode. A model with a part in train mode was set so on purpose."""

@@ -83,7 +83,7 @@ class ShardHookObserver(_OwnedShards, HookObserver):
     @without_gradients
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
         if self.watching:
-            self.unwatched = [param for param, _ in self._moved()]
+            self.unwatched = self.cast()
         return super().reduced_sq_norms(rank, world_size)
 
 

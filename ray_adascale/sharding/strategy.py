@@ -38,8 +38,6 @@ class Sharding:
 
     copies = True
     """Whether each worker has a copy of the weights."""
-    readable = True
-    """Whether the loop can read gradients between the passes of a step."""
     note = ""
     """A note on an error in a backward pass."""
 
@@ -139,7 +137,6 @@ class Whole(Sharding):
     """``fully_shard``: each worker has its shard of weights and gradients (``sharding="fsdp2"``)."""
 
     copies = False
-    readable = False  # FSDP2 keeps gradients where the loop can't reach them
 
     def in_pass(self, last: bool) -> None:
         self._model.set_requires_gradient_sync(last)

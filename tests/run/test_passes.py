@@ -40,6 +40,7 @@ class Setup:
             device=torch.device("cpu"),
             sharding=Sharding(self.model, self.model),
         )
+        self.optimizer.passes.told(True)  # as within guard()
 
     @property
     def grad(self) -> Tensor:
@@ -211,18 +212,14 @@ def test_gradients_may_change_after_the_last_pass() -> None:
     assert setup.passes.ends_step()
 
 
-@pytest.mark.parametrize(("steps", "refused"), [(2, True), (3, False)])
-def test_gradients_are_compared_in_the_first_three_steps(steps: int, refused: bool) -> None:
+def test_gradients_are_compared_in_later_steps_too() -> None:
     setup = Setup()
-    for _ in range(steps):
+    for _ in range(5):
         setup.take_step()
     setup.backward(0)
     assert not setup.passes.ends_step()
     change(setup)
-    if refused:
-        with pytest.raises(RuntimeError, match="changed between"):
-            setup.backward(1)
-    else:
+    with pytest.raises(RuntimeError, match="changed between"):
         setup.backward(1)
 
 
