@@ -113,7 +113,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "measure",
             "where squared norms of gradients are measured",
-            "norms observers fsdp2 probe noise_meter",
+            "norms observers identity fsdp2 probe noise_meter",
         ),
     ],
     [

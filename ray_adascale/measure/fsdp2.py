@@ -68,6 +68,7 @@ class FSDP2Observer(HookObserver):
         self._pre_forward: list[RemovableHandle] = []
         self._reductions: list[RemovableHandle] = []
         super().__init__(groups, listener, local=local)
+        self.identity = None  # shards have no place in the whole that torch gives
 
     def _watch(self) -> None:
         watched = {p for params in self.groups for p in params}

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from .._torch import without_gradients
+from .identity import IdentityCheck, project
 from .norms import GroupSums, SampleNorms, take_norm, take_norms, worth_sharing
 
 
@@ -101,11 +102,12 @@ _REENTRANT = (
 class _Pass:
     """The running backward pass, as each parameter's hook sees it; it holds nothing alive."""
 
-    __slots__ = ("end", "ignored", "measured", "number", "seen")
+    __slots__ = ("end", "ignored", "measured", "number", "products", "seen")
 
     def __init__(self) -> None:
         self.measured = True  # if not, no norms are taken
         self.ignored = False  # if so, hooks return at once
+        self.products: list[Tensor] | None = None  # ⟨g, v⟩ of each gradient of the step, if the step is checked
         self.number = 0
         self.seen: list[int] = []  # the last pass in which each hook ran
         # Autograd holds the callback of the end while the pass runs, and drops it where an exception ends the pass.
@@ -193,6 +195,20 @@ class GradientObserver(ABC):
     def add_group(self, params: Sequence[Tensor]) -> None:
         """Watch one more parameter group."""
 
+    identity: IdentityCheck | None = None
+    """Checks the identity of steps; None where the norms are those of the very gradients that are reduced."""
+
+    def project(self, checked: bool) -> None:  # noqa: B027
+        """Begin the products of a step's gradients, if it is checked. Called between steps."""
+
+    def local_product(self) -> Tensor:
+        """Return Σ⟨g, v⟩ over the step's passes on this worker; float64, 0-dim."""
+        raise NotImplementedError  # with `identity` alone
+
+    def reduced_product(self) -> Tensor:
+        """Return ⟨ḡ, v⟩ of the reduced gradient that this worker holds; float64, 0-dim."""
+        raise NotImplementedError
+
     def watch(self, watching: bool) -> None:
         """Measure gradient samples from the next pass on, or leave them out: hooks stay, and notice passes alone."""
         self.watching = watching
@@ -242,6 +258,8 @@ class HookObserver(GradientObserver):
         self._local = local
         self._early, self._sent_early = early, False
         self._check_unused = check_unused
+        half = any(p.dtype.itemsize < 4 for params in groups for p in params)
+        self.identity = IdentityCheck(half=half, exact=early is None or early())
         self._precondition = precondition
         self.groups = [list(params) for params in groups]
         self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
@@ -280,6 +298,22 @@ class HookObserver(GradientObserver):
 
     def ignore(self, ignored: bool) -> None:
         self._pass.ignored = ignored
+
+    def project(self, checked: bool) -> None:
+        self._pass.products = [] if checked else None
+
+    def local_product(self) -> Tensor:
+        return self._total(self._pass.products or [])
+
+    @without_gradients
+    def reduced_product(self) -> Tensor:
+        whole = [p for params in self.groups for p in params if p.grad is not None and p.is_contiguous()]
+        return self._total([project(cast(Tensor, p.grad)) for p in whole])
+
+    def _total(self, products: Sequence[Tensor]) -> Tensor:
+        return sum(
+            (product.to(self.device) for product in products), torch.zeros((), dtype=torch.float64, device=self.device)
+        )
 
     def hook_all(self) -> None:
         """Hook all parameters that can have a gradient."""
@@ -342,7 +376,7 @@ class HookObserver(GradientObserver):
     def _hook_of(self, param: Tensor) -> Callable[[Sequence[Tensor | None]], None]:
         ref, take, current, slot = weakref.ref(self), self.taker(param), self._pass, self.slot(param)
         dtype = None if slot is None else slot.dtype
-        seen, index = current.seen, len(current.seen)
+        seen, index, projected = current.seen, len(current.seen), param.is_contiguous()
         seen.append(0)
 
         def hook(grads: Sequence[Tensor | None]) -> None:
@@ -364,6 +398,8 @@ class HookObserver(GradientObserver):
                 return
             if grad.requires_grad:
                 grad = grad.detach()
+            if current.products is not None and projected:
+                current.products.append(project(grad))
             if grad.dtype is dtype and grad.layout is torch.strided and grad.is_cpu:
                 torch.linalg.vector_norm(grad, out=slot)
             else:

@@ -193,6 +193,11 @@ class AdaScaleAlgorithm:
         """Return a step without a sample, from its numbers on the host as :meth:`StepSums.read` returns them."""
         return replace(
             self._averages.evaluate(self._averages.now, sums.plan.scale),
+            return averages, self._checked(self._averages.read(read, averages, sums))
+        averages = self._averages.now
+        check, shared = sums.read()
+        step = replace(
+            self._averages.evaluate(averages, sums.plan.scale),
             sigma2=math.nan,
             mu2=math.nan,
             squared_norm=check if "c" in sums.numbers else math.nan,
@@ -278,6 +283,13 @@ class AdaScaleAlgorithm:
                 "or passes help nothing. Do all workers read the same examples, with equal seeds?"
             )
 
+    def _checked(self, step: StepResult) -> StepResult:
+        """Return a step whose identity holds."""
+        observer = self._passes.measurement.observer
+        if observer is not None and observer.identity is not None and not step.skipped:
+            observer.identity(step.identity)
+        return step
+
     def synchronize(self) -> None:
         """Wait for the numbers of a step that was taken on the device, and learn of one that a GradScaler left out."""
         pending, self._pending = self._pending, None
@@ -288,6 +300,8 @@ class AdaScaleAlgorithm:
                 step = self._averages.read(read, averages, sums)
             else:
                 step = self._not_measured(sums, read["check"][0], {name: read[name][0] for name in sums.shared})
+            sums, averages, numbers, copy = pending
+            step = self._checked(self._averages.read(numbers.named(copy.read()), averages, sums))
             if step.skipped:
                 self.last = replace(self.last, skipped=True, shared=step.shared)
             else:

@@ -128,7 +128,8 @@ class Averages:
             use = finite if usable is None else finite & usable
             decay = self.decay(sums.plan, advance)
             now = now.update_packed(sample, decay, debias=self.debias, use=use)
-        return now, finite, self._numbers(now, sums.plan.scale, check, moments, sums.shared)
+        others = sums.shared if (identity := sums.identity) is None else {**sums.shared, "identity": identity}
+        return now, finite, self._numbers(now, sums.plan.scale, check, moments, others)
 
     def decay(self, plan: StepPlan, advance: float) -> float:
         """Return θ for a step of this plan.
@@ -212,7 +213,8 @@ class Averages:
             mu2=mu2,
             squared_norm=mu2 + sigma2 / scale if sums.measured else check,
             skipped=not math.isfinite(check),
-            shared={name: numbers[name][0] for name in sums.shared},
+            shared={name: numbers[name][0] for name in sums.shared_names},
+            identity=numbers["identity"][0] if "identity" in numbers else 0.0,
             group_gains=gains[:count],
             group_sigma2=values[:count],
             group_mu2=values[count:],

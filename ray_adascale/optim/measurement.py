@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from .._torch import Versions, is_dtensor, versions, without_gradients
 from .._warn import warn_on_first_worker
 from ..batch import StepPlan
+from ..measure.identity import due
 from ..measure.norms import finite_check, take_norm
 from ..measure.observers import GradientObserver, PassListener
 from ..sharding.oss import OSS
@@ -73,7 +74,8 @@ class Measurement:
         self.weights: Sequence[float] | None = None
         self.replicated: Tensor | None = None
         self._shared: dict[str, Tensor] = {}
-        self._unhooked = self.foreign = False
+        self._unhooked = self.foreign = self._checked = False
+        self._measured_steps = 0  # of this start
         self._begins_passes = weakref.ref(cast(PassListener, self))
         self.clear()
         if isinstance(optimizer, OSS):
@@ -179,8 +181,12 @@ class Measurement:
 
     def watch(self, measured: bool) -> None:
         """Let the hooks take norms from now on, or notice passes alone."""
-        if self.observer is not None and self.observer.watching != measured:
+        if self.observer is None:
+            return
+        if self.observer.watching != measured:
             self.observer.watch(measured)
+        self._checked = measured and self.observer.identity is not None and due(self._measured_steps)
+        self.observer.project(self._checked)
 
     @property
     def params(self) -> list[Tensor]:
@@ -237,6 +243,8 @@ class Measurement:
         self.under_way = False
         self.last: StepPlan | None = None  # the plan, once the step's last pass has begun
         self._measured = self._passing = self._local_ended = False
+        if self.observer is not None:
+            self.observer.project(self._checked)
         self._norms: list[Tensor] = []  # ‖g_i‖² of each pass on this worker, as measured
         self._left: Versions | None = None  # gradients after the last pass, if another follows
         self._final: Versions | None = None  # those that the step was summed with
@@ -245,6 +253,7 @@ class Measurement:
 
     def end_step(self) -> None:
         """Forget the step: it was taken, or is left out for good."""
+        self._measured_steps += self._plans.measured
         self.clear()
         self._shared = {}
 
@@ -290,7 +299,7 @@ class Measurement:
                 )
             if self.last is not None:
                 self.finish(self.last)
-            elif self._measured:
+            elif self._measured and (self._told or self._measured_steps):  # in its first step DDP may rebuild its buckets
                 self._left = versions(self.gradients)
             self.observer.ignore(False)
         self._passing = False
@@ -385,6 +394,10 @@ class Measurement:
             else:
                 local = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=device)
             exchange.add({"a": local, "complete": constant(float(seen), device)})
+            if self._checked:
+                # DDP and our own reduction take the mean over workers, and passes add up.
+                samples = cast(GradientObserver, self.observer).local_product() / self.workers.count
+                exchange.add({"samples": samples.to(device)})
         exchange.add(self._shared)
         exchange.send()
 
@@ -400,7 +413,10 @@ class Measurement:
             rank, world_size = (
                 (dist.get_rank(self._process_group), self.workers.count) if self.workers.reduce else (0, 1)
             )
-            self._send({"c": observer.reduced_sq_norms(rank, world_size)}, plan, seen=seen)
+            found = {"c": observer.reduced_sq_norms(rank, world_size)}
+            if self._checked and not type(observer).reduced_everywhere:
+                found["reduced"] = observer.reduced_product().to(self.device)
+            self._send(found, plan, seen=seen)
         numbers, packed = self._exchange.wait()
         if self.workers.reduce:
             self.replicated = own.get("c")
@@ -408,6 +424,8 @@ class Measurement:
                 # Workers took shares of C. The smallest gradient, which all of them have, stands for it.
                 whole = [p.grad for p in self.params if p.grad is not None]
                 self.replicated = take_norm(min(whole, key=Tensor.numel)).double().view(1) if whole else None
+        if self._checked and type(observer).reduced_everywhere:
+            own["reduced"] = observer.reduced_product().to(self.device).view(1)
         if scaled and self._grad_scaler is not None and self.scales_loss:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
             own["loss_scale"] = self._grad_scaler.scale(constant(1.0, self.device))

@@ -28,6 +28,7 @@ class StepResult:
         group_sigma2: Averaged σ² of each gain's group, unclipped; NaN before the first sample.
         group_mu2: Averaged μ² likewise.
         skipped: Whether the step was left out because a gradient was not finite. The shared numbers are of this step even so.
+        identity: |Σ w_i⟨g_i, v⟩ − ⟨ḡ, v⟩| / √A, where the step was checked.
         shared: The numbers that a caller has shared in this step, summed over workers, by name.
     """
 
@@ -39,6 +40,7 @@ class StepResult:
     squared_norm: float = math.nan
     lr_factor: float = 1.0
     skipped: bool = False
+    identity: float = 0.0
     shared: Mapping[str, float] = field(default_factory=dict)
     group_gains: Sequence[float] = ()
     group_sigma2: Sequence[float] = ()

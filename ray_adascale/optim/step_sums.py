@@ -12,7 +12,7 @@ from ..batch import StepPlan
 from ..gain import gradient_moments
 from .exchange import Numbers, Packed
 
-OWN = ("a", "c", "complete", "loss_scale", "check", "late")
+OWN = ("a", "c", "complete", "samples", "reduced", "identity", "loss_scale", "check", "late")
 """The names of the statistics' numbers, which a caller can't share."""
 
 
@@ -63,9 +63,9 @@ class StepSums:
     Attributes:
         plan: The step's plan.
         numbers: "c": C per parameter group, as measured. If the step was measured "a", A likewise, and "complete", the workers
-            that saw all passes. "loss_scale" where there is one. Without an observer "check", which is finite if the gradients
-            are, in place of "c". "late", likewise, where the loop has changed gradients after the last pass. And what the caller
-            shares, by its names.
+            that saw all passes. "samples" and "reduced": Σ w_i⟨g_i, v⟩ and ⟨ḡ, v⟩, in a step that is checked. "loss_scale" where
+            there is one. Without an observer "check", which is finite if the gradients are, in place of "c". "late", likewise,
+            where the loop has changed gradients after the last pass. And what the caller shares, by its names.
         packed: All numbers in one tensor, where they travelled so; else None.
         watched: Whether every gradient of the step was watched. Else "c" has a gradient that "a" lacks.
         seen_here: Whether this worker saw all passes, so that "complete" is not 0.
@@ -93,6 +93,14 @@ class StepSums:
     def shared(self) -> Numbers:
         """The caller's numbers, summed over workers."""
         return {name: self.numbers[name] for name in self.shared_names} if self.shared_names else {}
+
+    @property
+    def identity(self) -> Tensor | None:
+        """|Σ w_i⟨g_i, v⟩ − ⟨ḡ, v⟩| / √A, ``[1]``; None in a step that is not checked."""
+        if "samples" not in self.numbers or not self.watched:
+            return None
+        difference = (self.numbers["samples"] - self.numbers["reduced"]).abs() / self.plan.multiple_of_mean
+        return difference / self.numbers["a"].sum().sqrt()
 
     def on_host(self) -> StepSums:
         """Return the sums on the CPU, after one copy, which waits for the device; this object if they are there."""

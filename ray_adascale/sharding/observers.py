@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from .._torch import without_gradients
+from ..measure.identity import LENGTH, project
 from ..measure.norms import GroupSums, take_group_norms
 from ..measure.observers import GradientObserver, HookObserver, PassListener
-from .buckets import Bucket
+from .buckets import Bucket, Fragment
 from .gradient_bucket import GradientBucket
 
 
@@ -41,8 +42,8 @@ class GradientReducer(Protocol):
     def own_norms(self) -> list[tuple[int, Tensor]]:
         """Return (parameter group, norm) of this worker's shards, once they are reduced."""
 
-    def own_gradients(self) -> Iterator[Tensor]:
-        """Return the shards that the optimizer has not used or cleared yet."""
+    def own_fragments(self) -> Iterator[Fragment]:
+        """Return the fragments whose gradients the optimizer has not used or cleared yet."""
 
 
 class ReducerListener(Protocol):
@@ -60,7 +61,11 @@ class _OwnedShards(GradientObserver):
 
     def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:
         reducer = self.reducer()
-        return iter(()) if reducer is None else reducer.own_gradients()
+        return (
+            iter(())
+            if reducer is None
+            else (f.tensor.grad for f in reducer.own_fragments() if f.tensor.grad is not None)
+        )
 
     @without_gradients
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
@@ -85,6 +90,11 @@ class ShardHookObserver(_OwnedShards, HookObserver):
         if self.watching:
             self.unwatched = self.cast()
         return super().reduced_sq_norms(rank, world_size)
+
+    def reduced_product(self) -> Tensor:
+        reducer = cast(GradientReducer, self.reducer())
+        parts = [f for f in reducer.own_fragments() if f.start < LENGTH and f.param.is_contiguous()]
+        return self._total([project(cast(Tensor, f.tensor.grad), f.start) for f in parts])
 
 
 class BucketObserver(_OwnedShards):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..measure.observers import GradientObserver, PassListener, queue_end_of_backward, refuse_compiled
-from .buckets import Bucket
+from .buckets import Bucket, Fragment
 from .collectives import Buffers
 from .gradient_bucket import GradientBucket
 from .observers import BucketObserver, ShardHookObserver
@@ -244,9 +244,9 @@ class GradientReduction:
         self.finish_reduction()
         return [norm for bucket in self.buckets if bucket.held for norm in bucket.own_norms()]
 
-    def own_gradients(self) -> Iterator[Tensor]:
+    def own_fragments(self) -> Iterator[Fragment]:
         held = [bucket for bucket in self.buckets if bucket.held]
-        return (f.tensor.grad for bucket in held for f in bucket.bucket.fragments if f.tensor.grad is not None)
+        return (f for bucket in held for f in bucket.bucket.fragments if f.tensor.grad is not None)
 
     def _discard_norms(self) -> None:
         """Drop the norms of buckets that belong to no gradient sample."""
