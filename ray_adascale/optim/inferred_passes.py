@@ -108,7 +108,7 @@ class InferredPasses:
             raise RuntimeError(CLEARED[True])
         if not self._told:
             measurement.refresh()
-        if not measurement.untouched:
+        if measurement.under_way or (measurement.observer is not None and measurement.exchanging):
             self.left_out |= measurement.sums is not None and measurement.scales_loss
             self._clear_passes()
 
@@ -121,7 +121,7 @@ class InferredPasses:
 
     def end_step(self) -> None:
         """End the step: it was taken, or is left out for good."""
-        sampled = self.measurement.sampled
+        sampled = self.measurement.observer is None or self.measurement.sampled
         self.passes = 0
         self._too_many = self._uncleared = self._broken = False
         self.measurement.end_step()
@@ -155,7 +155,7 @@ class InferredPasses:
         elif self._stepped_with is not None and self._stepped_with == self._first_gradient():
             self._uncleared = self._has_gradients(observer)
         self._stepped_with = None
-        if self.measurement.broken:
+        if self.measurement.passing:
             # An exception has ended the pass before. Were its gradients cleared since, and those of the step's earlier passes?
             self._broken |= self._has_gradients(observer)
             if not self._broken:
@@ -191,7 +191,7 @@ class InferredPasses:
             RuntimeError: Passes are missing, there were too many, or the gradients of the step before were not cleared.
         """
         measurement, workers = self.measurement, self.measurement.workers
-        if self._broken or measurement.broken:
+        if self._broken or measurement.passing:
             raise RuntimeError(
                 "A backward pass of this step has ended in an exception, and has left incomplete gradients. Where the loop "
                 "catches it, call optimizer.zero_grad(), and make all backward passes of the step again."

@@ -49,6 +49,7 @@ class Measurement:
         observer: Measures the norms; None where there is nothing to measure.
         weights: w of this worker's gradient sample in each pass; None: all 1/n.
         under_way: Whether there was a pass since the last step.
+        passing: Whether a pass has begun and not ended. Between passes: an exception has ended it.
         foreign: Whether gradients were accumulated in a pass that nobody has told of, as by ``loss.backward()`` beside the
             loop's own backward pass. ``autograd.grad`` accumulates none.
         sums: The sums of the step, once its last pass has ended.
@@ -157,14 +158,14 @@ class Measurement:
             self.observer.refresh()
 
     @property
-    def untouched(self) -> bool:
-        """Whether nothing of the next step has begun."""
-        return not self.under_way and not self._exchange.sent
+    def exchanging(self) -> bool:
+        """Whether numbers of the step are on their way."""
+        return self._exchange.sent
 
     @property
     def sampled(self) -> bool:
-        """Whether the step yields a sample of the noise, or needs none."""
-        return self.observer is None or (self.sums is not None and self.sums.sampled)
+        """Whether the step yields a sample of the noise."""
+        return self.sums is not None and self.sums.sampled
 
     def warn_of_unwatched(self, steps: int) -> None:
         """Warn of the parameters that keep steps from being measured, if there are such."""
@@ -197,7 +198,8 @@ class Measurement:
         """Device of the statistics."""
         for group in self._optimizer.param_groups:
             for p in group["params"]:
-                return cast(torch.device, p.device)
+                device: torch.device = p.device
+                return device
         return torch.device("cpu")
 
     def step_gradients(self) -> list[Tensor]:
@@ -225,11 +227,12 @@ class Measurement:
         Raises:
             ValueError: A number is not 0-dim, or has a name of the statistics' own.
         """
+        device, observer = self.device, self.observer
+        self._shared = {}
         for name, number in numbers.items():
             if number.dim() or name in OWN:
                 raise ValueError(f"Invalid {name} of shape {tuple(number.shape)}. Must be 0-dim, and not {OWN}.")
-        device, observer = self.device, self.observer
-        self._shared = {name: number.to(device, torch.float64) for name, number in numbers.items()}
+            self._shared[name] = number.to(device, torch.float64)
         alone = observer is not None and not self._plans.measured and type(observer).reduced_everywhere
         if self._shared and alone and self.workers.reduce:
             with torch.no_grad():
@@ -242,7 +245,7 @@ class Measurement:
         """Forget the passes since the last step."""
         self.under_way = False
         self.last: StepPlan | None = None  # the plan, once the step's last pass has begun
-        self._measured = self._passing = self._local_ended = False
+        self._measured = self.passing = self._local_ended = False
         if self.observer is not None:
             self.observer.project(self._checked)
         self._norms: list[Tensor] = []  # ‖g_i‖² of each pass on this worker, as measured
@@ -266,19 +269,19 @@ class Measurement:
         self._measured = self._plans.measured
         if self.observer is not None:
             self.observer.ignore(self._told and not self._measured)
-            if self._left is not None and not self.broken:
+            if self._left is not None and not self.passing:
                 check_between(self._left, versions(self.gradients), told=self._told)
-        self.under_way = self._passing = True
+        self.under_way = self.passing = True
         self.last, self._local_ended = last, False
 
     def on_begin(self, observer: GradientObserver) -> bool:
-        self.foreign |= not self._passing
-        return self._passing and self.last is not None
+        self.foreign |= not self.passing
+        return self.passing and self.last is not None
 
     @without_gradients
     def on_local(self, observer: GradientObserver) -> None:
         """End the pass on this worker: take its norm, and send what is known. Reduced gradients may still be on their way."""
-        if not self._passing or self._local_ended:
+        if not self.passing or self._local_ended:
             return
         self._local_ended = True
         if self._measured and (self.last is None or self.last.num_samples > 1):
@@ -299,20 +302,17 @@ class Measurement:
                 )
             if self.last is not None:
                 self.finish(self.last)
-            elif self._measured and (self._told or self._measured_steps):  # in its first step DDP may rebuild its buckets
+            elif self._measured and (
+                self._told or self._measured_steps
+            ):  # in its first step DDP may rebuild its buckets
                 self._left = versions(self.gradients)
             self.observer.ignore(False)
-        self._passing = False
+        self.passing = False
 
     @property
     def gradients(self) -> list[Tensor | None]:
         """The gradients of the parameters."""
         return [p.grad for group in self._optimizer.param_groups for p in group["params"]]
-
-    @property
-    def broken(self) -> bool:
-        """Whether an exception has ended a pass of this step, so that its gradients are incomplete."""
-        return self._passing
 
     @without_gradients
     def finish(self, plan: StepPlan, *, scaled: bool = True) -> StepSums:

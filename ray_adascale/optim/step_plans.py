@@ -61,4 +61,5 @@ class StepPlans:
             sampled: Whether the step has yielded a sample, if it was measured.
         """
         unsampled = self.unsampled + 1 if self.measured and not sampled else 0
-        self.resume(self.ended + 1, unsampled)
+        self.ended, self.unsampled, self.current = self.ended + 1, unsampled, self.declared
+        self.measured = unsampled > 0 or self._sampling.measures(self.ended, self.declared)

@@ -112,7 +112,7 @@ class StepSums:
     def read(self) -> tuple[float, dict[str, float]]:
         """Return the check of :meth:`sample` and the shared numbers on the host; waits for the device."""
         here = self.on_host()
-        return float(here.sample(1)[0]), {name: number.item() for name, number in here.shared.items()}
+        return float(here.sample(1)[0]), {name: here.numbers[name].item() for name in self.shared_names}
 
     def sample(self, num_gains: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the step's sample of the noise. No host synchronization.

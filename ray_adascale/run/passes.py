@@ -80,7 +80,7 @@ class Passes:
         guarded.add_param_group = _refuse_group  # type: ignore[method-assign]
         self._dtype = _DTYPES.get(precision)
         self._device = device
-        self._sharding = sharding
+        self._sharding = None if type(sharding) is Sharding else sharding  # of one worker nothing travels
         self._zero = self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self._batch: MicroBatch | None = None
         self._weights: list[float] = []
@@ -132,11 +132,12 @@ class Passes:
             if self._steps == 0 and self._optimizer.plan.num_samples > 1:
                 self._buffers = written_buffers(self._module)
             self._measurement.refresh()
+            if self._measurement.observer is not None:
+                self._measurement.refresh()
         self._batch = batch
         self._backward_done = False
         self._weights.append(batch.weight)
-        traffic = self._sharding.in_pass(batch.is_last)
-        if traffic is not None:
+        if self._sharding is not None and (traffic := self._sharding.in_pass(batch.is_last)) is not None:
             self._traffic.enter_context(traffic)
         if self._dtype is not None:
             self._autocast.enter_context(torch.autocast(self._device.type, dtype=self._dtype))
@@ -213,7 +214,7 @@ class Passes:
         """Run the backward pass. The loss is weighted by the examples or units of the micro-batch, and scaled for fp16."""
         batch = self._batch
         assert batch is not None
-        if batch.is_last:
+        if batch.is_last and self._sharding is not None:
             self._sharding.before_last()
         if self._steps == 0 and batch.pass_index == 0:
             warn_of_micro_batch(self._module, loss, batch.examples, plan.base_batch_size)
@@ -233,8 +234,10 @@ class Passes:
             loss.backward()
         except Exception as error:
             self._failed = True
-            if note := self._sharding.note if loss.requires_grad else _DEPENDS_ON_NOTHING:
-                error.add_note(note)
+            if not loss.requires_grad:
+                error.add_note(_DEPENDS_ON_NOTHING)
+            elif self._sharding is not None and self._sharding.note:
+                error.add_note(self._sharding.note)
             raise
         self._measurement.end()  # torch.autograd.grad() in the loop's loss is no pass
         self._backward_done = True
@@ -244,7 +247,8 @@ class Passes:
         if self.scaler is not None:
             with self._measurement.changing():
                 self.scaler.unscale_(self._optimizer)  # here, so that the loop sees and clips the true gradient
-        self._sharding.after_last()
+        if self._sharding is not None:
+            self._sharding.after_last()
 
     def check_backward(self, caller: str) -> None:
         """Check that the backward pass of the micro-batch has run.
@@ -283,7 +287,8 @@ class Passes:
     def step(self) -> None:
         """Take the optimizer step."""
         self._check_only_backward()
-        self._sharding.before_step()
+        if self._sharding is not None:
+            self._sharding.before_step()
         self._stepping = True
         try:
             if self.scaler is not None:
