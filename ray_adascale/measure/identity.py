@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._torch import without_gradients
 from .._warn import warn_on_first_worker
 
 LENGTH = 4096
@@ -26,12 +25,11 @@ def due(measured_steps: int) -> bool:
     return measured_steps < _FIRST or measured_steps % _EVERY == 0
 
 
-@without_gradients
 def project(gradient: Tensor, start: int = 0) -> Tensor:
     """Return ⟨g, v⟩ of a contiguous parameter's gradient, or of a part of it; float64, 0-dim. GPUs are not waited for.
 
     Args:
-        gradient: Of any layout in memory; sparse ones along the first dimension.
+        gradient: Detached, of any layout in memory; sparse ones along the first dimension.
         start: First element of the part, which is 1-D.
     """
     device = gradient.device
@@ -39,10 +37,10 @@ def project(gradient: Tensor, start: int = 0) -> Tensor:
         bits = torch.randint(2, (LENGTH,), generator=torch.Generator().manual_seed(0))
         _SIGNS[device] = (2.0 * bits - 1.0).double().to(device)
     signs = _SIGNS[device][start:]
-    head = (_first_rows(gradient) if gradient.is_sparse else gradient).reshape(-1)[: len(signs)]
+    head = (_first_rows(gradient) if gradient.is_sparse else gradient).reshape(-1)[: LENGTH - start]
     if head.is_complex():
         head = head.real
-    return torch.dot(head.double(), signs[: len(head)])
+    return torch.dot(head.double(), signs[: head.shape[0]])
 
 
 def _first_rows(gradient: Tensor) -> Tensor:

@@ -311,9 +311,10 @@ class HookObserver(GradientObserver):
         return self._total([project(cast(Tensor, p.grad)) for p in whole])
 
     def _total(self, products: Sequence[Tensor]) -> Tensor:
-        return sum(
-            (product.to(self.device) for product in products), torch.zeros((), dtype=torch.float64, device=self.device)
-        )
+        device = self.device
+        if not products:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack([product.to(device) for product in products]).sum()
 
     def hook_all(self) -> None:
         """Hook all parameters that can have a gradient."""

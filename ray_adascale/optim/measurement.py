@@ -186,8 +186,10 @@ class Measurement:
             return
         if self.observer.watching != measured:
             self.observer.watch(measured)
-        self._checked = measured and self.observer.identity is not None and due(self._measured_steps)
-        self.observer.project(self._checked)
+        checked = measured and self.observer.identity is not None and due(self._measured_steps)
+        if checked or self._checked:
+            self.observer.project(checked)
+        self._checked = checked
 
     @property
     def params(self) -> list[Tensor]:
@@ -246,8 +248,8 @@ class Measurement:
         self.under_way = False
         self.last: StepPlan | None = None  # the plan, once the step's last pass has begun
         self._measured = self.passing = self._local_ended = False
-        if self.observer is not None:
-            self.observer.project(self._checked)
+        if self._checked and self.observer is not None:
+            self.observer.project(True)
         self._norms: list[Tensor] = []  # ‖g_i‖² of each pass on this worker, as measured
         self._left: Versions | None = None  # gradients after the last pass, if another follows
         self._final: Versions | None = None  # those that the step was summed with
