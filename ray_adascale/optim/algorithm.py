@@ -186,18 +186,13 @@ class AdaScaleAlgorithm:
         if sums.measured:
             averages, _, numbers = self._after(sums, on_host=on_host)
             read = numbers.named(numbers.tensor.tolist())
-            return averages, self._averages.read(read, averages, sums)
+            return averages, self._checked(self._averages.read(read, averages, sums))
         return self._averages.now, self._not_measured(sums, *sums.read())
 
     def _not_measured(self, sums: StepSums, check: float, shared: Mapping[str, float]) -> StepResult:
         """Return a step without a sample, from its numbers on the host as :meth:`StepSums.read` returns them."""
         return replace(
             self._averages.evaluate(self._averages.now, sums.plan.scale),
-            return averages, self._checked(self._averages.read(read, averages, sums))
-        averages = self._averages.now
-        check, shared = sums.read()
-        step = replace(
-            self._averages.evaluate(averages, sums.plan.scale),
             sigma2=math.nan,
             mu2=math.nan,
             squared_norm=check if "c" in sums.numbers else math.nan,
@@ -297,11 +292,9 @@ class AdaScaleAlgorithm:
             sums, averages, numbers, copy, answer = pending
             read = numbers.named(copy.read())
             if answer is None:
-                step = self._averages.read(read, averages, sums)
+                step = self._checked(self._averages.read(read, averages, sums))
             else:
                 step = self._not_measured(sums, read["check"][0], {name: read[name][0] for name in sums.shared})
-            sums, averages, numbers, copy = pending
-            step = self._checked(self._averages.read(numbers.named(copy.read()), averages, sums))
             if step.skipped:
                 self.last = replace(self.last, skipped=True, shared=step.shared)
             else:

@@ -87,8 +87,6 @@ class Passes:
         self._backward_done = False
         self._stepping = False
         self._steps = 0
-        # After the last backward pass, until they are compared.
-        self._gradients: list[tuple[int, int] | None] | None = None
         self._failed = False  # in a backward pass of the step
         self._params = [p for group in optimizer.param_groups for p in group["params"]]
         self._warned_of_eval_mode = False
@@ -131,7 +129,6 @@ class Passes:
             self._weights = []
             if self._steps == 0 and self._optimizer.plan.num_samples > 1:
                 self._buffers = written_buffers(self._module)
-            self._measurement.refresh()
             if self._measurement.observer is not None:
                 self._measurement.refresh()
         self._batch = batch
@@ -198,11 +195,6 @@ class Passes:
             )
         if loss.dim() != 0:
             raise ValueError(f"Invalid loss of shape {tuple(loss.shape)}. Must be a scalar: the mean over examples.")
-        if batch.pass_index > 0:
-            self._check_gradients()
-            raise ValueError(
-                f"Invalid loss of shape {tuple(loss.shape)}. Must be a scalar: the mean over the examples."
-            )
         if not self._module.training:
             self._check_mode()
         if self._dtype is not None:
