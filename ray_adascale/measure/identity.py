@@ -5,6 +5,8 @@ It holds for every v. Here v is a fixed vector of random signs, over the first e
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -57,12 +59,14 @@ class IdentityCheck:
     """Raises where the identity does not hold, or warns where a communication hook is the likely cause.
 
     Args:
+        exact: Returns whether what reduces the gradients is expected to return their mean.
+
+    Attributes:
         half: Whether a gradient is of half precision.
-        exact: Whether what reduces the gradients is expected to return their mean.
     """
 
-    def __init__(self, *, half: bool, exact: bool) -> None:
-        self._tolerance, self._exact, self._warned = _HALF_TOLERANCE if half else _TOLERANCE, exact, False
+    def __init__(self, exact: Callable[[], bool]) -> None:
+        self._exact, self._warned, self.half = exact, False, False
 
     def __call__(self, difference: float) -> None:
         """Check a step.
@@ -73,13 +77,13 @@ class IdentityCheck:
         Raises:
             RuntimeError: The identity does not hold.
         """
-        if not difference > self._tolerance:  # NaN of a step without a gradient
+        if not difference > (_HALF_TOLERANCE if self.half else _TOLERANCE):  # NaN of a step without a gradient
             return
         text = (
             "The reduced gradient is not the mean of the gradient samples that were measured (they differ by "
             f"{difference:.2g} of their norm), so the gain is not that of this gradient."
         )
-        if self._exact:
+        if self._exact():
             raise RuntimeError(f"{text} {_CAUSES}")
         if not self._warned:
             self._warned = True

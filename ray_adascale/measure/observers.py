@@ -258,8 +258,7 @@ class HookObserver(GradientObserver):
         self._local = local
         self._early, self._sent_early = early, False
         self._check_unused = check_unused
-        half = any(p.dtype.itemsize < 4 for params in groups for p in params)
-        self.identity = IdentityCheck(half=half, exact=early is None or early())
+        self.identity = IdentityCheck(exact=early or (lambda: True))
         self._precondition = precondition
         self.groups = [list(params) for params in groups]
         self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
@@ -370,6 +369,8 @@ class HookObserver(GradientObserver):
             hook = self._hooks[param] = self._hook_of(param)
         node = accumulator_of(leaf)
         self._nodes[param] = leaf, node, leaf.dtype, leaf.device
+        if self.identity is not None and leaf.dtype.itemsize < 4:
+            self.identity.half = True
         if not leaf.is_cpu:
             self._streams[leaf.device] = torch.accelerator.current_stream(leaf.device)
         self.hooked[param] = node.register_prehook(hook)

@@ -97,10 +97,11 @@ class StepSums:
     @property
     def identity(self) -> Tensor | None:
         """|Σ w_i⟨g_i, v⟩ − ⟨ḡ, v⟩| / √A, ``[1]``; None in a step that is not checked."""
-        if "samples" not in self.numbers or not self.watched:
+        if "samples" not in self.numbers or not self.sampled:
             return None
         difference = (self.numbers["samples"] - self.numbers["reduced"]).abs() / self.plan.multiple_of_mean
-        return difference / self.numbers["a"].sum().sqrt()
+        relative = difference / self.numbers["a"].sum().sqrt()
+        return relative if self.seen_here else relative * (self.numbers["complete"] > 0)
 
     def on_host(self) -> StepSums:
         """Return the sums on the CPU, after one copy, which waits for the device; this object if they are there."""

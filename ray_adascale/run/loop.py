@@ -143,6 +143,7 @@ class Run:
         total, by_recipe = self.total_steps, recipe is not None
         scaler = parts.passes.scaler
         self._skipped = SkippedSteps(self.module, own.loop, scaler, total_steps=total, by_recipe=by_recipe)
+        self._measurement = own.optimizer.measurement
         self._probed: tuple[float, float] | None = None
         self._taken: Step | None = None  # until it is read
         self._flags = BoundaryFlags.NONE  # of the steps that were read since the stages last ran
@@ -410,7 +411,7 @@ class Run:
         if self.plan.workers > 1:
             flags = constant(float(self._own_flags()), loss.device)[0]  # on the device: a copy from the host would wait
             numbers = {"flags": flags, **self._replicas.numbers(loss)}
-        self.optimizer.measurement.share(**numbers)
+        self._measurement.share(**numbers)
 
     def _own_flags(self) -> int:
         """Return the flags of this worker's stages. Other workers than rank 0 send BUSY only."""
