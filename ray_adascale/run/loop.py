@@ -329,7 +329,8 @@ class Run:
         passes = self.parts.passes
         passes.begin_backward(loss)
         if passes.is_last:
-            self._share(passes.loss)
+            alone = self.plan.workers == 1
+            self._measurement.share(**({"loss": passes.loss} if alone else self._shared_numbers(passes.loss)))
             self._pulse.enter(Phase.REDUCTION)
         passes.backward(loss, self.plan)
 
@@ -405,13 +406,10 @@ class Run:
         known = state.iterations, self.plan, self.total_steps, before.effective_steps, lr, position, flags, own
         return Step(*known, recorded=dict(state.recorded))
 
-    def _share(self, loss: Tensor) -> None:
-        """Share this worker's loss, its boundary flags and what is compared, in the step's all-reduce."""
-        numbers = {"loss": loss}
-        if self.plan.workers > 1:
-            flags = constant(float(self._own_flags()), loss.device)[0]  # on the device: a copy from the host would wait
-            numbers = {"flags": flags, **self._replicas.numbers(loss)}
-        self._measurement.share(**numbers)
+    def _shared_numbers(self, loss: Tensor) -> dict[str, Tensor]:
+        """Return this worker's loss, its boundary flags and what is compared, for the step's all-reduce."""
+        flags = constant(float(self._own_flags()), loss.device)[0]  # on the device: a copy from the host would wait
+        return {"flags": flags, **self._replicas.numbers(loss)}
 
     def _own_flags(self) -> int:
         """Return the flags of this worker's stages. Other workers than rank 0 send BUSY only."""
