@@ -47,7 +47,8 @@ RAY_LAYERS: list[list[Package]] = [
         Package(
             "train",
             "where the workers of a run live: Ray Train, its cluster, preemption notices",
-            "trainer backend driver_channel worker_reports hangs retry run_lock ray_record pickling network connection cluster",
+            "trainer driver_monitor backend driver_channel worker_reports hangs failed_starts retry run_lock "
+            "ray_record pickling network connection cluster",
         )
     ],
 ]

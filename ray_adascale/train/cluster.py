@@ -60,16 +60,28 @@ def lacking(bundle: Mapping[str, float], count: int) -> str | None:
         bundle: Resources of one worker, on one node.
         count: Number of workers.
     """
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    needed = {key: value for key, value in bundle.items() if value > 0}
-    fit = sum(
-        min((int(node.get(key, 0) / value + 1e-9) for key, value in needed.items()), default=count) for node in nodes
-    )
+    fit = sum(room(bundle, count))
     if fit >= count:
         return None
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    needed = {key: value for key, value in bundle.items() if value > 0}
     has = {key: sum(node.get(key, 0) for node in nodes) for key in needed}
-    room = f"the cluster has {_amounts(has)}: room for {workers_in_words(fit)}"
-    return f"{workers_in_words(count)} of {_amounts(needed)} each, and {room}"
+    fits = f"the cluster has {_amounts(has)}: room for {workers_in_words(fit)}"
+    return f"{workers_in_words(count)} of {_amounts(needed)} each, and {fits}"
+
+
+def room(bundle: Mapping[str, float], most: int) -> list[int]:
+    """Return the number of workers that fit on each node when it is empty.
+
+    Args:
+        bundle: Resources of one worker, on one node.
+        most: The number for a worker that needs no resources.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    needed = {key: value for key, value in bundle.items() if value > 0}
+    return [
+        min((int(node.get(key, 0) / value + 1e-9) for key, value in needed.items()), default=most) for node in nodes
+    ]
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

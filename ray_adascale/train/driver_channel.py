@@ -55,6 +55,8 @@ class DriverChannel:
     def __init__(self) -> None:
         self._metrics: dict[str, Any] | None = None
         self._running = False
+        self._restarts = self._loops = 0
+        self._placed: Any = None
         self._events: list[tuple[int, str]] = []
         self._sent = 0
         self._stop = False
@@ -74,9 +76,26 @@ class DriverChannel:
     def set_running(self, running: bool) -> None:
         """Set whether the workers are in their loop."""
         self._running = running
+        self._loops += running
         if not running:
             self._metrics = None
             self._beats.clear()
+
+    def set_placed(self, placement_group: Any) -> None:
+        """Set the placement group of the present start."""
+        self._placed = placement_group
+
+    def placed(self) -> Any:
+        """Return the placement group of the last start that got one; None without one."""
+        return self._placed
+
+    def set_restarts(self, restarts: int) -> None:
+        """Set how often the run has restarted after a failure."""
+        self._restarts = restarts
+
+    def starts(self) -> tuple[int, int]:
+        """Return how often the run has restarted after a failure, and how often its loop has begun."""
+        return self._restarts, self._loops
 
     def log(self, level: int, text: str, once: bool) -> None:
         """Add an event. With ``once`` the same text is added once in a run, also after restarts."""
@@ -141,13 +160,19 @@ class DriverClient:
             pass
         return False
 
+    def placed(self, placement_group: Any) -> None:
+        """Send the placement group of a start."""
+        self._send("set_placed", placement_group)
+
     def running(self) -> None:
         """Send that the loop begins."""
         self._send("set_running", True)
 
-    def restarting(self, why: str) -> None:
-        """Send that the workers restart after a failure, and why."""
+    def restarting(self, why: str, restarts: int | None = None) -> None:
+        """Send that the workers restart, why, and how often they have after a failure; None if this one does not count."""
         self._send("set_running", False)
+        if restarts is not None:
+            self._send("set_restarts", restarts)
         self.log(logging.WARNING, why)
 
     def _send(self, method: str, *arguments: Any) -> Any:

@@ -7,6 +7,7 @@ tests/project/test_machines.py has three such machines.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import ipaddress
 import logging
@@ -16,9 +17,13 @@ import struct
 import sys
 from typing import Any
 
+import ray
 import ray.util
+from ray.exceptions import RayActorError, RayTaskError
 from ray.train.torch import TorchConfig
 
+from .driver_channel import DriverClient
+from .retry import ProcessGroupFailed, is_between_workers
 from .worker_reports import end_heartbeats
 
 _log = logging.getLogger(__name__)
@@ -83,6 +88,11 @@ def choose_interface() -> str | None:
     return name
 
 
+def _place() -> tuple[str, Any]:
+    """Return the node's address, and the placement group that this worker is in."""
+    return ray.util.get_node_ip_address(), ray.util.get_current_placement_group()
+
+
 class AddressTorchConfig(TorchConfig):
     """Ray's ``TorchConfig``, with process groups that connect the nodes' Ray addresses.
 
@@ -90,7 +100,12 @@ class AddressTorchConfig(TorchConfig):
     ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` before the process group is made, unless they are set.
     :class:`ray_adascale.AdaScaleTrainer` uses this class. For a ``TorchTrainer`` of your own:
     ``TorchTrainer(..., torch_config=AddressTorchConfig(timeout_s=300))``.
+
+    Attributes:
+        channel: The driver's channel, which is sent the placement group of each start; None without one.
     """
+
+    channel = None
 
     @property
     def backend_cls(self) -> Any:
@@ -102,7 +117,12 @@ class _AddressBackend(TorchConfig().backend_cls):  # type: ignore[misc]
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         """Ray Train's hook, in its controller: the workers' processes have started."""
-        addresses = worker_group.execute(ray.util.get_node_ip_address)
+        answers = worker_group.execute_async(_place)
+        for answer in answers:
+            with contextlib.suppress(RayActorError):
+                DriverClient(backend_config.channel).placed(ray.get(answer)[1])
+                break
+        addresses = [address for address, _ in ray.get(answers)]
         if len(set(addresses)) > 1:  # on one node the loopback address is right
             chosen = worker_group.execute(choose_interface)
             for address, name in sorted(set(zip(addresses, chosen, strict=True)), key=str):
@@ -110,7 +130,13 @@ class _AddressBackend(TorchConfig().backend_cls):  # type: ignore[misc]
                     _log.info("Workers on %s synchronize over %s, the interface of its Ray address.", address, name)
                 elif name is not None:
                     _log.warning("No interface of %s was found. Set %s on that node.", address, _GLOO)
-        super().on_start(worker_group, backend_config)
+        try:
+            super().on_start(worker_group, backend_config)
+        except RayTaskError as e:
+            cause = e.cause
+            if not is_between_workers(cause):
+                raise
+            raise ProcessGroupFailed(addresses, f"{type(cause).__name__}: {cause}") from None
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         """Ray Train's hook, in its controller: the workers' processes are about to be ended, as when the run grows."""

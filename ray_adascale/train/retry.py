@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray.train
+import torch.distributed as dist
 from ray.exceptions import RayActorError, RayError
 from ray.train import UserCallback
 
@@ -26,7 +27,8 @@ from .driver_channel import DriverClient
 
 _BETWEEN_WORKERS = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|ProcessGroup|TCPStore")
 _RAYS_ADVICE = re.compile(r" (Worker exit type: \w+ Worker exit detail:|Some common causes include:).*")
-_STORAGE_TRIES = 3
+STORAGE_TRIES = 3
+"""Number of starts that fail by the storage at the same place, before the run ends."""
 
 
 def is_rays(error: Exception) -> bool:
@@ -34,14 +36,16 @@ def is_rays(error: Exception) -> bool:
     return type(error).__module__.partition(".")[0] == "ray"
 
 
-def _preemption_of(error: Exception) -> RayActorError | None:
+def preemption_of(error: Exception) -> RayActorError | None:
     """Return the error of a worker that died with a node that was taken away after a notice, which Ray may have wrapped."""
     found = (each for each in (error, *vars(error).values()) if isinstance(each, RayActorError) and each.preempted)
     return next(found, None)
 
 
-def _is_between_workers(error: Exception) -> bool:
-    """Return whether an exception only shows that another worker is gone."""
+def is_between_workers(error: BaseException) -> bool:
+    """Return whether an exception only shows that another worker is gone, or can't be reached."""
+    if isinstance(error, dist.DistError):
+        return True
     return isinstance(error, RuntimeError | ConnectionError) and _BETWEEN_WORKERS.search(str(error)) is not None
 
 
@@ -55,7 +59,22 @@ def is_nobodys_mistake(error: Exception) -> bool:
     """Return whether an exception is of a lost process or node, or of storage, so that another start may not meet it."""
     if type(error) is RayError or isinstance(error, PermissionError | NotPermitted):
         return False  # the first stands for an exception that can't be pickled
-    return is_rays(error) or _is_between_workers(error) or (_is_of_storage(error) and not was_beginning(error))
+    return is_rays(error) or is_between_workers(error) or (_is_of_storage(error) and not was_beginning(error))
+
+
+def rays_words(error: BaseException) -> str:
+    """Return the message of an exception of Ray's own in one line."""
+    text = _RAYS_ADVICE.sub("", str(error).strip())
+    if not text:
+        return type(error).__name__
+    # The first and last lines are useful; between them is a remote traceback or a description of the worker.
+    first, *rest = text.splitlines()
+    short = (f"{first} {rest[-1]}" if first.endswith(".") else rest[-1]) if rest else first
+    process, node = (re.search(rf"^\s*{key}: (\S+)$", text, re.MULTILINE) for key in ("pid", "ip"))
+    if process is not None and node is not None:
+        short = f"{short.rstrip('.')} (process {process[1]} on {node[1]})."
+    # gRPC's words for a connection that was cut off.
+    return re.sub("Socket closed$", "Socket closed: its node, or the network to it, is lost.", short)
 
 
 def worker_failure(error: BaseException) -> tuple[int, Exception] | None:
@@ -64,7 +83,7 @@ def worker_failure(error: BaseException) -> tuple[int, Exception] | None:
 
     def order(item: tuple[int, Exception]) -> tuple[bool, bool, int]:
         # A worker that died is the cause, not the workers that then lost the connection to it.
-        return not is_rays(item[1]), _is_between_workers(item[1]), item[0]
+        return not is_rays(item[1]), is_between_workers(item[1]), item[0]
 
     return min(failures.items(), key=order, default=None)
 
@@ -80,14 +99,9 @@ def failure_message(error: BaseException, *, lines: bool = True) -> str:
     if found is None:
         return "\n".join(filter(None, [str(error), *getattr(error, "__notes__", ())]))
     rank, failure = found
-    text = _RAYS_ADVICE.sub("", str(failure).strip())
-    if is_rays(failure) and text:
-        # The first and last lines are useful; between them is a remote traceback or a description of the worker.
-        first, *rest = text.splitlines()
-        short = (f"{first} {rest[-1]}" if first.endswith(".") else rest[-1]) if rest else first
-        # gRPC's words for a connection that was cut off.
-        return f"Worker {rank}: {re.sub('Socket closed$', 'Socket closed: its node, or the network to it, is lost.', short)}"
-    kind = type(failure).__name__  # a KeyError's text alone means little
+    if is_rays(failure):
+        return f"Worker {rank}: {rays_words(failure)}"
+    text, kind = str(failure).strip(), type(failure).__name__  # a KeyError's text alone means little
     message = f"Worker {rank}: {kind}: {text}" if text else f"Worker {rank}: {kind}"
     return "\n".join([message, lines_of(failure)] if lines and lines_of(failure) else [message])
 
@@ -105,6 +119,23 @@ def _one_sentence(failures: Mapping[int, Exception]) -> str:
 
 
 # ---- in Ray Train's controller ---------------------------------------------------------------------------------------
+
+
+class ProcessGroupFailed(Exception):
+    """The workers' processes run, and can't reach each other.
+
+    Args:
+        addresses: Addresses of the workers' nodes.
+        why: What one of them has raised.
+    """
+
+    def __init__(self, addresses: Sequence[str], why: str) -> None:
+        super().__init__(addresses, why)
+        self._addresses, self._why = addresses, why
+
+    def __str__(self) -> str:
+        nodes = ", ".join(sorted(set(self._addresses)))
+        return f"The {len(self._addresses)} workers on {nodes} did not reach each other: {self._why}"
 
 
 class RepeatedFailure(Exception):
@@ -137,12 +168,14 @@ class RetryPolicy(UserCallback):
 
     Args:
         max_failures: Ray Train's, for the log.
+        restarts: Number of restarts so far.
+        saved: Whether there is a checkpoint.
 
     Raises:
         ValueError: ``max_failures`` is below −1.
     """
 
-    def __init__(self, max_failures: int) -> None:
+    def __init__(self, max_failures: int, restarts: int = 0, saved: bool = False) -> None:
         if max_failures < -1:
             raise SettingError(
                 "Invalid {}. Must be a number of restarts; 0 for none, or -1 for any number.",
@@ -152,8 +185,8 @@ class RetryPolicy(UserCallback):
         self.channel: Any = None
         """The driver's channel, see :mod:`ray_adascale.train.driver_channel`."""
         self._max_failures = max_failures
-        self._restarts = 0
-        self._saved = False  # a checkpoint was reported since this driver began
+        self._restarts = restarts
+        self._saved = saved  # else: whether a checkpoint was reported since this driver began
         self._taken_away: set[str | None] = set()  # ids of the actors of preempted workers
         self._seen: Counter[str] = Counter()
 
@@ -167,9 +200,7 @@ class RetryPolicy(UserCallback):
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Ray Train's callback: one or more workers have failed."""
         driver = DriverClient(self.channel)
-        gone = {
-            rank: found for rank, error in worker_exceptions.items() if (found := _preemption_of(error)) is not None
-        }
+        gone = {rank: found for rank, error in worker_exceptions.items() if (found := preemption_of(error)) is not None}
         if gone:
             actors = {error.actor_id for error in gone.values()} - {None}
             if actors.isdisjoint(self._taken_away):
@@ -184,14 +215,18 @@ class RetryPolicy(UserCallback):
             raise RepeatedFailure(dict(worker_exceptions), why)
         self._restarts += 1
         if self._max_failures < 0 or self._restarts <= self._max_failures:
-            of = "" if self._max_failures < 0 else f" of {self._max_failures}"
-            text = _one_sentence(worker_exceptions)
-            otherwise = "" if self._saved else ", or from the beginning if there is none"
-            driver.restarting(f"{text} Restart {self._restarts}{of}, from the last checkpoint{otherwise}.")
+            driver.restarting(f"{_one_sentence(worker_exceptions)} {self.restart}", self._restarts)
+
+    @property
+    def restart(self) -> str:
+        """The restart that follows, in words."""
+        of = "" if self._max_failures < 0 else f" of {self._max_failures}"
+        otherwise = "" if self._saved else ", or from the beginning if there is none"
+        return f"Restart {self._restarts}{of}, from the last checkpoint{otherwise}."
 
     def _repeats(self, error: Exception) -> str | None:
         """Return why each restart would raise this error again; None if that is unknown."""
-        if is_rays(error) or _is_between_workers(error):
+        if is_rays(error) or is_between_workers(error):
             return None
         # An exception without a note is not from the loop, so its step is unknown.
         when = raised_when(error)
@@ -202,6 +237,6 @@ class RetryPolicy(UserCallback):
             return when
         key = f"{when} {type(error).__name__}"
         self._seen[key] += 1
-        if when and self._seen[key] >= (_STORAGE_TRIES if of_storage else 2):
+        if when and self._seen[key] >= (STORAGE_TRIES if of_storage else 2):
             return f"{when} The same in {self._seen[key]} starts."
         return None

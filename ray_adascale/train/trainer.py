@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
-import math
 import signal
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
@@ -30,19 +29,10 @@ from ..run.loop import Run
 from ..run.observe.failure import annotate_exceptions, telling_of_failure
 from ..workload import Workload, WorkloadFn
 from .backend import RayTrainBackend
-from .cluster import (
-    WORKER_TIMEOUT_S,
-    alive_nodes,
-    build_on_worker,
-    is_local,
-    lacking,
-    lost_nodes,
-    portable,
-    quiet_init,
-    start_message,
-)
-from .driver_channel import DriverClient, Status, forward_warnings, make_channel
-from .hangs import HangWatch
+from .cluster import WORKER_TIMEOUT_S, build_on_worker, is_local, lacking, portable, quiet_init
+from .driver_channel import DriverClient, forward_warnings, make_channel
+from .driver_monitor import DriverMonitor
+from .failed_starts import FailedStarts, NextStart
 from .network import with_interface
 from .ray_record import newest_checkpoint, rename_cut_off_record
 from .retry import RepeatedFailure, RetryPolicy, failure_message
@@ -54,15 +44,8 @@ _R = TypeVar("_R")
 _log = logging.getLogger(__name__)
 _PACKAGE = __name__.partition(".")[0]
 
-_POLL_S = 0.5
-_ANSWER_S = 5.0
-"""Time limit of the driver for an answer of the channel. It tries again."""
-_ROOM_S = 5.0, 30.0
-"""Seconds of the workers' start before the driver logs the resources that the cluster lacks, and between repetitions."""
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 """Ctrl-C, and the signal of `ray job stop`, of `kill` and of batch systems."""
-_STOP_S = 60.0
-"""Time limit for the workers' checkpoint after Ctrl-C."""
 
 
 def _with_the_arguments_of(function: Callable[_Args, _R]) -> Callable[[Callable[..., _R]], Callable[_Args, _R]]:
@@ -222,8 +205,8 @@ class AdaScaleTrainer(TorchTrainer):
                 "RunConfig",
                 name=run_config.name,
             )
-        failures = run_config.failure_config or ray.train.FailureConfig()
-        self._retry_policy = RetryPolicy(failures.max_failures)
+        self._failures = run_config.failure_config or ray.train.FailureConfig()
+        self._callbacks = list(run_config.callbacks or [])
         self._progress, self._on_start = progress, on_start
         self._job: dict[str, Any] = {
             "workload": portable(workload),
@@ -235,14 +218,18 @@ class AdaScaleTrainer(TorchTrainer):
             "lengths": None if datasets is None else {name: _known_length(data) for name, data in datasets.items()},
             "kept_by": getattr(getattr(run_config, "checkpoint_config", None), "checkpoint_score_attribute", None),
         }
-        super().__init__(
+        self._torch_config = with_interface(torch_config, WORKER_TIMEOUT_S)
+        self._configure = functools.partial(
+            super().__init__,
             _train_workload,
             train_loop_config=self._job,
-            scaling_config=scaling_config,
-            run_config=replace(run_config, callbacks=[*(run_config.callbacks or []), self._retry_policy]),
-            torch_config=with_interface(torch_config, WORKER_TIMEOUT_S),
+            torch_config=self._torch_config,
             datasets=None if datasets is None else dict(datasets),
             dataset_config=dataset_config,
+        )
+        policy = RetryPolicy(self._failures.max_failures)
+        self._configure(
+            scaling_config=scaling_config, run_config=replace(run_config, callbacks=[*self._callbacks, policy])
         )
 
     def fit(self) -> ray.train.Result:
@@ -256,9 +243,9 @@ class AdaScaleTrainer(TorchTrainer):
             ValueError: The workers don't fit, and no node can be added, since this process has started Ray for itself. Or another
                 process runs under this name and storage path now, or the storage can't be written.
             RuntimeError: This process was suspended, and another one has taken over the run.
-            ray.train.TrainingFailedError: A worker failed more often than ``FailureConfig`` allows, or with an exception that
-                every restart would repeat: one during the build, one before a start's first optimizer step, or two after
-                the same step. The last checkpoint can be used: the same call resumes from it.
+            ray.train.TrainingFailedError: Workers failed, or did not start, more often than ``FailureConfig`` allows, or failed
+                with an exception that every restart would repeat: one during the build, one before a start's first optimizer
+                step, or two after the same step. The last checkpoint can be used: the same call resumes from it.
             KeyboardInterrupt: Ctrl-C, or SIGTERM. The workers have written a checkpoint at the next step boundary, unless that
                 took more than a minute or the signal came twice. The same call resumes.
         """
@@ -275,9 +262,8 @@ class AdaScaleTrainer(TorchTrainer):
             )
         config, folder = self.run_config, self._folder
         with RunLock(folder, str(config.name), filesystem=config.storage_filesystem) as lock:
-            rename_cut_off_record(folder, str(config.name), config.storage_filesystem)
             channel = make_channel()
-            self._job["channel"] = self._retry_policy.channel = channel
+            self._job["channel"] = self._torch_config.channel = channel
             self._monitor = DriverMonitor(channel, needs, lock, self._on_start)
             try:
                 with self._display(), self._monitor:
@@ -290,7 +276,7 @@ class AdaScaleTrainer(TorchTrainer):
                     "over the run's folder."
                 ) from e
             finally:
-                self._job["channel"] = self._retry_policy.channel = None
+                self._job["channel"] = self._torch_config.channel = None
                 ray.kill(channel)
 
     @property
@@ -314,7 +300,7 @@ class AdaScaleTrainer(TorchTrainer):
         in_main_thread = threading.current_thread() is threading.main_thread()
         handlers = {number: signal.getsignal(number) for number in _INTERRUPTS} if in_main_thread else {}
         try:
-            result = super().fit()
+            result = self._run_controllers()
         except ray.train.ControllerError as e:
             cause = e.controller_failure
             if not isinstance(cause, RepeatedFailure):
@@ -343,6 +329,43 @@ class AdaScaleTrainer(TorchTrainer):
             )
         return result
 
+    def _run_controllers(self) -> ray.train.Result:
+        """Return Ray Train's result. A controller that ends by a failed start is followed by another one."""
+        asked = self.scaling_config
+        failed = FailedStarts(self._failures, asked)
+        start: NextStart | None = NextStart(None, 0, asked.num_workers)
+        try:
+            while start is not None:
+                self._prepare(start)
+                try:
+                    return super().fit()
+                except (ray.train.ControllerError, ray.exceptions.RayActorError) as e:
+                    ends = self._monitor.ends
+                    start = None if ends else failed.next_start(e, *ray.get(self._job["channel"].starts.remote()))
+                    if start is None:
+                        raise
+                self._monitor.end_controller()
+            raise AssertionError
+        finally:
+            self._configure(scaling_config=asked, run_config=self.run_config)
+
+    def _prepare(self, start: NextStart) -> None:
+        """Configure the next controller, and log why there is one more. It ends at each failure of its own."""
+        storage, channel = self.run_config.storage_filesystem, self._job["channel"]
+        rename_cut_off_record(self._folder, str(self.run_config.name), storage)
+        again, most = start.why is not None, self._failures.max_failures
+        policy = RetryPolicy(most, start.restarts, saved=again and newest_checkpoint(self._folder, storage) is not None)
+        policy.channel = channel
+        if again:
+            DriverClient(channel).restarting(f"{start.why} {policy.restart}", start.restarts)
+        left = replace(
+            self._failures, max_failures=most if most < 0 else most - start.restarts, controller_failure_limit=0
+        )
+        self._configure(
+            scaling_config=replace(self.scaling_config, num_workers=start.num_workers),
+            run_config=replace(self.run_config, failure_config=left, callbacks=[*self._callbacks, policy]),
+        )
+
     def _register_sigint_handler(self, controller: Any) -> None:
         """Replace a private hook of Ray Train, with a handler that waits for the controller, which may wait for nodes.
 
@@ -351,119 +374,3 @@ class AdaScaleTrainer(TorchTrainer):
         self._monitor.controller = controller
         for number in _INTERRUPTS:
             signal.signal(number, lambda *_: self._monitor.interrupt())
-
-
-class DriverMonitor:
-    """The driver's thread beside a run: keeps the newest metrics, logs events and missing resources, and handles Ctrl-C.
-
-    Args:
-        channel: The channel of the workers' messages.
-        needs: Resources of one worker, and the fewest workers.
-        lock: The lock on the run's folder. The run ends if another process has taken the lock over.
-        on_start: Called once, when the workers are in their loop.
-    """
-
-    def __init__(
-        self,
-        channel: Any,
-        needs: tuple[dict[str, float], int],
-        lock: RunLock,
-        on_start: Callable[[], None] | None = None,
-    ) -> None:
-        self.status = Status(None, False, [], 0)
-        """The newest status of the workers."""
-        self.interrupts = 0
-        """Number of Ctrl-C so far."""
-        self.controller: Any = None
-        """Ray Train's controller, to be killed after Ctrl-C."""
-        self._channel, self._needs, self._lock, self._on_start = channel, needs, lock, on_start
-        self._nodes: dict[str, str] = {}
-        self._answered = 0
-        self._ends_at: float | None = None
-        self._waiting_since = time.monotonic()
-        self._logged_at: float | None = None
-        self._wake, self._done = threading.Event(), False
-        self._hangs = HangWatch()
-        self._thread = threading.Thread(target=self._run, name="ray_adascale-listener", daemon=True)
-
-    def interrupt(self) -> None:
-        """Register a Ctrl-C in the main thread. The monitor's thread handles it, at its next look.
-
-        A signal's handler must not wait for a lock: a second signal may come while the first one's handler has it.
-        """
-        self.interrupts += 1
-
-    def __enter__(self) -> DriverMonitor:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._done = True
-        self._wake.set()
-        self._thread.join(_ANSWER_S + 1)
-
-    def _run(self) -> None:
-        last = False
-        while not last:
-            self._wake.wait(_POLL_S)
-            self._wake.clear()
-            last = self._done
-            # A failure here must not fail the run, and Ray reports its own failures.
-            with contextlib.suppress(Exception):
-                self._answer_interrupts()
-            with contextlib.suppress(Exception):
-                self._apply(ray.get(self._channel.status.remote(self.status.sent), timeout=_ANSWER_S))
-            with contextlib.suppress(Exception):
-                self._log_missing_resources()
-
-    def _apply(self, status: Status) -> None:
-        before, self.status = self.status, status
-        if before.running and not status.running:
-            self._waiting_since, self._logged_at = time.monotonic(), None
-        for level, text in status.events:
-            _log.log(level, "%s", text)
-        self._hangs.log_quiet(status.quiet, time.monotonic())
-        if status.running and not before.running:
-            self._nodes = alive_nodes()
-        if status.running and self._on_start is not None:
-            on_start, self._on_start = self._on_start, None
-            try:
-                on_start()
-            except Exception as e:
-                _log.warning("After the run's start: %s: %s", type(e).__name__, e)
-        self._hangs.look(status.hang)
-
-    def _log_missing_resources(self) -> None:
-        now = time.monotonic()
-        patience, every = _ROOM_S
-        if self.status.running or self._done or now - self._waiting_since < patience:
-            return
-        if self._logged_at is not None and now - self._logged_at < every:
-            return
-        short = lacking(*self._needs)
-        if short is None:
-            lost = lost_nodes(self._nodes)
-            if not lost and now - self._waiting_since < every:
-                return
-            _log.info("Still starting after %.0f s: %s", now - self._waiting_since, start_message(lost))
-        else:
-            _log.warning("Waiting for nodes: the run needs %s. It begins when there is room; Ctrl-C ends it.", short)
-        self._logged_at = now
-
-    def _answer_interrupts(self) -> None:
-        now = time.monotonic()
-        if self.interrupts > self._answered:
-            first, self._answered = self._answered == 0, self.interrupts
-            if first and self.status.running:
-                self._ends_at = now + _STOP_S
-                self._channel.request_stop.remote()
-                _log.warning(
-                    "Interrupted: a checkpoint is written at the next step boundary. Ctrl-C again ends at once."
-                )
-            else:
-                self._ends_at = now
-        if self._lock.lost is not None and self._ends_at is None:
-            self._ends_at = now
-        if self._ends_at is not None and now >= self._ends_at and self.controller is not None:
-            ray.kill(self.controller)
-            self._ends_at = math.inf

@@ -22,7 +22,7 @@ from ray import cloudpickle
 
 from ray_adascale import AdaScaleConfig
 from ray_adascale.cli.source import resolve
-from ray_adascale.train import trainer
+from ray_adascale.train import driver_monitor
 from ray_adascale.train.cluster import (
     alive_nodes,
     build_on_worker,
@@ -33,7 +33,7 @@ from ray_adascale.train.cluster import (
     start_message,
 )
 from ray_adascale.train.driver_channel import Status
-from ray_adascale.train.trainer import DriverMonitor
+from ray_adascale.train.driver_monitor import DriverMonitor
 from ray_adascale.workload import Workload
 
 from ..samples_of import regression
@@ -287,8 +287,8 @@ def test_a_start_that_takes_long_names_the_node_that_was_lost(
     nodes = [dict(machine) for machine in MACHINES]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
-    monkeypatch.setattr(trainer, "_ROOM_S", (0.02, 0.02))
-    monkeypatch.setattr(trainer, "_POLL_S", 0.01)
+    monkeypatch.setattr(driver_monitor, "_ROOM_S", (0.02, 0.02))
+    monkeypatch.setattr(driver_monitor, "_POLL_S", 0.01)
     assert alive_nodes() == {"0": "head (10.0.0.0)", "1": "worker-1 (10.0.0.1)", "2": "worker-2 (10.0.0.2)"}
     running = [False]
 

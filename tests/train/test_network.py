@@ -7,9 +7,11 @@ import os
 import pickle
 import socket
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import ray.util
 from ray.train import ScalingConfig
 from ray.train.torch import TorchConfig
@@ -125,7 +127,7 @@ class Group:
 
     def execute(self, function: Any) -> list[Any]:
         self.done.append(function.__name__)
-        return list(self.addresses) if function is ray.util.get_node_ip_address else ["eth0"] * len(self.addresses)
+        return [(a, "placed") if function is module._place else "eth0" for a in self.addresses]
 
     execute_async = execute
 
@@ -140,8 +142,12 @@ def test_interfaces_are_chosen_before_the_process_group_of_several_nodes(
     monkeypatch.setattr(
         TorchConfig().backend_cls, "on_start", lambda self, workers, config: workers.done.append("process group")
     )
+    monkeypatch.setattr(ray, "get", lambda answer: answer)
+    sent: list[Any] = []
+    config.channel = SimpleNamespace(set_placed=SimpleNamespace(remote=sent.append))
     config.backend_cls().on_start(group, config)
-    assert group.done == ["get_node_ip_address", *(["choose_interface"] if chosen else []), "process group"]
+    assert sent == ["placed"]
+    assert group.done == ["_place", *(["choose_interface"] if chosen else []), "process group"]
 
 
 def test_heartbeats_end_before_the_workers_that_ray_restarts(monkeypatch: pytest.MonkeyPatch) -> None:

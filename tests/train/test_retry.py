@@ -12,7 +12,6 @@ import pytest
 import ray.train
 from ray import cloudpickle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
-from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer
@@ -177,7 +176,7 @@ class Told:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def restarting(self, why: str) -> None:
+    def restarting(self, why: str, restarts: int | None = None) -> None:
         self.lines.append(why)
 
     def log(self, level: int, text: str) -> None:
@@ -314,10 +313,10 @@ def test_ray_takes_the_callback() -> None:
 
 
 def test_a_controller_that_cannot_write_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fit(self: Any) -> None:
+    def fails(self: Any) -> None:
         raise ray.train.ControllerError(OSError(28, "Error writing bytes to file. Detail: No space left on device"))
 
-    monkeypatch.setattr(TorchTrainer, "fit", fit)
+    monkeypatch.setattr(AdaScaleTrainer, "_run_controllers", fails)
     trainer = AdaScaleTrainer(
         lambda config: None,
         config=AdaScaleConfig(base_batch_size=4, total_steps=4),

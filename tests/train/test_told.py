@@ -28,6 +28,7 @@ from ray.train.torch import TorchTrainer
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Workload, _files, load_weights
 from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.run.observe.trace import read_trace
+from ray_adascale.train import driver_monitor
 from ray_adascale.train import trainer as module
 
 from .test_trainer import _recipe, _without_ray, flat
@@ -251,7 +252,7 @@ def test_more_workers_than_fit_are_refused_or_waited_for(
     ray_session: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, local: bool
 ) -> None:
     caplog.set_level(logging.INFO, "ray_adascale")
-    monkeypatch.setattr(module, "_ROOM_S", (0.5, 0.5))
+    monkeypatch.setattr(driver_monitor, "_ROOM_S", (0.5, 0.5))
     if not local:
         monkeypatch.setattr(module, "is_local", lambda: False)
     run = AdaScaleTrainer(

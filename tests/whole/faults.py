@@ -289,6 +289,17 @@ def kill_worker(around: Surroundings, random: random.Random) -> None:
         wait_for("end of a killed worker", lambda: not _lives(pid))
 
 
+@fault("worker killed, and one of the next start before its loop")
+def kill_starting_worker(around: Surroundings, random: random.Random) -> None:
+    before = set(processes("ray::RayTrainWorker"))
+    kill_worker(around, random)
+    with suppress(Broken):  # the run may be over
+        started = wait_for("new worker", lambda: set(processes("ray::RayTrainWorker")) - before, 60)
+        time.sleep(3 * random.random())
+        with suppress(ProcessLookupError):
+            os.kill(random.choice(sorted(started)), signal.SIGKILL)
+
+
 @fault("node lost, and a new one")
 def lose_node(around: Surroundings, random: random.Random) -> None:
     around.remove_node(random)

@@ -1,0 +1,159 @@
+"""The driver's thread beside a run: what happens is logged, missing resources are named, and Ctrl-C is handled."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.util import remove_placement_group
+
+from .cluster import alive_nodes, lacking, lost_nodes, start_message
+from .driver_channel import Status
+from .hangs import HangWatch
+from .run_lock import RunLock
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+ANSWER_S = 5.0
+"""Time limit of the driver for an answer of the channel. It tries again."""
+_ROOM_S = 5.0, 30.0
+"""Seconds of the workers' start before the driver logs the resources that the cluster lacks, and between repetitions."""
+_STOP_S = 60.0
+"""Time limit for the workers' checkpoint after Ctrl-C."""
+
+
+class DriverMonitor:
+    """The driver's thread beside a run: keeps the newest metrics, logs events and missing resources, and handles Ctrl-C.
+
+    Args:
+        channel: The channel of the workers' messages.
+        needs: Resources of one worker, and the fewest workers.
+        lock: The lock on the run's folder. The run ends if another process has taken the lock over.
+        on_start: Called once, when the workers are in their loop.
+    """
+
+    def __init__(
+        self,
+        channel: Any,
+        needs: tuple[dict[str, float], int],
+        lock: RunLock,
+        on_start: Callable[[], None] | None = None,
+    ) -> None:
+        self.status = Status(None, False, [], 0)
+        """The newest status of the workers."""
+        self.interrupts = 0
+        """Number of Ctrl-C so far."""
+        self.controller: Any = None
+        """Ray Train's controller, to be killed after Ctrl-C."""
+        self._channel, self._needs, self._lock, self._on_start = channel, needs, lock, on_start
+        self._nodes: dict[str, str] = {}
+        self._answered = 0
+        self._ends_at: float | None = None
+        self._waiting_since = time.monotonic()
+        self._logged_at: float | None = None
+        self._wake, self._done = threading.Event(), False
+        self._hangs = HangWatch()
+        self._thread = threading.Thread(target=self._run, name="ray_adascale-listener", daemon=True)
+
+    def interrupt(self) -> None:
+        """Register a Ctrl-C in the main thread. The monitor's thread handles it, at its next look.
+
+        A signal's handler must not wait for a lock: a second signal may come while the first one's handler has it.
+        """
+        self.interrupts += 1
+
+    @property
+    def ends(self) -> bool:
+        """Whether the run is to end."""
+        return self.interrupts > 0 or self._lock.lost is not None
+
+    def end_controller(self) -> None:
+        """Kill a controller that has failed, and free the resources that it holds, for the next one."""
+        controller, self.controller = self.controller, None
+        if controller is not None:
+            ray.kill(controller)
+        placed = ray.get(self._channel.placed.remote())
+        if placed is not None:  # Ray keeps it to the end of the job
+            remove_placement_group(placed)
+
+    def __enter__(self) -> DriverMonitor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._done = True
+        self._wake.set()
+        self._thread.join(ANSWER_S + 1)
+
+    def _run(self) -> None:
+        last = False
+        while not last:
+            self._wake.wait(_POLL_S)
+            self._wake.clear()
+            last = self._done
+            # A failure here must not fail the run, and Ray reports its own failures.
+            with contextlib.suppress(Exception):
+                self._answer_interrupts()
+            with contextlib.suppress(Exception):
+                self._apply(ray.get(self._channel.status.remote(self.status.sent), timeout=ANSWER_S))
+            with contextlib.suppress(Exception):
+                self._log_missing_resources()
+
+    def _apply(self, status: Status) -> None:
+        before, self.status = self.status, status
+        if before.running and not status.running:
+            self._waiting_since, self._logged_at = time.monotonic(), None
+        for level, text in status.events:
+            _log.log(level, "%s", text)
+        self._hangs.log_quiet(status.quiet, time.monotonic())
+        if status.running and not before.running:
+            self._nodes = alive_nodes()
+        if status.running and self._on_start is not None:
+            on_start, self._on_start = self._on_start, None
+            try:
+                on_start()
+            except Exception as e:
+                _log.warning("After the run's start: %s: %s", type(e).__name__, e)
+        self._hangs.look(status.hang)
+
+    def _log_missing_resources(self) -> None:
+        now = time.monotonic()
+        patience, every = _ROOM_S
+        if self.status.running or self._done or now - self._waiting_since < patience:
+            return
+        if self._logged_at is not None and now - self._logged_at < every:
+            return
+        short = lacking(*self._needs)
+        if short is None:
+            lost = lost_nodes(self._nodes)
+            if not lost and now - self._waiting_since < every:
+                return
+            _log.info("Still starting after %.0f s: %s", now - self._waiting_since, start_message(lost))
+        else:
+            _log.warning("Waiting for nodes: the run needs %s. It begins when there is room; Ctrl-C ends it.", short)
+        self._logged_at = now
+
+    def _answer_interrupts(self) -> None:
+        now = time.monotonic()
+        if self.interrupts > self._answered:
+            first, self._answered = self._answered == 0, self.interrupts
+            if first and self.status.running:
+                self._ends_at = now + _STOP_S
+                self._channel.request_stop.remote()
+                _log.warning(
+                    "Interrupted: a checkpoint is written at the next step boundary. Ctrl-C again ends at once."
+                )
+            else:
+                self._ends_at = now
+        if self._lock.lost is not None and self._ends_at is None:
+            self._ends_at = now
+        if self._ends_at is not None and now >= self._ends_at and self.controller is not None:
+            ray.kill(self.controller)
+            self._ends_at = math.inf
