@@ -10,6 +10,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -107,17 +108,23 @@ def lost_nodes(before: Mapping[str, str]) -> list[str]:
     return [name for node, name in before.items() if node not in now]
 
 
-def start_message(lost: Sequence[str]) -> str:
-    """Return what workers wait for that start and have room.
+def start_message(what: str, seconds: float, limit_s: float | None, lost: Sequence[str]) -> str:
+    """Return what is waited for, since when and until when, for workers that start and have room.
 
     Args:
+        what: In words.
+        seconds: Seconds so far.
+        limit_s: Seconds after which Ray gives up; None without a limit.
         lost: The nodes that were lost since the workers last ran, see :func:`lost_nodes`.
     """
-    if not lost:
-        return "Ray places the workers, and they load torch; `ray status` shows what else runs."
-    nodes = f"node {lost[0]} was" if len(lost) == 1 else f"nodes {', '.join(lost)} were"
-    limit = float(os.environ.get(_START_TIMEOUT, 60))  # Ray Train passes the driver's variable on
-    return f"{nodes} lost. Ray may still try to place workers there, and gives up after {limit:g} s ({_START_TIMEOUT})."
+    since = datetime.now() - timedelta(seconds=seconds)
+    until = "" if limit_s is None else f", until {since + timedelta(seconds=limit_s):%H:%M:%S} at the latest"
+    text = f"{what} (since {since:%H:%M:%S}{until})."
+    if lost:
+        nodes = f"node {lost[0]} was" if len(lost) == 1 else f"nodes {', '.join(lost)} were"
+        limit = float(os.environ.get(_START_TIMEOUT, 60))  # Ray Train passes the driver's variable on
+        text += f" {nodes} lost. Ray may still try to place workers there, and gives up after {limit:g} s ({_START_TIMEOUT})."
+    return text
 
 
 def build_on_worker(

@@ -28,6 +28,23 @@ _ANSWER_S = 10.0
 _package = logging.getLogger(__package__.partition(".")[0])
 
 
+class Awaited(NamedTuple):
+    """What a run without a loop waits for.
+
+    Attributes:
+        what: In words.
+        seconds: Seconds so far.
+        limit_s: Seconds after which Ray gives up; None if there is no limit.
+    """
+
+    what: str
+    seconds: float = 0.0
+    limit_s: float | None = None
+
+
+_ROOM = "Ray ends the last workers, if there are any, looks for room, and starts the workers' processes"
+
+
 class Status(NamedTuple):
     """Status of a run.
 
@@ -38,6 +55,7 @@ class Status(NamedTuple):
         sent: Number of events so far.
         hang: The hang of the run, as far as the heartbeats show; None without one.
         quiet: A worker that sends no heartbeats, see :meth:`ray_adascale.train.hangs.Beats.quiet`.
+        awaited: What is waited for while the workers are not in their loop.
     """
 
     metrics: dict[str, Any] | None
@@ -46,6 +64,7 @@ class Status(NamedTuple):
     sent: int
     hang: Hang | None = None
     quiet: tuple[Beat, float] | None = None
+    awaited: Awaited = Awaited(_ROOM)
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -55,8 +74,8 @@ class DriverChannel:
     def __init__(self) -> None:
         self._metrics: dict[str, Any] | None = None
         self._running = False
-        self._restarts = self._loops = 0
-        self._placed: Any = None
+        self._notes: dict[str, Any] = {"placed": None, "restarts": 0, "loops": 0}
+        self.set_awaited(_ROOM, None)
         self._events: list[tuple[int, str]] = []
         self._sent = 0
         self._stop = False
@@ -76,26 +95,28 @@ class DriverChannel:
     def set_running(self, running: bool) -> None:
         """Set whether the workers are in their loop."""
         self._running = running
-        self._loops += running
+        self._notes["loops"] += running
         if not running:
             self._metrics = None
             self._beats.clear()
+            self.set_awaited(_ROOM, None)
 
-    def set_placed(self, placement_group: Any) -> None:
-        """Set the placement group of the present start."""
-        self._placed = placement_group
+    def set_ended(self) -> None:
+        """Set that Ray ends the workers: for others, unless the run has come to its end."""
+        if self._metrics is None or "stopped" not in self._metrics:
+            self.set_running(False)
 
-    def placed(self) -> Any:
-        """Return the placement group of the last start that got one; None without one."""
-        return self._placed
+    def set_awaited(self, what: str, limit_s: float | None) -> None:
+        """Set what is waited for from now on, and for how long at most."""
+        self._awaited, self._awaited_since = Awaited(what, limit_s=limit_s), time.monotonic()
 
-    def set_restarts(self, restarts: int) -> None:
-        """Set how often the run has restarted after a failure."""
-        self._restarts = restarts
+    def note(self, name: str, value: Any) -> None:
+        """Set one of the :meth:`notes`."""
+        self._notes[name] = value
 
-    def starts(self) -> tuple[int, int]:
-        """Return how often the run has restarted after a failure, and how often its loop has begun."""
-        return self._restarts, self._loops
+    def notes(self) -> dict[str, Any]:
+        """Return "placed", the placement group of the last start; "restarts" after a failure; "loops", the loops that began."""
+        return self._notes
 
     def log(self, level: int, text: str, once: bool) -> None:
         """Add an event. With ``once`` the same text is added once in a run, also after restarts."""
@@ -110,7 +131,9 @@ class DriverChannel:
         """Return the status, with the events after the first ``since``."""
         events = self._events[max(len(self._events) - self._sent + since, 0) :]
         now = time.monotonic()
-        return Status(self._metrics, self._running, events, self._sent, self._beats.hang(now), self._beats.quiet(now))
+        hang, quiet = self._beats.hang(now), self._beats.quiet(now)
+        awaited = self._awaited._replace(seconds=now - self._awaited_since)
+        return Status(self._metrics, self._running, events, self._sent, hang, quiet, awaited)
 
     def request_stop(self) -> None:
         """Request that the workers stop at the next step boundary."""
@@ -160,9 +183,17 @@ class DriverClient:
             pass
         return False
 
-    def placed(self, placement_group: Any) -> None:
-        """Send the placement group of a start."""
-        self._send("set_placed", placement_group)
+    def note(self, name: str, value: Any) -> None:
+        """Send a note, see :meth:`DriverChannel.notes`."""
+        self._send("note", name, value)
+
+    def ended(self) -> None:
+        """Send that Ray ends the workers."""
+        self._send("set_ended")
+
+    def awaits(self, what: str, limit_s: float | None = None) -> None:
+        """Send what is waited for before the loop begins, and the limit in seconds."""
+        self._send("set_awaited", what, limit_s)
 
     def running(self) -> None:
         """Send that the loop begins."""
@@ -172,7 +203,7 @@ class DriverClient:
         """Send that the workers restart, why, and how often they have after a failure; None if this one does not count."""
         self._send("set_running", False)
         if restarts is not None:
-            self._send("set_restarts", restarts)
+            self.note("restarts", restarts)
         self.log(logging.WARNING, why)
 
     def _send(self, method: str, *arguments: Any) -> Any:

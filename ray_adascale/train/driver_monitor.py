@@ -74,13 +74,12 @@ class DriverMonitor:
         """Whether the run is to end."""
         return self.interrupts > 0 or self._lock.lost is not None
 
-    def end_controller(self) -> None:
-        """Kill a controller that has failed, and free the resources that it holds, for the next one."""
+    def end_controller(self, placed: Any) -> None:
+        """Kill a controller that has failed, and remove its placement group, which Ray keeps to the end of the job."""
         controller, self.controller = self.controller, None
         if controller is not None:
             ray.kill(controller)
-        placed = ray.get(self._channel.placed.remote())
-        if placed is not None:  # Ray keeps it to the end of the job
+        if placed is not None:
             remove_placement_group(placed)
 
     def __enter__(self) -> DriverMonitor:
@@ -135,7 +134,8 @@ class DriverMonitor:
             lost = lost_nodes(self._nodes)
             if not lost and now - self._waiting_since < every:
                 return
-            _log.info("Still starting after %.0f s: %s", now - self._waiting_since, start_message(lost))
+            text = start_message(*self.status.awaited, lost)
+            _log.info("Still starting after %.0f s: %s Ctrl-C ends the run.", now - self._waiting_since, text)
         else:
             _log.warning("Waiting for nodes: the run needs %s. It begins when there is room; Ctrl-C ends it.", short)
         self._logged_at = now

@@ -117,12 +117,15 @@ class _AddressBackend(TorchConfig().backend_cls):  # type: ignore[misc]
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         """Ray Train's hook, in its controller: the workers' processes have started."""
+        driver = DriverClient(backend_config.channel)
         answers = worker_group.execute_async(_place)
         for answer in answers:
             with contextlib.suppress(RayActorError):
-                DriverClient(backend_config.channel).placed(ray.get(answer)[1])
+                driver.note("placed", ray.get(answer)[1])
                 break
         addresses = [address for address, _ in ray.get(answers)]
+        workers = f"{len(addresses)} workers on {', '.join(sorted(set(addresses)))}"
+        driver.awaits(f"{workers} load torch and connect to each other", backend_config.timeout_s)
         if len(set(addresses)) > 1:  # on one node the loopback address is right
             chosen = worker_group.execute(choose_interface)
             for address, name in sorted(set(zip(addresses, chosen, strict=True)), key=str):
@@ -137,10 +140,12 @@ class _AddressBackend(TorchConfig().backend_cls):  # type: ignore[misc]
             if not is_between_workers(cause):
                 raise
             raise ProcessGroupFailed(addresses, f"{type(cause).__name__}: {cause}") from None
+        driver.awaits(f"{workers} build the workload, and load the checkpoint if there is one")
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         """Ray Train's hook, in its controller: the workers' processes are about to be ended, as when the run grows."""
         worker_group.execute_async(end_heartbeats)
+        DriverClient(backend_config.channel).ended()
         super().on_shutdown(worker_group, backend_config)
 
 

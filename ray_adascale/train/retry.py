@@ -206,6 +206,7 @@ class RetryPolicy(UserCallback):
             if actors.isdisjoint(self._taken_away):
                 text = _one_sentence({rank: worker_exceptions[rank] for rank in gone})
                 driver.restarting(f"{text} Its node was preempted.")
+                driver.awaits("Ray waits for the end of the notice, and restarts the workers then")
             self._taken_away |= actors
             return
         found = worker_failure(ray.train.WorkerGroupError("", dict(worker_exceptions)))

@@ -333,19 +333,21 @@ class AdaScaleTrainer(TorchTrainer):
         """Return Ray Train's result. A controller that ends by a failed start is followed by another one."""
         asked = self.scaling_config
         failed = FailedStarts(self._failures, asked)
-        start: NextStart | None = NextStart(None, 0, asked.num_workers)
+        start = NextStart(None, 0, asked.num_workers)
         try:
-            while start is not None:
+            while True:
                 self._prepare(start)
                 try:
                     return super().fit()
                 except (ray.train.ControllerError, ray.exceptions.RayActorError) as e:
-                    ends = self._monitor.ends
-                    start = None if ends else failed.next_start(e, *ray.get(self._job["channel"].starts.remote()))
-                    if start is None:
+                    if self._monitor.ends:
                         raise
-                self._monitor.end_controller()
-            raise AssertionError
+                    notes = ray.get(self._job["channel"].notes.remote())
+                    following = failed.next_start(e, notes["restarts"], notes["loops"])
+                    if following is None:
+                        raise
+                self._monitor.end_controller(notes["placed"])
+                start = following
         finally:
             self._configure(scaling_config=asked, run_config=self.run_config)
 

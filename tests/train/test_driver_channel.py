@@ -10,6 +10,7 @@ import pytest
 import ray
 
 from ray_adascale.run.observe.pulse import Phase
+from ray_adascale.train import driver_channel as module
 from ray_adascale.train.driver_channel import DriverChannel, DriverClient, forward_warnings, make_channel
 from ray_adascale.train.hangs import Beat
 
@@ -85,6 +86,26 @@ def test_metrics_are_those_of_a_run_that_goes_on() -> None:
     status = here.board.status(0)
     assert status[:2] == (None, False)  # nothing stale is shown meanwhile
     assert status.events == [(logging.WARNING, "Worker 1 died.")]
+
+
+def test_what_is_waited_for_is_known_while_there_is_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    here = Here()
+    driver = DriverClient(here)
+    clock[0] += 20
+    assert here.board.status(0).awaited[1:] == (20.0, None)
+    driver.awaits("2 workers connect", 300.0)
+    clock[0] += 7
+    assert here.board.status(0).awaited == ("2 workers connect", 7.0, 300.0)
+    driver.running()
+    driver.put({"gain": 2.0})
+    driver.ended()  # by Ray, to restart on more workers, or at the end of a notice
+    assert here.board.status(0)[:2] == (None, False)
+    assert here.board.status(0).awaited[1:] == (0.0, None)
+    driver.put({"gain": 2.0, "stopped": "total_steps reached"})
+    driver.ended()
+    assert here.board.status(0)[:2] == ({"gain": 2.0, "stopped": "total_steps reached"}, True)
 
 
 def test_a_board_that_is_gone_costs_nothing() -> None:

@@ -22,6 +22,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, Wor
 from ray.train.v2._internal.execution.callback import WorkerCallback
 
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer, load_weights
+from ray_adascale.train import driver_monitor
 from ray_adascale.train import failed_starts as module
 from ray_adascale.train.failed_starts import FailedStarts
 from ray_adascale.train.network import AddressTorchConfig
@@ -123,6 +124,30 @@ def trainer(storage: Path, name: str, plan: Plan, *, workers: Any, max_failures:
 MOMENTS = ["context", "group", "unreachable", "folder", "function", "build", "controller"]
 
 
+def test_an_elastic_run_that_can_not_start_twice_starts_with_fewer_workers(
+    ray_session: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_monitor, "_ROOM_S", (0.1, 0.1))
+    plan = Plan.of(tmp_path / "plan", "unreachable", "group")
+    with caplog.at_level(logging.INFO, "ray_adascale"):
+        result = trainer(ray_session, "unreachable", plan, workers=(1, 2), max_failures=2).fit()
+    assert plan.left == []
+    assert "2. time in a row, so the run goes on with at most 1 workers. Restart 2 of 2" in caplog.text
+    assert result.metrics["world_size"] == 1
+    assert re.search(
+        r"Still starting after \d+ s: Ray ends the last workers.* \(since [\d:]+\)\. Ctrl-C ends the run", caplog.text
+    )
+    assert result.return_value["stopped"] == "total_steps reached"
+
+
+def test_failed_starts_count_and_the_last_one_ends_the_run(ray_session: Path, tmp_path: Path) -> None:
+    plan = Plan.of(tmp_path / "plan", "build", "function", "function", "function")
+    with pytest.raises(ray.train.ControllerError, match="The actor died unexpectedly"):
+        trainer(ray_session, "often", plan, workers=2, max_failures=2).fit()
+    assert plan.left == ["function"]
+
+
+# After the elastic run: Ray keeps a dead controller's reservation for three minutes, and elastic runs wait for that.
 @pytest.mark.timeout(900)  # eight starts
 def test_a_run_survives_a_death_at_each_moment_of_a_start(
     ray_session: Path, tmp_path: Path, pool: Any, caplog: pytest.LogCaptureFixture
@@ -132,7 +157,6 @@ def test_a_run_survives_a_death_at_each_moment_of_a_start(
         result = trainer(ray_session, "dying", plan, workers=2, max_failures=len(MOMENTS)).fit()
     assert plan.left == []
     restarts = [line for line in caplog.messages if " Restart " in line]
-    print(*restarts, sep="\n")
     count = len(MOMENTS)
     assert [f"Restart {n} of {count}" in line for n, line in enumerate(restarts, 1)] == [True] * count, restarts
     assert "did not reach each other: DistNetworkError: The client socket has timed out" in restarts[2]
@@ -141,25 +165,6 @@ def test_a_run_survives_a_death_at_each_moment_of_a_start(
     assert result.return_value["stopped"] == "total_steps reached"
     left_alone = pool(2).run(functools.partial(_without_ray, accumulation=1, total_steps=40))
     assert flat(load_weights(result.checkpoint.path)).tolist() == left_alone[0]
-
-
-def test_an_elastic_run_that_can_not_start_twice_starts_with_fewer_workers(
-    ray_session: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    plan = Plan.of(tmp_path / "plan", "unreachable", "group")
-    with caplog.at_level(logging.INFO, "ray_adascale"):
-        result = trainer(ray_session, "unreachable", plan, workers=(1, 2), max_failures=2).fit()
-    assert plan.left == []
-    assert "2. time in a row, so the run goes on with at most 1 workers. Restart 2 of 2" in caplog.text
-    assert result.metrics["world_size"] == 1
-    assert result.return_value["stopped"] == "total_steps reached"
-
-
-def test_failed_starts_count_and_the_last_one_ends_the_run(ray_session: Path, tmp_path: Path) -> None:
-    plan = Plan.of(tmp_path / "plan", "build", "function", "function", "function")
-    with pytest.raises(ray.train.ControllerError, match="The actor died unexpectedly"):
-        trainer(ray_session, "often", plan, workers=2, max_failures=2).fit()
-    assert plan.left == ["function"]
 
 
 # ---- without Ray -----------------------------------------------------------------------------------------------------

@@ -118,6 +118,16 @@ def test_nothing_changes_where_the_host_name_is_right_or_no_interface_is_found(m
     assert interfaces() == {}
 
 
+class Sent:
+    """Stands for the driver's channel, with the messages to it."""
+
+    def __init__(self, sent: list[Any]) -> None:
+        self._sent = sent
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: self._sent.append((name, *arguments)))
+
+
 class Group:
     """Stands for Ray Train's group of workers, with their addresses."""
 
@@ -144,9 +154,18 @@ def test_interfaces_are_chosen_before_the_process_group_of_several_nodes(
     )
     monkeypatch.setattr(ray, "get", lambda answer: answer)
     sent: list[Any] = []
-    config.channel = SimpleNamespace(set_placed=SimpleNamespace(remote=sent.append))
+    config.channel = Sent(sent)
     config.backend_cls().on_start(group, config)
-    assert sent == ["placed"]
+    nodes = ", ".join(sorted(set(addresses)))
+    assert sent == [
+        ("note", "placed", "placed"),
+        ("set_awaited", f"{len(addresses)} workers on {nodes} load torch and connect to each other", 1800),
+        (
+            "set_awaited",
+            f"{len(addresses)} workers on {nodes} build the workload, and load the checkpoint if there is one",
+            None,
+        ),
+    ]
     assert group.done == ["_place", *(["choose_interface"] if chosen else []), "process group"]
 
 
@@ -155,8 +174,11 @@ def test_heartbeats_end_before_the_workers_that_ray_restarts(monkeypatch: pytest
     monkeypatch.setattr(
         TorchConfig().backend_cls, "on_shutdown", lambda self, workers, config: workers.done.append("process group")
     )
+    sent: list[Any] = []
+    config.channel = Sent(sent)
     config.backend_cls().on_shutdown(group, config)
     assert group.done == ["end_heartbeats", "process group"]
+    assert sent == [("set_ended",)]
 
 
 def test_the_configuration_goes_to_the_controller_and_is_rays_otherwise() -> None:

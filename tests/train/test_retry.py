@@ -182,6 +182,9 @@ class Told:
     def log(self, level: int, text: str) -> None:
         """A line about a checkpoint."""
 
+    def awaits(self, what: str) -> None:
+        self.lines[-1] += f" {what}."
+
 
 @pytest.fixture
 def board(monkeypatch: pytest.MonkeyPatch) -> Told:
@@ -261,7 +264,8 @@ def test_a_preemption_is_told_once_and_is_no_failure(board: Told) -> None:
         assert fails(none, w0=CLOSED, w1=DIED, w2=taken_away("a")) is None
     assert fails(none, w1=taken_away("b"), w2=taken_away("a")) is None  # another worker dies before the same restart
     assert fails(none, w1=taken_away("b")) is None
-    text = "Worker 2: A worker health check failed. Gone. Its node was preempted."
+    text = "Worker 2: A worker health check failed. Gone. Its node was preempted. Ray waits for the end of the notice, and "
+    text += "restarts the workers then."
     assert board.lines == [text]
     assert fails(none, w2=taken_away("c")) is None  # after the restart
     assert board.lines == [text] * 2
