@@ -139,7 +139,9 @@ class _AddressBackend(TorchConfig().backend_cls):  # type: ignore[misc]
             cause = e.cause
             if not is_between_workers(cause):
                 raise
-            raise ProcessGroupFailed(addresses, f"{type(cause).__name__}: {cause}") from None
+            raise ProcessGroupFailed(
+                f"The {workers} did not reach each other: {type(cause).__name__}: {cause}"
+            ) from None
         driver.awaits(f"{workers} build the workload, and load the checkpoint if there is one")
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:

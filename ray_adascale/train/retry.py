@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ray.train
@@ -122,20 +122,7 @@ def _one_sentence(failures: Mapping[int, Exception]) -> str:
 
 
 class ProcessGroupFailed(Exception):
-    """The workers' processes run, and can't reach each other.
-
-    Args:
-        addresses: Addresses of the workers' nodes.
-        why: What one of them has raised.
-    """
-
-    def __init__(self, addresses: Sequence[str], why: str) -> None:
-        super().__init__(addresses, why)
-        self._addresses, self._why = addresses, why
-
-    def __str__(self) -> str:
-        nodes = ", ".join(sorted(set(self._addresses)))
-        return f"The {len(self._addresses)} workers on {nodes} did not reach each other: {self._why}"
+    """The workers' processes run, and can't reach each other."""
 
 
 class RepeatedFailure(Exception):

@@ -170,7 +170,7 @@ def test_a_run_survives_a_death_at_each_moment_of_a_start(
 # ---- without Ray -----------------------------------------------------------------------------------------------------
 
 DIED = RayActorError(None, "The actor died unexpectedly before finishing this task.")
-APART = ProcessGroupFailed(["10.0.0.1", "10.0.0.2"], "DistNetworkError: timed out")
+APART = ProcessGroupFailed("The 2 workers on 10.0.0.1, 10.0.0.2 did not reach each other: DistNetworkError: timed out")
 FULL = OSError(28, "No space left on device")
 
 
