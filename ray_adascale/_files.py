@@ -8,6 +8,7 @@ import errno
 import functools
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -38,10 +39,33 @@ _PLAIN_IN_URIS = "/=@:+,"
 """Characters of names that need no quotes in the path of a URI, beside letters, digits and ``_.-~``."""
 
 
+_CREDENTIALS = re.compile(
+    r"(:/{1,2})[^/?#\s@:]*:[^/?#\s@]*(?=@)|([?&][\w-]*(?:key|secret|password|token)[\w-]*=)[^&#\s'\"]*"
+)
+"""In a URI: ``access_key:secret_key@`` before the bucket, or an entry of the query such as ``client_secret=...``."""
+
+
+def without_credentials(text: str) -> str:
+    """Return a text with the credentials of its URIs left out."""
+    return _CREDENTIALS.sub(r"\1\2***", text)
+
+
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Return a path that holds in any folder, since workers have another working directory. A URI is not changed."""
+    """Return a path that holds in any folder, since workers have another working directory. A URI is not changed.
+
+    Raises:
+        ValueError: A URI has credentials, which would be stored and printed.
+    """
     path = os.fspath(path)
-    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
+    if "://" not in path:
+        return os.path.abspath(os.path.expanduser(path))
+    if _CREDENTIALS.search(path):
+        raise ValueError(
+            f"Invalid storage path {without_credentials(path)}: credentials in a URI would be stored with the run and printed. "
+            "Leave them out, and set them in the environment of all nodes: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for S3, "
+            "GOOGLE_APPLICATION_CREDENTIALS for Google Cloud. Replace these, which your shell's history has."
+        )
+    return path
 
 
 def join(folder: str, name: str) -> str:

@@ -25,6 +25,7 @@ from ray_adascale._files import (
     scratch_folder,
     split,
     unique_name,
+    without_credentials,
     write_atomically,
     write_json,
 )
@@ -113,6 +114,31 @@ def test_a_path_holds_from_any_folder_and_a_uri_stays(tmp_path: Path, monkeypatc
     assert absolute("runs") == str(tmp_path / "runs")
     assert absolute("~/a/../runs/") == "/home/me/runs"
     assert absolute("s3://bucket/../runs") == "s3://bucket/../runs"
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://AKIA:my%2Fhidden@bucket/runs?region=x",
+        "abfs://:hidden@account.dfs.core.windows.net/runs",
+        "abfs://container@account/runs?client_secret=hidden&tenant_id=t",
+        "abfs://container@account/runs?sas_token=hidden",
+    ],
+)
+def test_a_uri_with_credentials_is_refused_without_telling_them(uri: str) -> None:
+    with pytest.raises(ValueError, match="set them in the environment of all nodes: AWS_ACCESS_KEY_ID") as info:
+        absolute(uri)
+    assert "hidden" not in str(info.value)
+    assert "hidden" not in without_credentials(f"no such file: '{uri}'. And more: x@y")
+    assert without_credentials(f"no such file: '{uri}'. And more: x@y").endswith("'. And more: x@y")
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["s3://bucket/a:b@c?region=x", "gs://anonymous@bucket/x", "abfs://container@account/x", "hdfs://me@host:9000/x"],
+)
+def test_a_uri_without_credentials_stays(uri: str) -> None:
+    assert absolute(uri) == without_credentials(uri) == uri
 
 
 def test_storage_is_tried_by_a_file_that_is_removed(tmp_path: Path) -> None:

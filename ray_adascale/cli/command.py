@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from .._files import without_credentials
 from ..config import AdaScaleConfig, EarlyStop
 from .options import add_options, option
 from .source import resolve
@@ -127,5 +128,5 @@ def search_space(named: str | None, workload: str) -> Any:
 
 
 def tell(text: str) -> None:
-    """Print a line to standard error."""
-    print(f"ray-adascale: {text}", file=sys.stderr)
+    """Print a line to standard error, without credentials."""
+    print(f"ray-adascale: {without_credentials(text)}", file=sys.stderr)

@@ -93,6 +93,12 @@ def folder_of(run: str, storage_path: str | None) -> str:
     return join(absolute(storage_path or "~/ray_results"), run)  # Ray's default
 
 
+def is_anothers(folder: str) -> bool:
+    """Return whether a run's local folder, or its options, belong to another user."""
+    paths = [path for path in (Path(folder), Path(folder, OPTIONS)) if path.exists()]
+    return any(path.stat().st_uid != os.getuid() for path in paths)
+
+
 def read_options(folder: str) -> list[str]:
     """Return the arguments of the `train` that started a run.
 

@@ -18,7 +18,7 @@ from ..train.connection import check_address
 from .checking import Connection, OnRay
 from .command import Command, file_and_function, parse, tell
 from .options import OptionParser, add_options, option
-from .run_folder import RunFolder, folder_of, read_options
+from .run_folder import OPTIONS, RunFolder, folder_of, is_anothers, read_options
 from .source import resolve
 
 if TYPE_CHECKING:
@@ -236,10 +236,12 @@ class Resume(Command):
     Attributes:
         run: The run's folder, or its name under --storage-path.
         storage_path: Where the run's folder is. Default: ~/ray_results.
+        trust: Do not ask before the code is run that another user's folder names.
     """
 
     run: str = option()
     storage_path: str | None = None
+    trust: bool = False
     others = (Workers, Connection, AdaScaleConfig)
 
     @classmethod
@@ -253,6 +255,10 @@ class Resume(Command):
 
     def __call__(self) -> int:
         folder = folder_of(self.run, self.storage_path)
+        if not self.trust and is_anothers(folder):
+            text = f"{folder} belongs to another user, and a resume runs the code that its {OPTIONS} names"
+            if not sys.stdin.isatty() or input(f"{text}. Go on? [y/N] ").strip().lower() not in ("y", "yes"):
+                raise ValueError(f"Not resumed: {text}. If you trust it, add --trust.")
         storage_path, name = split(folder)  # not those of the start: the folder may have been moved or copied
         given = self.settings | {"storage_path": storage_path, "name": name}
         parser = OptionParser(prog="ray-adascale train")

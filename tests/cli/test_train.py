@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import socket
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -357,6 +359,44 @@ def test_a_resume_may_have_other_workers(called: dict[str, Any], tmp_path: Path,
     assert called["scaling_config"] == ray.train.ScalingConfig(
         num_workers=(1, 4), use_gpu=True, resources_per_worker={"CPU": 0.5}, placement_strategy="PACK"
     )
+
+
+def test_a_folder_of_another_user_is_resumed_only_if_it_is_trusted(
+    called: dict[str, Any], tmp_path: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its options name the code that a resume runs."""
+    cli(*TRAIN, "--name=x", f"--storage-path={tmp_path}")
+    called.clear()
+    monkeypatch.setattr(os, "getuid", lambda: 4242)
+    before = list(sys.path)
+    assert (
+        f"{tmp_path}/x belongs to another user, and a resume runs the code" in cli("resume", tmp_path / "x", code=2).err
+    )
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    asked: list[str] = []
+    for answer in ("", "n"):
+        monkeypatch.setattr("builtins.input", lambda text, answer=answer: asked.append(text) or answer)
+        cli("resume", tmp_path / "x", code=2)
+    assert not called
+    assert sys.path == before
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "y")
+    cli("resume", tmp_path / "x")
+    assert called.pop("workload") is not None
+    assert len(asked) == 3
+    assert all("Go on? [y/N]" in text for text in asked)
+    cli("resume", tmp_path / "x", "--trust")
+    assert called.pop("workload") is not None
+    assert len(asked) == 3
+
+
+def test_credentials_of_a_storage_uri_reach_no_file_and_no_output(
+    called: dict[str, Any], tmp_path: Path, cli: Any
+) -> None:
+    said = cli(*TRAIN, "--name=x", "--storage-path=s3://AKIA:hidden@bucket/runs", code=2)
+    assert "credentials in a URI" in said.err
+    for command in ("describe", "report", "resume"):
+        said = cli(command, "s3://AKIA:hidden@bucket/runs/x", code=2)
+        assert "hidden" not in said.out + said.err
 
 
 def test_an_option_that_is_missing_in_the_file_has_its_default(
