@@ -186,7 +186,8 @@ class Measurement:
             return
         if self.observer.watching != measured:
             self.observer.watch(measured)
-        checked = measured and self.observer.identity is not None and due(self._measured_steps)
+        checked = measured and self.observer.identity is not None
+        checked = checked and due(self._measured_steps, on_cpu=self.device.type == "cpu")
         if checked or self._checked:
             self.observer.project(checked)
         self._checked = checked

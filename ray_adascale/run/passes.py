@@ -80,7 +80,7 @@ class Passes:
         guarded.add_param_group = _refuse_group  # type: ignore[method-assign]
         self._dtype = _DTYPES.get(precision)
         self._device = device
-        self._sharding = None if type(sharding) is Sharding else sharding  # of one worker nothing travels
+        self._sharding, self._alone = sharding, type(sharding) is Sharding
         self._zero = self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self._batch: MicroBatch | None = None
         self._weights: list[float] = []
@@ -134,7 +134,7 @@ class Passes:
         self._batch = batch
         self._backward_done = False
         self._weights.append(batch.weight)
-        if self._sharding is not None and (traffic := self._sharding.in_pass(batch.is_last)) is not None:
+        if not self._alone and (traffic := self._sharding.in_pass(batch.is_last)) is not None:
             self._traffic.enter_context(traffic)
         if self._dtype is not None:
             self._autocast.enter_context(torch.autocast(self._device.type, dtype=self._dtype))
@@ -206,7 +206,7 @@ class Passes:
         """Run the backward pass. The loss is weighted by the examples or units of the micro-batch, and scaled for fp16."""
         batch = self._batch
         assert batch is not None
-        if batch.is_last and self._sharding is not None:
+        if batch.is_last and not self._alone:
             self._sharding.before_last()
         if self._steps == 0 and batch.pass_index == 0:
             warn_of_micro_batch(self._module, loss, batch.examples, plan.base_batch_size)
@@ -228,7 +228,7 @@ class Passes:
             self._failed = True
             if not loss.requires_grad:
                 error.add_note(_DEPENDS_ON_NOTHING)
-            elif self._sharding is not None and self._sharding.note:
+            elif self._sharding.note:
                 error.add_note(self._sharding.note)
             raise
         self._measurement.end()  # torch.autograd.grad() in the loop's loss is no pass
@@ -239,7 +239,7 @@ class Passes:
         if self.scaler is not None:
             with self._measurement.changing():
                 self.scaler.unscale_(self._optimizer)  # here, so that the loop sees and clips the true gradient
-        if self._sharding is not None:
+        if self._steps == 0 or not self._alone:
             self._sharding.after_last()
 
     def check_backward(self, caller: str) -> None:
@@ -279,7 +279,7 @@ class Passes:
     def step(self) -> None:
         """Take the optimizer step."""
         self._check_only_backward()
-        if self._sharding is not None:
+        if not self._alone:
             self._sharding.before_step()
         self._stepping = True
         try:

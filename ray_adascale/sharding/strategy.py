@@ -109,7 +109,7 @@ class Owners(Sharding):
 
     note = (
         "With sharding='zero2' gradients leave their parameters during the backward pass. For hooks that read p.grad "
-        "(register_post_accumulate_grad_hook) use sharding='oss'."
+        "(register_post_accumulate_grad_hook) use sharding='oss', and for hooks that change gradients Tensor.register_hook."
     )
 
     def __init__(self, model: ShardedDataParallel, module: nn.Module) -> None:

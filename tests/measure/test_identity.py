@@ -26,7 +26,8 @@ DIFFERENT = "not the mean of the gradient samples"
 
 
 def test_the_first_ten_measured_steps_are_checked_and_then_one_in_ten() -> None:
-    assert [n for n in range(45) if due(n)] == [*range(10), 10, 20, 30, 40]
+    assert [n for n in range(45) if due(n, on_cpu=True)] == [*range(10), 10, 20, 30, 40]
+    assert [n for n in range(2001) if due(n, on_cpu=False)] == [0, 1, 2, 1000, 2000]
 
 
 @pytest.mark.parametrize("shape", [(3,), (40, 7), (5, LENGTH), (2 * LENGTH,)])

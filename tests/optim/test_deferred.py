@@ -165,9 +165,9 @@ def test_two_workers(pool: Any, kind: str, spoil: bool) -> None:
 def _unwatched_step(fused: bool) -> tuple[list[float], list[float], bool]:
     """Return the averages before and after a step with gradients that no backward pass made, and whether σ² is NaN."""
     model = make_model()
-    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05, fused=fused))
+    adascale, ddp = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05, fused=fused)), DistributedDataParallel(model)
     for batch in batches(6)[dist.get_rank() :: 2]:
-        F.cross_entropy(DistributedDataParallel(model)(batch[0]), batch[1]).backward()
+        F.cross_entropy(ddp(batch[0]), batch[1]).backward()
         adascale.step()
         adascale.zero_grad()
     before = list(adascale.average_moments())

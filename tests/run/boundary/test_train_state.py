@@ -30,7 +30,8 @@ def test_many_groups_share_a_curve_in_a_checkpoint_and_at_the_start(tmp_path: Pa
     assert time.process_time() - began < 5  # 1.5 s on an idle core
     folder = built.save_checkpoint()
     assert folder is not None
-    assert sum(file.stat().st_size for file in folder.iterdir()) < 2**20  # 0.8 MB of them are the curve
+    # 0.8 MB of them are the curve, and 0.2 MB the settings of the groups, which a resume compares.
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 1.1 * 2**20
     (row,) = built.base_schedule.lr_curve.rows  # type: ignore[attr-defined]
     assert row.tolist() == pytest.approx([0.05 * (1 + math.cos(math.pi * t / total)) for t in range(total)], abs=1e-10)
     run()  # resumes, so the curves agree
