@@ -27,6 +27,11 @@ from .step_sums import StepSums, constant
 _EQUAL, _EQUAL_STEPS = 1e-6, 10
 """Largest σ²/μ² of equal gradient samples (the mean of three equal float32 numbers is rounded), and steps before a warning."""
 
+_OTHER_METHODS = (
+    "AdaScale calls the optimizer's step(). An optimizer that takes its steps by other methods, as SAM does, keeps the loop that "
+    "calls these: give the optimizer within it to ray_adascale.attach(), such as sam.base_optimizer."
+)
+
 
 class AdaScaleAlgorithm:
     """Takes optimizer steps with ``lr · r`` and advances the clock τ.
@@ -227,6 +232,9 @@ class AdaScaleAlgorithm:
         try:
             self._optimizer.step()
             after = [group["lr"] for group in groups]
+        except NotImplementedError as error:
+            error.add_note(_OTHER_METHODS)
+            raise
         finally:
             for group, lr in zip(groups, lrs, strict=True):
                 group["lr"] = lr

@@ -319,6 +319,12 @@ class Run:
             for listener in self.parts.listeners:
                 listener.left()
 
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        raise TypeError("A run has no length: its gain decides. For a bar: tqdm(total=run.total_steps), run.progress.")
+
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of one micro-batch, with the loss weighted and scaled. The last pass reduces gradients.
 
@@ -435,9 +441,8 @@ class Run:
         taken, self._taken = self._taken, None
         if taken is None:
             return
-        last, state = self.optimizer.last_step, self.state
-        clipped = self.parts.clipping.read(last)
-        taken.result = last
+        taken.result = last = self.optimizer.last_step
+        state, clipped = self.state, self.parts.clipping.read(last)
         loss, flags = last.shared["loss"], taken.flags
         if self.plan.workers > 1:
             flags = BoundaryFlags.from_sum(last.shared["flags"])

@@ -450,6 +450,35 @@ def test_gradients_between_backward_and_step_are_whole_or_raise(pool: Any, how: 
                 assert found == pytest.approx(expected, rel=1e-5)
 
 
+# ---- what a run is not -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_has_no_length_and_says_what_a_progress_bar_takes() -> None:
+    run = make_run(transfer_model())
+    with pytest.raises(TypeError, match=r"total=run\.total_steps\), run\.progress"):
+        len(run)
+    assert run
+    assert sum(1 for x, y in run for _ in [run.backward(F.cross_entropy(run.model(x), y)), run.step()]) == 2 * STEPS
+
+
+class TwoSteps(torch.optim.SGD):
+    """As SAM's optimizers, whose loop calls first_step and second_step."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError("call first_step and second_step")
+
+
+def test_an_optimizer_whose_step_is_no_step_says_what_to_give_in_its_place() -> None:
+    model, generator = nn.Linear(6, 2), torch.Generator().manual_seed(0)
+    dataset = TensorDataset(torch.randn(16, 6, generator=generator), torch.randint(2, (16,), generator=generator))
+    run = Run(
+        model, TwoSteps(model.parameters(), lr=0.1), None, dataset, AdaScaleConfig(base_batch_size=4, total_steps=2)
+    )
+    with pytest.raises(NotImplementedError, match="first_step") as caught:
+        drive(run)
+    assert "ray_adascale.attach(), such as sam.base_optimizer" in caught.value.__notes__[0]
+
+
 # ---- random streams --------------------------------------------------------------------------------------------------
 
 
