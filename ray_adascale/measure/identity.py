@@ -75,7 +75,7 @@ class IdentityCheck:
         """Check a step.
 
         Args:
-            difference: |Σ w_i⟨g_i, v⟩ − ⟨ḡ, v⟩| / √A.
+            difference: Between Σ w_i⟨g_i, v⟩ and ⟨ḡ, v⟩, over √A.
 
         Raises:
             RuntimeError: The identity does not hold.

@@ -28,7 +28,7 @@ class StepResult:
         group_sigma2: Averaged σ² of each gain's group, unclipped; NaN before the first sample.
         group_mu2: Averaged μ² likewise.
         skipped: Whether the step was left out because a gradient was not finite. The shared numbers are of this step even so.
-        identity: |Σ w_i⟨g_i, v⟩ − ⟨ḡ, v⟩| / √A, where the step was checked.
+        identity: Difference between Σ w_i⟨g_i, v⟩ and ⟨ḡ, v⟩ over √A; 0 where the step was not checked.
         shared: The numbers that a caller has shared in this step, summed over workers, by name.
     """
 

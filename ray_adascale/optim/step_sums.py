@@ -96,7 +96,7 @@ class StepSums:
 
     @property
     def identity(self) -> Tensor | None:
-        """|Σ w_i⟨g_i, v⟩ − ⟨ḡ, v⟩| / √A, ``[1]``; None in a step that is not checked."""
+        """Difference between Σ w_i⟨g_i, v⟩ and ⟨ḡ, v⟩ over √A, ``[1]``; None in a step that is not checked."""
         if "samples" not in self.numbers or not self.sampled:
             return None
         difference = (self.numbers["samples"] - self.numbers["reduced"]).abs() / self.plan.multiple_of_mean
