@@ -60,15 +60,18 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)  # noqa: NPY002
 
 
-def separate_streams(rank: int, world_size: int, device: torch.device) -> None:
+def separate_streams(rank: int, world_size: int, device: torch.device) -> list[str]:
     """Give each worker random streams of its own where workers have equal ones, as after ``torch.manual_seed(0)`` on each.
 
     With equal streams dropout and augmentation are the same on all workers, so their noise would not average out. Each
     generator (torch's, the GPU's, NumPy's, Python's) is compared by itself. A worker changes a generator if a lower rank has an
-    equal one. After an exact resume all are separate. Collective. Rank 0 logs the names of those that any worker has changed.
+    equal one. After an exact resume all are separate. Collective.
+
+    Returns:
+        The names of the generators that any worker has changed, the same on all workers. Rank 0 logs them.
     """
     if world_size == 1:
-        return
+        return []
     states: dict[str, list[Tensor]] = {}
     for key, value in capture_rng(device).items():
         states.setdefault(key.removesuffix("_gauss"), []).append(value)
@@ -99,3 +102,4 @@ def separate_streams(rank: int, world_size: int, device: torch.device) -> None:
             "augmentation differ.",
             ", ".join(changed),
         )
+    return changed

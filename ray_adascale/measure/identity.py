@@ -15,7 +15,7 @@ from .._warn import warn_on_first_worker
 LENGTH = 4096
 """Elements of each tensor that take part."""
 _FIRST, _EVERY = 10, 10
-"""Measured steps of a start that are all checked; after them one in so many is."""
+"""Steps of a run that are checked if they are measured; after them those that the second number divides."""
 _FIRST_ON_GPU, _EVERY_ON_GPU = 3, 1000
 """Likewise. A checked step has twice the launches of another."""
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 2e-2
@@ -24,10 +24,13 @@ _TOLERANCE, _HALF_TOLERANCE = 1e-3, 2e-2
 _SIGNS: dict[torch.device, Tensor] = {}
 
 
-def due(measured_steps: int, *, on_cpu: bool) -> bool:
-    """Return whether a measured step is checked, by the number of measured steps before it in this start."""
+def due(ended: int, *, on_cpu: bool) -> bool:
+    """Return whether a measured step is checked, by the number of steps of the run before it.
+
+    A resume checks the same steps: with another number in the step's all-reduce its sums may be rounded otherwise.
+    """
     first, every = (_FIRST, _EVERY) if on_cpu else (_FIRST_ON_GPU, _EVERY_ON_GPU)
-    return measured_steps < first or measured_steps % every == 0
+    return ended < first or ended % every == 0
 
 
 def project(gradient: Tensor, start: int = 0) -> Tensor:

@@ -187,7 +187,7 @@ class Measurement:
         if self.observer.watching != measured:
             self.observer.watch(measured)
         checked = measured and self.observer.identity is not None
-        checked = checked and due(self._measured_steps, on_cpu=self.device.type == "cpu")
+        checked = checked and due(self._plans.ended, on_cpu=self.device.type == "cpu")
         if checked or self._checked:
             self.observer.project(checked)
         self._checked = checked

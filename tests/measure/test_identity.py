@@ -25,7 +25,7 @@ OF_A_RUN: dict[str, Any] = {"clip": "averages", "averaging_window": 0.05, "total
 DIFFERENT = "not the mean of the gradient samples"
 
 
-def test_the_first_ten_measured_steps_are_checked_and_then_one_in_ten() -> None:
+def test_the_first_ten_steps_are_checked_and_then_one_in_ten() -> None:
     assert [n for n in range(45) if due(n, on_cpu=True)] == [*range(10), 10, 20, 30, 40]
     assert [n for n in range(2001) if due(n, on_cpu=False)] == [0, 1, 2, 1000, 2000]
 
