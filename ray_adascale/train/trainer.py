@@ -344,9 +344,9 @@ class AdaScaleTrainer(TorchTrainer):
                         raise
                     notes = ray.get(self._job["channel"].notes.remote())
                     following = failed.next_start(e, notes["restarts"], notes["loops"])
+                    self._monitor.end_controller(notes["placed"])  # the last one too: Ray would keep its workers
                     if following is None:
                         raise
-                self._monitor.end_controller(notes["placed"])
                 start = following
         finally:
             self._configure(scaling_config=asked, run_config=self.run_config)
