@@ -120,3 +120,8 @@ def kind_of(value: Any) -> str:
 def clip_multiple(grad_clip: str | float | None) -> float | None:
     """Return κ of a ``grad_clip`` such as "2x"; None for a number and for no clipping."""
     return float(grad_clip[:-1]) if isinstance(grad_clip, str) else None
+
+
+def workers_in_words(count: object) -> str:
+    """Return ``count`` and the noun: "1 worker", "2 workers"."""
+    return f"{count} worker{'' if count == 1 else 's'}"

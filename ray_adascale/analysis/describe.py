@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from .. import checkpoint
+from .._errors import workers_in_words
 from .._files import ERROR, SEARCH
 from ..recipe import Recipe, RecipeError
 from ..run.base.base_run import RESULT, BaseResult
 from ..run.observe.eta import clock_time
-from .runs import RunTrace, failure_of, is_number, load_run, workers_in_words
+from .runs import RunTrace, failure_of, is_number, load_run
 
 
 def describe(path: str | os.PathLike[str]) -> tuple[str, bool]:

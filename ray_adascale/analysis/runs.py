@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from .. import checkpoint
+from .._errors import workers_in_words
 from .._files import ERROR, SEARCH, TRACE
 from ..run.observe.metrics import COUNTERS, METRICS, SHORT_STEP
 from ..run.observe.trace import faults_of, read_trace
@@ -138,11 +139,6 @@ def with_distinct_labels(runs: list[RunTrace]) -> list[RunTrace]:
 def _size_in_words(row: dict[str, Any]) -> str:
     scale = row.get("scale")
     return f"{workers_in_words(row.get('world_size'))} (S = {scale if is_number(scale) else math.nan:g})"
-
-
-def workers_in_words(count: object) -> str:
-    """Return ``count`` and the noun: "1 worker", "2 workers"."""
-    return f"{count} worker{'' if count == 1 else 's'}"
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

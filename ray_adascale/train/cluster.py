@@ -17,8 +17,8 @@ from typing import Any, TypeVar, cast
 import ray
 from ray import cloudpickle
 
+from .._errors import workers_in_words
 from .._files import scratch_folder
-from ..analysis.runs import workers_in_words
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import Recipe

@@ -128,7 +128,7 @@ def test_a_users_loader_is_an_iterable_of_batches() -> None:
     ("dataset", "arguments", "match"),
     [
         (DataLoader(Counting(), batch_size=2), {"world_size": 3}, "must be a multiple of 3"),
-        (DataLoader(Counting(), batch_size=2), {"num_workers": 2}, "a DataLoader loads its batches itself"),
+        (DataLoader(Counting(), batch_size=2), {"num_workers": 2}, "a DataLoader loads batches itself"),
         (DataLoader(Counting(), batch_size=2), {"collate_fn": list}, "collated already"),
         ([1, 2, 3], {"length": 4}, "the dataset has 3 examples"),
         (lambda: None, {}, "Invalid batches of type function"),

@@ -136,7 +136,7 @@ def test_a_lost_node_is_waited_for_briefly_and_the_token_is_the_users_alone() ->
 
 def test_a_stopped_job_has_the_time_for_a_checkpoint() -> None:
     """Ray's default is 3 s, and the driver waits a minute for the workers' checkpoint."""
-    from ray_adascale.train.trainer import _STOP_S
+    from ray_adascale.train.driver_monitor import _STOP_S
 
     for path in (LAUNCHER, LOCAL):
         (start,) = (line for line in load(path)["head_start_ray_commands"] if "ray start" in line)
