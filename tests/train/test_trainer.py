@@ -274,7 +274,7 @@ def test_a_file_imports_its_neighbour_and_of_the_checkpoints_the_best_evaluated_
     [
         (
             {"config": AdaScaleConfig(base_batch_size=64, per_worker_batch_size=8, total_steps=10)},
-            "larger than the global",
+            "smaller than the base batch of 64",
         ),
         ({"config": AdaScaleConfig(base_batch_size=8)}, "total_steps"),
         ({"config": AdaScaleConfig(total_steps=10)}, "base_batch_size"),
