@@ -150,7 +150,7 @@ class GradientObserver(ABC):
     """
 
     unwatched: Sequence[Tensor] = ()
-    """Parameters whose gradients the last step could not watch, as in the first step after one was cast or moved unseen."""
+    """Parameters whose gradients the last step did not measure: they were cast or moved after the hooks were set."""
 
     watching: bool = True
     """Whether gradient samples are measured. If not, :meth:`reduced_sq_norms` alone is called."""
@@ -336,7 +336,7 @@ class HookObserver(GradientObserver):
         return [p for p, (leaf, _, dtype, device) in nodes if leaf.dtype is not dtype or leaf.device != device]
 
     def _moved(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the parameters, and the tensors that accumulate, whose hooked nodes are not those that torch would make now.
+        """Return (parameter, accumulating tensor) where torch would make another node now than the hooked one.
 
         A node belongs to the stream in which it was made. In another one torch would wait for that stream in each pass.
         """

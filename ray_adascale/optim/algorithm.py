@@ -287,7 +287,7 @@ class AdaScaleAlgorithm:
             )
 
     def _checked(self, step: StepResult) -> StepResult:
-        """Return a step whose identity holds."""
+        """Return the step, after the check of its identity; raises if it does not hold."""
         observer = self._passes.measurement.observer
         if observer is not None and observer.identity is not None and not step.skipped:
             observer.identity(step.identity)

@@ -102,7 +102,7 @@ class Measurement:
             self.observer.listen(self._begins_passes)
 
     def attach(self) -> None:
-        """Install an observer, if there is none that fits; none if a step has a single sample at S = 1, which yields nothing."""
+        """Install an observer, unless one fits already. A step with a single sample at S = 1 needs none."""
         if self._unhooked:
             return
         if has_dtensors(self._optimizer) and self._model is None:
