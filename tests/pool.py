@@ -20,6 +20,7 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import time
@@ -157,9 +158,14 @@ def _is_of_a_lost_peer(failure: str) -> bool:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """Return a free port that the system gives to nobody who asks for any port, so that it is still free when it is used."""
+    while True:
+        port = random.SystemRandom().randrange(
+            20_000, 32_000
+        )  # Linux gives ports from 32,768 on, Ray takes those below 20,000
+        with suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 class ProcessPool:

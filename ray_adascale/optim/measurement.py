@@ -271,7 +271,8 @@ class Measurement:
         """
         self._measured = self._plans.measured
         if self.observer is not None:
-            self.observer.ignore(self._told and not self._measured)
+            if self._told:
+                self.observer.ignore(not self._measured)
             if self._left is not None and not self.passing:
                 check_between(self._left, versions(self.gradients), told=self._told)
         self.under_way = self.passing = True
@@ -309,7 +310,8 @@ class Measurement:
                 self._told or self._measured_steps
             ):  # in its first step DDP may rebuild its buckets
                 self._left = versions(self.gradients)
-            self.observer.ignore(False)
+            if self._told:
+                self.observer.ignore(False)
         self.passing = False
 
     @property
