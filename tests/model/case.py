@@ -71,9 +71,12 @@ class Case:
         dtype: "float64" or "float32".
         clip: Largest gradient norm, None for no clipping; "2x": at S > 1, twice the expected norm.
         poison: (step, worker) pairs: that worker's loss is not finite in the first pass of that step.
-        frozen: First and last step + 1 in which the first layer is frozen; None: never.
+        frozen: Steps in which the first layer is frozen.
+        hooked: Step from which on a tensor hook triples the first parameter's gradient. It is registered in the loop of that
+            start, and before everything else in later starts; None: never.
+        caught: (step, pass) whose backward pass fails at first, half-way. The loop catches the error. None: never.
         window: Averaging window, a share of T.
-        measure_every: One step in so many is measured; None: each.
+        measure_every: One step in so many is measured; None: as many as the window needs.
         length: Examples of the dataset.
         seed: Of the order of examples.
         drop_last, shuffle: As in the settings.
@@ -112,7 +115,9 @@ class Case:
     dtype: str = "float64"
     clip: float | str | None = None
     poison: tuple[tuple[int, int], ...] = ()
-    frozen: tuple[int, int] | None = None
+    frozen: tuple[int, ...] = ()
+    hooked: int | None = None
+    caught: tuple[int, int] | None = None
     window: float = 0.3
     measure_every: int | None = None
     length: int = 61
@@ -203,6 +208,16 @@ class _Conv(nn.Sequential):
         return super().forward(x[:, None])
 
 
+class _Norm(nn.Sequential):
+    """Has buffers: those of rank 0's micro-batches count."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv1d(1, 3, 3, bias=False), nn.BatchNorm1d(3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return super().forward(x[:, None])
+
+
 class _Words(nn.Module):
     """An embedding, whose weight is the last layer's as well where it is tied."""
 
@@ -246,6 +261,7 @@ NETS = {
     "mlp": _Mlp,
     "hooked": _Hooked,
     "conv": _Conv,
+    "norm": _Norm,
     "words": lambda: _Words(False),
     "tied": lambda: _Words(True),
     "twice": _Twice,
@@ -267,11 +283,11 @@ def loss_of(case: Case, model: nn.Module, x: Tensor, tokens: Tensor, y: Tensor) 
 
 def frozen_names(case: Case, step: int) -> list[str]:
     """Return the names of the parameters that are frozen in a step: the first layer's, and those that are added later."""
-    if case.frozen is None and case.added is None:
+    if not case.frozen and case.added is None:
         return []
     names = [name for name, _ in net(case).named_parameters()]
     frozen = []
-    if case.frozen is not None and case.frozen[0] <= step < case.frozen[1]:
+    if step in case.frozen:
         frozen = [name for name in names if name.split(".")[0] == names[0].split(".")[0]]
     return frozen + (names[-2:] if case.added is not None and step < case.added else [])
 

@@ -49,6 +49,8 @@ def tolerance(case: Case) -> float:
         return 0.03 if case.precision == "bf16" else 0.01
     if case.dtype == "float32":  # Adam's metric divides by √v, and so makes a rounding of small gradients large
         return 2e-3 if case.rule == "adamscale" else 2e-5
+    if case.legs[-1].total > 100:  # differences grow over some hundred steps
+        return 1e-6
     # A fused step has its LR in float32; torch counts Adam's steps in float32, of which the betas' rule makes fractions.
     return 1e-7 if case.fused or case.rule == "adascale_betas" else 1e-9
 

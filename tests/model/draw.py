@@ -98,7 +98,8 @@ def allowed(case: Case) -> bool:
         legs[0].lr == 1,
         # a start of a run that has ended saves nothing, so that the last checkpoint may be that of an earlier start
         all(leg.accept or len({_fixed(x) for x in legs[:i]}) <= 1 for i, leg in enumerate(legs)),
-        not base_run or (default("poison", "frozen", "precision", "window") and case.rule == "unscaled"),
+        not base_run
+        or (default("poison", "frozen", "hooked", "caught", "precision", "window") and case.rule == "unscaled"),
         not base_run or (not several and legs[0].base > 1),
         not base_run or (legs[0].workers, legs[0].passes, legs[0].per_worker) == (1, 1, legs[0].base),
         base_run or default("probe_every"),
@@ -123,20 +124,20 @@ def allowed(case: Case) -> bool:
         # know each parameter by one name; and they fail with the whole state of an SGD without momentum
         case.via != "dcp" or not sgd or case.momentum > 0,
         case.via != "dcp" or (default("precision", "poison") and case.net not in ("tied", "twice", "branch")),
-        # they leave out the state of parameters that are frozen when it is loaded
+        # they leave out the state of parameters that are frozen when it is loaded; and parameters that were frozen in all steps
+        # so far have no state
         case.via != "dcp"
-        or case.frozen is None
-        or not any(case.frozen[0] <= start < case.frozen[1] for start in starts[1:]),
-        # parameters that were frozen from the first step on have no state when they are trainable for the first time
-        case.via != "dcp" or case.frozen is None or case.frozen[0] > 0 or case.frozen[1] not in starts[1:],
+        or all(start not in case.frozen and set(range(start)) - set(case.frozen) for start in starts[1:]),
         # DDP does not reduce parameters that were frozen when it was built
-        case.frozen is None
+        not case.frozen
         or all(
-            not case.frozen[0] <= (0 if run else start) < case.frozen[1]
-            or leg.workers == 1
-            or leg.sharding in ("zero2", "fsdp2")
+            (0 if run else start) not in case.frozen or leg.workers == 1 or leg.sharding in ("zero2", "fsdp2")
             for start, leg in zip(starts, legs, strict=True)
         ),
+        # a tensor hook needs a trainable tensor; FSDP2 gives gradients to tensors of its own
+        case.hooked is None or ("fsdp2" not in shardings and not {case.hooked, *starts} & {*case.frozen}),
+        # several workers start again; an iterable has no place to go back to; and forward passes that are repeated move buffers
+        case.caught is None or (not shardings and not case.iterable and case.net != "norm"),
         # only Run saves and loads a model
         case.net != "hooked" or run,
         case.added is None or (shardings <= {"zero2"} and not several and default("frozen", "scheduler", "changes")),
@@ -205,6 +206,7 @@ def _any_case(rng: random.Random) -> Case:
     if bare and rng.random() < 0.1:
         legs = [replace(leg, sharding="zero2") for leg in legs]
     of_rule = {"adascale_betas": ("adamw", "adamax"), "adamscale": _ADAMS}
+    span = tuple(range(rng.randint(0, 3), rng.randint(4, 8)))
     known = of_rule.get(rule, ("sgd", "sgd", "sgd", "adam", "amsgrad", "adamw", "adamax", "rmsprop", "muon"))
     optimizer = rng.choice(known) if rng.random() < 0.97 else "sgd"
     sgd, momentum = optimizer == "sgd", rng.choice((0.0, 0.9, 0.5))
@@ -263,7 +265,9 @@ def _any_case(rng: random.Random) -> Case:
         poison=()
         if base_run
         else tuple((rng.randint(0, 6), rng.randint(0, 1)) for _ in range(rng.choice((0, 0, 0, 1, 2)))),
-        frozen=maybe(0.15, (rng.randint(0, 3), rng.randint(3, 8)), None) if not base_run else None,
+        frozen=() if base_run else rng.choice(((),) * 9 + (span, (0, 2, 4, 6, 8), (1, 3, 5, 7))),
+        hooked=maybe(0.15, rng.randint(0, 4), None) if not base_run else None,
+        caught=maybe(0.2, (rng.randint(0, 4), rng.randint(0, 2)), None) if not base_run else None,
         window=rng.choice((0.05, 0.1, 0.3, 1.0)) if not base_run else 0.3,
         length=rng.randint(17, 61),
         seed=rng.randint(0, 10**6),
@@ -277,13 +281,18 @@ def _any_case(rng: random.Random) -> Case:
 def draw(seed: str) -> Case:
     """Return the case of a seed."""
     rng = random.Random(seed)
-    refused = rng.random() < 0.06
+    refused, long = rng.random() < 0.06, rng.random() < 0.015
     while True:
         case = _any_case(rng)
         if case.precision != "fp32":
             case = replace(case, dtype="float32")
         if isinstance(case.clip, str):  # ten steps are measured before one may be clipped
             case = replace(case, legs=tuple(replace(leg, total=leg.total + 30) for leg in case.legs))
+        if long:
+            first, *others = case.legs
+            legs = (replace(first, steps=first.steps and first.steps + 60), *others)
+            case = replace(case, legs=tuple(replace(leg, total=leg.total + 300) for leg in legs))
+            case = replace(case, window=1.0, measure_every=None, optimizer="sgd", precision="fp32", dtype="float64")
         if allowed(case) and (refusal(case) is not None) == refused and _sensible(case):
             return case
 
@@ -294,7 +303,7 @@ def _sensible(case: Case) -> bool:
     return (
         all(count < passes for _, count in case.short)
         and not (case.short and case.changes)
-        and sum(leg.steps or 0 for leg in case.legs) < 12
+        and sum(leg.steps or 0 for leg in case.legs) < (12 if case.legs[0].total < 100 else 99)
     )
 
 
@@ -335,7 +344,9 @@ def values(case: Case) -> dict[str, str]:
         "net": case.net,
         "clip": "multiple" if isinstance(case.clip, str) else str(case.clip is not None),
         "skipped": str(bool(case.poison)),
-        "frozen": str(case.frozen is not None),
+        "frozen": "no" if not case.frozen else "in turn" if case.frozen[1:2] == (case.frozen[0] + 2,) else "once",
+        "hooked": str(case.hooked is not None),
+        "caught": str(case.caught is not None),
         "drop_last": str(case.drop_last),
         "shuffle": str(case.shuffle),
         "averages": "effective"
@@ -344,7 +355,7 @@ def values(case: Case) -> dict[str, str]:
         if case.smoothing is not None
         else "n",
         "debias": str(case.debias),
-        "measured": str(case.measure_every),
+        "measured": "grows" if last.total > 100 else str(case.measure_every),
         "clipped": "samples" if case.client == "adascale" and case.clip_samples else "averages",
         "single gain": str(case.client != "adascale" or case.single_gain),
         "scaled loss": str(case.scaled_loss),

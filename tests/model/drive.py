@@ -7,6 +7,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def drive(case: Case, pools: Pools) -> tuple[list[Row], Tensor]:
         Exception: The run failed. On several workers it is a ``RankFailed`` with the traceback as its text.
     """
     rows: list[Row] = []
-    weights = torch.empty(0)
+    weights = buffers = torch.empty(0)
     with tempfile.TemporaryDirectory() as folder:
         for i, leg in enumerate(case.legs):
             args = case, i, len(rows), folder
@@ -68,27 +69,31 @@ def drive(case: Case, pools: Pools) -> tuple[list[Row], Tensor]:
                         pools(leg.workers).kill()  # other workers may still wait in a collective
                     raise result
             rows += _same(results)
-            weights = results[0][1]
+            _, weights, buffers = results[0]
             if (
                 case.via != "checkpoint"
                 and len(case.legs) > i + 1
                 and len(rows) < sum(x.steps or 0 for x in case.legs[: i + 1])
             ):
                 break  # at T
-    return rows, weights
+    return rows, torch.cat([weights, buffers])
 
 
-def _same(results: list[tuple[list[Row], Tensor]]) -> list[Row]:
+_Result = tuple[list[Row], Tensor, Tensor]
+"""Rows, weights and buffers of a worker's start. Workers may have other buffers; rank 0's count."""
+
+
+def _same(results: list[_Result]) -> list[Row]:
     """Return the rows with the examples of all workers. All other numbers must be the same on all workers."""
-    first, weights = results[0]
+    first, weights, _ = results[0]
     joined = []
     for i, row in enumerate(first):
-        seen = [rows[i].seen[0] for rows, _ in results]
-        for rank, (rows, _) in enumerate(results):
+        seen = [rows[i].seen[0] for rows, *_ in results]
+        for rank, (rows, *_) in enumerate(results):
             a, b = ({**vars(r), "seen": None} for r in (row, rows[i]))
             assert repr(a) == repr(b), f"step {i}: rank {rank} has {b}, rank 0 {a}"
         joined.append(Row(**{**vars(row), "seen": seen}))
-    for rank, (rows, theirs) in enumerate(results):
+    for rank, (rows, theirs, _) in enumerate(results):
         assert len(rows) == len(first), f"rank {rank} took {len(rows)} steps, rank 0 {len(first)}"
         assert torch.equal(weights, theirs), f"rank {rank} has other weights than rank 0"
     return joined
@@ -144,6 +149,30 @@ def _freeze(case: Case, module: nn.Module, step: int) -> None:
         p.requires_grad_(name not in frozen)
 
 
+def _hook(module: nn.Module) -> None:
+    next(module.parameters()).register_hook(lambda grad: 3 * grad)
+
+
+class _PlantedError(Exception):
+    pass
+
+
+@contextmanager
+def _fails(module: nn.Module, fails: bool) -> Iterator[None]:
+    """A context in which a backward pass fails, if it is to, after most gradients were accumulated."""
+
+    def fail(grad: Tensor) -> None:
+        raise _PlantedError
+
+    first = next(p for p in module.parameters() if p.requires_grad)
+    handle = first.register_hook(fail) if fails else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
 class _Watch:
     """Records the LR that each group steps with."""
 
@@ -175,13 +204,20 @@ def _weights(module: nn.Module) -> Tensor:
     return torch.cat([p.reshape(-1).double() for p in whole])
 
 
+def _buffers(module: nn.Module) -> Tensor:
+    found = [b.reshape(-1).double() for b in module.buffers() if b.is_floating_point()]
+    return torch.cat([torch.empty(0), *found])
+
+
 # ---- Run -----------------------------------------------------------------------------------------------------------------------
 
 
-def _run_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row], Tensor]:
+def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
     leg = case.legs[number]
     module, optimizer, schedule = _built(case, leg)
-    _freeze(case, module, 0)  # the program's, at each start; the loop freezes and unfreezes once
+    _freeze(case, module, 0)  # the program's, at each start; the loop changes it
+    if case.hooked is not None and case.hooked < taken:
+        _hook(module)
     config = AdaScaleConfig(
         base_batch_size=leg.base,
         total_steps=leg.total,
@@ -203,7 +239,7 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row
         batch_schedule=list(case.batches) or None,
         target_efficiency=case.efficiency,
         evaluate_every=case.evaluate,
-        find_unused_parameters=case.net == "branch" or case.frozen is not None,
+        find_unused_parameters=case.net == "branch" or bool(case.frozen),
         accept_changes=leg.accept,
         checkpoint_every_s=math.inf,
         report_every_s=math.inf,
@@ -225,25 +261,40 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row
     watch = _Watch(run.optimizer)
     rows: list[Row] = []
     seen: list[list[int]] = []
-    for x, tokens, y, index in run:
-        step = taken + len(rows)
-        if not seen:
-            evaluations.clear()  # of the untrained model
-            if case.frozen is not None and step in case.frozen:
-                _freeze(case, module, step)
-        loss = loss_of(case, run.module if case.bare_model else run.model, x, tokens, y)
-        run.backward(_poisoned(case, step, not seen, loss))
-        seen.append(index.tolist())
-        if run.step():
-            rows.append(_row(run.optimizer, watch.lrs, seen, bool(evaluations)))
-            seen, evaluations[:] = [], []
-            if len(rows) == leg.steps and run.stopped is None and run.effective_steps < run.total_steps:
-                if number + 1 < len(case.legs):
-                    run.save_checkpoint()
-                break
+    caught = case.caught
+
+    def train() -> None:
+        nonlocal caught, seen
+        for x, tokens, y, index in run:
+            step, fails = taken + len(rows), caught == (taken + len(rows), len(seen))
+            if not seen:
+                evaluations.clear()  # of the untrained model
+                if frozen_names(case, step) != frozen_names(case, step - 1):
+                    _freeze(case, module, step)
+                if step == case.hooked and (case.caught is None or caught is not None or case.caught[0] != step):
+                    _hook(module)
+            loss = loss_of(case, run.module if case.bare_model else run.model, x, tokens, y)
+            if fails:
+                caught = None
+            with _fails(module, fails):
+                run.backward(_poisoned(case, step, not seen, loss))
+            seen.append(index.tolist())
+            if run.step():
+                rows.append(_row(run.optimizer, watch.lrs, seen, bool(evaluations)))
+                seen, evaluations[:] = [], []
+                if len(rows) == leg.steps and run.stopped is None and run.effective_steps < run.total_steps:
+                    if number + 1 < len(case.legs):
+                        run.save_checkpoint()
+                    return
+
+    try:
+        train()
+    except _PlantedError:
+        seen = []
+        train()
     if evaluations:
         rows[-1] = replace(rows[-1], evaluated=True)
-    return rows, _weights(run.module)
+    return rows, _weights(run.module), _buffers(run.module)
 
 
 class _Batches:
@@ -259,7 +310,7 @@ class _Batches:
 # ---- a base run ----------------------------------------------------------------------------------------------------------------
 
 
-def _base_run(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row], Tensor]:
+def _base_run(case: Case, number: int, taken: int, folder: str) -> _Result:
     leg = case.legs[number]
     module, optimizer, schedule = _built(case, leg)
     lrs: list[list[float]] = []
@@ -295,7 +346,7 @@ def _base_run(case: Case, number: int, taken: int, folder: str) -> tuple[list[Ro
     rows = [
         Row(False, 1.0, i + 1.0, *noise.get(float(i), (nan, nan)), nan, nan, each, [[]]) for i, each in enumerate(lrs)
     ]
-    return rows, _weights(module)
+    return rows, _weights(module), _buffers(module)
 
 
 # ---- the bare AdaScale ---------------------------------------------------------------------------------------------------------
@@ -314,13 +365,15 @@ def _wrapped(module: nn.Module, optimizer: Optimizer, sharding: str, unused: boo
     return DistributedDataParallel(module, find_unused_parameters=unused), optimizer
 
 
-def _bare_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Row], Tensor]:
+def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
     leg = case.legs[number]
     rank = dist.get_rank() if leg.workers > 1 else 0
     module, optimizer, schedule = _built(case, leg)
     _freeze(case, module, taken)
+    if case.hooked is not None and case.hooked < taken:
+        _hook(module)
     precondition = adam_preconditioner(optimizer) if case.rule == "adamscale" else None
-    unused = case.net == "branch" or case.frozen is not None
+    unused = case.net == "branch" or bool(case.frozen)
     if leg.workers == 1:
         model = module
     else:
@@ -379,6 +432,26 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Ro
     changes, short = dict(case.changes), dict(case.short)
     if factor != 1:
         ada.set_scale(factor * batch / leg.base)
+
+    def make_passes(step: int, now: int, batches: list[list[int]], fails: tuple[int, int] | None) -> None:
+        if now != passes:
+            ada.expect_passes(now)
+        for i, indices in enumerate(batches):
+            x, tokens, y, _ = data[indices]
+            with torch.autocast("cpu", dtype=torch.float16, enabled=scaler is not None):
+                loss = loss_of(case, model, x, tokens, y)
+            loss = _poisoned(case, step, i == 0, loss / now if case.scaled_loss else loss)
+            if scaler is not None:
+                loss = scaler.scale(loss)
+            with _fails(module, fails == (step, i)):
+                if i + 1 < now and isinstance(model, DistributedDataParallel | ShardedDataParallel):
+                    with model.no_sync():
+                        loss.backward()
+                else:
+                    if leg.sharding == "fsdp2" and leg.workers > 1:
+                        model.set_requires_gradient_sync(i + 1 == now)
+                    loss.backward()
+
     while ada.effective_steps < leg.total and len(rows) != leg.steps:
         step = taken + len(rows)
         if step in changes or step in dict(case.rescaled):
@@ -396,24 +469,15 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Ro
             _freeze(case, module, step)
             ada.add_param_group(added_group(case, module))
         now = short.get(step, passes)
-        if now != passes:
-            ada.expect_passes(now)
         seen, position = examples_of(case, position, leg.workers * now * leg.per_worker, leg.workers, now)
         _freeze(case, module, step)
-        for i, indices in enumerate(seen[rank]):
-            x, tokens, y, _ = data[indices]
-            with torch.autocast("cpu", dtype=torch.float16, enabled=scaler is not None):
-                loss = loss_of(case, model, x, tokens, y)
-            loss = _poisoned(case, step, i == 0, loss / now if case.scaled_loss else loss)
-            if scaler is not None:
-                loss = scaler.scale(loss)
-            if i + 1 < now and isinstance(model, DistributedDataParallel | ShardedDataParallel):
-                with model.no_sync():
-                    loss.backward()
-            else:
-                if leg.sharding == "fsdp2" and leg.workers > 1:
-                    model.set_requires_gradient_sync(i + 1 == now)
-                loss.backward()
+        if step == case.hooked:
+            _hook(module)
+        try:
+            make_passes(step, now, seen[rank], case.caught)
+        except _PlantedError:
+            ada.zero_grad()
+            make_passes(step, now, seen[rank], None)
         if not case.scaled_loss:
             ada.complete_samples()
             ada.scale_grad_by_num_grads_to_accum()
@@ -453,7 +517,7 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> tuple[list[Ro
             torch.save(state, Path(folder, f"leg{number}.pt"))
         if leg.workers > 1:
             dist.barrier()
-    return rows, _weights(module)
+    return rows, _weights(module), _buffers(module)
 
 
 def _counts(case: Case) -> bool:

@@ -10,7 +10,8 @@ one base batch, squared gradient ``μ²``, gain ``r``, effective steps ``τ``, t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -238,7 +239,7 @@ def apply_rule(case: Case, leg: Leg, r: float, scale: float, tau: float) -> tupl
     return rules[case.rule]
 
 
-def gradient(case: Case, module: nn.Module, rows: list[int], factor: float = 1.0) -> Gradient:
+def gradient(case: Case, module: nn.Module, rows: list[int], factor: float = 1.0, *, hooked: bool = False) -> Gradient:
     """The gradient of the mean loss of some examples, by way of a multiple of it; None for parameters without one."""
     params = [p for p in module.parameters() if p.requires_grad]
     x, tokens, y, _ = dataset(case)[rows]
@@ -246,7 +247,21 @@ def gradient(case: Case, module: nn.Module, rows: list[int], factor: float = 1.0
     with torch.autocast("cpu", dtype=kind, enabled=kind is not None):
         loss = loss_of(case, module, x, tokens, y)
     found = torch.autograd.grad(loss * factor, params, allow_unused=True)
-    return {p: None if g is None else g / factor for p, g in zip(params, found, strict=True)}
+    gradient = {p: None if g is None else g / factor for p, g in zip(params, found, strict=True)}
+    first = next(module.parameters())
+    if hooked and (g := gradient.get(first)) is not None:
+        gradient[first] = 3 * g
+    return gradient
+
+
+@contextmanager
+def keeps_buffers(module: nn.Module, keeps: bool) -> Iterator[None]:
+    """A context after which buffers are what they were before it."""
+    before = [b.clone() for b in module.buffers()]
+    yield
+    for b, was in zip(module.buffers(), before, strict=True):
+        if keeps:
+            b.copy_(was)
 
 
 def samples_of(case: Case, module: nn.Module, seen: Any, shape: Shape, step: int, loss_scale: float) -> list[Gradient]:
@@ -255,7 +270,9 @@ def samples_of(case: Case, module: nn.Module, seen: Any, shape: Shape, step: int
     for p in range(shape.passes):
         for k in range(shape.workers):
             factor = shape.workers * len(seen[k][p]) / shape.batch * (1 if case.scaled_loss else shape.passes)
-            g = gradient(case, module, seen[k][p], factor * loss_scale)
+            hooked = case.hooked is not None and step >= case.hooked
+            with keeps_buffers(module, k > 0):  # those of rank 0's micro-batches count
+                g = gradient(case, module, seen[k][p], factor * loss_scale, hooked=hooked)
             poisoned = p == 0 and (step, k) in case.poison
             samples.append({q: v * math.inf if poisoned and v is not None else v for q, v in g.items()})
     return samples
@@ -298,7 +315,6 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
     base, evaluated_at = case.legs[0].base, 0.0
     expected, free = ExpectedNorm(), 0.0  # the step from which the next measurement may begin
     ended, unsampled = 0, False
-    every = 1 if case.measure_every is None else case.measure_every
     for leg in case.legs:
         curve, averages.total_steps = base_hyperparameters(case, leg), leg.total
         if base != leg.base:
@@ -314,6 +330,13 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             averages.smoothing = max(1 - full_n / 1000, 0.0) if case.smoothing is None else case.smoothing
             frozen = frozen_names(case, step)
             of_leg = leg.workers > 1 and leg.sharding == "zero2"
+            # One step in k is measured. k grows by one in 50 steps, while 50 measured steps of the largest advance, S, fill the
+            # window.
+            every = case.measure_every
+            if every is None:
+                of_window = case.window * leg.total / (max(scale * shape.full / shape.passes, 1.0) * 50)
+                effective = averages.averaging == "effective"
+                every = min(max(1, math.floor(of_window)), 1 + ended // 50) if effective else 1
             measured = unsampled or ended % every == 0
             if step == case.added:
                 groups.append(added_group(case, module))
@@ -385,11 +408,13 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             means = [math.nan if value is None else float(np.maximum(value, 0).sum()) for value in values]
             lrs = [group["lr"] for group in groups]
             rows.append(Row(False, r, tau, *noise, *means, lrs, seen, evaluated_at == tau > 0))
-    return rows, np.concatenate([p.detach().double().numpy().ravel() for p in module.parameters()])
+    of_weights = [*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]
+    return rows, np.concatenate([p.detach().double().numpy().ravel() for p in of_weights])
 
 
 def probe(case: Case, module: nn.Module, batches: list[list[int]]) -> tuple[float, float]:
     """σ² and μ² of a step of a base run: of its batch and the next three, at the same weights."""
     optimizer = optimizers(case, module)[0]  # for its metric only, which is the Euclidean one
-    found = [flat(case, optimizer, list(module.parameters()), gradient(case, module, batch)) for batch in batches]
+    with keeps_buffers(module, True):
+        found = [flat(case, optimizer, list(module.parameters()), gradient(case, module, batch)) for batch in batches]
     return moments(found, [0.25] * 4, 4.0)
