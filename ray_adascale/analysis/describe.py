@@ -101,8 +101,7 @@ def _describe_run(path: Path) -> tuple[str, bool]:
         f"{run.mean_gain:.2f} at scale {last['scale']:g} on {workers_in_words(last.get('world_size'))}",
         *([f"  rule         {last['rule']}"] if "rule" in last else []),
     ]
-    left = _left_in_words(run)
-    if left is not None:
+    if (left := _left_in_words(run)) is not None:
         lines.append(f"  left         {left}")
     if run.skipped_steps > 0:
         lines.append(f"  skipped      {run.skipped_steps} steps, whose gradients were not finite")

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..run.observe.eta import LEFT, Eta, clock_time
-from ..run.observe.metrics import METRICS, format_metrics, state_of, tau_of
+from ..run.observe.metrics import METRICS, format_metrics, state_of, tau_of, values_of
 
 _WIDTH = 32  # of the bar, in characters
 
@@ -94,13 +94,10 @@ class RunDisplay:
             ),
             _line(state_of(metrics)),
         ]
-        own = [
-            f"{key} {value:.4g}"
-            for key, value in metrics.items()
-            if key not in (*METRICS, *LEFT, "total_steps") and isinstance(value, int | float)
-        ]
+        numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+        own = values_of({key: value for key, value in numbers.items() if key not in (*METRICS, *LEFT, "total_steps")})
         if own:
-            rows.append(_line("  ".join(own)))
+            rows.append(_line(own))
         return Group(*rows)
 
     def __enter__(self) -> RunDisplay:

@@ -25,6 +25,7 @@ from ..forecast.throughput import Throughput
 from ..optim.rules import AUTO, auto_rule_of, make_rule, metric_of, name_of
 from ..recipe import Recipe
 from ..run.observe.advice import forecast_advice
+from ..run.observe.eta import clock_time
 from .plots import number_log_axis, pyplot
 
 _PAYS = 0.5  # share of the first worker's speed that further workers must add to be useful
@@ -167,7 +168,7 @@ class Forecast:
         columns["mean\ngain"] = [f"{row.mean_gain:.2f}" for row in rows]
         columns["effi-\nciency"] = [f"{row.efficiency:.0%}" for row in rows]
         if any(row.seconds is not None for row in rows):
-            columns["time"] = [in_units(row.seconds) for row in rows]
+            columns["time"] = [clock_time(row.seconds or 0.0) for row in rows]
         columns["speed-\nup"] = [f"{row.speedup:.2f}" for row in rows]
         columns["last\nadds"] = [f"{row.marginal:.2f}" for row in rows]
         if any(row.cost is not None for row in rows):
@@ -394,14 +395,3 @@ def _notes(
             f"Only {probes} probes: at large scales the steps are rough. A search with a smaller --probe-every has more."
         )
     return [*notes, *time]
-
-
-def in_units(seconds: float | None) -> str:
-    """Return a time in seconds, minutes or hours, whichever is shorter."""
-    if seconds is None:
-        return ""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:.2f} h"

@@ -76,13 +76,13 @@ class Panel:
 def make_panels(runs: list[RunTrace]) -> list[Panel]:
     """Return the plots for which at least one run has numbers."""
     metrics = dict.fromkeys(key for run in runs for key in run.metrics)
+    slugs = zip(metrics, _slugs(metrics), strict=True)
     chosen = any(run.changed_its_batch for run in runs)
     resized = any(len({row.get("world_size") for row in run.rows}) > 1 for run in runs)
     panels = [
-        Panel(
-            "Training loss, means (single steps faint)", "loss", ("loss",), log=_all_positive(runs, "loss"), noisy=True
-        ),
-        *(Panel(key, slug, (key,), dots=True) for key, slug in zip(metrics, _slugs(metrics), strict=True)),
+        Panel("Training loss, means (single steps faint)", "loss", ("loss",), log=_positive(runs, "loss"), noisy=True),
+        # Logarithmic for a perplexity, which begins a thousand times as large as it ends.
+        *(Panel(key, slug, (key,), _positive(runs, key, 100), dots=True) for key, slug in slugs),
         Panel("Learning rate lr(⌊τ⌋), before the gain", "lr", ("lr",)),
         Panel("Gain r, with its ceiling S dashed", "gain", ("gain",), ceiling="scale"),
         *([Panel("Scale S, as the run chose it", "scale", ("scale",), log=True)] if chosen else []),
@@ -100,9 +100,10 @@ def color_of(i: int) -> str:
     return _COLORS[i % len(_COLORS)]
 
 
-def _all_positive(runs: list[RunTrace], key: str) -> bool:
-    values = np.concatenate([run.column(key) for run in runs])
-    return bool((values[np.isfinite(values)] > 0).all())
+def _positive(runs: list[RunTrace], key: str, ratio: float = 1.0) -> bool:
+    """Return whether all values are positive, the largest at least ``ratio`` times the smallest."""
+    values = np.concatenate([_line(run, key, dots=True)[1] for run in runs])
+    return len(values) == 0 or bool(values.min() > 0 and values.max() >= ratio * values.min())
 
 
 def _slugs(metrics: Iterable[str]) -> list[str]:
@@ -112,8 +113,12 @@ def _slugs(metrics: Iterable[str]) -> list[str]:
 
 
 def _line(run: RunTrace, key: str, *, dots: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return τ and values of the rows that have both. Many rows are reduced to means of equal numbers of them."""
-    tau, values = run.column("effective_steps"), run.column(key)
+    """Return τ and values of the rows that have both. Many rows are reduced to means of equal numbers of them.
+
+    A metric of the untrained model stands at τ = 0.
+    """
+    untrained = run.untrained.get(key, np.nan)
+    tau, values = np.append(0.0, run.column("effective_steps")), np.append(untrained, run.column(key))
     kept = np.isfinite(tau) & np.isfinite(values)
     tau, values = tau[kept], values[kept]
     if dots or len(tau) <= _POINTS:
@@ -131,53 +136,46 @@ def _stretches(tau: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
     return tuple(np.bincount(stretch, weights=x)[kept] / count[kept] for x in (tau, values))  # type: ignore[return-value]
 
 
-def draw_svg(panel: Panel, runs: list[RunTrace]) -> str:
+def draw_svg(panel: Panel, groups: list[list[RunTrace]]) -> str:
     """Return the plot as SVG text, in the reader's colours and without a legend: the page has one for all plots."""
     text = io.StringIO()
-    with _drawn(panel, runs, ink=_INK) as (figure, _):
+    with _drawn(panel, groups, ink=_INK) as (figure, _):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
     return svg[max(svg.find("<svg"), 0) :].replace(_INK, "currentColor")
 
 
-def draw_png(panel: Panel, runs: list[RunTrace], path: Path) -> None:
+def draw_png(panel: Panel, groups: list[list[RunTrace]], path: Path) -> None:
     """Write the plot as a PNG file, with title and legend."""
-    with _drawn(panel, runs, ink="black") as (figure, axes):
+    with _drawn(panel, groups, ink="black") as (figure, axes):
         axes.set_title(_literal(panel.title))
         axes.legend(frameon=False, fontsize="small")
         figure.savefig(path, dpi=150)
 
 
 @contextmanager
-def _drawn(panel: Panel, runs: list[RunTrace], *, ink: str) -> Iterator[tuple[Any, Any]]:
-    """Yield figure and axes with the curves of the runs."""
+def _drawn(panel: Panel, groups: list[list[RunTrace]], *, ink: str) -> Iterator[tuple[Any, Any]]:
+    """Yield figure and axes with the curves of the runs, those of a group in one colour."""
     plt = pyplot("a report")
-    style = {
-        "text.color": ink,
-        "axes.edgecolor": ink,
-        "axes.labelcolor": ink,
-        "xtick.color": ink,
-        "ytick.color": ink,
-        "svg.fonttype": "none",
-        "svg.hashsalt": panel.slug,  # several SVGs share the page's names
-        "font.family": "sans-serif",
-    }
+    style = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), ink)
+    # Several SVGs share the page's names.
+    style |= {"svg.fonttype": "none", "svg.hashsalt": panel.slug, "font.family": "sans-serif"}
     with plt.rc_context(style):
         figure, axes = plt.subplots(figsize=(6, 3.1), layout="constrained")
         if panel.log:
             axes.set_yscale("log")
-        for i, run in enumerate(runs):
-            _draw_run(axes, panel, run, color_of(i))
+        for i, group in enumerate(groups):
+            _draw_group(axes, panel, group, color_of(i))
         if panel.noisy:
             axes.margins(y=0.2)
             # By the means: the range of single steps would make them flat.
             axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
-            for i, run in enumerate(runs):
-                axes.plot(*_points(panel, run, panel.keys[0]), lw=0.6, alpha=0.18, zorder=1, color=color_of(i))
+            for i, group in enumerate(groups):
+                for run in group:
+                    axes.plot(*_points(panel, run, panel.keys[0]), lw=0.6, alpha=0.18, zorder=1, color=color_of(i))
         if panel.log:
             number_log_axis(axes.yaxis)
-        axes.set_xlabel("effective steps τ")
-        axes.set_xlim(left=0)
+        axes.set(xlabel="effective steps τ", xlim=(0, None))
         axes.grid(alpha=0.2, color=ink)
         axes.spines[["top", "right"]].set_visible(False)
         yield figure, axes
@@ -189,18 +187,34 @@ def _points(panel: Panel, run: RunTrace, key: str) -> tuple[np.ndarray, np.ndarr
     return (tau[values > 0], values[values > 0]) if panel.log else (tau, values)
 
 
-def _draw_run(axes: Any, panel: Panel, run: RunTrace, color: str) -> None:
-    marker = "o" if panel.dots else None
+def _draw_group(axes: Any, panel: Panel, runs: list[RunTrace], color: str) -> None:
+    """Draw a run; of several that are alike the mean, and a band of one standard deviation to each side."""
+    marker, name = "o" if panel.dots else None, _literal(", ".join(run.label for run in runs))
     for dash, key in zip(("-", ":"), panel.keys, strict=False):
-        tau, values = _points(panel, run, key)
-        label = _literal(run.label) if key == panel.keys[0] else None
-        if panel.noisy and len(tau) > 2 * _STRETCHES:
-            tau, values = _stretches(tau, values)
+        tau, values = _mean(axes, [line for run in runs if len((line := _curve(panel, run, key))[0])], color)
+        label = name if key == panel.keys[0] else None
         axes.plot(tau, values, dash, marker=marker, ms=3, lw=1.3, color=color, label=label)
-    if panel.ceiling is not None:
-        axes.plot(*_line(run, panel.ceiling, dots=False), "--", lw=0.9, alpha=0.7, color=color)
-    for at, what in run.events:
-        axes.axvline(at, lw=1, ls=":" if what == "restarted" else "--", color=color, alpha=0.8)
+    for run in runs:
+        if panel.ceiling is not None:
+            axes.plot(*_line(run, panel.ceiling, dots=False), "--", lw=0.9, alpha=0.7, color=color)
+        for at, what in run.events:
+            axes.axvline(at, lw=1, ls=":" if what == "restarted" else "--", color=color, alpha=0.8)
+
+
+def _curve(panel: Panel, run: RunTrace, key: str) -> tuple[np.ndarray, np.ndarray]:
+    tau, values = _points(panel, run, key)
+    return _stretches(tau, values) if panel.noisy and len(tau) > 2 * _STRETCHES else (tau, values)
+
+
+def _mean(axes: Any, curves: list[tuple[np.ndarray, np.ndarray]], color: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean of curves over the τ that all have, and draw the band of their spread."""
+    if len(curves) < 2:
+        return curves[0] if curves else (np.array([]), np.array([]))
+    tau = np.clip(curves[0][0], max(start[0] for start, _ in curves), min(end[-1] for end, _ in curves))
+    each = [np.interp(tau, *curve) for curve in curves]
+    mean, spread = np.mean(each, axis=0), np.std(each, axis=0, ddof=1)
+    axes.fill_between(tau, mean - spread, mean + spread, color=color, alpha=0.2, lw=0)
+    return tau, mean
 
 
 def _literal(text: str) -> str:

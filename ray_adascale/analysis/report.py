@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -21,8 +21,9 @@ from .._version import __version__
 from ..forecast.replay import Forecaster
 from ..optim.rules import RULES
 from ..recipe import Recipe
+from ..run.observe.metrics import values_of
 from .plots import color_of, draw_png, draw_svg, make_panels
-from .runs import RunTrace, failure_of, load_run, with_distinct_labels
+from .runs import RunTrace, alike_groups, failure_of, load_run, with_distinct_labels
 
 
 def write_report(
@@ -64,10 +65,10 @@ def write_report(
     if output.is_dir():
         raise ValueError(f"Invalid output {str(output)!r}: a folder. Name the HTML file.")
     output.parent.mkdir(parents=True, exist_ok=True)
-    figures = []
+    figures, groups = [], alike_groups(loaded)
     for panel in make_panels(loaded) if loaded else []:
-        draw_png(panel, loaded, output.with_name(f"{output.stem}-{panel.slug}.png"))
-        figures.append((panel.title, draw_svg(panel, loaded)))
+        draw_png(panel, groups, output.with_name(f"{output.stem}-{panel.slug}.png"))
+        figures.append((panel.title, draw_svg(panel, groups)))
     page = _render(loaded, failures, figures, recipe)
     write_atomically(output, [page.encode()], sync=False)
     return output
@@ -78,46 +79,28 @@ def _render(
 ) -> str:
     """Return the HTML, from report.html.j2."""
     metrics = list(dict.fromkeys(key for run in runs for key in run.metrics))
-    keys = [_Key(run.label, color_of(i)) for i, run in enumerate(runs)]
+    groups = alike_groups(runs)
+    # Label and colour of each run in the page and its plots.
+    keys = [(run.label, next(color_of(i) for i, group in enumerate(groups) if run in group)) for run in runs]
+    loader = PackageLoader(__package__, ".")
     templates = Environment(
-        loader=PackageLoader(__package__, "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     return templates.get_template("report.html.j2").render(
         made=f"ray_adascale {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         keys=keys,
         metrics=metrics,
         failures=failures,
-        notes=list(_unusual_steps(runs)),
+        values_of=values_of,
         outcomes=[(key, _outcome(run, metrics)) for key, run in zip(keys, runs, strict=True)],
         events=[(key, [f"{tau:,.0f}", what]) for key, run in zip(keys, runs, strict=True) for tau, what in run.events],
         comparisons=[(keys[i], cells) for i, cells in _comparisons(runs, recipe)],
         figures=figures,
         recipe=recipe,
         runs=runs,
+        groups=groups,
         statistics=statistics,
     )
-
-
-def _unusual_steps(runs: list[RunTrace]) -> Iterator[str]:
-    for run in runs:
-        if run.faults:
-            yield f"The trace of {run.label} is not whole: {run.faults}."
-        if run.skipped_steps > 0:
-            yield f"{run.label} skipped {run.skipped_steps} steps, whose gradients were not finite."
-        if run.clipped:
-            yield f"{run.label} clipped {run.clipped}."
-
-
-class _Key(NamedTuple):
-    """Label and colour of a run in the page and its plots."""
-
-    label: str
-    color: str
 
 
 def _outcome(run: RunTrace, metrics: Iterable[str]) -> list[str]:
@@ -136,6 +119,7 @@ def _outcome(run: RunTrace, metrics: Iterable[str]) -> list[str]:
         _four_digits(losses.mean()) if len(losses) else "",
         f"{run.noise_scale:,.3g}" if math.isfinite(run.noise_scale) else "",
         *(_newest(run.column(key)) for key in metrics),
+        run.rows[0].get("optimizer", ""),
         last.get("rule", ""),
     ]
 

@@ -91,6 +91,11 @@ class RunTrace:
         return [key for key in found if key not in METRICS and key not in COUNTERS]
 
     @property
+    def untrained(self) -> dict[str, float]:
+        """The numbers among the untrained model's metrics."""
+        return {key: value for key, value in self.rows[0].get("untrained", {}).items() if is_number(value)}
+
+    @property
     def whole_steps(self) -> RunTrace:
         """The run without its short steps, which had fewer passes than declared. They occur at the end of a client's epochs."""
         return replace(self, rows=[row for row in self.rows if not row.get(SHORT_STEP)] or self.rows)
@@ -125,6 +130,16 @@ class RunTrace:
                 continue
             found.append((float(before["effective_steps"]), text))
         return found
+
+
+def alike_groups(runs: list[RunTrace]) -> list[list[RunTrace]]:
+    """Return the runs in groups that are alike in S, workers, learning rate, rule and optimizer, as seeds of one run are."""
+    groups: dict[tuple[Any, ...], list[RunTrace]] = {}
+    for run in runs:
+        first, last = run.rows[0], run.last
+        kind = last["scale"], last.get("world_size"), first.get("lr"), last.get("rule"), first.get("optimizer")
+        groups.setdefault(kind, []).append(run)
+    return list(groups.values())
 
 
 def with_distinct_labels(runs: list[RunTrace]) -> list[RunTrace]:

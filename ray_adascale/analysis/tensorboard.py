@@ -16,11 +16,8 @@ from .runs import RunTrace, is_number, load_run
 
 _NO_CURVES = (*COUNTERS, "optimizer_steps")
 """Keys without a curve: the position of the run, and optimizer steps, which are an axis."""
-_GROUPS = dict.fromkeys((*METRICS, "steps_left"), "adascale") | {
-    "loss": "metrics",
-    "examples_per_s": "speed",
-    "world_size": "speed",
-}
+_SPEED = dict.fromkeys(("examples_per_s", "world_size"), "speed")
+_GROUPS = dict.fromkeys((*METRICS, "steps_left"), "adascale") | _SPEED | {"loss": "metrics"}
 """The groups of the run's own numbers. Those of the user are metrics."""
 
 

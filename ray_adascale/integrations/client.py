@@ -16,6 +16,7 @@ from .._errors import check_count
 from .._torch import called_to_make_state
 from .._warn import warn_at_user
 from ..batch import StepPlan
+from ..chain import largest_part
 from ..config import AdaScaleConfig, read_settings
 from ..gain import advanced
 from ..measure.probe import BatchSamples
@@ -26,6 +27,7 @@ from ..optim.tau_schedule import TauSchedule
 from ..recipe import NoiseProbe, Recipe
 from ..run.base.base_noise import ProbeSeries
 from ..run.base.base_run import BaseResult, Momentum, freeze, momentum_of
+from ..run.observe.advice import class_name
 from ..run.observe.metrics import SHORT_STEP, step_metrics
 from ..run.observe.step import Step
 from ..run.observe.trace import TraceFile, read_trace
@@ -229,6 +231,7 @@ class StepLog:
         rows = read_trace(path) if path.exists() else []
         kept = [row for row in rows if row["step"] < number]
         trace = TraceFile(path, kept)
+        trace.first = {"optimizer": class_name(largest_part(self._adascale.wrapped))}
         if rows:
             self._attempt = 1 + max(int(row.get("attempt", 0)) for row in rows)
         if kept:

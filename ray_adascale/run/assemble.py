@@ -15,6 +15,7 @@ from .._errors import SettingError
 from .._files import TRACE
 from .._warn import warn_at_user
 from ..batch import BatchFollower, StepPlan
+from ..chain import largest_part
 from ..checkpoint.model import frozen_names
 from ..checkpoint.per_worker import has_state, without_own
 from ..config import AdaScaleConfig, read_settings
@@ -37,7 +38,7 @@ from .boundary.stage import LoopState, Stage
 from .boundary.train_state import TrainState, log_start
 from .build import check_built, check_equal, check_schedule, facts_of, set_batch, wrap
 from .clipping import Clipping
-from .observe.advice import NoiseWarning, ZeroGradient, warn_of_modes, warn_of_state_dict_hooks
+from .observe.advice import NoiseWarning, ZeroGradient, class_name, warn_of_modes, warn_of_state_dict_hooks
 from .observe.eta import EtaTracker, forecast_run
 from .observe.metrics import METRICS
 from .observe.step import Listener
@@ -150,6 +151,8 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         train_state.users_state({})  # raises now and not at the first checkpoint
     start = _start_of(pieces.starting_step, train_state, evaluation)
     plan, trace, listeners = _resume(backend, config, recipe, train_state, (batch, evaluation), plan, start)
+    if trace is not None:  # the metrics are known as the loop begins
+        trace.first = {"optimizer": class_name(largest_part(optimizer)), "untrained": evaluation.untrained}
     replicas = Replicas(
         module,
         wrapped.optimizer,

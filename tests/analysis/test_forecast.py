@@ -242,7 +242,7 @@ def test_table_and_json() -> None:
     gain, efficiency = float(cells.pop(4)), cells.pop(4)
     assert gain == pytest.approx(2.1, abs=0.08)
     assert efficiency == f"{gain / 4:.0%}"
-    assert cells == ["4", "32", "4", "25", "34.4", "s", "2.91", "0.66", "0.14"]
+    assert cells == ["4", "32", "4", "25", "0:34", "2.91", "0.66", "0.14"]
     assert "Adding workers pays up to" in text(made)
     read = json.loads(made.to_json())
     assert read["max_useful_workers"] == made.max_useful_workers

@@ -102,12 +102,13 @@ def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) 
             "loss, last 5 %",
             "noise scale, whole run",
             "accuracy",
+            "optimizer",
             "rule",
         )
     ]
     assert rows == [
-        ["base", "1", "1", "20", "640", "20", "1.00", "100%", "0.05000", "", "0.8000", ""],
-        ["scaled", "2", "4", "10", "320", "20", "2.00", "50%", "0.1000", "24", "0.8000", ""],
+        ["base", "1", "1", "20", "640", "20", "1.00", "100%", "0.05000", "", "0.8000", "", ""],
+        ["scaled", "2", "4", "10", "320", "20", "2.00", "50%", "0.1000", "24", "0.8000", "", ""],
     ]
     # r falls from 16/7 to 2.04 with these σ², μ² (see test_replay): ⌈20 / 2.1⌉ = 10 steps, of one seed 9.5·e^±0.2. The base run
     # is not compared.
@@ -152,14 +153,32 @@ def test_a_run_is_judged_by_the_recipes_score(
 
 
 def test_seeds_of_a_run_have_their_mean_and_spread(make: Callable[..., Page], tmp_path: Path) -> None:
-    def run(name: str, end: float, **changed: float) -> Path:
+    def run(name: str, end: float, **changed: Any) -> Path:
         rows = [row(s, lr=0.1) | {"accuracy": end, "scale": 4.0, **changed} for s in range(1, 4)]
         return write_rows(tmp_path / name / "trace.jsonl", rows)
 
-    make(run("one", 0.7), run("two", 0.8), run("other", 0.1, scale=2.0))
+    make(run("one", 0.7), run("two", 0.8), run("other", 0.1, scale=2.0), run("adam", 0.1, optimizer="Adam"))
     text = " ".join((tmp_path / "out" / "report.html").read_text().split())
-    assert "<p>one, two are alike in S, workers and learning rate: accuracy 0.75 ± 0.071, steps 3 ± 0 (mean" in text
-    assert text.count("are alike") == 1
+    assert "<p>one, two are alike in S, workers, learning rate, rule and optimizer: accuracy 0.75 ± 0.071," in text
+    assert text.count("are alike in") == 1
+    # In the table and the legend the two have one color, of which the page says what it means.
+    keys = re.findall(r'<span class="key" style="background:(#\w{6})"></span>(\w+)', text)
+    assert keys[0] == ("#3b7dd8", "one")
+    assert keys[1] == ("#3b7dd8", "two")
+    assert len({color for color, _ in keys}) == 3
+    assert text.count("a band of one standard deviation") == 1
+    # One run alone has no band.
+    make(run("one", 0.7), run("other", 0.1, scale=2.0))
+    assert "a band of one standard deviation" not in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_the_untrained_models_metrics_stand_at_the_beginning(make: Callable[..., Page], tmp_path: Path) -> None:
+    rows = [row(s) | {"accuracy": 0.9} for s in range(1, 4)]
+    rows[0] |= {"optimizer": "SGD", "untrained": {"accuracy": 0.125, "word": "x"}}
+    page = make(write_rows(tmp_path / "mine" / "trace.jsonl", rows))
+    cells = dict(zip(page.tables[0][0], page.tables[0][1], strict=True))
+    assert (cells["optimizer"], cells["accuracy"]) == ("SGD", "0.9000")
+    assert "mine, untrained: accuracy 0.125." in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_page_stands_alone_in_light_and_dark(make: Callable[..., Page], tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def test_a_resumed_run_has_each_step_in_its_trace_once(tmp_path: Path, saved_at:
     assert [row["position"] for row in rows] == [2 * BATCH * step for step in range(1, 7)]
     assert [row["progress"] for row in rows] == pytest.approx([row["effective_steps"] for row in rows], rel=1e-12)
     assert [row["attempt"] for row in rows] == [0] * saved_at + [1] * (6 - saved_at)
+    assert [row.get("optimizer") for row in rows] == ["SGD", *[None] * 5]
 
 
 @pytest.mark.parametrize("closes", [False, True])

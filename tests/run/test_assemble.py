@@ -78,7 +78,9 @@ def test_the_rule_that_was_chosen_stands_wherever_a_run_is_read(
     for x, y in run:
         run.backward(torch.nn.functional.cross_entropy(run.model(x), y))
         run.step()
-    assert {row["rule"] for row in read_trace(folder / TRACE)} == {"adascale_betas"}
+    rows = read_trace(folder / TRACE)
+    assert {row["rule"] for row in rows} == {"adascale_betas"}
+    assert [row.get("optimizer") for row in rows] == ["AdamW", *[None] * (len(rows) - 1)]
     checkpoint = max(folder.glob("checkpoint_*"))
     assert all("rule         adascale_betas" in describe(path)[0] for path in (folder, checkpoint))
     page = write_report([folder], tmp_path / "report.html").read_text()

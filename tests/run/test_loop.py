@@ -835,6 +835,16 @@ def test_the_evaluation_of_the_untrained_model_is_told_and_leaves_the_random_str
     assert sum(line.startswith("The untrained model: third 0.3333, drawn ") for line in caplog.messages) == 1
 
 
+def test_the_untrained_models_metrics_are_in_the_first_row_of_the_trace_and_stay_there(tmp_path: Path) -> None:
+    seen = iter(range(100))
+    run = make_run(model(), evaluate=lambda _: {"calls": next(seen)}, evaluate_every=10, backend=LocalBackend(tmp_path))
+    drive(run)
+    rows = read_trace(tmp_path / "trace.jsonl")
+    assert rows[0]["untrained"] == {"calls": 0}
+    assert all("untrained" not in row for row in rows[1:])
+    assert next(row["calls"] for row in rows if "calls" in row) == 1
+
+
 def test_a_metric_that_is_missing_from_the_last_evaluation_is_told() -> None:
     evaluate: Any = lambda _: {"error": 1.0} | ({} if run.effective_steps >= 40 else {"accuracy": 0.5})  # noqa: E731
     run = make_run(model(), evaluate=evaluate, evaluate_every=10)

@@ -38,6 +38,7 @@ class Evaluation(Stage):
         evaluated_at: τ of the last evaluation; −1 before the first.
         best: The best evaluation's metric for ``early_stop``; None before the first.
         best_at: τ of the best evaluation; −1 before the first.
+        untrained: The untrained model's metrics; empty before :meth:`try_out`.
         evaluated_step: Number of the optimizer step after which this start last evaluated the model; −1 before the first.
     """
 
@@ -60,6 +61,7 @@ class Evaluation(Stage):
         self.best: float | None = None
         self.best_at = -1.0
         self.evaluated_step = -1
+        self.untrained: dict[str, Any] = {}
 
     def try_out(self, device: torch.device, *, log: bool = False) -> dict[str, Any]:
         """Evaluate the untrained model, so that a mistake in ``evaluate`` shows before the first step.
@@ -77,6 +79,7 @@ class Evaluation(Stage):
             return {}
         streams = capture_rng(device)
         metrics = self._evaluated(self._evaluate)
+        self.untrained.update(metrics)
         restore_rng(streams, device)
         if self._metric not in (None, "loss", *metrics):
             raise MissingMetric(

@@ -41,8 +41,8 @@ CLIPPED = "clipped"
 """The key of True in the trace's row of a step that was clipped at a multiple of the expected norm."""
 
 
-COUNTERS = ("step", "attempt", "position", "rule", "total_steps", "steps_left")
-"""The keys of a row, beside :data:`METRICS`, that the run writes itself. They give its position and measure nothing."""
+COUNTERS = ("step", "attempt", "position", "rule", "optimizer", "untrained", "total_steps", "steps_left")
+"""The keys of a row, beside :data:`METRICS`, that the run writes itself, and that are no curves: its position and its kind."""
 
 
 OWN_KEYS = frozenset(

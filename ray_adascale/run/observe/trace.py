@@ -43,6 +43,8 @@ COLUMNS = {
     **METRICS,
     "steps_left": "optimizer steps to T by the forecast; only with a recipe that has noise",
     "rule": "the scaling rule",
+    "optimizer": "class of the optimizer, in the first row alone",
+    "untrained": "metrics of the untrained model, in the first row alone",
     CLIPPED: "true if the gradient was clipped at a multiple of the expected norm; else missing",
     SKIPPED: "true if the gradient was not finite, so that weights and τ stayed; else missing",
     SHORT_STEP: "true for a step with fewer passes than declared, in the adapters alone; else missing",
@@ -88,7 +90,7 @@ class Trace:
 
         Args:
             row: ``step`` (int, the optimizer step) and further keys, with Python numbers (NaN allowed), bools, strings,
-                None, and lists of these.
+                None, and lists and dicts of these.
 
         Raises:
             TypeError: A value has another type.
@@ -274,6 +276,9 @@ class TraceFile(Listener):
         path: The file.
         rows: The rows of earlier starts, which replace an existing file. Default: those of the file.
         store: Function that stores the file of an ended run. Default: the file stays where it is.
+
+    Attributes:
+        first: Entries of the row of the run's first step, which is never left out.
     """
 
     def __init__(
@@ -285,6 +290,7 @@ class TraceFile(Listener):
     ) -> None:
         self._path = path
         self._store = store
+        self.first: dict[str, Any] = {}
         self._row: dict[str, Any] | None = None  # the last step's, while metrics may be recorded for it
         self._trace: Trace | None = None  # None once another start has the file
         self._failing = False
@@ -309,6 +315,8 @@ class TraceFile(Listener):
         """Write the previous step's row, and keep this step's row for metrics that are recorded for it."""
         self._write_row()
         self._row = step.row
+        if step.number == 1:
+            self._row.update(self.first)
 
     def recorded(self, metrics: Mapping[str, Any]) -> None:
         """Add metrics to the row of the last step."""
