@@ -63,6 +63,6 @@ def test_the_times_of_steps_are_those_of_the_kinds_that_are_named() -> None:
 def test_a_difference_says_what_is_better() -> None:
     """No figure of a table has a sign but a seconds' range or a share: "+0.39 bits" reads as worse."""
     text = PAGE.read_text()
-    assert "Of bits, loss and error lower is better" in text.partition("\n## ")[0]
+    assert "Lower is better for bits, loss and error; higher for accuracy" in text.partition("\n## ")[0]
     signed = re.findall(r"[+-]\d[\d.]* (?:± \S+ )?(?:bits|accuracy)", "\n".join(text.splitlines()[10:]))
     assert not signed
