@@ -47,8 +47,7 @@ class Check(OfWorkload):
         recipe: Check that the learning-rate curve is that of this recipe.
         storage_path: Check that files can be written there, a folder or URI.
         param_space: Search space, a dict. Default: param_space beside the workload.
-        memory: Also find the most examples of one pass that fit into memory, by steps of growing size on this machine; N workers
-            share its memory or its GPU. Default: 1.
+        memory: Also find the most examples of one pass that fit into the memory of this machine's GPU, by steps of growing size.
         draws: Draw the hyperparameters that are not given from the search space.
         before_start: Print failures, and the warnings that a run does not give itself. The run evaluates the untrained model.
     """
@@ -56,7 +55,7 @@ class Check(OfWorkload):
     recipe: str | None = option(None, metavar="FILE")
     storage_path: str | None = None
     param_space: str | None = option(None, metavar="FILE:NAME")
-    memory: int | None = option(None, nargs="?", const=1)
+    memory: bool = False
     draws: bool = option(True, help=argparse.SUPPRESS)
     before_start: bool = option(False, help=argparse.SUPPRESS)
     shown = ("base_batch_size", "total_steps", "total_epochs", "precision", "seed")

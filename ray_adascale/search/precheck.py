@@ -27,7 +27,7 @@ def check_at_draws(
     config: AdaScaleConfig,
     recipe: Recipe | None = None,
     *,
-    memory: int | None = None,
+    memory: bool = False,
     evaluates: bool = True,
     on_draw: Callable[[str], object] = lambda at: None,
 ) -> list[Finding]:
@@ -43,7 +43,7 @@ def check_at_draws(
         given: The hyperparameters that are not drawn.
         config: The settings of the run.
         recipe: The recipe of the run.
-        memory: Find the largest batch that fits, where this number of workers share the memory; None to leave that out.
+        memory: Find the largest batch that fits into the memory of the GPU.
         evaluates: Evaluate the untrained model.
         on_draw: Called with the values of a draw, in words, before they are tried.
     """
@@ -64,8 +64,8 @@ def check_at_draws(
             on_draw(at)
         found = check_workload(workload, drawn, config, recipe, evaluates=evaluates)
         failed = " ".join(finding.text for finding in found if finding.level == "failed")
-        if not failed and memory is not None:
-            found.append(_memory(workload, drawn, config, recipe, memory))
+        if not failed and memory:
+            found.append(_memory(workload, drawn, config, recipe))
         if not failed or not at:
             break
         failures[at], found = failed, []
@@ -76,12 +76,10 @@ def check_at_draws(
     return [*(Finding("warning", alone.format(*failure)) for failure in failures.items()), *found]
 
 
-def _memory(
-    workload: WorkloadFn, given: Mapping[str, Any], config: AdaScaleConfig, recipe: Recipe | None, workers: int
-) -> Finding:
+def _memory(workload: WorkloadFn, given: Mapping[str, Any], config: AdaScaleConfig, recipe: Recipe | None) -> Finding:
     """Return the largest batch that fits, in the words of the option that takes it."""
     try:
-        size = find_batch_size(workload, config, given, recipe=recipe, workers=workers)
+        size = find_batch_size(workload, config, given, recipe=recipe)
     except Exception as e:
         notes = "".join(f" {note}" for note in getattr(e, "__notes__", []))
         return Finding("failed", f"The search for the largest batch failed. {type(e).__name__}: {e}{notes}")
