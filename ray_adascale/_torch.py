@@ -5,11 +5,12 @@ They recognize DTensors without importing them, keep functions from Dynamo, and 
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
@@ -172,6 +173,21 @@ def leaves(batch: Any) -> Iterator[Any]:
         return
     for part in inside:
         yield from leaves(part)
+
+
+def with_parts(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of a mapping, list or tuple with ``change(part)`` in place of each part; any other object itself."""
+    if isinstance(batch, Mapping):
+        values = {key: change(value) for key, value in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return type(batch)(values)  # type: ignore[call-arg]
+        changed = copy.copy(batch)  # a defaultdict, or another class with a constructor of its own
+        changed.update(values)
+        return changed
+    if not isinstance(batch, list | tuple):
+        return batch
+    parts = [change(part) for part in batch]
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
 
 
 @contextmanager

@@ -7,13 +7,11 @@ The loop reads micro-batches from a ``BatchSource``. ``MapSource`` reads a map-s
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from .._torch import leaves
@@ -33,6 +31,7 @@ def make_source(
     *,
     collate_fn: Callable[..., Any] | None = None,
     num_workers: int = 0,
+    device: torch.device | None = None,
     length: int | None = None,
     splits_change: bool = False,
     sampler: Sampling | None = None,
@@ -52,6 +51,7 @@ def make_source(
         order: The order of a map-style dataset's examples. Other data have an order of their own.
         collate_fn: Makes a batch of a list of examples; for a Ray Data shard as in ``iter_torch_batches``.
         num_workers: Loader processes, for datasets that are batched here.
+        device: Where the batches are used. For a GPU those of loader processes are pinned.
         length: Examples per epoch over all workers, for data other than map-style datasets.
         splits_change: Whether the split will change as the run goes on. Only a map-style dataset supports that.
         sampler: Draws the indices of each epoch of a map-style dataset.
@@ -71,7 +71,9 @@ def make_source(
                 f"Each of the {len(dataset)} entries of the list counts as one example, and has tensors of {rows} rows, as many "
                 "as a micro-batch has examples. If they are batches, give DataLoader(entries, batch_size=None)."
             )
-        return MapSource(dataset, split, order, collate_fn=collate_fn, num_workers=num_workers, sampler=sampler)
+        return MapSource(
+            dataset, split, order, collate_fn=collate_fn, num_workers=num_workers, device=device, sampler=sampler
+        )
     if sampler is not None:
         raise ValueError(
             f"Invalid sampler: a {type(dataset).__name__} has an order of its own. A sampler needs a dataset with __getitem__ "
@@ -94,6 +96,7 @@ def make_source(
             drop_last=True,
             collate_fn=stacked if collate_fn is None else collate_fn,
             num_workers=num_workers,
+            pin_memory=num_workers > 0 and collate_fn is None and device is not None and device.type == "cuda",
             # Without the rank, examples drawn at random in loader processes would be equal on all workers: no noise at all.
             generator=loader_generator(order.seed, split.rank),
         )
@@ -117,35 +120,3 @@ def is_map_style(dataset: Any) -> bool:
     """Return whether a dataset has examples by index, so that batches of any size can be made of it here."""
     iterates = hasattr(dataset, "iter_torch_batches") or isinstance(dataset, DataLoader | IterableDataset)
     return not iterates and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on the device, through nested mappings, tuples and lists.
-
-    An object with a method ``to``, such as a ``PackedSequence``, is what its ``to(device)`` returns.
-    """
-    if isinstance(batch, Tensor):
-        if (
-            device.type == "cuda"
-            and type(batch) is Tensor
-            and batch.device.type == "cpu"
-            and batch.layout == torch.strided
-        ):
-            # From pinned memory the copy runs while the device computes; else the host would wait for it. Tensor.pin_memory()
-            # would refuse an expanded tensor.
-            batch = batch if batch.is_pinned() else torch.empty_like(batch, pin_memory=True).copy_(batch)
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, list | tuple) and not hasattr(batch, "to"):
-        parts = [to_device(value, device) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    if callable(getattr(batch, "to", None)):
-        moved = batch.to(device)
-        return batch if moved is None else moved
-    if isinstance(batch, Mapping):
-        values = {key: to_device(value, device) for key, value in batch.items()}
-        if not isinstance(batch, MutableMapping):
-            return type(batch)(values)  # type: ignore[call-arg]
-        moved = copy.copy(batch)  # a defaultdict, or another class with a constructor of its own
-        moved.update(values)
-        return moved
-    return batch

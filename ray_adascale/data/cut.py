@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .._torch import leaves
+from .._torch import leaves, with_parts
 
 
 def examples_of(batch: Any, count: int) -> tuple[Any, int] | None:
@@ -45,17 +44,6 @@ def _first(batch: Any, m: int, count: int) -> Any:
     """Return the same structure with only the first of the m examples. Arrays are views."""
     if _is_array(batch):
         return batch[:count] if batch.ndim > 0 else batch
-    if isinstance(batch, Mapping):
-        items = {key: _first(x, m, count) for key, x in batch.items()}
-        if type(batch) is dict or not isinstance(batch, MutableMapping):
-            return items
-        part = copy.copy(batch)  # defaultdict, Hugging Face's BatchEncoding ... have constructors of their own
-        part.update(items)
-        return part
     if isinstance(batch, list) and len(batch) == m and all(isinstance(x, str | bytes) for x in batch):
         return batch[:count]  # default_collate leaves texts as a list: one per example
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_first(x, m, count) for x in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(_first(x, m, count) for x in batch)
-    return batch
+    return with_parts(batch, lambda part: _first(part, m, count))

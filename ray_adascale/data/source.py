@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from .._errors import check_count
+from .device import CopiesAhead, Pinnable, to_device
 from .fetch import Examples, Fetch, Rows, Seeded, has_plain_rows, stacked, state_of
 from .order import BatchSplit, ExampleOrder, MicroBatch, StepSampler, stable_seed
 from .sampling import SampledOrder, Sampling
@@ -50,6 +51,7 @@ class BatchSource(abc.ABC):
     position: int
     _drop_last = False
     _iterator: Generator[MicroBatch, None, None] | None = None
+    _copies: CopiesAhead | None = None
 
     @property
     def epoch(self) -> int:
@@ -72,6 +74,10 @@ class BatchSource(abc.ABC):
     @abc.abstractmethod
     def _stream(self) -> Generator[MicroBatch, None, None]:
         """Return the micro-batches from ``position`` on."""
+
+    def on_device(self, batch: Any, device: torch.device) -> Any:
+        """Return the batch of a micro-batch on the device."""
+        return to_device(batch, device) if self._copies is None else self._copies.arrived(batch)
 
     @abc.abstractmethod
     def commit(self) -> None:
@@ -152,6 +158,7 @@ class MapSource(BatchSource):
         collate_fn: Makes a batch of a list of examples; torch's default if None.
         num_workers: Loader processes. They live as long as the iterator, over all epochs. If the dataset was changed, they start
             anew at the end of an epoch.
+        device: Where the batches are used. To a GPU those of loader processes are copied ahead.
         sampler: Draws the indices of each epoch, in place of ``order``'s permutations.
     """
 
@@ -165,6 +172,7 @@ class MapSource(BatchSource):
         *,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
+        device: torch.device | None = None,
         sampler: Sampling | None = None,
     ) -> None:
         check_count("num_workers", num_workers, 0)
@@ -183,12 +191,15 @@ class MapSource(BatchSource):
         self._requests = _Requests(self.sampler, to_processes=num_workers > 0, collated=collate_fn is not None)
         self._loader: DataLoader[Any] | None = None
         if num_workers:
+            if device is not None and device.type == "cuda":
+                self._copies = CopiesAhead(device)
             self._loader = DataLoader(
                 Seeded(self._fetch, order.seed),
                 sampler=self._requests,
                 batch_size=None,
-                collate_fn=_identity,
+                collate_fn=_identity if self._copies is None else Pinnable,
                 num_workers=num_workers,
+                pin_memory=self._copies is not None,
                 generator=loader_generator(order.seed),
             )
 
@@ -203,8 +214,10 @@ class MapSource(BatchSource):
     def _begun(self) -> Iterator[Any]:
         """Return the batches from ``position`` on, from processes that have the dataset as it is now."""
         self._seen_in = self.epoch, None if self._loader is None else state_of(self._fetch)
-        fetched = (self._fetch(*request) for request in iter(self._requests))
-        return fetched if self._loader is None else iter(self._loader)
+        if self._loader is None:
+            return (self._fetch(*request) for request in iter(self._requests))
+        loaded = iter(self._loader)
+        return loaded if self._copies is None else self._copies.ahead(loaded)
 
     def _until_changed(self, batches: Iterator[Any]) -> Generator[MicroBatch, None, None]:
         while True:

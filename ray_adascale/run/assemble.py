@@ -246,6 +246,7 @@ def _data_of(pieces: Pieces, config: AdaScaleConfig, backend: Backend) -> tuple[
         ExampleOrder(seed=config.seed, shuffle=config.shuffle, drop_last=config.drop_last),
         collate_fn=pieces.collate_fn,
         num_workers=config.num_loader_workers,
+        device=backend.device,
         length=_length(config, dataset, workers),
         sampler=pieces.sampler,
         splits_change=config.batch.changes,

@@ -18,7 +18,6 @@ from .._torch import sum_over_workers
 from ..batch import StepPlan
 from ..checkpoint.rng import separate_streams
 from ..config import AdaScaleConfig
-from ..data import to_device
 from ..data.order import MicroBatch
 from ..data.sampling import Sampling
 from ..gain import advanced
@@ -306,7 +305,7 @@ class Run:
                         warn_of_equal_batches(batch.batch, self.plan.workers, self.backend.device)
                     first = False
                     passes.begin(batch)
-                    yield to_device(batch.batch, self.backend.device)
+                    yield self.source.on_device(batch.batch, self.backend.device)
                     passes.check_ended()
                     if self._extra is not None:
                         self._extra.look(stepped=False)

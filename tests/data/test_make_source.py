@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ray_adascale.data import make_source, to_device
+from ray_adascale.data import make_source
+from ray_adascale.data.device import to_device
 from ray_adascale.data.iterables import IterableSource, known_length
 from ray_adascale.data.order import BatchSplit, ExampleOrder
 from ray_adascale.data.source import MapSource

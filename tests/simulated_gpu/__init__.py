@@ -6,7 +6,7 @@ operator runs as its CPU kernel, but what a GPU does differently to a program th
 - Devices have memory of their own: an operator on tensors of two devices is refused, and fresh memory holds NaN.
 - A collective reads its inputs and writes its outputs when somebody waits for it, or long after it was launched. The waits of
   streams and events are followed. NCCL's demands on tensors are checked, and two ranks on one device are refused.
-- A copy to pinned memory arrives when an event after it is waited for.
+- A copy to pinned memory arrives when an event after it is waited for. So does one from pinned memory in a stream of its own.
 - Kernel launches and waits of the host are counted, the latter with the place in ray_adascale (``device.counting``).
 
 What it can't show: CUDA's kernels and their rounding, kernels that overlap, the reuse of freed memory, times.

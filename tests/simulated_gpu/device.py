@@ -265,6 +265,8 @@ def install() -> None:
     torch.UntypedStorage.resize_ = _resized(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
 
     torch.UntypedStorage.clone = _cloned(torch.UntypedStorage.clone)  # type: ignore[method-assign]
+    # Freed memory is not used again here; torch's own takes no stand-in of a stream.
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
 
     for module in (distributed_c10d, dist):
         module.ProcessGroupNCCL = ProcessGroupNCCL

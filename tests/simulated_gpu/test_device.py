@@ -119,6 +119,22 @@ def test_a_copy_to_pinned_memory_arrives_with_its_event_and_not_with_an_earlier_
     assert simulated_pool(1).run(_late_copy) == [(True, [1.0, 2.0], True)]
 
 
+def _copied_in_a_stream(waits: bool) -> tuple[bool, list[float]]:
+    source, side = torch.ones(2, device="cpu", pin_memory=True), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        copy = source.to("cuda", non_blocking=True)
+    event = side.record_event()
+    early = copy.isnan().all().item()
+    if waits:
+        event.wait()
+    return bool(early), copy.tolist()
+
+
+def test_a_copy_from_pinned_memory_in_a_stream_arrives_where_its_event_is_waited_for(simulated_pool: Pool) -> None:
+    assert simulated_pool(1).run(_copied_in_a_stream, True) == [(True, [1.0, 1.0])]
+    assert simulated_pool(1).run(_copied_in_a_stream, False)[0][1] != [1.0, 1.0]
+
+
 def _refused(what: str) -> None:
     group = dist.new_group()  # whose first collective it is
     rank = dist.get_rank()
