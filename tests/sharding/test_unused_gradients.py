@@ -68,3 +68,43 @@ def _nobody() -> None:
 
 def test_a_step_without_gradients_moves_nothing(pool: Pool) -> None:
     pool(2).run(_nobody)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(7, 9), nn.Linear(9, 5)  # in buckets of their own
+
+    def forward(self, x: Tensor, breaks: bool, uses_head: bool) -> Tensor:
+        hidden = torch.tanh(self.trunk(x))
+        if breaks:
+            hidden.register_hook(_break)
+        return (self.head(hidden) if uses_head else hidden)[:, :3]
+
+
+def _break(_: Tensor) -> None:
+    raise ArithmeticError("in the backward pass")
+
+
+def _broken_off() -> list[bool]:
+    """Whether each layer moves in a step of the trunk alone, after a pass that broke when the head's gradients were sent."""
+    torch.manual_seed(1)
+    model = TwoLayers()
+    ddp, optimizer = wrapped(model, OPTIMIZERS["momentum"](model), True)
+    for (x, y), breaks, uses_head in zip(batches(3), (False, True, False), (True, True, False), strict=True):
+        before = [layer.weight.detach().clone() for layer in (model.trunk, model.head)]
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(ddp(x, breaks, uses_head), y)
+        if breaks:
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+        else:
+            loss.backward()
+            optimizer.step()
+    after = [layer.weight for layer in (model.trunk, model.head)]
+    return [not torch.equal(a, b) for a, b in zip(after, before, strict=True)]
+
+
+def test_gradients_that_a_broken_pass_has_sent_do_not_count_in_the_next_step(pool: Pool) -> None:
+    """The head has no gradient then: its momentum and weight decay must not move it."""
+    assert pool(2).run(_broken_off) == [[True, False]] * 2
