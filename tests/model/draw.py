@@ -264,7 +264,11 @@ def _any_case(rng: random.Random) -> Case:
         clip=maybe(0.3, rng.choice((0.5, 2.0, 1e9, "1.2x" if run else 0.1, "0.9x" if run else 4.0)), None),
         poison=()
         if base_run
-        else tuple((rng.randint(0, 6), rng.randint(0, 1)) for _ in range(rng.choice((0, 0, 0, 1, 2)))),
+        # on the first or the last worker
+        else tuple(
+            (rng.randint(0, 6), rng.randint(0, 1) * max(legs[0].workers - 1, 1))
+            for _ in range(rng.choice((0, 0, 0, 1, 2)))
+        ),
         frozen=() if base_run else rng.choice(((),) * 9 + (span, (0, 2, 4, 6, 8), (1, 3, 5, 7))),
         hooked=maybe(0.15, rng.randint(0, 4), None) if not base_run else None,
         caught=maybe(0.2, (rng.randint(0, 4), rng.randint(0, 2)), None) if not base_run else None,
