@@ -250,12 +250,10 @@ def check_storage(path: str) -> None:
     if "://" not in path:
         check_folder(Path(path))
         return
-    system, inside = _storage(path)
-    system.create_dir(inside, recursive=True)
-    tried = f"{inside}/.ray_adascale-{uuid.uuid4().hex[:8]}.tried"
-    with system.open_output_stream(tried) as file:
-        file.write(b"tried")
-    system.delete_file(tried)
+    tried = join(path, f".ray_adascale-{uuid.uuid4().hex[:8]}.tried")
+    write_text(tried, "tried")
+    system, inside = _storage(tried)
+    system.delete_file(inside)
 
 
 def _storage(path: str, system: Any = None) -> tuple[Any, str]:
@@ -266,6 +264,30 @@ def _storage(path: str, system: Any = None) -> tuple[Any, str]:
 
     system, inside = pyarrow.fs.FileSystem.from_uri(path)
     return system, inside
+
+
+def fetched(path: str | os.PathLike[str]) -> Path:
+    """Return a path to read on this machine: the path, or of a URI a copy of the file or folder, which has its name.
+
+    The copy is removed as the process ends.
+
+    Raises:
+        ValueError: There is nothing at the URI, or it has credentials.
+    """
+    given = os.fspath(path)
+    if "://" not in given:
+        return Path(given).expanduser()
+    import pyarrow.fs
+
+    system, inside = _storage(absolute(given))
+    kind = system.get_file_info(inside).type
+    if kind == pyarrow.fs.FileType.NotFound:
+        raise ValueError(f"Invalid path {given!r}: no such file or folder.")
+    copy = scratch_folder("fetched") / split(given)[1]
+    if kind == pyarrow.fs.FileType.Directory:
+        copy.mkdir()
+    pyarrow.fs.copy_files(inside, str(copy), system, pyarrow.fs.LocalFileSystem())
+    return copy
 
 
 def write_json(path: str, value: Any) -> None:

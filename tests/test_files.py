@@ -14,10 +14,12 @@ from pathlib import Path
 import pyarrow.fs
 import pytest
 
+from ray_adascale import load_weights
 from ray_adascale._files import (
     absolute,
     check_storage,
     check_writable,
+    fetched,
     join,
     list_names,
     read_json,
@@ -133,6 +135,29 @@ def test_a_uri_with_credentials_is_refused_without_telling_them(uri: str) -> Non
     assert without_credentials(f"no such file: '{uri}'. And more: x@y").endswith("'. And more: x@y")
 
 
+def test_what_a_uri_names_is_copied_under_its_name_and_a_path_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my run" / "in").mkdir(parents=True)
+    (tmp_path / "my run" / "in" / "x.txt").write_text("x")
+    folder = fetched((tmp_path / "my run").as_uri() + "/")
+    file = fetched((tmp_path / "my run" / "in" / "x.txt").as_uri())
+    assert folder.name == "my run"
+    assert not folder.is_relative_to(tmp_path)
+    assert (folder / "in" / "x.txt").read_text() == file.read_text() == "x"
+    assert file.name == "x.txt"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert fetched("~/my run") == fetched(tmp_path / "my run") == tmp_path / "my run"
+    with pytest.raises(ValueError, match=r"Invalid path 'file:.*/none': no such file or folder"):
+        fetched((tmp_path / "none").as_uri())
+
+
+def test_weights_of_a_uri_with_credentials_are_refused_without_telling_them() -> None:
+    with pytest.raises(ValueError, match="AWS_SECRET_ACCESS_KEY") as info:
+        load_weights("s3://AKIA:hidden@bucket/runs/x")
+    assert "hidden" not in str(info.value)
+
+
 @pytest.mark.parametrize(
     "uri",
     ["s3://bucket/a:b@c?region=x", "gs://anonymous@bucket/x", "abfs://container@account/x", "hdfs://me@host:9000/x"],
@@ -181,6 +206,7 @@ def test_a_path_is_split_into_a_folder_and_a_name() -> None:
 
 _STAGING = """
 import sys, tempfile, time
+from ray_adascale import load_weights
 from ray_adascale._files import scratch_folder
 tempfile.tempdir = sys.argv[1]
 (scratch_folder("checkpoint") / "tensors").touch()

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import checkpoint
 from .._errors import workers_in_words
-from .._files import ERROR, SEARCH
+from .._files import ERROR, SEARCH, fetched
 from ..recipe import Recipe, RecipeError
 from ..run.base.base_run import RESULT, BaseResult
 from ..run.observe.eta import clock_time
@@ -23,12 +23,16 @@ def describe(path: str | os.PathLike[str]) -> tuple[str, bool]:
     """Return a few lines for people, and whether the object is whole: not edited, not damaged, no step missing.
 
     Args:
-        path: A recipe's file, a checkpoint's folder, a run's folder or its trace, a search's folder.
+        path: A path or URI: a recipe's file, a checkpoint's folder, a run's folder or its trace, a search's folder.
 
     Raises:
         ValueError: The path is none of these.
     """
-    path = Path(path).expanduser()
+    local = fetched(path)
+    if local != Path(path):
+        text, whole = describe(local)
+        return text.replace(str(local), os.fspath(path)), whole
+    path = local
     if (path / checkpoint.MANIFEST).is_file():
         return _describe_checkpoint(path)
     if path.is_dir() and path.name.startswith("checkpoint_"):

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._files import fetched
 from .._warn import warn_at_user
 from . import files as disk
 from .files import (
@@ -392,12 +393,12 @@ def load_weights(directory: StrPath) -> dict[str, Any]:
 
     Args:
         directory: A checkpoint's folder, or a run's folder for its newest usable checkpoint. A RuntimeWarning names each newer
-            one that is incomplete or damaged.
+            one that is incomplete or damaged. Of a URI a copy is made first, of a run's all checkpoints.
 
     Raises:
         CheckpointError: The checkpoint is incomplete or damaged, or holds no model.
     """
-    saved = Saved(_chosen(directory))
+    saved = Saved(_chosen(fetched(directory)))
     weights = saved.weights({})
     if not weights:
         raise CheckpointError(f"{saved.folder} holds no model: no key starts with {WEIGHTS_PREFIX!r}.")

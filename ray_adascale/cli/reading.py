@@ -130,7 +130,7 @@ class Describe(Command):
     """Describe a recipe, a checkpoint, a run or a search, and check that it is whole.
 
     Attributes:
-        path: A recipe's file, or the folder of a checkpoint, a run or a search.
+        path: A recipe's file, or the folder of a checkpoint, a run or a search; its path or URI.
     """
 
     path: str = option()

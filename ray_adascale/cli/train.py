@@ -207,7 +207,7 @@ class Train(OnRay, Workers):
         if best is not None and math.isnan(result.metrics.get(best, math.nan)):
             tell(f"warning: --keep-best {self.keep_best}: the last checkpoint has no such metric to be compared by")
         print(_summary(result, time.monotonic() - started))
-        print(f"Checkpoint: {result.checkpoint.path}")
+        print(f"Checkpoint: {join(run.path, Path(result.checkpoint.path).name)}")
         return 0
 
 

@@ -96,7 +96,14 @@ class RayTrainBackend(Backend):
             if error is not None:
                 raise checkpoint.NoUsableCheckpoint(error)
             chosen = None if path is None else ray.train.Checkpoint(path, self._storage.storage_filesystem)
-            yield None if chosen is None else Path(held.enter_context(chosen.as_directory()))
+            folder = None if chosen is None else Path(held.enter_context(chosen.as_directory()))
+            if (
+                folder is not None and path is not None and folder.name != Path(path).name
+            ):  # a download's name says nothing
+                named = scratch_folder("checkpoint") / Path(path).name
+                named.symlink_to(folder)
+                folder = named
+            yield folder
 
     def _newest_usable(self, newest: ray.train.Checkpoint | None, held: ExitStack) -> ray.train.Checkpoint | None:
         """Return the newest checkpoint that verifies; None if all are others' than the run's, so that it begins anew.

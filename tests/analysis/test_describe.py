@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ray_adascale import LocalBackend
+from ray_adascale import LocalBackend, load_weights
 from ray_adascale.analysis.describe import describe
 from ray_adascale.run.base.base_run import RESULT, BaseResult, record_recipe
 
@@ -63,6 +63,10 @@ def test_a_checkpoint_and_its_run(tmp_path: Path) -> None:
     text, whole = describe(tmp_path / "run")
     assert whole
     assert f"checkpoints  1, newest whole one {folder.name}" in text
+    for path in (folder, tmp_path / "run"):
+        here, there = describe(path), describe(path.as_uri())
+        assert there == (here[0].replace(str(path), path.as_uri()), True)
+    assert len(load_weights(folder.as_uri())) == 2
     damaged = max(folder.rglob("*.distcp"), key=lambda path: path.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:-1])
     text, whole = describe(folder)

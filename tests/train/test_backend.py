@@ -362,6 +362,23 @@ def test_the_newest_usable_of_rays_checkpoints_is_found(tmp_path: Path, monkeypa
         assert path is None
 
 
+def test_a_checkpoint_of_a_bucket_has_its_name_where_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the log says from which one a run was resumed."""
+    checkpoint.save(tmp_path / "bucket" / "run" / "checkpoint_7", {"x": torch.ones(1)}, {"iterations": 7})
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: None)
+    backend = object.__new__(worker.RayTrainBackend)
+    backend.rank, backend.world_size, backend._name = 0, 1, "run"
+    bucket = pyarrow.fs.SubTreeFileSystem(str(tmp_path / "bucket"), pyarrow.fs.LocalFileSystem())
+    backend._storage = SimpleNamespace(storage_filesystem=bucket, experiment_fs_path="run")
+    with backend.latest_checkpoint() as path:
+        assert path is not None
+        assert path.name == "checkpoint_7"
+        checkpoint.verify(path)
+        assert path.resolve().is_relative_to(tmp_path) is False  # a copy
+
+
 def test_checkpoints_of_the_loops_own_do_not_keep_the_run_from_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
