@@ -60,20 +60,20 @@ class AdaScaleConfig:
     """The settings of a run, beside model, optimizer, scheduler and data. They are checked when the object is made.
 
     Attributes:
-        base_batch_size: B0, examples per optimizer step at which the schedule was tuned. Comes from the recipe where
+        base_batch_size: B0, examples per optimizer step at which the schedule was tuned. Comes from the recipe if
             there is one.
-        total_steps: T, optimizer steps of the base run = effective steps of every run. Comes from the recipe where there is
+        total_steps: T, optimizer steps of the base run = effective steps of every run. Comes from the recipe if there is
             one; otherwise give this or ``total_epochs``.
         total_epochs: Length of the base run in passes over the dataset, instead of ``total_steps``.
         scheduler_unit: What one ``scheduler.step()`` meant in the base run, "step" or "epoch". Required with a
-            scheduler, because a wrong guess is silently wrong.
+            scheduler, because a wrong guess would give a wrong schedule without an error.
         per_worker_batch_size: Examples per backward pass on one worker; ``ray-adascale check --memory`` and
-            :func:`ray_adascale.find_batch_size` find the most that fit into memory. Default: the base batch size.
-        accumulation: Backward passes per optimizer step, on each worker. ``Run`` divides each loss by them, so the loop must
-            not. A loop of your own must (``attach``, Lightning's manual optimization): ``(loss / accumulation).backward()``.
-        global_batch_size: B, the same on any number of workers. The number of passes depends on the workers then:
+            :func:`ray_adascale.find_batch_size` find the largest that fits into memory. Default: the base batch size.
+        accumulation: Backward passes per optimizer step, on each worker. ``Run`` divides each loss by this number, so the loop
+            must not. With ``attach`` and Lightning's manual optimization the loop must: ``(loss / accumulation).backward()``.
+        global_batch_size: B, the same on any number of workers. The number of passes then follows from the workers:
             ``accumulation`` is the fewest passes, and ``per_worker_batch_size`` the most examples of one. B need not divide
-            evenly. It grows where a pass would have no example. Default: each worker's batch stays the same, and B grows with
+            evenly. It grows if a pass would have no example. Default: each worker's batch stays the same, and B grows with
             the workers.
         target_efficiency: Let the run choose its scale: the largest scale with an expected efficiency r/S of at least this
             number, above 0 and at most 1 (1 keeps S = 1). Default: the scale follows from the settings alone. With this setting,
@@ -86,8 +86,8 @@ class AdaScaleConfig:
             ``per_worker_batch_size``, ``accumulation`` and ``max_global_batch_size`` mean the same as with
             ``target_efficiency``; a batch above the bound is cut to it. Needs a map-style dataset.
         max_global_batch_size: Examples of the largest batch with ``target_efficiency`` or ``batch_schedule``.
-        elastic: The number of workers may change. Where few workers would make less than a base batch, the run accumulates
-            more passes until S ≥ 1. Without this setting it refuses. ``AdaScaleTrainer`` sets it for
+        elastic: The number of workers may change. If few workers would make less than a base batch, the run adds passes until
+            S ≥ 1. Without this setting such a batch raises an error. ``AdaScaleTrainer`` sets it for
             ``num_workers=(min, max)``.
         rule: How the LR follows the scale. "auto": "adascale_betas" for Adam, AdamW, Adamax and Lion, else "adascale".
             "adascale": the LR times the gain r. "adascale_betas": that, and β^r for the betas. For comparisons "linear", "sqrt",
@@ -102,24 +102,25 @@ class AdaScaleConfig:
             the gradient of a larger batch is less noisy. A multiple does, and clips at S > 1 alone: the expected norm is the root
             of the average of ‖ḡ‖² over effective time, with ``averaging_window`` as its memory.
         averaging_window: Memory of the averages of σ² and μ² as a share of the run.
-        measure_every: k: one optimizer step in k measures the noise. Default: each at first, and then as many as the averages'
-            memory needs, which is each step of a short run. The adapters of Lightning and Accelerate measure each step.
+        measure_every: k: one optimizer step in k measures the noise. Default: each step at first, then one in k, so that the
+            averages hold at least 50 measurements; each step of a short run. The adapters of Lightning and Accelerate measure
+            each step.
         seed: Seed of the order of examples, and of the weights that a workload makes.
         shuffle: Draw the order of an epoch's examples from the seed, instead of the dataset's order.
         dataset_length: Examples an epoch over all workers, for datasets without a length (iterables, Ray Data).
-        drop_last: Drop the last examples of an epoch where they do not fill a step, instead of running on into the next one.
+        drop_last: Drop the last examples of an epoch if they don't fill a step, instead of continuing into the next epoch.
         num_loader_workers: ``DataLoader`` worker processes a training worker.
         find_unused_parameters: DDP's flag, for models that don't use every parameter in every pass.
         evaluate_every: Effective steps between evaluations. Default: a tenth of the run.
         checkpoint_every_s: Seconds between checkpoints. A lost worker costs at most this time and the time to write one.
-        accept_changes: Resume with the program's base batch size, T, LR curve and hyperparameters where they are not the
+        accept_changes: Resume with the program's base batch size, T, LR curve and hyperparameters if they differ from the
             checkpoint's, with a warning. By default such a resume raises an error. The optimizer's class can't change.
-        report_every_s: Seconds between reports to Ray. Each report is a barrier, and Ray Train passes one in about 2 s, so a
+        report_every_s: Seconds between reports to Ray. Each report is a barrier that takes Ray Train about 2 s, so a
             short interval makes the workers wait. Gauges, trace and display have no barrier.
         step_timeout_s: Seconds that an optimizer step may take. After this time the driver of an ``AdaScaleTrainer`` ends the
             worker that holds up the others, and Ray restarts all from the last checkpoint. Default: ten times the slowest of the
             last 20 steps, and at least 120; inf for never. Evaluations, checkpoints and a start's first step have no limit.
-        early_stop: End before T, once the evaluations have not improved for a number of effective steps: an :class:`EarlyStop`.
+        early_stop: End before T if the evaluations have not improved for a number of effective steps: an :class:`EarlyStop`.
             Default: run to T.
 
     Raises:

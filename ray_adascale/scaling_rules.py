@@ -56,7 +56,7 @@ class ScalingRuleBase:
     """Metric of noise and signal; "adam" divides gradients as Adam's step does."""
 
     needs_noise: ClassVar[bool] = True
-    """Whether the rule reads the noise, so that one gradient sample a step at S ≠ 1 is refused."""
+    """Whether the rule reads the noise, so that one gradient sample a step at S ≠ 1 raises an error."""
 
     # On the class, so that a subclass whose constructor forgets super().__init__() works too.
     adp: Any = None

@@ -218,7 +218,7 @@ def forecast_recipe(
         workers: Numbers of workers.
         config: As for :class:`ray_adascale.AdaScaleTrainer`: batch of a worker, accumulation, rule, averaging window. With
             ``target_efficiency`` the scale is chosen step by step, as in the run. Passes are added where few workers would
-            make less than a base batch. The rule "adamscale" is refused, because a search does not measure its statistics.
+            make less than a base batch. The rule "adamscale" raises an error, because a search does not measure its statistics.
         throughput: Time of a step; see :func:`ray_adascale.measure_throughput`. Without it, time is counted in passes.
         cost_per_worker_hour: Price, in any currency; needs ``throughput``.
 

@@ -47,7 +47,7 @@ class Check(OfWorkload):
         recipe: Check that the learning-rate curve is that of this recipe.
         storage_path: Check that files can be written there, a folder or URI.
         param_space: Search space, a dict. Default: param_space beside the workload.
-        memory: Also find the most examples of one pass that fit into the memory of this machine's GPU, by steps of growing size.
+        memory: Also find the largest micro-batch that fits into the memory of this machine's GPU, by steps of growing size.
         draws: Draw the hyperparameters that are not given from the search space.
         before_start: Print failures, and the warnings that a run does not give itself. The run evaluates the untrained model.
     """
@@ -159,12 +159,12 @@ def _other_workload(named: str, workload: Any) -> list[Finding]:
     if not named or file_and_function(named) == file_and_function(name):
         return []
     text = f"The recipe was found with the workload {named}, and this one is {name}."
-    return [Finding("warning", f"{text} Ignore this if it has only another name now.")]
+    return [Finding("warning", f"{text} Ignore this if it was only renamed.")]
 
 
 @dataclass(kw_only=True)
 class Connection:
-    """Options of a command on Ray that hold for one start.
+    """Options of a command on Ray that apply to one start.
 
     Attributes:
         check: Check the workload on this machine first; it may lack the data, a GPU or memory.

@@ -37,15 +37,15 @@ class Workers:
     """Options of a run that a resume may change.
 
     Attributes:
-        num_workers: Ray workers: 8, or 2..8 for as many as the cluster has at a time.
+        num_workers: Number of Ray workers: 8, or 2..8 for those that the cluster has at a time.
         use_gpu: One GPU a worker.
         cpus_per_worker: CPUs that Ray reserves for a worker, with which torch computes in N threads. Default: 1; with --use-gpu
             none.
         placement: Workers on few nodes (pack), or on as many as possible (spread). Default: pack.
         max_failures: Restarts after lost workers. Default: 0; with MIN..MAX 20.
-        keep_checkpoints: How many checkpoints stay, the newest ones; with 1 there is none to fall back to from a damaged one.
+        keep_checkpoints: Number of checkpoints to keep, the newest ones; with 1 there is none to fall back to from a damaged one.
             Default: all.
-        keep_best: Have those stay whose metric is largest or smallest; and the newest. Each evaluation then saves a checkpoint.
+        keep_best: Keep those with the largest or smallest metric, and the newest. Each evaluation then saves a checkpoint.
     """
 
     num_workers: str = option("1", metavar="N|MIN..MAX", pattern=r"-?\d+(\.\.-?\d+)?")
@@ -75,7 +75,7 @@ class Workers:
         from ray.train import CheckpointConfig
 
         if self.keep_checkpoints is None and self.keep_best is not None:
-            raise ValueError(f"Invalid --keep-best {self.keep_best} without --keep-checkpoints N: all stay.")
+            raise ValueError(f"Invalid --keep-best {self.keep_best} without --keep-checkpoints N: all are kept.")
         if self.keep_checkpoints is not None and self.keep_checkpoints < 1:
             raise ValueError(f"Invalid --keep-checkpoints {self.keep_checkpoints}. Must be at least 1.")
         best = () if self.keep_best is None else self.keep_best.rpartition(":")[::2]

@@ -38,10 +38,10 @@ class AdaScaleCallback(Callback):
     change with them between epochs (``GradientAccumulationScheduler``, ``reload_dataloaders_every_n_epochs``). The last step of
     an epoch counts for the passes that it has. Gain, scale and τ are logged. ``trainer.should_stop`` is set at τ ≥ T, so leave
     ``max_epochs`` large enough (-1). Lightning's checkpoints have the statistics and τ in the optimizer's state. A callback is
-    for one run: a second ``fit()`` resumes from a checkpoint (``ckpt_path``), or is refused.
+    for one run: a second ``fit()`` resumes from a checkpoint (``ckpt_path``), or raises an error.
 
-    Strategies: one device, ``"ddp"`` and Ray's ``RayDDPStrategy``; others are refused. With manual optimization the module sets
-    the number of passes: with ``accumulation`` in the settings, and :meth:`~ray_adascale.AdaScale.expect_passes`.
+    Strategies: one device, ``"ddp"`` and Ray's ``RayDDPStrategy``; others raise an error. With manual optimization the module
+    sets the number of passes: with ``accumulation`` in the settings, and :meth:`~ray_adascale.AdaScale.expect_passes`.
 
     Args:
         config: See :func:`ray_adascale.attach`. Settings of the trainer, the dataloader and ``configure_optimizers`` may be left

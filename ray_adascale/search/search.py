@@ -27,30 +27,29 @@ class Search:
     Attributes:
         workload: A function from a config to a :class:`ray_adascale.Workload`.
         param_space: Tune's search space. Its values must be JSON values: search over numbers and strings, and build other
-            objects from them in the workload. Other values are refused before the first trial, and values drawn by a function
-            of yours at the start of their trial.
-        config: The settings of each trial: ``base_batch_size`` (B0), its length (``total_steps`` or ``total_epochs``), ``seed``,
-            which is that of the random search as well, and others of the loop, such as precision, grad_clip and
-            evaluate_every. Settings for runs at scale (per_worker_batch_size, accumulation, global_batch_size, elastic,
-            sharding, rule) and for Ray Train (report_every_s, checkpoint_every_s) are refused. With ``scaling_config`` these
-            are used: sharding, checkpoint_every_s, and as in a run with a ``global_batch_size`` accumulation (the fewest
-            passes) and per_worker_batch_size (the most examples of one).
-        num_samples: Trials; with a grid_search in the space, times the size of the grid.
-        repeats: Run the best few trials again with this many other seeds each, each a whole base run, and select the best mean;
-            narrows the forecast's interval.
+            objects from them in the workload. Other values raise an error before the first trial; those that a function of
+            yours draws, at the start of their trial.
+        config: The settings of each trial: ``base_batch_size`` (B0), its length (``total_steps`` or ``total_epochs``), ``seed``
+            (also of the random search), and others of the loop, such as precision, grad_clip and evaluate_every. Settings for
+            runs at scale (per_worker_batch_size, accumulation, global_batch_size, elastic, sharding, rule) and for Ray Train
+            (report_every_s, checkpoint_every_s) raise an error. With ``scaling_config`` some of them are used: sharding,
+            checkpoint_every_s, accumulation (the fewest passes) and per_worker_batch_size (the most examples of one pass).
+        num_samples: Number of trials; with a grid_search in the space, for each point of the grid.
+        repeats: Run the best few trials again, each with this many other seeds, and select the best mean. A repeat is a whole
+            base run. Repeats narrow the forecast's interval.
         repeat_best: Largest number of trials that ``repeats`` runs again.
         max_failures: Restarts of a trial whose process or node is lost, or that can't write to its storage; from its checkpoint
             if it has one. A trial that raises an exception of its own is not started again.
         search_alg: A searcher of Tune's. Default: random search.
         scheduler: "asha" stops trials that are not in the best quarter at T/8 and at T/2, compared at equal effective steps;
-            None lets each one end. Or a scheduler of Tune's, built without ``metric`` and ``mode`` (reports have
+            None runs each trial to its end. Or a scheduler of Tune's, built without ``metric`` and ``mode`` (reports have
             ``effective_steps`` for its ``time_attr``).
         resources_per_trial: Resources that Ray reserves for a trial. Default: ``{"CPU": 1}``. With a "GPU" the trial trains on
             it. torch uses one thread for each CPU.
         scaling_config: Ray Train's, for the workers of one trial: ``ScalingConfig(num_workers=4, use_gpu=True)``. Default: a
             trial is one process. Schedulers that stop trials then need Ray's dashboard, which frees the trials' resources.
-        max_concurrent_trials: Most trials at a time. Default: as many as fit. With ``scaling_config`` it is at most the number
-            that fits on the cluster at the start.
+        max_concurrent_trials: Largest number of trials at a time. Default: all that fit. With ``scaling_config`` it is at most
+            the number that fits on the cluster at the start.
         probe_every: Optimizer steps from one measurement of the noise to the next, for the forecast. Each costs three more
             passes; with ``scaling_config`` the workers' gradient samples have the noise at no cost. Default: about 55
             measurements, fewer in a run of less than 1,700 steps, dense at the beginning.

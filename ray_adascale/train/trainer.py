@@ -255,7 +255,7 @@ class AdaScaleTrainer(TorchTrainer):
         short = lacking(*needs)
         if short is not None and is_local():
             raise SettingError(
-                f"Invalid {{}}: {short}. No node can come: this process has started Ray for itself. {self._what_to_ask_for()}, "
+                f"Invalid {{}}: {short}. No node can join: this process started its own local Ray. {self._what_to_ask_for()}, "
                 "or give the address of a cluster.",
                 "ScalingConfig",
                 num_workers=asked.num_workers,

@@ -203,7 +203,7 @@ def _told_of_buffers(sharding: str, accumulation: int, per_worker: int) -> list[
 
 
 def test_a_buffer_that_each_forward_pass_changes_is_told_of_once(pool: Any) -> None:
-    text = "The forward pass changes the buffer 'codes': once a micro-batch, in the base run once a step"
+    text = "The forward pass changes the buffer 'codes' in each micro-batch; the base run changes it once a step"
     for sharding in ("none", "zero2"):
         first, other = pool(2).run(_told_of_buffers, sharding, 1, BATCH)
         assert [each.startswith(text) for each in first] == [True]
@@ -824,9 +824,7 @@ def test_batch_norm_with_fewer_examples_than_the_base_batch_is_warned_of_once(
         drive(run)
     found = [str(each.message) for each in heard if str(each.message).startswith("Batch norm")]
     assert len(found) == (0 if frozen else told)
-    assert all(
-        "('0.1') has the statistics of a micro-batch of 4 examples, and in the base run of 8" in m for m in found
-    )
+    assert all("('0.1') computes its statistics over 4 examples, and over 8 in the base run" in m for m in found)
 
 
 # ---- state of the user's own -------------------------------------------------------------------------------------------

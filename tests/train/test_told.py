@@ -266,7 +266,7 @@ def test_more_workers_than_fit_are_refused_or_waited_for(
     short = "64 workers of 1 CPU each, and the cluster has 4 CPU: room for 4 workers"
     if local:  # the fixture's Ray was started by this very process
         with pytest.raises(
-            ValueError, match=rf"num_workers=\(64, 70\)\): {short}\. No node can come.*Ask for fewer workers"
+            ValueError, match=rf"num_workers=\(64, 70\)\): {short}\. No node can join.*Ask for fewer workers"
         ):
             run.fit()
         return

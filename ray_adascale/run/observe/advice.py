@@ -68,13 +68,13 @@ def _rule_advice(rule: ScalingRule, optimizer: Optimizer) -> str | None:
     name = " and ".join(dict.fromkeys(type(part).__name__ for part in parts))
     if not (kinds <= SGD | ADAM | MUON or kinds <= LION):
         return (
-            f"AdaScale is derived for SGD. It was measured with Adam, AdamW, Muon and Lion (docs/results.md), and with {name} it "
-            "was not. The run goes on. Compare with a base run before you trust it."
+            "AdaScale is derived for SGD. It was measured with Adam, AdamW, Muon and Lion (docs/results.md), but not with "
+            f"{name}. The run goes on. Compare with a base run before you trust it."
         )
     if betas_of(rule) is not None or not kinds & (ADAM | LION):
         return None
     return (
-        f"With rule='adascale' the averages of {name} reach over r times as many effective steps as in the base run, and metrics "
+        f"With rule='adascale' the averages of {name} reach over r times more effective steps than in the base run, and metrics "
         'fell behind the base run\'s (docs/results.md). Leave rule out: "auto" changes the betas with the gain.'
     )
 
@@ -98,8 +98,8 @@ def forecast_advice(kind: str) -> str | None:
     if not kind or kind in SGD | ADAM | MUON:
         return None
     if kind in LION:
-        return "With Lion runs took up to 2.3 times as many steps as forecast at S = 64 (benchmarks/studies/pages/lion.md)."
-    return f"The forecast was measured with SGD, Adam, AdamW and Muon, and with {kind} it was not."
+        return "With Lion runs took up to 2.3 times the forecast steps at S = 64 (benchmarks/studies/pages/lion.md)."
+    return f"Forecasts were compared with runs of SGD, Adam, AdamW and Muon, but not of {kind}."
 
 
 def warn_of_schedule(scheduler: LRScheduler | None, schedule: BaseSchedule, batch: int) -> list[str]:
@@ -120,8 +120,8 @@ def warn_of_schedule(scheduler: LRScheduler | None, schedule: BaseSchedule, batc
         if base > length:
             what, size, remedy = "base batch", base, "base_batch_size"
         found.append(
-            f"The {what} of {size} is larger than the dataset of {length:.0f} examples, so a step has some of them twice, "
-            f"and its noise is smaller than that of so large a batch. Lower {remedy}."
+            f"The {what} of {size} is larger than the dataset of {length:.0f} examples, so a step uses some of them twice, "
+            f"and its noise is too small for a batch of that size. Lower {remedy}."
         )
     advice = [sentence for sentence in found if sentence is not None]
     for sentence in advice:
@@ -139,7 +139,7 @@ def warn_of_state_dict_hooks(optimizer: Optimizer) -> None:
     ) or any(part.state_dict().keys() - {"state", "param_groups"} for part in parts):
         warn_on_first_worker(
             f"{type(optimizer).__name__} has hooks around its state dict, or entries of its own in it. The run's checkpoints "
-            "lack what they add. Give it as extra_state=, an object with state_dict() and load_state_dict()."
+            "don't hold what they add. Give it as extra_state=, an object with state_dict() and load_state_dict()."
         )
 
 
@@ -149,7 +149,7 @@ def warn_of_modes(optimizer: Optimizer) -> None:
     if names:
         warn_on_first_worker(
             f"{names[0]} has an eval() of its own, which changes the weights. In evaluate= call optimizer.eval() first and "
-            "optimizer.train() last, on every worker. Checkpoints and load_weights() have the weights of train(). To keep those "
+            "optimizer.train() last, on every worker. Checkpoints and load_weights() have the weights of train(). To save those "
             "of eval(), call optimizer.eval() after the loop, and save run.module.state_dict()."
         )
 
@@ -174,7 +174,7 @@ _WINDOWS, _STEPS = 3, 20
 
 
 _EQUAL_STEPS = 10
-_OWN_EXAMPLES = "Give each rank examples of its own, or generators with own seeds (torch.distributed.get_rank())."
+_OWN_EXAMPLES = "Give each rank its own examples, or seed its generators by torch.distributed.get_rank()."
 
 
 def warn_of_equal_batches(batch: Any, world_size: int, device: torch.device) -> None:
@@ -191,7 +191,7 @@ def warn_of_equal_batches(batch: Any, world_size: int, device: torch.device) -> 
     if equal:
         warn_on_first_worker(
             f"The data of ranks {', '.join(map(str, equal))} begin with the same micro-batch: they read the same examples, so "
-            f"more workers help nothing. {_OWN_EXAMPLES}"
+            f"more workers don't help. {_OWN_EXAMPLES}"
         )
 
 
@@ -217,7 +217,7 @@ class EqualLosses:
         if self._in_a_row == _EQUAL_STEPS:
             warn_on_first_worker(
                 f"The loss was the same on all workers in {_EQUAL_STEPS} steps in a row: they compute with equal data, so more "
-                f"workers help nothing. {_OWN_EXAMPLES}"
+                f"workers don't help. {_OWN_EXAMPLES}"
             )
 
 
@@ -244,8 +244,8 @@ def warn_of_micro_batch(module: nn.Module, loss: Tensor, examples: int, base_bat
     norms = [name for name, part in module.named_modules() if isinstance(part, _BATCH_NORM) and part.training]
     if norms and examples < base_batch_size:
         warn_on_first_worker(
-            f"Batch norm ({norms[0]!r}) has the statistics of a micro-batch of {examples} examples, and in the base run of "
-            f"{base_batch_size}, so weights and accuracy may differ. Use per_worker_batch_size={base_batch_size} where it fits, "
+            f"Batch norm ({norms[0]!r}) computes its statistics over {examples} examples, and over {base_batch_size} in the "
+            f"base run, so weights and accuracy may differ. Use per_worker_batch_size={base_batch_size} if it fits, "
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or a norm of single examples (GroupNorm)."
         )
     if examples != base_batch_size and (summed := sum_advice(loss, examples)):
@@ -265,9 +265,9 @@ def warn_of_written_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> 
     changed = [name.lstrip(".") for name, b in before.items() if name in after and not torch.equal(b, after[name])]
     if changed:
         warn_on_first_worker(
-            f"The forward pass changes the buffer {changed[0]!r}: once a micro-batch, in the base run once a step; on several "
-            "workers by rank 0's micro-batches alone, as in DistributedDataParallel. If it counts or averages examples, sum over "
-            "the workers in forward() (torch.distributed.all_reduce), and let a step have one pass."
+            f"The forward pass changes the buffer {changed[0]!r} in each micro-batch; the base run changes it once a step. On "
+            "several workers only rank 0's micro-batches change it, as in DistributedDataParallel. If it counts or averages "
+            "examples, sum over the workers in forward() (torch.distributed.all_reduce), and use one pass a step."
         )
 
 

@@ -353,7 +353,7 @@ def test_an_optimizer_whose_own_steps_go_past_the_wrapper_is_warned_of() -> None
 
     config = AdaScaleConfig(base_batch_size=10, total_steps=8)
     model, sam = built()
-    with pytest.warns(UserWarning, match="with SAM it was not"):
+    with pytest.warns(UserWarning, match="not with SAM"):
         adascale, schedule = attach(model, sam, None, config)
     advice = (
         r"inner, schedule = attach\(model, optimizer\.base_optimizer, \.\.\.\); optimizer\.base_optimizer = inner\."
