@@ -158,7 +158,7 @@ class StepLog:
     def record(self, **metrics: Any) -> None:
         """Add the client's metrics (``loss``) to the last step's row in the trace."""
         if self._trace is not None:
-            self._trace.recorded(metrics)
+            self._trace.after_record(metrics)
 
     def close(self) -> None:
         """Write the last row of the trace."""

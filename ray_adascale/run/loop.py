@@ -247,8 +247,8 @@ class Run:
         self._synchronize()
         self.state.recorded.update(metrics)
         for listener in self.parts.listeners:
-            listener.recorded(metrics)
-        self.parts.evaluation.recorded(metrics, self.effective_steps)
+            listener.after_record(metrics)
+        self.parts.evaluation.after_record(metrics, self.effective_steps)
 
     def sum(self, **values: float | Tensor) -> dict[str, float]:
         """Return the sum of each number over all workers. Collective, with the same names on all workers; waits for the device.
@@ -453,12 +453,12 @@ class Run:
             state.nonfinite = 0
             state.progress = advanced(state.progress, last.gain)
             self.schedule.advance_to(last.effective_steps)
-        metrics = self._metrics(last, taken.own.get("loss", loss), taken.lr)
+        metrics = self._metrics(last, taken.user_metrics.get("loss", loss), taken.lr)
         state.metrics = {**metrics, **taken.recorded}
         if self.parts.listeners:
             taken.metrics = state.metrics
             taken.row.update(step=taken.number, attempt=state.attempt, position=taken.position, rule=self._rule)
-            taken.row |= {**metrics, **clipped, **taken.own, **({SKIPPED: True} if last.skipped else {})}
+            taken.row |= {**metrics, **clipped, **taken.user_metrics, **({SKIPPED: True} if last.skipped else {})}
             for listener in self.parts.listeners:
                 listener.after_step(taken)
 
@@ -517,7 +517,7 @@ class Run:
             schedule=self.base_schedule,
             stopped=self.stopped,
             evaluated=self.parts.evaluation.evaluated_at == self.effective_steps,
-            recorded=tuple(self.state.recorded),
+            user_keys=tuple(self.state.recorded),
         )
 
     def report(self, *, save: bool) -> None:

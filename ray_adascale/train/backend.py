@@ -200,7 +200,7 @@ class RayTrainBackend(Backend):
         """Return the metrics of a checkpoint. The metric :attr:`kept_by` is NaN if its weights were not evaluated."""
         metrics, metric = dict(report.metrics), self.kept_by
         # Ray takes a checkpoint without the metric for the best where small is good, and one with NaN for the worst, always.
-        if metric is not None and (metric not in metrics or (metric in report.recorded and not report.evaluated)):
+        if metric is not None and (metric not in metrics or (metric in report.user_keys and not report.evaluated)):
             metrics[metric] = math.nan
         return metrics
 

@@ -115,7 +115,7 @@ class Evaluation(Stage):
         if self._evaluate is not None and self.evaluated_at < run.effective_steps:
             self._run(run)
 
-    def recorded(self, metrics: Mapping[str, Any], effective_steps: float) -> None:
+    def after_record(self, metrics: Mapping[str, Any], effective_steps: float) -> None:
         """Process metrics that were recorded at this τ. They count as an evaluation."""
         self.evaluated_at = effective_steps
         stop = self._early_stop

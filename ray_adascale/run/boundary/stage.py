@@ -44,7 +44,7 @@ class StepReport:
         schedule: The schedule of the base run, with T.
         stopped: The reason for the end of the run; None before the end.
         evaluated: Whether the model was evaluated at this τ.
-        recorded: Names of the user's metrics, which are those of the last evaluation.
+        user_keys: Names of the user's metrics, which are those of the last evaluation.
     """
 
     metrics: Mapping[str, Any]
@@ -52,7 +52,7 @@ class StepReport:
     schedule: BaseSchedule
     stopped: str | None = None
     evaluated: bool = False
-    recorded: Collection[str] = ()
+    user_keys: Collection[str] = ()
 
 
 class BoundaryFlags:

@@ -25,7 +25,7 @@ class Step:
         lr: lr(⌊τ⌋) of the first parameter group, before the gain.
         position: Examples of the run so far.
         flags: This worker's flags, if it is the only one. Flags of several workers arrive with the step's numbers.
-        own: The user's metrics of this step.
+        user_metrics: The user's metrics of this step.
         recorded: The user's metrics so far.
         result: The step's numbers; those of a fresh run until the host has them.
         metrics: The metrics to report: the run's, and the user's as last recorded. A listener may add keys.
@@ -39,7 +39,7 @@ class Step:
     lr: float = math.nan
     position: int = 0
     flags: int = 0
-    own: dict[str, Any] = field(default_factory=dict)
+    user_metrics: dict[str, Any] = field(default_factory=dict)
     recorded: dict[str, Any] = field(default_factory=dict)
     result: StepResult = _UNKNOWN
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Listener:
     def after_step(self, step: Step) -> None:
         """Process an optimizer step. Called for each step, in order."""
 
-    def recorded(self, metrics: Mapping[str, Any]) -> None:
+    def after_record(self, metrics: Mapping[str, Any]) -> None:
         """Process metrics that the user recorded after the last step."""
 
     def ended(self, why: str, metrics: Mapping[str, Any]) -> None:

@@ -318,7 +318,7 @@ class TraceFile(Listener):
         if step.number == 1:
             self._row.update(self.first)
 
-    def recorded(self, metrics: Mapping[str, Any]) -> None:
+    def after_record(self, metrics: Mapping[str, Any]) -> None:
         """Add metrics to the row of the last step."""
         if self._row is not None:
             self._row.update(metrics)

@@ -112,7 +112,7 @@ def test_each_stage_is_due_after_its_own_interval(clock: list[float]) -> None:
 def test_a_worker_without_a_best_evaluation_of_its_own_ends_with_the_others() -> None:
     """Its evaluate returns NaN, and that of rank 0, whose metrics count, does not."""
     stage = evaluating(early_stop=EarlyStop(patience=10, metric="error", mode="min"))
-    stage.recorded({"error": math.nan}, 4.0)
+    stage.after_record({"error": math.nan}, 4.0)
     assert (stage.best, stage.stalled) == (None, None)
     assert stage.act(FakeRun(Told()), STALLED) == "no better error for 10 effective steps"  # type: ignore[arg-type]
 
@@ -120,12 +120,12 @@ def test_a_worker_without_a_best_evaluation_of_its_own_ends_with_the_others() ->
 @pytest.mark.parametrize(("mode", "worse"), [("min", 0.6), ("max", 0.4)])
 def test_a_run_has_stalled_once_its_best_evaluation_is_patience_ago(mode: Any, worse: float) -> None:
     stage = evaluating(early_stop=EarlyStop(patience=10, metric="error", mode=mode))
-    stage.recorded({"other": 1.0}, 1.0)
+    stage.after_record({"other": 1.0}, 1.0)
     assert (stage.best, stage.stalled) == (None, None)
-    stage.recorded({"error": 0.5}, 2.0)
-    stage.recorded({"error": worse}, 11.9)
+    stage.after_record({"error": 0.5}, 2.0)
+    stage.after_record({"error": worse}, 11.9)
     assert (stage.best, stage.best_at, stage.flags()) == (0.5, 2.0, NOTHING)
-    stage.recorded({"error": math.nan}, 12.0)
+    stage.after_record({"error": math.nan}, 12.0)
     assert stage.flags() == STALLED
     assert stage.act(FakeRun(Told()), STALLED) == stage.stalled  # type: ignore[arg-type]
     assert stage.stalled == "no better error than 0.5 for 10 effective steps"

@@ -273,7 +273,7 @@ def take_steps(log: TraceFile, count: int, *, first: int = 1) -> None:
 def test_rows_hold_metrics_that_came_after_the_step() -> None:
     log = scratch()
     take_steps(log, 2)
-    log.recorded({"accuracy": 0.5})
+    log.after_record({"accuracy": 0.5})
     take_steps(log, 1)
     path, _ = log.files()[TRACE]
     log.ended("", {})
