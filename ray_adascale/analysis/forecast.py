@@ -1,4 +1,4 @@
-"""The forecast: the steps, time and money of a recipe on each number of workers, before anything is paid for.
+"""The forecast: the steps, time and cost of a recipe on each number of workers, before the large run.
 
 The steps are those of a :mod:`~ray_adascale.replay`. The time of a step is that of :mod:`~ray_adascale.throughput`.
 """
@@ -211,13 +211,13 @@ def forecast_recipe(
     throughput: Throughput | None = None,
     cost_per_worker_hour: float | None = None,
 ) -> Forecast:
-    """Forecast a recipe's steps, time and cost on each number of workers, before anything is paid for.
+    """Forecast a recipe's steps, time and cost on each number of workers, before the large run.
 
     Args:
         recipe: A recipe with noise. Repeats make the estimate and the interval more precise.
         workers: Numbers of workers.
         config: As for :class:`ray_adascale.AdaScaleTrainer`: batch of a worker, accumulation, rule, averaging window. With
-            ``target_efficiency`` the scale is chosen step by step, as in the run. Passes are added where few workers would
+            ``target_efficiency`` the scale is chosen step by step, as in the run. Passes are added if few workers would
             make less than a base batch. The rule "adamscale" raises an error, because a search does not measure its statistics.
         throughput: Time of a step; see :func:`ray_adascale.measure_throughput`. Without it, time is counted in passes.
         cost_per_worker_hour: Price, in any currency; needs ``throughput``.

@@ -172,7 +172,7 @@ class Trace:
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return all rows of a trace, in the order of the file, without a last line that a crash has torn.
+    """Return all rows of a trace, in the order of the file. An incomplete last line, which a crash may leave, is skipped.
 
     Raises:
         ValueError: A line before the last one is no row: the file is damaged, or no trace.
