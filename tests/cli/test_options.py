@@ -206,7 +206,8 @@ def test_the_help_of_an_option_is_its_docstrings_first_sentence_and_its_default(
     assert "Effective steps between evaluations (default: a tenth of the run)" in text
     assert "instead of the dataset's order (default: yes)" in text
     assert (
-        "--num-workers N|MIN..MAX Number of Ray workers: 8, or 2..8 for those that the cluster has at a time (default: 1)" in text
+        "--num-workers N|MIN..MAX Number of Ray workers: 8, or 2..8 for those that the cluster has at a time (default: 1)"
+        in text
     )
     assert "--use-gpu, --no-use-gpu One GPU a worker (default: as before)" in " ".join(
         cli("resume", "--help").out.split()
