@@ -99,7 +99,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "optim",
             "how weights move, and at which learning rate",
             "tau_schedule curves schedule scheduler_checks adascale algorithm step_result step_plans "
-            "measurement inferred_passes gradient_guard observing workers averages effective_average rules betas step_counts "
+            "measurement inferred_passes gradient_guard workers averages effective_average rules betas step_counts "
             "deferred wrapper grad_scaler adam_metric step_sums exchange sampling",
         ),
         Package("", "the batch of a step", "batch"),
@@ -107,8 +107,8 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "sharding",
             "where a tensor lives and how it travels",
-            "strategy oss partition share_state collect_state clipping elsewhere sharded_ddp reduction gradient_bucket observers "
-            "buckets collectives fsdp2",
+            "strategy gradients oss partition share_state collect_state clipping elsewhere sharded_ddp reduction "
+            "gradient_bucket observers buckets collectives fsdp2",
         ),
         Package("", "several optimizers as one", "chain"),
         Package(

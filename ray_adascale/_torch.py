@@ -37,6 +37,11 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this worker's shard of a DTensor; any other tensor unchanged."""
+    return cast(Any, tensor).to_local() if is_dtensor(tensor) else tensor
+
+
 def global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
     """Return the rank among all workers of a group's ``rank``. For the default group (None) the two are equal."""
     return rank if group is None else dist.get_global_rank(group, rank)

@@ -16,7 +16,7 @@ from .._errors import check_count
 from .._torch import called_to_make_state, uncompiled
 from .._warn import warn_at_user
 from ..batch import StepPlan
-from ..sharding.oss import OSS
+from ..sharding.gradients import gradients_of
 from .algorithm import AdaScaleAlgorithm, from_numbers, portable
 from .averages import Averages, CountDecay, Smoothing, check_averaging
 from .inferred_passes import InferredPasses
@@ -71,7 +71,7 @@ class AdaScale(OptimizerWrapper):
         ValueError: An argument is out of its range, the optimizer is wrapped already, or its sharding is not supported.
     """
 
-    _parts = frozenset({"_optimizer", "_passes", "_averages", "_algorithm"})
+    _parts = frozenset({"_optimizer", "_gradients", "_passes", "_averages", "_algorithm"})
 
     refuses_sharding: ClassVar[str] = (
         "OSS can't shard AdaScale: wrap the other way round, AdaScale(OSS(...)), so that every worker has the same gain."
@@ -115,8 +115,9 @@ class AdaScale(OptimizerWrapper):
             if scale is not None or not base_batch_size or not batch_size:
                 raise ValueError(f"Give scale, or both of {base_batch_size=} and {batch_size=}.")
             scale = batch_size / base_batch_size
-        if process_group is None and isinstance(optimizer, OSS):
-            process_group = optimizer.group
+        self._gradients = gradients_of(optimizer, model)
+        if process_group is None:
+            process_group = self._gradients.group
         workers = Workers(world_size, process_group)
         window = None if averaging_window is None else averaging_window * (total_steps or 1)
         sampling = Sampling(window, measure_every)
@@ -125,6 +126,7 @@ class AdaScale(OptimizerWrapper):
         plans = StepPlans(StepPlan(workers=workers.count), sampling)
         measurement = Measurement(
             optimizer,
+            self._gradients,
             plans,
             workers,
             process_group,
@@ -145,6 +147,7 @@ class AdaScale(OptimizerWrapper):
         )
         self._algorithm = AdaScaleAlgorithm(
             optimizer,
+            self._gradients,
             self._passes,
             self._averages,
             rule=AdaScaleRule() if rule is None else rule,
@@ -513,13 +516,15 @@ class AdaScale(OptimizerWrapper):
         """
         self._passes.complete("clip_grad_norm")
         with self.measurement.changing():
-            return self._clip_norm(max_norm, norm_type, filter_params_fn, process_group)
+            return self._gradients.clip_norm(
+                self._params, max_norm, norm_type, filter_params_fn=filter_params_fn, process_group=process_group
+            )
 
     def clip_grad_value(self, clip_value: float) -> None:
         """Clip each element of the gradient of the next step, as :meth:`clip_grad_norm` clips its norm. The gain stays."""
         self._passes.complete("clip_grad_value")
         with self.measurement.changing():
-            self._clip_value(clip_value)
+            self._gradients.clip_value(self._params, clip_value)
 
     def _require_boundary(self, what: str) -> None:
         if not self.at_boundary and not (self.saves_within_step and what in ("state_dict", "statistics_state")):

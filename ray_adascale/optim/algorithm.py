@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from .._warn import warn_on_first_worker
 from ..gain import Average, advanced
-from ..sharding.oss import OSS
+from ..sharding.gradients import StepGradients
 from .averages import Averages
 from .deferred import HostCopy, skippable_step, steps_on_device
 from .exchange import Packed
@@ -41,6 +41,7 @@ class AdaScaleAlgorithm:
 
     Args:
         optimizer: The wrapped one.
+        gradients: Its gradients.
         passes: The passes of each step.
         averages: Averages the samples.
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment).
@@ -54,6 +55,7 @@ class AdaScaleAlgorithm:
     def __init__(
         self,
         optimizer: Optimizer,
+        gradients: StepGradients,
         passes: InferredPasses,
         averages: Averages,
         *,
@@ -61,7 +63,7 @@ class AdaScaleAlgorithm:
         total_steps: float | None,
         base_batch_size: float | None,
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._gradients = optimizer, gradients
         self._passes = passes
         self._averages = averages
         self._step_counts = StepCounts(self._inner)
@@ -116,12 +118,12 @@ class AdaScaleAlgorithm:
 
     @property
     def _inner(self) -> Optimizer:
-        return self._optimizer.optim if isinstance(self._optimizer, OSS) else self._optimizer
+        return self._gradients.stepped
 
     def _on_device(self, sums: StepSums) -> bool:
         """Whether a step needs none of its own numbers on the host."""
         known = not sums.measured or type(self._rule) is AdaScaleRule
-        return known and steps_on_device(type(self._inner), self._optimizer.param_groups)
+        return known and self._gradients.fuses and steps_on_device(type(self._inner), self._optimizer.param_groups)
 
     def _after(self, sums: StepSums, *, on_host: bool) -> tuple[Average, Tensor, Packed]:
         """Return :meth:`Averages.after` of the step under way, computed once; with ``on_host`` on the CPU, after a wait."""
@@ -264,8 +266,7 @@ class AdaScaleAlgorithm:
 
     def _leave_out(self, step: StepResult) -> None:
         self.last = replace(self.last, skipped=True, shared=step.shared)
-        if isinstance(self._optimizer, OSS):
-            self._optimizer.discard_gradients()
+        self._gradients.discard()
 
     def _advance(self, step: StepResult, lr_factor: float, increment: float) -> None:
         self._check_samples(step)

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from .._torch import is_dtensor
-
 # These classes only, since a subclass may override step(). Adagrad's kernel was never tried on a GPU.
 _FUSED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
 
@@ -59,8 +57,6 @@ def steps_on_device(kind: type[Optimizer], groups: Sequence[dict[str, Any]]) -> 
         all(group.get("dampening", 0) == 0 for group in groups)
         # The kernels want LR and found_inf where the parameters are.
         and len({p.device for p in params}) == 1
-        # DTensors don't mix with plain tensors. One parameter of each class is looked at, since this runs in each step.
-        and not any(is_dtensor(p) for p in {type(p): p for p in params}.values())
     )
 
 

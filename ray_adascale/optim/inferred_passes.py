@@ -7,12 +7,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from .._torch import count_of_writes, without_gradients
+from .._torch import count_of_writes, local_part, without_gradients
 from ..batch import StepPlan
 from ..measure.norms import take_norm
 from ..measure.observers import GradientObserver, PassListener
 from .gradient_guard import CLEARED
-from .measurement import Measurement, local_part
+from .measurement import Measurement
 from .step_plans import StepPlans
 from .step_sums import StepSums
 

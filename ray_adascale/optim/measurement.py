@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -13,16 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._torch import Versions, is_dtensor, versions, without_gradients
+from .._torch import Versions, versions, without_gradients
 from .._warn import warn_on_first_worker
 from ..batch import StepPlan
 from ..measure.identity import due
 from ..measure.norms import finite_check, take_norm
 from ..measure.observers import GradientObserver, PassListener
-from ..sharding.oss import OSS
+from ..sharding.gradients import Preconditioner, StepGradients, Wanted
 from .exchange import Exchange, Numbers
 from .gradient_guard import check_between
-from .observing import has_dtensors, has_sharded_gradients, make_observer
 from .step_plans import StepPlans
 from .step_sums import OWN, StepSums, constant, mean_sq_norm
 from .workers import Workers
@@ -37,13 +36,14 @@ class Measurement:
 
     Args:
         optimizer: The wrapped one.
+        gradients: Its gradients.
         plans: Has the plans of the steps.
         workers: Workers that share the batch.
         process_group: Workers that reduce gradients together.
         grad_scaler: Scales the loss.
         to_mean: Divide the gradient, after the last pass, so that it is the mean over the passes. False where the loop does so.
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of.
-        model: The model, where norms may be taken of it.
+        model: The model, whose names a warning has.
 
     Attributes:
         observer: Measures the norms; None where there is nothing to measure.
@@ -60,16 +60,18 @@ class Measurement:
     def __init__(
         self,
         optimizer: Optimizer,
+        gradients: StepGradients,
         plans: StepPlans,
         workers: Workers,
         process_group: dist.ProcessGroup | None,
         *,
         grad_scaler: torch.amp.GradScaler | None,
         to_mean: bool,
-        precondition: Callable[[Tensor, Tensor], Tensor] | None,
+        precondition: Preconditioner | None,
         model: torch.nn.Module | None,
     ) -> None:
-        self._optimizer, self._plans, self.workers, self._process_group = optimizer, plans, workers, process_group
+        self._optimizer, self._gradients, self._plans = optimizer, gradients, plans
+        self.workers, self._process_group = workers, process_group
         self._grad_scaler, self._to_mean, self._precondition, self._model = grad_scaler, to_mean, precondition, model
         self.observer: GradientObserver | None = None
         self.weights: Sequence[float] | None = None
@@ -79,8 +81,7 @@ class Measurement:
         self._measured_steps = 0  # of this start
         self._begins_passes = weakref.ref(cast(PassListener, self))
         self.clear()
-        if isinstance(optimizer, OSS):
-            optimizer.add_reducer_listener(self)
+        gradients.listen(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks, callables and process groups belong to this process.
@@ -105,27 +106,16 @@ class Measurement:
         """Install an observer, unless one fits already. A step with a single sample at S = 1 needs none."""
         if self._unhooked:
             return
-        if has_dtensors(self._optimizer) and self._model is None:
-            raise ValueError(
-                "The optimizer's parameters are DTensors. Give AdaScale(..., model=model), the model that fully_shard was "
-                "applied to: gradient samples are measured on its unsharded parameters."
-            )
-        declared = self._plans.declared
-        several = declared.num_samples > 1
-        wanted = several or declared.scale != 1
-        if wanted and self.observer is not None and self.observer.fits(local=several, one_pass=declared.passes == 1):
+        self._gradients.check()
+        plan = self._plans.declared
+        several, one_pass = plan.num_samples > 1, plan.passes == 1
+        needed = several or plan.scale != 1
+        if needed and self.observer is not None and self.observer.fits(local=several, one_pass=one_pass):
             return
         self.detach()
-        if wanted:
-            self.observer = make_observer(
-                self._optimizer,
-                cast(PassListener, self._begins_passes()),
-                workers=self.workers.count,
-                local=several,
-                one_pass=declared.passes == 1,
-                model=self._model,
-                precondition=self._precondition,
-            )
+        if needed:
+            wanted = Wanted(self.workers.count, several, one_pass, self._precondition)
+            self.observer = self._gradients.observe(cast(PassListener, self._begins_passes()), wanted)
             self.observer.watch(False)
 
     def on_reducer_attached(self) -> None:
@@ -207,10 +197,7 @@ class Measurement:
 
     def step_gradients(self) -> list[Tensor]:
         """Return the gradients that the optimizer will use on this worker."""
-        if isinstance(self._optimizer, OSS):
-            return self._optimizer.step_gradients()
-        grads = [p.grad for p in self.params if p.grad is not None]
-        return [g if type(g) is Tensor and not g.requires_grad else local_part(g.detach()) for g in grads]
+        return self._gradients.of_step()
 
     @property
     def scales_loss(self) -> bool:
@@ -359,8 +346,7 @@ class Measurement:
         self._final = self._versions()
 
     def _versions(self) -> Versions:
-        own = self._optimizer.step_gradients() if isinstance(self._optimizer, OSS) else self.gradients
-        return versions(own)
+        return versions(self._gradients.kept)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -446,14 +432,9 @@ class Measurement:
         """Return a number that is finite if the step's gradients are. Collective, if they are sharded."""
         device, grads = self.device, self.step_gradients()
         check = finite_check(grads, device) if grads else torch.ones(1, dtype=torch.float64, device=device)
-        if self.workers.reduce and (has_sharded_gradients(self._optimizer) or has_dtensors(self._optimizer)):
+        if self.workers.reduce and self._gradients.sharded:
             # Each worker has seen its shards only; all of them must skip the step, or none.
             flag = check.isfinite().float()
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
             check = 1 / flag.double()
         return check
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this worker's shard of a DTensor; any other tensor unchanged."""
-    return cast(Any, tensor).to_local() if is_dtensor(tensor) else tensor

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, Muon, Optimizer
 
@@ -84,28 +83,6 @@ class OptimizerWrapper(Optimizer):
     @defaults.setter
     def defaults(self, value: dict[str, Any]) -> None:
         self._optimizer.defaults = value
-
-    # ---- the gradients of the wrapped optimizer, sharded or not ----------------------------------------------------
-
-    def _clip_norm(
-        self,
-        max_norm: float,
-        norm_type: float,
-        filter_params_fn: Callable[[Iterable[Tensor]], Iterable[Tensor]] | None,
-        process_group: dist.ProcessGroup | None,
-    ) -> Tensor:
-        if isinstance(self._optimizer, OSS):
-            return self._optimizer.clip_grad_norm(max_norm, norm_type, filter_params_fn, process_group=process_group)
-        if filter_params_fn is not None or process_group is not None:
-            raise ValueError("filter_params_fn and process_group are for sharded optimizers: AdaScale(OSS(...)).")
-        norm = torch.nn.utils.clip_grad_norm_(self._params, max_norm, norm_type)
-        return cast(Any, norm).full_tensor() if is_dtensor(norm) else norm
-
-    def _clip_value(self, clip_value: float) -> None:
-        if isinstance(self._optimizer, OSS):
-            self._optimizer.clip_grad_value(clip_value)
-        else:
-            torch.nn.utils.clip_grad_value_(self._params, clip_value)
 
     @property
     def _params(self) -> list[Tensor]:
