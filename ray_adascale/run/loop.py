@@ -381,34 +381,39 @@ class Run:
             self.state.recorded.update({key: value for key, value in own.items() if key != "loss"})
         if not passes.ends_step():
             return False
+        self._finish_step(own)
+        return True
+
+    def _finish_step(self, own: dict[str, Any]) -> None:
+        """Clip, step, commit the examples, read the step if something is due, and then run the stages of the boundary."""
         self.schedule.check()
         self._synchronize()  # read step k − 1, whose τ gives the LR of this step k
         if self._replicas.found is not None:
             self._replicas.refuse()
-        self.parts.clipping.clip(passes, self.plan, self.optimizer.average_moments)
-        self._taken = self._take_step(own)
-        if synchronize := self._must_synchronize():  # else step k is read as step k + 1 begins to step
+        before, lr = self.optimizer.last_step, self.schedule.lrs[0]
+        self.parts.clipping.clip(self.parts.passes, self.plan, self.optimizer.average_moments)
+        self.parts.passes.step()
+        self._taken = self._commit(own, before, lr)
+        due = self._must_synchronize()
+        if due:  # else step k is read as step k + 1 begins to step
             self._synchronize()
         self._pulse.end_step(self.state.iterations)
-        if synchronize:
+        if due:
             self._run_stages()
         if self._extra is not None:
             self._extra.look(stepped=True)
         self._pulse.enter(Phase.BETWEEN)
-        return True
 
-    def _take_step(self, own: dict[str, Any]) -> Step:
-        """Take the optimizer step. Return its values on the host; its numbers may still be on the device."""
-        lr, before = self.schedule.lrs[0], self.optimizer.last_step
-        self.parts.passes.step()
-        flags = self._own_flags() if self.plan.workers == 1 else BoundaryFlags.NONE
+    def _commit(self, own: dict[str, Any], before: StepResult, lr: float) -> Step:
+        """Count the step and its examples. Return its values on the host; its numbers may still be on the device."""
+        state, plan, tau = self.state, self.plan, before.effective_steps
+        flags = self._own_flags() if plan.workers == 1 else BoundaryFlags.NONE
         self.parts.passes.end_step()
         self.source.commit()
-        self.state.iterations += 1
+        state.iterations += 1
         self._after_step(self.optimizer, before)
-        self.parts.reporting.count(self.plan.global_batch_size)
-        state, position = self.state, self.source.position
-        known = state.iterations, self.plan, self.total_steps, before.effective_steps, lr, position, flags, own
+        self.parts.reporting.count(plan.global_batch_size)
+        known = state.iterations, plan, self.total_steps, tau, lr, self.source.position, flags, own
         return Step(*known, recorded=dict(state.recorded))
 
     def _shared_numbers(self, loss: Tensor) -> dict[str, Tensor]:
