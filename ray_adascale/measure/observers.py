@@ -50,6 +50,20 @@ def accumulator_of(leaf: Tensor) -> Any:
             leaf.requires_grad_(False)
 
 
+class PassHook:
+    """Calls a function in each backward pass that reaches the first trainable parameter of some, until it is removed."""
+
+    def __init__(self, params: Sequence[Tensor], called: Callable[[object], None]) -> None:
+        first = [p for p in params if p.requires_grad and p.is_leaf][:1]
+        self._nodes = [accumulator_of(p) for p in first]  # held here, since torch holds them weakly
+        self._handles = [node.register_prehook(called) for node in self._nodes]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._nodes.clear()
+
+
 def in_compiled_autograd() -> bool:
     """Whether the calling hook is part of a backward pass that compiled autograd has taken over.
 

@@ -108,7 +108,7 @@ class AdaScale(OptimizerWrapper):
         super().__init__(optimizer)
         if model is not None:
             check_parameters(model, optimizer, alone=False)
-            self._models = [p for p in model.parameters() if p.requires_grad]
+            self._models = list(model.parameters())
         check_averaging(clip, smoothing, averaging_window, total_steps, variance_floor)
         passes = check_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
         if base_batch_size is not None or batch_size is not None:

@@ -18,7 +18,7 @@ from .._warn import warn_on_first_worker
 from ..batch import StepPlan
 from ..measure.identity import due
 from ..measure.norms import finite_check, take_norm
-from ..measure.observers import GradientObserver, PassListener
+from ..measure.observers import GradientObserver, PassHook, PassListener
 from ..sharding.gradients import Preconditioner, StepGradients, Wanted
 from .exchange import Exchange, Numbers
 from .gradient_guard import check_between
@@ -74,6 +74,8 @@ class Measurement:
         self.workers, self._process_group = workers, process_group
         self._grad_scaler, self._to_mean, self._precondition, self._model = grad_scaler, to_mean, precondition, model
         self.observer: GradientObserver | None = None
+        self._notice: PassHook | None = None
+        self._told = False
         self.weights: Sequence[float] | None = None
         self.replicated: Tensor | None = None
         self._shared: dict[str, Tensor] = {}
@@ -85,7 +87,7 @@ class Measurement:
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks, callables and process groups belong to this process.
-        gone = ("observer", "_process_group", "_model", "_exchange", "_begins_passes")
+        gone = ("observer", "_notice", "_process_group", "_model", "_exchange", "_begins_passes")
         return {**self.__dict__, **dict.fromkeys(gone), "_shared": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -101,6 +103,21 @@ class Measurement:
         self._begins_passes = weakref.ref(cast(PassListener, self) if listener is None else listener)
         if self.observer is not None:
             self.observer.listen(self._begins_passes)
+        self._notice_foreign()
+
+    def _notice_foreign(self) -> None:
+        """Notice passes that nobody tells of also where there is no observer."""
+        if self._notice is not None:
+            self._notice.remove()
+        self._notice, ref = None, weakref.ref(self)
+
+        def notice(grads: object) -> None:
+            measurement = ref()
+            if measurement is not None and not measurement.passing:
+                measurement.foreign = True
+
+        if self._told and self.observer is None:
+            self._notice = PassHook(self.params, notice)
 
     def attach(self) -> None:
         """Install an observer, unless one fits already. A step with a single sample at S = 1 needs none."""
@@ -117,6 +134,7 @@ class Measurement:
             wanted = Wanted(self.workers.count, several, one_pass, self._precondition)
             self.observer = self._gradients.observe(cast(PassListener, self._begins_passes()), wanted)
             self.observer.watch(False)
+        self._notice_foreign()
 
     def on_reducer_attached(self) -> None:
         """Called by OSS when a ShardedDataParallel begins to reduce its gradients."""

@@ -35,7 +35,7 @@ class OptimizerWrapper(Optimizer):
     _parts: frozenset[str] = frozenset({"_optimizer"})
 
     _models: Sequence[Tensor] = ()
-    """Trainable parameters of the model, in its order, where the model is known."""
+    """Parameters of the model, in its order, where the model is known. A frozen one may be trained later."""
 
     refuses_chain = "AdaScale can't be part of a chain: wrap the chain, AdaScale(OptimizerChain([...]))."
     """Error message of :class:`ray_adascale.OptimizerChain`, which does not import this class."""

@@ -155,7 +155,7 @@ class Passes:
     def _check_only_backward(self, *, first: bool = False) -> None:
         """Check that the loop has not called ``loss.backward()``.
 
-        Where nothing is measured, gradients are looked for as a step begins.
+        Where nothing is measured, one parameter's hook notices passes, and all gradients are looked for as a step begins.
 
         Args:
             first: No pass of this step has run.
@@ -165,7 +165,8 @@ class Passes:
         """
         found = self._measurement.foreign
         if first and self._measurement.observer is None:
-            found |= bool([p for p in self._params if p.grad is not None])
+            for p in self._params:
+                found |= p.grad is not None
         if found:
             raise RuntimeError(
                 "loss.backward() was called in the loop beside run.backward(), so a micro-batch has several backward passes. "
