@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -71,9 +71,8 @@ class AdaScaleAlgorithm:
         self._total_steps = total_steps
         self._base_batch_size = base_batch_size
         self.last = StepResult()
-        self._of: tuple[StepSums, Average, Tensor, Packed] | None = (
-            None  # the step under way, once its last pass has ended
-        )
+        # The step under way, once its last pass has ended.
+        self._of: tuple[StepSums, Average, Tensor, Packed] | None = None
         # A step on the device, on its way to the host; LR factor and clock increment where the host knows them.
         self._pending: tuple[StepSums, Average, Packed, HostCopy, tuple[float, float] | None] | None = None
         self._plan, self._declared = passes.plan, passes.plans.declared  # of the last step, and of full ones then
@@ -108,12 +107,10 @@ class AdaScaleAlgorithm:
         self.synchronize()
         sums = self._passes.finish()
         self._plan, self._declared = sums.plan, self._passes.plans.declared
-        if not self._on_device(sums):
-            self._step_on_host(sums, self._on_host(sums, on_host=True))
-        elif sums.measured:
+        if self._on_device(sums):
             self._step_on_device(sums)
         else:
-            self._step_between(sums)
+            self._step_on_host(sums)
         self._end_step()
 
     @property
@@ -137,25 +134,20 @@ class AdaScaleAlgorithm:
         self._passes.end_step()
 
     def _step_on_device(self, sums: StepSums) -> None:
+        """Take a step of which only the device knows whether its gradient is finite; and its gain, if it was measured."""
         averages, finite, numbers = self._after(sums, on_host=False)
-        factors = self._averages.gains_of(numbers).unbind()
         zero, one = (constant(x, finite.device, torch.float32)[0] for x in (0.0, 1.0))
-        skip = torch.where(finite, zero, one)
-        skippable_step(self._inner, skip, lambda: self._step_inner(factors, sums.plan.scale))
+        skip, scale, answer = torch.where(finite, zero, one), sums.plan.scale, None
+        if sums.measured:
+            gains = self._averages.gains_of(numbers).unbind()
+            skippable_step(self._inner, skip, lambda: self._step_inner(gains, scale))
+        else:
+            answer = self._take_step(self._averages.evaluate(averages, scale), scale, skip)
         self._averages.now = averages
-        self._pending = sums, averages, numbers, HostCopy(numbers.tensor), None
-
-    def _step_between(self, sums: StepSums) -> None:
-        """Take a step that was not measured: its gain is known, and only the device knows whether its gradient is finite."""
-        averages, check = self._averages.now, sums.sample(1)[0]
-        known = self._averages.evaluate(averages, sums.plan.scale)
-        zero, one = (constant(x, check.device, torch.float32)[0] for x in (0.0, 1.0))
-        answer = self._take_step(known, sums.plan.scale, torch.where(check < math.inf, zero, one))
-        numbers = Packed.of({"check": check, **sums.shared}) if sums.shared else Packed(check.view(1), {"check": 1})
         self._pending = sums, averages, numbers, HostCopy(numbers.tensor), answer
 
-    def _step_on_host(self, sums: StepSums, read: tuple[Average, StepResult]) -> None:
-        averages, step = read
+    def _step_on_host(self, sums: StepSums) -> None:
+        averages, step = self._read(sums, on_host=True)
         if step.skipped:
             self._leave_out(step)
             return
@@ -183,29 +175,15 @@ class AdaScaleAlgorithm:
                 skippable_step(self._inner, skip, lambda: self._step_inner(factors, scale))
         return answer
 
-    def _on_host(self, sums: StepSums, *, on_host: bool) -> tuple[Average, StepResult]:
+    def _read(self, sums: StepSums, *, on_host: bool) -> tuple[Average, StepResult]:
         """Return the averages after a step, and the step on the host; waits for the device.
 
         Args:
             sums: The step's.
             on_host: Whether they are computed on the host, or on the device.
         """
-        if sums.measured:
-            averages, _, numbers = self._after(sums, on_host=on_host)
-            read = numbers.named(numbers.tensor.tolist())
-            return averages, self._checked(self._averages.read(read, averages, sums))
-        return self._averages.now, self._not_measured(sums, *sums.read())
-
-    def _not_measured(self, sums: StepSums, check: float, shared: Mapping[str, float]) -> StepResult:
-        """Return a step without a sample, from its numbers on the host as :meth:`StepSums.read` returns them."""
-        return replace(
-            self._averages.evaluate(self._averages.now, sums.plan.scale),
-            sigma2=math.nan,
-            mu2=math.nan,
-            squared_norm=check if "c" in sums.numbers else math.nan,
-            skipped=not math.isfinite(check),
-            shared=shared,
-        )
+        averages, _, numbers = self._after(sums, on_host=on_host)
+        return averages, self._checked(self._averages.read(numbers.named(numbers.tensor.tolist()), averages, sums))
 
     def _apply_rule(self, r: float, scale: float, group: int | None) -> tuple[float, float]:
         return self._rule(
@@ -261,7 +239,7 @@ class AdaScaleAlgorithm:
         """
         self.synchronize()
         sums = self._passes.finish()
-        self._leave_out(self._on_host(sums, on_host=not self._on_device(sums))[1])
+        self._leave_out(self._read(sums, on_host=not self._on_device(sums))[1])
         self._end_step()
 
     def _leave_out(self, step: StepResult) -> None:
@@ -299,11 +277,7 @@ class AdaScaleAlgorithm:
         pending, self._pending = self._pending, None
         if pending is not None:
             sums, averages, numbers, copy, answer = pending
-            read = numbers.named(copy.read())
-            if answer is None:
-                step = self._checked(self._averages.read(read, averages, sums))
-            else:
-                step = self._not_measured(sums, read["check"][0], {name: read[name][0] for name in sums.shared})
+            step = self._checked(self._averages.read(numbers.named(copy.read()), averages, sums))
             if step.skipped:
                 self.last = replace(self.last, skipped=True, shared=step.shared)
             else:

@@ -306,14 +306,11 @@ class Measurement:
         """End the pass. Collective, if it is the step's last."""
         if self.observer is not None:
             if self._measured and not self._local_ended:
-                self._norms.append(
-                    torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=self.device)
-                )
+                self._norms.append(self._no_norms())
             if self.last is not None:
                 self.finish(self.last)
-            elif self._measured and (
-                self._told or self._measured_steps
-            ):  # in its first step DDP may rebuild its buckets
+            elif self._measured and (self._told or self._measured_steps):
+                # Not in its first step, where DDP may rebuild its buckets.
                 self._left = versions(self.gradients)
             if self._told:
                 self.observer.ignore(False)
@@ -398,10 +395,7 @@ class Measurement:
         device, exchange = self.device, self._exchange
         exchange.add(numbers)
         if self._measured:
-            if self._norms:
-                local = mean_sq_norm(plan, self._norms, self.weights)
-            else:
-                local = torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=device)
+            local = mean_sq_norm(plan, self._norms, self.weights) if self._norms else self._no_norms()
             exchange.add({"a": local, "complete": constant(float(seen), device)})
             if self._checked:
                 # DDP and our own reduction take the mean over workers, and passes add up.
@@ -409,6 +403,9 @@ class Measurement:
                 exchange.add({"samples": samples.to(device)})
         exchange.add(self._shared)
         exchange.send()
+
+    def _no_norms(self) -> Tensor:
+        return torch.zeros(len(self._optimizer.param_groups), dtype=torch.float64, device=self.device)
 
     def _gather(self, plan: StepPlan, *, seen: bool, scaled: bool) -> StepSums:
         observer = cast(GradientObserver, self.observer)
