@@ -30,7 +30,7 @@ from .after_step import AfterStep
 from .assemble import assemble
 from .boundary.backend import Backend, LocalBackend
 from .boundary.checkpointing import warns_if_alone
-from .boundary.stage import BoundaryFlags, Stage, StepReport
+from .boundary.stage import BoundaryFlags, Stages, StepReport
 from .build import set_batch
 from .observe.advice import ExtraStateHint, UnreadHyperparameters, warn_of_equal_batches
 from .observe.metrics import SKIPPED, plain_numbers, step_metrics
@@ -145,12 +145,9 @@ class Run:
         self._measurement = own.optimizer.measurement
         self._probed: tuple[float, float] | None = None
         self._taken: Step | None = None  # until it is read
-        self._flags = BoundaryFlags.NONE  # of the steps that were read since the stages last ran
+        self._stages = Stages(parts.stages, parts.backend.rank)
         self._loop_seconds = 0.0
         self._pulse = Pulse(parts.config.step_timeout_s)
-        # Most stages have no flag, or don't follow τ, and needn't be asked in each step.
-        self._flagging = [stage for stage in parts.stages if type(stage).flags is not Stage.flags]
-        self._following_tau = [stage for stage in parts.stages if type(stage).due_by is not Stage.due_by]
 
     @classmethod
     def of(
@@ -398,8 +395,8 @@ class Run:
         if due:  # else step k is read as step k + 1 begins to step
             self._synchronize()
         self._pulse.end_step(self.state.iterations)
-        if due:
-            self._run_stages()
+        if due and (reason := self._stages.act(self)) is not None:
+            self._finish(reason)
         if self._extra is not None:
             self._extra.look(stepped=True)
         self._pulse.enter(Phase.BETWEEN)
@@ -407,7 +404,7 @@ class Run:
     def _commit(self, own: dict[str, Any], before: StepResult, lr: float) -> Step:
         """Count the step and its examples. Return its values on the host; its numbers may still be on the device."""
         state, plan, tau = self.state, self.plan, before.effective_steps
-        flags = self._own_flags() if plan.workers == 1 else BoundaryFlags.NONE
+        flags = self._stages.flags() if plan.workers == 1 else BoundaryFlags.NONE
         self.parts.passes.end_step()
         self.source.commit()
         state.iterations += 1
@@ -418,27 +415,15 @@ class Run:
 
     def _shared_numbers(self, loss: Tensor) -> dict[str, Tensor]:
         """Return this worker's loss, its boundary flags and what is compared, for the step's all-reduce."""
-        flags = constant(float(self._own_flags()), loss.device)[0]  # on the device: a copy from the host would wait
+        flags = constant(float(self._stages.flags()), loss.device)[0]  # on the device: a copy from the host would wait
         return {"flags": flags, **self._replicas.numbers(loss)}
-
-    def _own_flags(self) -> int:
-        """Return the flags of this worker's stages. Other workers than rank 0 send BUSY only."""
-        flags = BoundaryFlags.NONE
-        for stage in self._flagging:
-            flags |= stage.flags()
-        return flags if self.backend.rank == 0 else flags & BoundaryFlags.BUSY
 
     def _must_synchronize(self) -> bool:
         """Return whether the host must read the step now, because a stage may have to act at this boundary."""
         furthest = self._furthest()
         if self.optimizer.last_step_known or furthest >= self.total_steps:
             return True
-        return self._stages_due(furthest)
-
-    def _stages_due(self, tau: float) -> bool:
-        """Return whether a stage may have to act by τ, or by the flags that were read."""
-        due = [stage.due_by(tau) for stage in self._following_tau]
-        return any(due) or bool(self._flags & ~BoundaryFlags.BUSY)
+        return self._stages.due(furthest)
 
     def _synchronize(self) -> None:
         """Read the last optimizer step, if it is unread: advance the schedule, compute metrics, call the listeners."""
@@ -451,7 +436,7 @@ class Run:
         if self.plan.workers > 1:
             flags = BoundaryFlags.from_sum(last.shared["flags"])
             self._replicas.read(taken.plan.passes, last.shared)
-        self._flags |= flags
+        self._stages.sent |= flags
         if last.skipped:
             self._skipped.count(loss, taken.number, last.effective_steps)
         else:
@@ -466,20 +451,6 @@ class Run:
             taken.row |= {**metrics, **clipped, **taken.user_metrics, **({SKIPPED: True} if last.skipped else {})}
             for listener in self.parts.listeners:
                 listener.after_step(taken)
-
-    def _run_stages(self) -> None:
-        """Run the stages of this step boundary, if one may have to act. End the run if a stage returns a reason."""
-        tau = self.effective_steps
-        # From T on the loop ends the run.
-        due = tau < self.total_steps and self._stages_due(tau)
-        flags, self._flags = self._flags, BoundaryFlags.NONE
-        if not due:
-            return
-        for stage in self.parts.stages:
-            reason = stage.act(self, flags)
-            if reason is not None:
-                self._finish(reason)
-                return
 
     def set_plan(self, plan: StepPlan) -> None:
         """Use this batch from the next step on. Call on all workers at a step boundary, once the last step was read."""

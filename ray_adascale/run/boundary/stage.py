@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -113,6 +113,7 @@ class RunAtBoundary(Protocol):
     state: LoopState
     schedule: EffectiveSchedule
     plan: StepPlan
+    total_steps: int
 
     @property
     def effective_steps(self) -> float: ...
@@ -157,3 +158,44 @@ class Stage:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this stage's part of a checkpoint's state."""
+
+
+class Stages:
+    """All stages of a run, as the loop asks and runs them.
+
+    Args:
+        stages: In the order in which they act.
+        rank: This worker's.
+
+    Attributes:
+        sent: The flags of all workers in the steps that were read since the stages last acted.
+    """
+
+    def __init__(self, stages: Sequence[Stage], rank: int) -> None:
+        self._stages, self.sent = stages, BoundaryFlags.NONE
+        self._counted = ~BoundaryFlags.NONE if rank == 0 else BoundaryFlags.BUSY
+        # Most stages have no flag, or don't follow τ, and needn't be asked in each step.
+        self._flagging = [stage for stage in stages if type(stage).flags is not Stage.flags]
+        self._following_tau = [stage for stage in stages if type(stage).due_by is not Stage.due_by]
+
+    def flags(self) -> int:
+        """Return this worker's flags. Other workers than rank 0 send BUSY only."""
+        flags = BoundaryFlags.NONE
+        for stage in self._flagging:
+            flags |= stage.flags()
+        return flags & self._counted
+
+    def due(self, tau: float) -> bool:
+        """Return whether a stage may have to act by τ, or by the flags that were read."""
+        due = [stage.due_by(tau) for stage in self._following_tau]
+        return any(due) or bool(self.sent & ~BoundaryFlags.BUSY)
+
+    def act(self, run: RunAtBoundary) -> str | None:
+        """Let the stages act, if one may have to, until one returns a reason to end the run. Collective.
+
+        From T on they don't act: the loop ends the run.
+        """
+        due = run.effective_steps < run.total_steps and self.due(run.effective_steps)
+        flags, self.sent = self.sent, BoundaryFlags.NONE
+        reasons = (stage.act(run, flags) for stage in self._stages)
+        return next((reason for reason in reasons if reason is not None), None) if due else None
