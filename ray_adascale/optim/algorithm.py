@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -63,7 +63,7 @@ class AdaScaleAlgorithm:
         total_steps: float | None,
         base_batch_size: float | None,
     ) -> None:
-        self._optimizer, self._gradients = optimizer, gradients
+        self._optimizer, self._gradients, self._inner = optimizer, gradients, gradients.stepped
         self._passes = passes
         self._averages = averages
         self._step_counts = StepCounts(self._inner)
@@ -107,15 +107,13 @@ class AdaScaleAlgorithm:
         self.synchronize()
         sums = self._passes.finish()
         self._plan, self._declared = sums.plan, self._passes.plans.declared
-        if self._on_device(sums):
+        if not self._on_device(sums):
+            self._step_on_host(sums, self._on_host(sums, on_host=True))
+        elif sums.measured:
             self._step_on_device(sums)
         else:
-            self._step_on_host(sums)
+            self._step_between(sums)
         self._end_step()
-
-    @property
-    def _inner(self) -> Optimizer:
-        return self._gradients.stepped
 
     def _on_device(self, sums: StepSums) -> bool:
         """Whether a step needs none of its own numbers on the host."""
@@ -134,20 +132,25 @@ class AdaScaleAlgorithm:
         self._passes.end_step()
 
     def _step_on_device(self, sums: StepSums) -> None:
-        """Take a step of which only the device knows whether its gradient is finite; and its gain, if it was measured."""
         averages, finite, numbers = self._after(sums, on_host=False)
+        factors = self._averages.gains_of(numbers).unbind()
         zero, one = (constant(x, finite.device, torch.float32)[0] for x in (0.0, 1.0))
-        skip, scale, answer = torch.where(finite, zero, one), sums.plan.scale, None
-        if sums.measured:
-            gains = self._averages.gains_of(numbers).unbind()
-            skippable_step(self._inner, skip, lambda: self._step_inner(gains, scale))
-        else:
-            answer = self._take_step(self._averages.evaluate(averages, scale), scale, skip)
+        skip = torch.where(finite, zero, one)
+        skippable_step(self._inner, skip, lambda: self._step_inner(factors, sums.plan.scale))
         self._averages.now = averages
+        self._pending = sums, averages, numbers, HostCopy(numbers.tensor), None
+
+    def _step_between(self, sums: StepSums) -> None:
+        """Take a step that was not measured: its gain is known, and only the device knows whether its gradient is finite."""
+        averages, check = self._averages.now, sums.sample(1)[0]
+        known = self._averages.evaluate(averages, sums.plan.scale)
+        zero, one = (constant(x, check.device, torch.float32)[0] for x in (0.0, 1.0))
+        answer = self._take_step(known, sums.plan.scale, torch.where(check < math.inf, zero, one))
+        numbers = Packed.of({"check": check, **sums.shared}) if sums.shared else Packed(check.view(1), {"check": 1})
         self._pending = sums, averages, numbers, HostCopy(numbers.tensor), answer
 
-    def _step_on_host(self, sums: StepSums) -> None:
-        averages, step = self._read(sums, on_host=True)
+    def _step_on_host(self, sums: StepSums, read: tuple[Average, StepResult]) -> None:
+        averages, step = read
         if step.skipped:
             self._leave_out(step)
             return
@@ -175,15 +178,29 @@ class AdaScaleAlgorithm:
                 skippable_step(self._inner, skip, lambda: self._step_inner(factors, scale))
         return answer
 
-    def _read(self, sums: StepSums, *, on_host: bool) -> tuple[Average, StepResult]:
+    def _on_host(self, sums: StepSums, *, on_host: bool) -> tuple[Average, StepResult]:
         """Return the averages after a step, and the step on the host; waits for the device.
 
         Args:
             sums: The step's.
             on_host: Whether they are computed on the host, or on the device.
         """
-        averages, _, numbers = self._after(sums, on_host=on_host)
-        return averages, self._checked(self._averages.read(numbers.named(numbers.tensor.tolist()), averages, sums))
+        if sums.measured:
+            averages, _, numbers = self._after(sums, on_host=on_host)
+            read = numbers.named(numbers.tensor.tolist())
+            return averages, self._checked(self._averages.read(read, averages, sums))
+        return self._averages.now, self._not_measured(sums, *sums.read())
+
+    def _not_measured(self, sums: StepSums, check: float, shared: Mapping[str, float]) -> StepResult:
+        """Return a step without a sample, from its numbers on the host as :meth:`StepSums.read` returns them."""
+        return replace(
+            self._averages.evaluate(self._averages.now, sums.plan.scale),
+            sigma2=math.nan,
+            mu2=math.nan,
+            squared_norm=check if "c" in sums.numbers else math.nan,
+            skipped=not math.isfinite(check),
+            shared=shared,
+        )
 
     def _apply_rule(self, r: float, scale: float, group: int | None) -> tuple[float, float]:
         return self._rule(
@@ -239,7 +256,7 @@ class AdaScaleAlgorithm:
         """
         self.synchronize()
         sums = self._passes.finish()
-        self._leave_out(self._read(sums, on_host=not self._on_device(sums))[1])
+        self._leave_out(self._on_host(sums, on_host=not self._on_device(sums))[1])
         self._end_step()
 
     def _leave_out(self, step: StepResult) -> None:
@@ -277,7 +294,11 @@ class AdaScaleAlgorithm:
         pending, self._pending = self._pending, None
         if pending is not None:
             sums, averages, numbers, copy, answer = pending
-            step = self._checked(self._averages.read(numbers.named(copy.read()), averages, sums))
+            read = numbers.named(copy.read())
+            if answer is None:
+                step = self._checked(self._averages.read(read, averages, sums))
+            else:
+                step = self._not_measured(sums, read["check"][0], {name: read[name][0] for name in sums.shared})
             if step.skipped:
                 self.last = replace(self.last, skipped=True, shared=step.shared)
             else:

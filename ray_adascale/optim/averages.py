@@ -211,7 +211,7 @@ class Averages:
             gain=gains[-1],
             sigma2=sigma2,
             mu2=mu2,
-            squared_norm=mu2 + sigma2 / scale if sums.measured else check if "c" in sums.numbers else math.nan,
+            squared_norm=mu2 + sigma2 / scale if sums.measured else check,
             skipped=not math.isfinite(check),
             shared={name: numbers[name][0] for name in sums.shared_names},
             identity=numbers["identity"][0] if "identity" in numbers else 0.0,

@@ -115,17 +115,15 @@ class InferredPasses:
     def _clear_passes(self) -> None:
         if self.measurement.under_way:
             self.plans.expect(None)  # else it is of a step yet to begin: gradients may be cleared before it
-        self._begin_count()
-        self.measurement.clear()
-
-    def _begin_count(self) -> None:
         self.passes = 0
         self._too_many = self._uncleared = self._broken = False
+        self.measurement.clear()
 
     def end_step(self) -> None:
         """End the step: it was taken, or is left out for good."""
         sampled = self.measurement.observer is None or self.measurement.sampled
-        self._begin_count()
+        self.passes = 0
+        self._too_many = self._uncleared = self._broken = False
         self.measurement.end_step()
         self.plans.end(sampled=sampled)
         if self.plans.unsampled == _UNSAMPLED:

@@ -217,7 +217,7 @@ class LEGWRule:
             warn_at_user(
                 f"LEGW's warm-up of {warmup:g} effective steps (scale {now.scale:g} × {self.base_warmup_epochs:g} epochs × "
                 f"{per_epoch:g} base steps) is longer than the whole run of {now.total_steps:g}: the LR never gets to √S. "
-                "Lower base_warmup_epochs or the scale."
+                "Lower base_warmup_epochs or the scale.",
             )
         return legw_factor(now.scale, now.effective_steps, self.base_warmup_epochs, per_epoch), now.scale
 
@@ -246,7 +246,7 @@ class LEGWRule:
                 warn_at_user(
                     f"The schedule begins by raising the LR (group {g}: from {rates[0]:g} to {changed:g}), and LEGW has a "
                     f"warm-up of {self.base_warmup_epochs:g} epochs: both apply. Take the schedule's warm-up out, or set "
-                    "base_warmup_epochs=0."
+                    "base_warmup_epochs=0.",
                 )
                 return
 
@@ -255,7 +255,7 @@ class LEGWRule:
         if self._scale is not None and scale != self._scale:
             warn_at_user(
                 f"The scale changed from {self._scale:g} to {scale:g} under LEGW, whose warm-up is S times as long: the LR "
-                "may jump. Its authors define it for a constant batch size only."
+                "may jump. Its authors define it for a constant batch size only.",
             )
         self._scale = scale
 

@@ -104,7 +104,7 @@ class StepGradients:
     @property
     def kept(self) -> Sequence[Tensor | None]:
         """The tensors in which the step's gradients are, as the loop may change them."""
-        return [p.grad for params in self._groups for p in params]
+        return [p.grad for group in self._optimizer.param_groups for p in group["params"]]
 
     def of_step(self) -> list[Tensor]:
         """Return the gradients that the optimizer will use on this worker."""

@@ -195,7 +195,11 @@ class Stages:
 
         From T on they don't act: the loop ends the run.
         """
-        due = run.effective_steps < run.total_steps and self.due(run.effective_steps)
+        tau = run.effective_steps
+        due = tau < run.total_steps and self.due(tau)
         flags, self.sent = self.sent, BoundaryFlags.NONE
-        reasons = (stage.act(run, flags) for stage in self._stages)
-        return next((reason for reason in reasons if reason is not None), None) if due else None
+        for stage in self._stages if due else ():
+            reason = stage.act(run, flags)
+            if reason is not None:
+                return reason
+        return None
