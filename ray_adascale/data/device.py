@@ -22,6 +22,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         # From pinned memory the copy runs while the device computes; else the host would wait for it.
         return (pinned(batch) if device.type == "cuda" else batch).to(device, non_blocking=True)
+    if type(batch) is list:  # of most loaders
+        return [to_device(part, device) for part in batch]
     if callable(getattr(batch, "to", None)):
         moved = batch.to(device)
         return batch if moved is None else moved

@@ -420,10 +420,10 @@ class Run:
 
     def _must_synchronize(self) -> bool:
         """Return whether the host must read the step now, because a stage may have to act at this boundary."""
-        furthest = self._furthest()
-        if self.optimizer.last_step_known or furthest >= self.total_steps:
+        if self.optimizer.last_step_known:
             return True
-        return self._stages.due(furthest)
+        furthest = self._furthest()
+        return furthest >= self.total_steps or self._stages.due(furthest)
 
     def _synchronize(self) -> None:
         """Read the last optimizer step, if it is unread: advance the schedule, compute metrics, call the listeners."""
