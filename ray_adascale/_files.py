@@ -266,10 +266,14 @@ def _storage(path: str, system: Any = None) -> tuple[Any, str]:
     return system, inside
 
 
-def fetched(path: str | os.PathLike[str]) -> Path:
+def fetched(path: str | os.PathLike[str], *, checkpoints: bool = True) -> Path:
     """Return a path to read on this machine: the path, or of a URI a copy of the file or folder, which has its name.
 
     The copy is removed as the process ends.
+
+    Args:
+        path: The path or the URI.
+        checkpoints: Whether the copy of a run has the run's checkpoints, which are large.
 
     Raises:
         ValueError: There is nothing at the URI, or it has credentials.
@@ -280,14 +284,25 @@ def fetched(path: str | os.PathLike[str]) -> Path:
     import pyarrow.fs
 
     system, inside = _storage(absolute(given))
-    kind = system.get_file_info(inside).type
-    if kind == pyarrow.fs.FileType.NotFound:
+    info = system.get_file_info(inside)
+    if info.type == pyarrow.fs.FileType.NotFound:
         raise ValueError(f"Invalid path {given!r}: no such file or folder.")
     copy = scratch_folder("fetched") / split(given)[1]
-    if kind == pyarrow.fs.FileType.Directory:
-        copy.mkdir()
-    pyarrow.fs.copy_files(inside, str(copy), system, pyarrow.fs.LocalFileSystem())
+    _fetch(system, info, copy, "" if checkpoints else "checkpoint_")
     return copy
+
+
+def _fetch(system: Any, info: Any, to: Path, without: str) -> None:
+    """Copy a file or folder of a storage. With ``without`` the folder's folders whose names begin so are left out."""
+    import pyarrow.fs
+
+    if info.is_file:
+        pyarrow.fs.copy_files(info.path, str(to), system, pyarrow.fs.LocalFileSystem())
+        return
+    to.mkdir()
+    for each in system.get_file_info(pyarrow.fs.FileSelector(info.path)):
+        if each.is_file or not without or not each.base_name.startswith(without):
+            _fetch(system, each, to / each.base_name, without)
 
 
 def write_json(path: str, value: Any) -> None:

@@ -146,6 +146,9 @@ def test_what_a_uri_names_is_copied_under_its_name_and_a_path_stays(
     assert not folder.is_relative_to(tmp_path)
     assert (folder / "in" / "x.txt").read_text() == file.read_text() == "x"
     assert file.name == "x.txt"
+    (tmp_path / "my run" / "checkpoint_1").mkdir()
+    light = fetched((tmp_path / "my run").as_uri(), checkpoints=False)
+    assert [path.name for path in light.iterdir()] == ["in"]
     monkeypatch.setenv("HOME", str(tmp_path))
     assert fetched("~/my run") == fetched(tmp_path / "my run") == tmp_path / "my run"
     with pytest.raises(ValueError, match=r"Invalid path 'file:.*/none': no such file or folder"):

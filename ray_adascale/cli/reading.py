@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .._files import fetched
 from ..config import AdaScaleConfig
 from .command import Command
 from .options import option
@@ -28,8 +29,8 @@ class Forecast(Command):
         recipe: The file that `ray-adascale tune` wrote.
         workers: Numbers of workers.
         measure: Time the workload's steps on this machine for a few seconds: gives wall time.
-        run: Folder of a run on several workers, with the same --per-worker-batch-size, for the time of synchronisation in its
-            trace; needs ``measure``; may be given again.
+        run: Folder (path or URI) of a run on several workers, with the same --per-worker-batch-size, for the time of
+            synchronisation in its trace; needs ``measure``; may be given again.
         cost_per_worker_hour: Price of a worker's hour in any currency; needs ``measure``.
         json: Print JSON instead of the table.
         plot: Write a plot as well: .png, .svg or .pdf (needs matplotlib).
@@ -82,7 +83,7 @@ class Forecast(Command):
                 recipe.hyperparameters,
                 per_worker_batch_size=config.per_worker_batch_size or recipe.base_batch_size,
                 config=config.with_recipe(replace(recipe, settings=None)),
-                runs=[trace_path(run) for run in self.run],
+                runs=[trace_path(fetched(run, checkpoints=False)) for run in self.run],
                 base_batch_size=recipe.base_batch_size,
             )
         except ValueError:
@@ -98,7 +99,7 @@ class Report(Command):
     ray-adascale report runs/base runs/big --recipe recipe.json -o report.html
 
     Attributes:
-        runs: A run's folder, or its trace.jsonl; the base run first, if there is one.
+        runs: A run's folder (path or URI), or its trace.jsonl; the base run first, if there is one.
         recipe: Show this recipe, and compare its forecast with the steps taken.
         tensorboard: Write TensorBoard event files there too, against steps and against effective steps.
         output: File of the page.
@@ -116,12 +117,13 @@ class Report(Command):
         from ..recipe import Recipe
 
         recipe = None if self.recipe is None else Recipe.load(self.recipe)
+        runs = [fetched(run, checkpoints=False) for run in self.runs]
         if self.tensorboard:
-            for run in with_distinct_labels([load_run(run) for run in self.runs]):
+            for run in with_distinct_labels([load_run(run) for run in runs]):
                 write_events(run, self.tensorboard)
             print(f"Event files are in {self.tensorboard}: tensorboard --logdir {self.tensorboard}")
         replaced = ", in place of an earlier page" * Path(self.output).is_file()
-        print(f"Written to {write_report(self.runs, self.output, recipe=recipe)}{replaced}")
+        print(f"Written to {write_report(runs, self.output, recipe=recipe)}{replaced}")
         return 0
 
 
@@ -130,7 +132,7 @@ class Describe(Command):
     """Describe a recipe, a checkpoint, a run or a search, and check that it is whole.
 
     Attributes:
-        path: A recipe's file, or the folder of a checkpoint, a run or a search; its path or URI.
+        path: A recipe's file, or the folder of a checkpoint, a run or a search: a path or a URI.
     """
 
     path: str = option()

@@ -130,11 +130,14 @@ def test_forecast_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writ
         write_rows(tmp_path / "run" / "trace.jsonl", [row(1)])
         words = [f"--measure={WORKLOAD}", f"--run={tmp_path / 'run'}", "--cost-per-worker-hour=2", "--rule=linear"]
         (found,) = json.loads(cli("forecast", RECIPE, "--workers=1", "--json", *words).out)["rows"]
+        ours = seen["runs"]
+        cli("forecast", RECIPE, f"--measure={WORKLOAD}", f"--run={(tmp_path / 'run').as_uri()}")
     assert (found["seconds"], found["cost"]) == (3600, 2)  # 100 steps of 36 s
     assert seen["workload"].__name__ == "regression"
     assert seen["hyperparameters"] == Recipe.load(RECIPE).hyperparameters
     assert (seen["per_worker_batch_size"], seen["base_batch_size"]) == (32, 32)
-    assert seen["runs"] == [tmp_path / "run" / "trace.jsonl"]
+    assert ours == [tmp_path / "run" / "trace.jsonl"]
+    assert (seen["runs"][0].parent.name, seen["runs"][0].is_relative_to(tmp_path)) == ("run", False)
     spec = f"{write('mine_fails.py', 'def workload(config): return config[chr(33)]')}:workload"
     assert (
         cli("forecast", RECIPE, f"--measure={spec}", code=1).err
@@ -154,6 +157,9 @@ def test_report_and_describe(tmp_path: Path, cli: Any) -> None:
     assert len(list((tmp_path / "run").glob("events*"))) == 1
     assert cli("report", *words[:-1]).out == f"Written to {page}, in place of an earlier page\n"
     assert "d7fc38d57e4afeae" in page.read_text()
+    there = [(tmp_path / "run").as_uri(), f"--recipe={RECIPE}", "-o", tmp_path / "again.html"]
+    assert cli("report", *there).out == f"Written to {there[-1]}\n"
+    assert there[-1].read_text().replace("again", "page") == page.read_text()
     assert "accuracy = 0.97 (max)" in cli("describe", RECIPE).out
     edited.write_text(RECIPE.read_text().replace('"momentum": 0.9,', '"momentum": 0.8,'))
     assert "EDITED" in cli("describe", edited, code=1).out
