@@ -163,7 +163,7 @@ class StepLog:
     def close(self) -> None:
         """Write the last row of the trace."""
         if self._trace is not None:
-            self._trace.left()
+            self._trace.after_loop()
             self._trace = None
         self._examples, self._since = 0, time.monotonic()
 
@@ -187,7 +187,7 @@ class StepLog:
         self._lr = self._schedule.get_last_lr()[0]  # of the coming step, before the gain
         self._update()
         if self._trace is not None:
-            self._trace.left()
+            self._trace.after_loop()
         if self._path is not None:
             self._tau = self._adascale.effective_steps
 

@@ -305,7 +305,7 @@ class Run:
                     yield self.source.on_device(batch.batch, self.backend.device)
                     passes.check_ended()
                     if self._extra is not None:
-                        self._extra.look(stepped=False)
+                        self._extra.compare(stepped=False)
                 self._pulse.enter(Phase.BOUNDARY)
                 if self.stopped is None:
                     self._finish(TOTAL_STEPS_REACHED)
@@ -313,7 +313,7 @@ class Run:
             self._loop_seconds = time.monotonic() - entered
             self.source.close()
             for listener in self.parts.listeners:
-                listener.left()
+                listener.after_loop()
 
     def __bool__(self) -> bool:
         return True
@@ -398,7 +398,7 @@ class Run:
         if due and (reason := self._stages.act(self)) is not None:
             self._finish(reason)
         if self._extra is not None:
-            self._extra.look(stepped=True)
+            self._extra.compare(stepped=True)
         self._pulse.enter(Phase.BETWEEN)
 
     def _commit(self, own: dict[str, Any], before: StepResult, lr: float) -> Step:

@@ -311,7 +311,7 @@ class ExtraStateHint:
         self._left = _FIRST_STEPS if self._extra else 0
         self._after_step: dict[str, int] | None = None
 
-    def look(self, *, stepped: bool) -> None:
+    def compare(self, *, stepped: bool) -> None:
         """Note the states as a step has ended, or compare them before the next pass begins."""
         if not self._left:
             return

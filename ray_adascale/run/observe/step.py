@@ -63,7 +63,7 @@ class Listener:
             metrics: The metrics of the last report.
         """
 
-    def left(self) -> None:
+    def after_loop(self) -> None:
         """Process the end of the loop for this start, also by ``break`` or by an exception."""
 
     def failed(self) -> None:

@@ -323,7 +323,7 @@ class TraceFile(Listener):
         if self._row is not None:
             self._row.update(metrics)
 
-    def left(self) -> None:
+    def after_loop(self) -> None:
         """Write the last row. No more metrics can be recorded for it."""
         self._write_row()
         self._write(Trace.flush)

@@ -300,7 +300,7 @@ def _on_a_full_disk(folder: str) -> tuple[list[str], list[int], list[int], bool]
         meanwhile = [row["step"] for row in read_trace(path)]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    log.left()  # the next flush
+    log.after_loop()  # the next flush
     return [str(warning.message) for warning in said], meanwhile, [row["step"] for row in read_trace(path)], kept
 
 
@@ -325,7 +325,7 @@ def test_a_start_in_a_folder_that_cannot_be_written_yet_loses_no_row(tmp_path: P
     assert [row["step"] for row in read_trace(path)] == [1, 2, 3, 4, 5]
     folder.unlink()
     take_steps(log, 1, first=6)
-    log.left()
+    log.after_loop()
     assert [row["step"] for row in read_trace(folder / TRACE)] == [1, 2, 3, 4, 5, 6]
     assert log.files()[TRACE][0] == folder / TRACE
 
@@ -343,12 +343,12 @@ def test_an_older_start_writes_nothing_once_a_newer_one_has_begun(
     newer = TraceFile(tmp_path / TRACE, rows(1, 2, 3))
     take_steps(newer, 3, first=4)
     if not unwritten:
-        newer.left()
+        newer.after_loop()
     before = (tmp_path / TRACE).read_bytes()
     assert before != begun
     take_steps(older, 4, first=6)
     with pytest.warns(RuntimeWarning, match="later start"):
-        older.left()
+        older.after_loop()
     take_steps(older, 20, first=10)
     older.ended("failed", {})
     assert older.files() == {}
