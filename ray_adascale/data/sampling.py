@@ -21,7 +21,7 @@ Sampling = Iterable[int] | Callable[[int], Iterable[int]]
 
 _REMEDY = (
     "Let it draw from torch's, Python's or NumPy's global generator, or from a torch.Generator that is its attribute .generator: "
-    "they are seeded by (seed, epoch). In place of a count of its own give it set_epoch(epoch)."
+    "they are seeded by (seed, epoch). If it counts epochs, give it set_epoch(epoch) instead."
 )
 
 
