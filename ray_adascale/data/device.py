@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import with_parts
+from .._torch import leaves, with_parts
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -60,6 +60,10 @@ class Pinnable:
         return Pinnable(_with_tensors(self.batch, pinned))
 
 
+_AHEAD = 2
+"""Most batches that are copied and not yet used: the next one, and the one after it."""
+
+
 class CopiesAhead:
     """Copies batches to a GPU on a stream of its own, each while the GPU computes with the one before.
 
@@ -71,35 +75,33 @@ class CopiesAhead:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._begun = deque[tuple[Any, Any, list[Tensor], torch.cuda.Event]]()
+        self._begun = deque[tuple[Any, Any, torch.cuda.Event]]()
 
     def ahead(self, loaded: Iterator[Pinnable]) -> Iterator[Any]:
         """Yield the batches of an endless iterator, on the host, each once the copy of the next one has begun."""
-        self._begun.clear()
-        return (batch for batch, _ in itertools.pairwise(map(self._begin, loaded)))
+        try:
+            for batch, _ in itertools.pairwise(map(self._begin, loaded)):
+                yield batch
+        finally:
+            self._begun.clear()
 
     def _begin(self, loaded: Pinnable) -> Any:
-        copies: list[Tensor] = []
-
-        def copied(tensor: Tensor) -> Tensor:
-            if _is_plain(tensor):
-                tensor = tensor.to(self._device, non_blocking=True)
-                copies.append(tensor)
-            return tensor
-
-        with torch.cuda.stream(self._stream):
-            batch = _with_tensors(loaded.batch, copied)
-        self._begun.append((loaded.batch, batch, copies, self._stream.record_event()))
+        moved = loaded.batch
+        if len(self._begun) < _AHEAD:  # else a whole step is loaded before its first pass, for its weights
+            with torch.cuda.stream(self._stream):
+                moved = _with_tensors(moved, lambda t: t.to(self._device, non_blocking=True) if _is_plain(t) else t)
+        self._begun.append((loaded.batch, moved, self._stream.record_event()))
         return loaded.batch
 
     def arrived(self, batch: Any) -> Any:
         """Return a batch of :meth:`ahead` on the device. The current stream waits for its copy; the host does not."""
         while True:
-            host, moved, copies, event = self._begun.popleft()
+            host, moved, event = self._begun.popleft()
             if host is batch:  # else it was discarded, since its step was split anew
                 break
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(event)
-        for tensor in copies:
-            tensor.record_stream(stream)  # else its memory would be used again while this stream reads it
+        for part in leaves(moved):
+            if isinstance(part, Tensor) and part.is_cuda:
+                part.record_stream(stream)  # else its memory would be used again while this stream reads it
         return to_device(moved, self._device)

@@ -214,10 +214,9 @@ class MapSource(BatchSource):
     def _begun(self) -> Iterator[Any]:
         """Return the batches from ``position`` on, from processes that have the dataset as it is now."""
         self._seen_in = self.epoch, None if self._loader is None else state_of(self._fetch)
-        if self._loader is None:
-            return (self._fetch(*request) for request in iter(self._requests))
-        loaded = iter(self._loader)
-        return loaded if self._copies is None else self._copies.ahead(loaded)
+        fetched = (self._fetch(*request) for request in iter(self._requests))
+        batches = fetched if self._loader is None else iter(self._loader)
+        return batches if self._copies is None else self._copies.ahead(batches)
 
     def _until_changed(self, batches: Iterator[Any]) -> Generator[MicroBatch, None, None]:
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import threading
 import unittest.mock
@@ -16,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run
-from ray_adascale.data import device
+from ray_adascale.data import device, make_source
+from ray_adascale.data.device import CopiesAhead, Pinnable
 from ray_adascale.data.order import BatchSplit, ExampleOrder
 from ray_adascale.data.source import MapSource
 
@@ -176,3 +178,29 @@ def test_a_run_waits_for_no_batch_and_resumes_exactly(simulated_pool: Pool, tmp_
     assert trained(2, "resumed", times=2)[0] == weights
     with pytest.raises(RankFailed, match="Target 77 is out of bounds"):  # what memory holds before a copy
         trained(2, "fault", fault=True)
+
+
+class Streamed(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.arange(12.0, device="cpu")
+
+
+def _other_batches() -> tuple[list[int], list[float], list[bool]]:
+    """Batches that are copied before any is used; what then arrives; and whether those of an iterable are pinned."""
+    gpu = torch.device("cuda:0")
+    copies = CopiesAhead(gpu)
+    loaded = (Pinnable(torch.full((2,), float(i), device="cpu")).pin_memory() for i in itertools.count())
+    with unittest.mock.patch.object(device, "_with_tensors", wraps=device._with_tensors) as copied:
+        batches = copies.ahead(loaded)
+        step = [next(batches) for _ in range(4)]  # as for the weights of a step of four passes
+        begun = [int(call.args[0][0]) for call in copied.call_args_list if call.args[1] is not device.pinned]
+        arrived = [float(copies.arrived(batch)[0]) for batch in step]
+    with may_start_processes():
+        source = make_source(Streamed(), BatchSplit(4), ExampleOrder(), num_workers=1, device=gpu)
+        pinned = [micro_batch.batch.is_pinned() for micro_batch in itertools.islice(source, 2)]
+        source.close()
+    return begun, arrived, pinned
+
+
+def test_of_a_step_that_is_loaded_whole_two_batches_are_copied_ahead(simulated_pool: Pool) -> None:
+    assert simulated_pool(1).run(_other_batches) == [([0, 1], [0, 1, 2, 3], [True, True])]
