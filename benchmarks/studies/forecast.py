@@ -1,20 +1,22 @@
 """Forecast against actual steps: 20 small workloads at S = 4, 16 and 64, the error of the forecast, and the time left.
 
-    python benchmarks/studies/forecast.py --data runs/forecast    all of it: about an hour on one core
-    python benchmarks/studies/forecast.py --only report           the tables of the kept runs
-    python benchmarks/studies/forecast.py --smoke                 seconds: check that it runs
+    python benchmarks/studies/forecast.py                 all that is missing: about an hour on one core if nothing is kept
+    python benchmarks/studies/forecast.py --only report   the tables of the runs that are there
+    python benchmarks/studies/forecast.py --smoke         seconds: check that it runs
 
-Records base runs with three seeds, as ``Search(repeats=2)`` would, and runs each scale with five other seeds, in this
-process, with accumulation in place of workers. The runs are kept in files, and an interrupted study continues from them. Then it
-forecasts from the base runs' noise alone, and prints every row. ``forecast_workloads.py`` has the cases.
+Runs each scale with five seeds, in this process, with accumulation in place of workers; these runs are kept in
+``benchmarks/studies/kept/forecast.jsonl``. Records base runs with three other seeds, with the noise as in the run that confirms
+a search's winner. Then it forecasts from one base run, as after a search, and prints every row; and sums up the forecasts
+from three, as after a search with repeats. An interrupted study continues. ``forecast_workloads.py`` has the cases.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
+import itertools
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from forecast_workloads import Case, cases
-from study import announce, kept
+from study import announce, prepare_process, read_runs, run_all
 
 from ray_adascale import AdaScaleConfig, Recipe, Run, forecast_recipe, record_recipe, seed_everything
 from ray_adascale.forecast.replay import Forecaster
@@ -37,6 +38,7 @@ from bench import markdown
 SCALES: tuple[int, ...] = (4, 16, 64)
 PASSES = 4
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5)  # of T: values of τ at which the time left is compared
+KEPT = "benchmarks/studies/kept/forecast.jsonl"
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -59,10 +61,36 @@ def joined(recipes: Sequence[Recipe]) -> Recipe:
     return replace(winner, repeats=[Repeat(seed=r.seed, score=r.score, noise=r.noise) for r in others])
 
 
-def scaled_run(case: Case, recipe: Recipe, scale: int, seed: int) -> dict[str, Any]:
-    """Return the gain of each optimizer step of a scaled run, and its score."""
-    seed_everything(seed)
-    config = batch_of(recipe.base_batch_size, scale, seed)
+@dataclass(frozen=True)
+class Job:
+    """A scaled run: the name of its case, S and its seed."""
+
+    case: str
+    scale: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The outcome of a scaled run.
+
+    Attributes:
+        steps: Optimizer steps.
+        score: The metric at the end.
+        passed: Step and τ at which τ passes each of :data:`SHARES` of T, but not at the last step.
+    """
+
+    steps: int
+    score: float
+    passed: list[list[float]]
+
+
+def scaled_run(of: Mapping[str, Case], data: Path, base_seed: int, job: Job) -> Scaled:
+    """Run a case at a larger scale."""
+    case = of[job.case]
+    (recipe,) = base_runs(case, data, [base_seed])
+    seed_everything(job.seed)
+    config = batch_of(recipe.base_batch_size, job.scale, job.seed)
     built = build(case.workload, case.hyperparameters, config.with_recipe(recipe), recipe)
     scaled = Run.of(built, config, recipe=recipe)
     gains = []
@@ -70,7 +98,18 @@ def scaled_run(case: Case, recipe: Recipe, scale: int, seed: int) -> dict[str, A
         scaled.backward(built.loss_fn(scaled.model, batch))
         if scaled.step():
             gains.append(scaled.gain)
-    return {"gains": gains, "score": scaled.summary()[built.metric]}
+    return Scaled(len(gains), scaled.summary()[built.metric], passed(gains, recipe.total_steps))
+
+
+def passed(gains: Sequence[float], total_steps: float) -> list[list[float]]:
+    """Return the steps, and τ after them, at which τ passes each of :data:`SHARES`, but not at the last step."""
+    taus = list(itertools.accumulate(gains))[:-1]
+    found = []
+    for share in SHARES:
+        step = bisect.bisect_left(taus, share * total_steps)
+        if step < len(taus):
+            found.append([step + 1, taus[step]])
+    return found
 
 
 def base_runs(case: Case, data: Path, seeds: Sequence[int]) -> list[Recipe]:
@@ -83,12 +122,6 @@ def base_runs(case: Case, data: Path, seeds: Sequence[int]) -> list[Recipe]:
             base_run(case, seed).save(path)
         recipes.append(Recipe.load(path))
     return recipes
-
-
-def scaled_runs(case: Case, data: Path, scale: int, seeds: Sequence[int], recipe: Recipe) -> list[dict[str, Any]]:
-    """Return the scaled runs of a case; those without a file are run first."""
-    folder = data / _slug(case.name)
-    return [kept(folder / f"S{scale}-{seed}.json", partial(scaled_run, case, recipe, scale, seed)) for seed in seeds]
 
 
 def _slug(name: str) -> str:
@@ -189,26 +222,21 @@ class Estimate:
         return (self.done + self.estimated) / (self.done + self.left) - 1
 
 
-def estimates_of(recipe: Recipe, scale: int, gains: Sequence[float]) -> dict[float, dict[str, Estimate]]:
-    """Estimate the steps left at each share of T, in a run with these gains.
+def estimates_of(recipe: Recipe, scale: int, run: Scaled) -> dict[float, dict[str, Estimate]]:
+    """Estimate the steps left at each share of T that the run has passed.
 
     Returns:
         By share, two estimates: "forecast", and "rough", (T − τ)/r̄.
     """
-    total = recipe.total_steps
     forecast = Forecaster(recipe).at(scale).expected
     found: dict[float, dict[str, Estimate]] = {}
-    tau = 0.0
-    for step, gain in enumerate(gains, start=1):
-        tau += gain
-        for share in SHARES:
-            if share not in found and tau >= share * total and step < len(gains):
-                ways = {"forecast": forecast.steps_left(tau), "rough": (total - tau) * step / tau}
-                found[share] = {way: Estimate(steps, len(gains) - step, step) for way, steps in ways.items()}
+    for share, (step, tau) in zip(SHARES, run.passed, strict=False):
+        ways = {"forecast": forecast.steps_left(tau), "rough": (recipe.total_steps - tau) * step / tau}
+        found[share] = {way: Estimate(steps, run.steps - int(step), int(step)) for way, steps in ways.items()}
     return found
 
 
-def row_of(case: Case, recipe: Recipe, scale: int, runs: Sequence[Mapping[str, Any]]) -> Row:
+def row_of(case: Case, recipe: Recipe, scale: int, runs: Sequence[Scaled]) -> Row:
     """Return the forecast of a recipe beside the runs."""
     predicted = forecast_recipe(recipe, workers=[1], config=batch_of(recipe.base_batch_size, scale)).rows[0]
     return Row(
@@ -217,10 +245,10 @@ def row_of(case: Case, recipe: Recipe, scale: int, runs: Sequence[Mapping[str, A
         forecast=predicted.steps,
         low=predicted.low,
         high=predicted.high,
-        steps=[len(run["gains"]) for run in runs],
+        steps=[run.steps for run in runs],
         base_score=f"{recipe.metric} {recipe.score:.3f}",
-        score=statistics.mean(run["score"] for run in runs),
-        left=[estimates_of(recipe, scale, run["gains"]) for run in runs],
+        score=statistics.mean(run.score for run in runs),
+        left=[estimates_of(recipe, scale, run) for run in runs],
     )
 
 
@@ -259,64 +287,57 @@ def _count(things: Iterable[Any], holds: Callable[[Any], bool]) -> str:
     return f"{sum(found)} of {len(found)}"
 
 
-def report(chosen: Mapping[str, Sequence[Case]], args: argparse.Namespace, scales: Sequence[int]) -> None:
-    """Print the kept runs, a table for each group of cases."""
+def report(
+    chosen: Mapping[str, Sequence[Case]], args: argparse.Namespace, scales: Sequence[int], found: Mapping[Job, Scaled]
+) -> None:
+    """Print the runs that are there, a table for each group of cases."""
     for kind, of_kind in chosen.items():
-        rows: list[Row] = []
-        single: list[Row] = []
+        rows: dict[str, list[Row]] = {}
         for case in of_kind:
-            folder = args.data / _slug(case.name)
-            if not all((folder / f"base-{seed}.json").exists() for seed in args.base_seeds):
-                continue
-            recipes = base_runs(case, args.data, args.base_seeds)
             for scale in scales:
-                seeds = [seed for seed in args.seeds if (folder / f"S{scale}-{seed}.json").exists()]
-                if not seeds:
+                runs = [found[job] for seed in args.seeds if (job := Job(case.name, scale, seed)) in found]
+                if not runs:
                     continue
-                runs = scaled_runs(case, args.data, scale, seeds, recipes[0])
-                rows.append(row_of(case, joined(recipes), scale, runs))
-                single.extend(row_of(case, joined([one]), scale, runs) for one in recipes)
+                recipes = base_runs(case, args.data, args.base_seeds)
+                for seed, recipe in zip(args.base_seeds, recipes, strict=True):
+                    rows.setdefault(f"Seed {seed}", []).append(row_of(case, recipe, scale, runs))
+                rows.setdefault("All seeds together", []).append(row_of(case, joined(recipes), scale, runs))
         if not rows:
             continue
-        print(f"\n{kind}\n\n{markdown(HEADINGS, [row.cells() for row in rows])}")
-        print("", *summary(rows), sep="\n")
-        print(f"One seed alone: {summary(single)[0]} {summary(single)[2]}")
-        print(f"\n{left_table(rows)}", flush=True)
+        first = rows[f"Seed {args.base_seeds[0]}"]
+        print(f"\n{kind}\n\n{markdown(HEADINGS, [row.cells() for row in first])}\n")
+        for name, of_name in rows.items():
+            print(f"{name}: {' '.join(summary(of_name))}")
+        print(f"\n{left_table(first)}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Forecast against actual steps.")
     parser.add_argument("--smoke", action="store_true", help="one short case: only check that it runs")
-    parser.add_argument("--data", type=Path, default=Path("runs/forecast"), help="kept runs (default: %(default)s)")
-    parser.add_argument(
-        "--only", choices=("base", "run", "report"), help="train (base runs only), or print; default: all"
-    )
+    parser.add_argument("--runs", type=Path, default=Path(KEPT), help="scaled runs (default: %(default)s)")
+    parser.add_argument("--data", type=Path, default=Path("runs/forecast"), help="base runs (default: %(default)s)")
+    parser.add_argument("--only", choices=("run", "report"), help="train, or print; default: both")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="beginnings of the names of cases; default: all")
-    parser.add_argument("--base-seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the base runs")
+    parser.add_argument("--base-seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of the base runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12, 13, 14], help="seeds of the scaled runs")
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # at every larger scale the batch exceeds the noise scale
-    torch.set_num_threads(1)
+    prepare_process()
     chosen, scales = cases(), SCALES
     if args.smoke:
         chosen, scales = {"smoke": [replace(chosen["found on"][1], total_steps=200)]}, (4,)
-        args.base_seeds, args.seeds = args.base_seeds[:1], args.seeds[:1]
+        args.base_seeds, args.seeds, args.runs = args.base_seeds[:1], args.seeds[:1], args.data / "scaled.jsonl"
     if args.cases:
         chosen = {kind: [c for c in found if c.name.startswith(tuple(args.cases))] for kind, found in chosen.items()}
-    started = time.monotonic()
     announce(args.data)
+    of = {case.name: case for found in chosen.values() for case in found}
     if args.only != "report":
-        for case in (case for found in chosen.values() for case in found):
-            base_runs(case, args.data, args.base_seeds)
-    if args.only not in ("base", "report"):
-        for seed in range(len(args.seeds)):  # every case gets its first seed before any gets its second
-            for case in (case for found in chosen.values() for case in found):
-                recipe = base_runs(case, args.data, args.base_seeds)[0]
-                for scale in scales:
-                    scaled_runs(case, args.data, scale, args.seeds[: seed + 1], recipe)
-                print(f"{time.monotonic() - started:5.0f} s  {case.name}, seed {args.seeds[seed]}", file=sys.stderr)
-    if args.only not in ("base", "run"):
-        report(chosen, args, scales)
+        # Every case gets its first seed before any gets its second.
+        rounds = [(f"seed {seed}", [Job(name, scale, seed) for name in of for scale in scales]) for seed in args.seeds]
+        do = partial(scaled_run, of, args.data, args.base_seeds[0])
+        run_all(args.runs, Job, Scaled, do, lambda _: rounds, lambda job, run: f"{job}: {run.steps} steps")
+    if args.only != "run":
+        report(chosen, args, scales, read_runs(args.runs, Job, Scaled))
 
 
 if __name__ == "__main__":

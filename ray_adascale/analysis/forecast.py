@@ -377,7 +377,7 @@ def _notes(
     notes = list(filter(None, [forecast_advice(recipe.optimizer_class)]))
     if rows[-1].scale > _FAR:
         notes.append(
-            f"Above S = {_FAR} a forecast is rough: of twelve at S = 64, eight were within a quarter of the actual steps."
+            f"Above S = {_FAR} a forecast is rough: of twelve at S = 64, six were within a quarter of the actual steps."
         )
     if forecaster.seeds == 1:
         notes.append(
@@ -389,7 +389,7 @@ def _notes(
             f"{' and '.join(f'{m:g}' for m in forecaster.momenta)}, and the steps are those without momentum. Make it anew for a "
             "closer one."
         )
-    probes = len(recipe.noise) + sum(len(repeat.noise) for repeat in recipe.repeats)
+    probes = sum(map(len, recipe.noise_by_seed))
     if probes < 40:
         notes.append(
             f"Only {probes} probes: at large scales the steps are rough. A search with a smaller --probe-every has more."
