@@ -51,7 +51,7 @@ def _press_ctrl_c(process: subprocess.Popen[str]) -> str:
 Act = tuple[re.Pattern[str], Callable[[subprocess.Popen[str]], str]]
 STEPS: list[tuple[str, str, list[Act], int]] = [
     # The name of the output, the command, the actions with the lines that start them, and the exit code.
-    ("tune", f"ray-adascale tune {WORKLOAD} --base-batch-size 8 --total-steps 3000 --num-samples 4 --repeats 1", [], 0),
+    ("tune", f"ray-adascale tune {WORKLOAD} --base-batch-size 8 --total-steps 3000 --num-samples 4", [], 0),
     ("forecast", "ray-adascale forecast recipe.json --workers 1,2,4,8", [], 0),
     (
         "train",

@@ -106,7 +106,7 @@ SETTINGS: dict[str, Check] = {
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseProbe:
-    """The noise at one step of the search's best trial, from a single probe, neither smoothed nor clipped.
+    """The noise at one step of a base run, from a single probe, neither smoothed nor clipped.
 
     Attributes:
         effective_steps: τ at the probe, optimizer steps at the base batch.
@@ -127,27 +127,28 @@ def smoothing_width(tau: Any, total_steps: float) -> Any:
     return np.clip(0.3 * tau, 0.006 * total_steps, 0.05 * total_steps)
 
 
-_MOST, _FEWEST = 56, 10
+_MOST, _FEWEST = 110, 10
 """Measurements of the noise in a long base run and in a short one."""
-_SHARE = 0.1
+SHARE = 0.2
 """Most extra passes of a base run, as a share of T, unless the fewest measurements make more."""
 
 
 @functools.lru_cache(maxsize=4)
-def probe_steps(total_steps: int, every: int | None = None, *, passes: int = 0) -> frozenset[int]:
+def probe_steps(total_steps: int, every: int | None = None, *, passes: int = 0, share: float = SHARE) -> frozenset[int]:
     """Return the steps of a base run at which the noise is measured.
 
     Args:
         total_steps: T.
-        every: Optimizer steps from one to the next. Default: half of :func:`smoothing_width`, which makes about 55
-            measurements. In a short run it is longer: all extra passes are about a tenth of T, or those of ten measurements.
+        every: Optimizer steps from one to the next. Default: a quarter of :func:`smoothing_width`, which makes about 110
+            measurements. In a short run it is longer, as ``share`` says.
         passes: Extra passes of one measurement.
+        share: As :data:`SHARE`.
     """
-    longer = max(1.0, passes * _MOST / max(_SHARE * total_steps, passes * _FEWEST, 1))
+    longer = max(1.0, passes * _MOST / max(share * total_steps, passes * _FEWEST, 1))
     steps, step = [], 0
     while step < total_steps:
         steps.append(step)
-        step += every or max(1, round(smoothing_width(step, total_steps) / 2 * longer))
+        step += every or max(1, round(smoothing_width(step, total_steps) / 4 * longer))
     return frozenset(steps)
 
 
@@ -184,14 +185,14 @@ class Recipe:
         score: The metric's value for these hyperparameters.
         lr_curve: ``lr_curve[group][k]`` is the parameter group's learning rate after k scheduler calls. One value per
             group without a scheduler; with one, a value for each call in a run (``curve_length``).
-        noise: Single probes, in any order.
+        noise: Single probes of the trial, in any order; none where the noise is that of the repeats.
         seed: The base seed of the search, ≥ 0.
         search: Facts about the search, JSON values: trials, searcher, scheduler, failed trials, best trial, wall seconds ...
         workload: The workload's name, ``"file.py:workload"`` or a qualified name. For people only.
         versions: Versions of ray_adascale, torch, ray and python during the search.
         created: Date and time in ISO 8601.
-        repeats: The same hyperparameters with further seeds, if the search had repeats. They show the random part of the
-            score and the spread of the noise.
+        repeats: The same hyperparameters with further seeds: one that confirms the winner, or those of a search with repeats.
+            They show the random part of the score and the spread of the noise.
         settings: The fields of ``AdaScaleConfig`` that change what is trained, with the search's values: ``precision``,
             ``grad_clip``, ``shuffle``, ``drop_last``. A run with other values warns. A missing field is unknown; with None,
             all are.
@@ -247,7 +248,7 @@ class Recipe:
         """Return one short line. The curve and the probes of a recipe fill many screens."""
         return (
             f"Recipe({self.fingerprint}, workload={self.workload!r}, base_batch_size={self.base_batch_size}, "
-            f"total_steps={self.total_steps}, {self.metric}={self.score:.6g}, {len(self.noise)} probes, "
+            f"total_steps={self.total_steps}, {self.metric}={self.score:.6g}, {sum(map(len, self.noise_by_seed))} probes, "
             f"{len(self.repeats)} repeats)"
         )
 
@@ -272,6 +273,11 @@ class Recipe:
         return _sha256(schedule)[:16]
 
     @property
+    def noise_by_seed(self) -> list[list[NoiseProbe]]:
+        """The probes of each base run that has any: the trial, then its repeats."""
+        return [noise for noise in (self.noise, *(repeat.noise for repeat in self.repeats)) if noise]
+
+    @property
     def repeat_scores(self) -> tuple[float, float] | None:
         """Mean and sample standard deviation of the repeats' scores; None with fewer than two repeats.
 
@@ -289,17 +295,12 @@ class Recipe:
         lines = [
             f"Recipe {self.fingerprint} for {self.workload or 'an unnamed workload'}, made {self.created}",
             f"  base batch   {self.base_batch_size} examples, {self.total_steps} effective steps{epochs}",
-            f"  score        {self.metric} = {self.score:.6g} ({self.mode})",
+            f"  score        {self.metric} = {self.score:.6g} ({self.mode}){_describe_repeats(self)}",
             f"  hyperparameters {hyperparameters or 'none'}",
             *(f"  LR, group {g}  {curve} ({unit})" for g, curve in enumerate(curves)),
             f"  noise        {_describe_noise(self)}",
             f"  settings     {_describe_settings(self.settings)}",
         ]
-        if self.repeats:
-            spread = self.repeat_scores
-            mean = "" if spread is None else f", mean {spread[0]:.6g}, standard deviation {spread[1]:.2g}"
-            scores = ", ".join(f"{repeat.score:.6g} (seed {repeat.seed})" for repeat in self.repeats)
-            lines.insert(3, f"  repeats      {scores}{mean}")
         lines += _describe_failures(self.search)
         return "\n".join(lines)
 
@@ -457,6 +458,15 @@ def _describe_curve(curve: list[float]) -> str:
     return f"{curve[0]:.4g} → {curve[-1]:.4g} over {len(curve)} values, highest {max(curve):.4g}"
 
 
+def _describe_repeats(recipe: Recipe) -> str:
+    """Return the number of trials that the score is the best of, and the scores with other seeds."""
+    trials, spread = recipe.search.get("trials"), recipe.repeat_scores
+    of = f", of {trials} trials" if isinstance(trials, int) and trials > 1 else ""
+    scores = ", ".join(f"{repeat.score:.6g} (seed {repeat.seed})" for repeat in recipe.repeats)
+    mean = "" if spread is None else f", mean {spread[0]:.6g}, standard deviation {spread[1]:.2g}"
+    return f"{of}; again {scores}{mean}" if scores else of
+
+
 def _describe_failures(search: Mapping[str, Any]) -> list[str]:
     """Return lines about the failed trials and repeats of a search; none without one."""
     listed = search.get("failed")
@@ -470,16 +480,16 @@ def _describe_settings(settings: dict[str, Any] | None) -> str:
 
 
 def _describe_noise(recipe: Recipe) -> str:
-    if not recipe.noise:
+    first, *others = recipe.noise_by_seed or [[]]
+    if not first:
         return "not probed"
     # A ratio of means over the run: the ratio of single probes has no mean. Probes are denser at the beginning.
-    tau = [probe.effective_steps for probe in recipe.noise]
+    tau = [probe.effective_steps for probe in first]
     share = np.diff([*tau, max(recipe.total_steps, tau[-1] + 1)])
-    sigma2 = float(share @ [probe.sigma2 for probe in recipe.noise])
-    mu2 = float(share @ [probe.mu2 for probe in recipe.noise])
+    sigma2 = float(share @ [probe.sigma2 for probe in first])
+    mu2 = float(share @ [probe.mu2 for probe in first])
     scale = f"about {plain_noise_scale(sigma2, mu2, recipe.base_batch_size):.3g} examples"
     if not (mu2 > 0 and sigma2 >= 0):
         scale = f"unknown: the mean {'σ² is below' if mu2 > 0 else 'μ² is not above'} 0"
-    of_repeats = sum(len(repeat.noise) for repeat in recipe.repeats)
-    more = f" and {of_repeats} in the repeats" if of_repeats else ""
-    return f"{len(recipe.noise)} probes{more}; noise scale over the whole run {scale}"
+    more = f" and {sum(map(len, others))} with other seeds" if any(others) else ""
+    return f"{len(first)} probes{more}; noise scale over the whole run {scale}"

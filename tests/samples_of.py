@@ -16,7 +16,7 @@ from ray_adascale import LocalBackend, Recipe, Workload
 from ray_adascale.batch import StepPlan
 from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.optim.step_result import StepResult
-from ray_adascale.recipe import NoiseProbe, probe_steps
+from ray_adascale.recipe import SHARE, NoiseProbe, probe_steps
 from ray_adascale.run.boundary.backend import ReportPolicy
 from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.run.observe.step import Step
@@ -161,10 +161,10 @@ def step_of(number: int = 1, *, scale: int = 1, row: dict[str, Any] | None = Non
     )
 
 
-def measured_steps(total_steps: int, every: int | None = None) -> list[int]:
+def measured_steps(total_steps: int, every: int | None = None, *, share: float = SHARE) -> list[int]:
     """The steps of a base run that have a measurement of the noise: those with three batches after them, one at a time."""
     found, free = [], 0
-    for step in sorted(probe_steps(total_steps, every, passes=3)):
+    for step in sorted(probe_steps(total_steps, every, passes=3, share=share)):
         if step >= free and step + 3 < total_steps:
             found.append(step)
             free = step + 3

@@ -83,7 +83,9 @@ def test_repeats_say_what_the_score_owes_to_luck() -> None:
     assert recipe().repeat_scores is None
     assert recipe(repeats=REPEATS[:1]).repeat_scores is None
     text = recipe(repeats=REPEATS).describe()
-    assert "repeats      0.9 (seed 7), 0.96 (seed 8), mean 0.93, standard deviation 0.042" in text
+    assert "(max), of 16 trials; again 0.9 (seed 7), 0.96 (seed 8), mean 0.93, standard deviation 0.042" in text
+    confirmed = recipe(repeats=REPEATS[:1], search={"trials": 8}).describe()
+    assert "score        accuracy = 0.97 (max), of 8 trials; again 0.9 (seed 7)\n" in confirmed
 
 
 @pytest.mark.parametrize(
@@ -420,7 +422,10 @@ def test_the_description_has_what_people_ask_for() -> None:
     noise = [NoiseProbe(effective_steps=t, sigma2=4, mu2=2) for t in (0, 50)]
     assert "about 64 examples" in recipe(noise=noise).describe()  # 32 · 8 / 4
     repeats = [Repeat(seed=1, score=0.9, noise=noise), Repeat(seed=2, score=0.9, noise=noise)]
-    assert "2 probes and 4 in the repeats; noise" in recipe(noise=noise, repeats=repeats).describe()
+    assert "2 probes and 4 with other seeds; noise" in recipe(noise=noise, repeats=repeats).describe()
+    confirmed = recipe(noise=[], repeats=repeats[:1])  # as of a search whose trials measure nothing
+    assert "2 probes; noise scale over the whole run about 64 examples" in confirmed.describe()
+    assert "2 probes, 1 repeats" in repr(confirmed)
     assert "not probed" in recipe(noise=[]).describe()
     assert "settings     not kept" in text
     assert "settings     precision='bf16', grad_clip=1.0" in recipe(settings=SETTINGS).describe()

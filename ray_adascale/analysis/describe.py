@@ -53,7 +53,7 @@ def _describe_recipe(path: Path) -> tuple[str, bool]:
     except RecipeError:
         recipe = Recipe.load(path, accept_edits=True)  # other faults than an edit still raise
         edited = "\n  EDITED       after the search: it is no longer the result of the search"
-    no_forecast = "" if recipe.noise else "\n  no forecast  it holds no noise probes"
+    no_forecast = "" if recipe.noise_by_seed else "\n  no forecast  it holds no noise probes"
     return f"{recipe.describe()}{no_forecast}{edited}", not edited
 
 

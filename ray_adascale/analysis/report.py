@@ -160,7 +160,7 @@ def _comparisons(runs: list[RunTrace], recipe: Recipe | None) -> Iterator[tuple[
 
     The steps are those of a replay of the recipe's noise. Without a recipe that has noise there is no comparison.
     """
-    if recipe is None or not recipe.noise:
+    if recipe is None or not recipe.noise_by_seed:
         return
     for i, run in enumerate(runs):
         if (run.whole_steps.column("scale") == 1).all():

@@ -15,8 +15,8 @@ from .command import file_and_function, search_space, tell
 from .options import add_options, option
 from .source import resolve
 
-_OF_SEARCH = ["scheduler", *(field.name for field in fields(Search) if field.metadata)]
-"""Fields of a search that are options: its numbers, which have a check, and the scheduler."""
+_OF_SEARCH = ["scheduler", "confirm", *(field.name for field in fields(Search) if field.metadata)]
+"""Fields of a search that are options: its numbers, which have a check, the scheduler and the confirmation."""
 
 
 @dataclass(kw_only=True)

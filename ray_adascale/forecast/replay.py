@@ -76,8 +76,8 @@ class NoiseCurve:
         rows = sorted((p.effective_steps, p.sigma2, p.mu2) for p in probes)
         if not rows:
             raise ValueError(
-                "There are no noise probes to forecast from. Search again with probe_every at most total_steps, or record "
-                "a base run with record_recipe."
+                "There are no noise probes to forecast from. Search again with confirm=True, as is the default, or record a base "
+                "run with record_recipe."
             )
         points = np.array(rows, dtype=np.float64)
         first, last = points[0, 0], points[-1, 0]
@@ -137,7 +137,7 @@ def noise_curves(recipe: Recipe) -> list[NoiseCurve]:
     Raises:
         ValueError: The recipe holds no noise.
     """
-    seeds = [recipe.noise, *(repeat.noise for repeat in recipe.repeats if repeat.noise)]
+    seeds = recipe.noise_by_seed
     pooled = [probe for noise in seeds for probe in noise]
     alone = seeds if len(seeds) > 1 else []
     return [NoiseCurve.from_probes(noise, recipe.total_steps) for noise in (pooled, *alone)]

@@ -25,7 +25,7 @@ from ..optim.rules import name_of
 from ..optim.step_result import StepEnd
 from ..optim.tau_schedule import TauSchedule
 from ..recipe import NoiseProbe, Recipe
-from ..run.base.base_noise import ProbeSeries
+from ..run.base.base_noise import ProbeSeries, noise_steps
 from ..run.base.base_run import BaseResult, Momentum, freeze, momentum_of
 from ..run.observe.advice import class_name
 from ..run.observe.metrics import SHORT_STEP, step_metrics
@@ -297,7 +297,9 @@ class RecipeRecorder:
         assert self._schedule is not None
         if self._series is None:
             total = self._schedule.base_schedule.total_steps
-            self._series = ProbeSeries(BatchSamples(model, self._loss_fn), total, self._probe_every, self._noise)
+            self._series = ProbeSeries(
+                BatchSamples(model, self._loss_fn), noise_steps(total, self._probe_every), self._noise
+            )
         self._series.add(batch)
         if self._series.due(self._schedule.effective_steps):
             trained = [p for group in self._schedule.optimizer.param_groups for p in group["params"] if p.requires_grad]

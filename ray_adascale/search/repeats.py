@@ -1,6 +1,6 @@
 """The repeats of a search: which trials run again, with which seeds, and which of them has the best mean.
 
-A file keeps the plan for a continued search.
+To confirm the winner is to repeat one trial with one seed. A file keeps the plan for a continued search.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from .._errors import SettingError
 from .._fields import json_value
 from .._files import join, read_json, write_json
 from ..run.base.base_run import BaseResult
-from ..workload import describe_config
 from .search import Search
 from .trial import PlannedRepeat
 from .watch import Finished
@@ -40,25 +39,35 @@ class RepeatPlan:
     @classmethod
     def of(cls, search: Search, ranked: Sequence[Finished]) -> RepeatPlan:
         """Return the plan for the best of these trials, best first. The seeds of the repeats follow that of the trials."""
+        repeats, repeat_best = search.again
         planned = [
             PlannedRepeat(candidate=trial.trial_id, hyperparameters=trial.config, seed=search.config.seed + 1 + i)
-            for trial in ranked[: search.repeat_best]
-            for i in range(search.repeats)
+            for trial in ranked[:repeat_best]
+            for i in range(repeats)
         ]
-        return cls(repeats=search.repeats, repeat_best=search.repeat_best, planned=planned)
+        return cls(repeats=repeats, repeat_best=repeat_best, planned=planned)
 
     @classmethod
-    def read(cls, folder: str, search: Search) -> RepeatPlan | None:
+    def read(cls, folder: str, search: Search, *, earlier: bool) -> RepeatPlan | None:
         """Return the plan that an earlier start has written to the folder of the repeats; None without one.
 
+        Args:
+            folder: The folder.
+            search: The search.
+            earlier: Whether the search was started before.
+
         Raises:
-            ValueError: The earlier start had other numbers. Its repeats would count for other trials.
+            ValueError: The plan is of another search, or of other numbers: its repeats would count for other trials.
         """
         found: dict[str, Any] | None = read_json(join(folder, PLAN))
         if found is None:
             return None
-        for name in ("repeats", "repeat_best"):
-            now = getattr(search, name)
+        if not earlier:
+            raise ValueError(
+                f"The repeats in {folder} are those of another search, whose own folder is gone. Delete that folder, or choose "
+                "another name."
+            )
+        for name, now in zip(("repeats", "repeat_best"), search.again, strict=True):
             if found[name] != now:
                 raise SettingError(
                     f"Invalid {{}}: the repeats in {folder} were started with {found[name]}. Restore it to continue, or choose "
@@ -79,23 +88,8 @@ def best_mean(planned: Sequence[PlannedRepeat], ended: Iterable[Finished]) -> li
     A repeat that failed, or has not ended, excludes its candidate. Of equals the one with the better rank in the search wins.
     """
     outcomes = {trial.config["repeat"]: trial.outcome for trial in ended}
-    candidates: dict[str, list[tuple[PlannedRepeat, BaseResult | None]]] = {}
+    candidates: dict[str, list[tuple[PlannedRepeat, Any]]] = {}
     for i, repeat in enumerate(planned):
         candidates.setdefault(repeat.candidate, []).append((repeat, outcomes.get(i)))
-    whole = [
-        [(repeat, outcome) for repeat, outcome in each if outcome is not None]
-        for each in candidates.values()
-        if all(outcome is not None for _, outcome in each)
-    ]
+    whole = [each for each in candidates.values() if all(outcome is not None for _, outcome in each)]
     return max(whole, key=lambda each: statistics.mean(outcome.objective for _, outcome in each), default=[])
-
-
-def best_mean_so_far(planned: Sequence[PlannedRepeat], ended: Iterable[Finished]) -> tuple[str, str]:
-    """Return the best mean and its description, as :func:`~ray_adascale.search.watch.best_trial` does for trials."""
-    best = best_mean(planned, ended)
-    if not best:
-        return "", ""
-    repeat, outcome = best[0]
-    mean = f"{statistics.mean(outcome.score for _, outcome in best):.4g}"
-    over = f"over {len(best)} seed{'' if len(best) == 1 else 's'}"
-    return f"best mean {mean}", f"mean {outcome.metric} {mean} {over} at {describe_config(repeat.hyperparameters)}"

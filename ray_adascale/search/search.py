@@ -35,8 +35,10 @@ class Search:
             (report_every_s, checkpoint_every_s) raise an error. With ``scaling_config`` some of them are used: sharding,
             checkpoint_every_s, accumulation (the fewest passes) and per_worker_batch_size (the most examples of one pass).
         num_samples: Number of trials; with a grid_search in the space, for each point of the grid.
-        repeats: Run the best few trials again, each with this many other seeds, and select the best mean. A repeat is a whole
-            base run. Repeats narrow the forecast's interval.
+        confirm: Run the winner once more with another seed. This gives a second score, because the best of several single seeds
+            is partly luck, and the noise for the forecast. Without it, and without ``repeats``, the trials measure the noise.
+        repeats: Run the best few trials again, each with this many other seeds, and select the best mean, in place of
+            ``confirm``. A repeat is a whole base run. Repeats narrow the forecast's interval.
         repeat_best: Largest number of trials that ``repeats`` runs again.
         max_failures: Restarts of a trial whose process or node is lost, or that can't write to its storage; from its checkpoint
             if it has one. A trial that raises an exception of its own is not started again.
@@ -51,8 +53,9 @@ class Search:
         max_concurrent_trials: Largest number of trials at a time. Default: all that fit. With ``scaling_config`` it is at most
             the number that fits on the cluster at the start.
         probe_every: Optimizer steps from one measurement of the noise to the next, for the forecast. Each costs three more
-            passes; with ``scaling_config`` the workers' gradient samples have the noise at no cost. Default: about 55
-            measurements, fewer in a run of less than 1,700 steps, dense at the beginning.
+            passes; with ``scaling_config`` the workers' gradient samples have the noise at no cost. Default: about 110
+            measurements, dense at the beginning; fewer in a run of less than 1,700 steps, for at most 0.2·T passes, and in
+            trials that aren't run again, for at most 0.1·T.
         storage_path: Folder or URI for Tune's results. Default: ``~/ray_results``.
         name: Name of the search and of its folder under ``storage_path``. The same name continues a search.
         verbose: 0 is silent; 1 prints a line about each finished trial to standard error.
@@ -68,6 +71,7 @@ class Search:
     _: KW_ONLY
     config: AdaScaleConfig
     num_samples: int = field(default=8, metadata=COUNT)
+    confirm: bool = True
     repeats: int = field(default=0, metadata=by(integer(0)))
     repeat_best: int = field(default=3, metadata=COUNT)
     max_failures: int = field(default=2, metadata=by(integer(0)))
@@ -89,3 +93,8 @@ class Search:
         object.__setattr__(self, "config", read_settings(self.config))
         if self.config.batch and self.config.total_epochs is None:
             self.config.resolve_total_steps(None)  # refuses a search without a length
+
+    @property
+    def again(self) -> tuple[int, int]:
+        """Further seeds, and how many of the best trials run again with them: as in ``repeats``, else to confirm the winner."""
+        return (self.repeats, self.repeat_best) if self.repeats else (int(self.confirm), 1)

@@ -26,7 +26,7 @@ from .._files import scratch_folder, store_patiently
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import NoiseProbe
-from ..run.base.base_noise import NoiseRecorder
+from ..run.base.base_noise import NoiseRecorder, noise_steps
 from ..run.base.base_run import RESULT, BaseResult, Momentum, momentum_of, train_base
 from ..run.boundary.backend import Backend, ReportPolicy
 from ..run.boundary.stage import StepReport
@@ -220,10 +220,12 @@ class InOneProcess(TrialSetup):
     """Trials of one process each. Tune starts the processes and may use one for several trials.
 
     Attributes:
+        share: Most extra passes that measure the noise, as a share of T; 0 for none.
         threads: torch's CPU threads.
         checkpoints: Whether a trial saves a checkpoint with each report.
     """
 
+    share: float
     threads: int
     checkpoints: bool
 
@@ -238,7 +240,8 @@ class InOneProcess(TrialSetup):
             backend = _TuneBackend(collected, checkpoints=self.checkpoints)
             run = make_run(workload, self.config, collected, backend)
         with annotate_exceptions(lambda: (0, run.state.iterations)):
-            recorder = NoiseRecorder(run, workload, self.probe_every, collected.noise)
+            steps = noise_steps(run.total_steps, self.probe_every, share=self.share) if self.share else ()
+            recorder = NoiseRecorder(run, workload, steps, collected.noise)
             train_base(run, workload, recorder, collected.add_loss)
 
 

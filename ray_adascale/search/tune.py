@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import os
@@ -23,12 +22,12 @@ from ray.util.annotations import PublicAPI
 from .._errors import check_type
 from .._files import absolute, join, unique_name
 from .._warn import warn_at_user
-from ..recipe import Recipe, Repeat
+from ..recipe import SHARE, Recipe, Repeat
 from ..run.base.base_run import BaseResult, freeze
 from ..train.cluster import portable, quiet_init
 from ..train.run_lock import RunLock
 from ..workload import describe_config, unread_warning
-from .repeats import RepeatPlan, best_mean, best_mean_so_far
+from .repeats import RepeatPlan, best_mean
 from .search import Search
 from .spec import SearchSpec
 from .trial import OBJECTIVE, InOneProcess, TrialSetup, run_repeat, run_trial
@@ -44,15 +43,15 @@ def tune_recipe(search: Search) -> Recipe:
 
     Each trial is the plain base run in one process. S = 1, so it is bit-identical to a loop without this library. It reports to
     Tune after each evaluation: every ``config.evaluate_every`` effective steps, a tenth of the run by default, and at the end.
-    The noise of the gradients is measured at some steps, by extra passes over the next batches at the weights of the step.
 
     The winner is the best of the trials that reached T, by the workload's metric at the end. With the metric ``"loss"``, a
     report holds the mean training loss since the previous report (at the end, of the last tenth of the run), because the loss
     of one batch is mostly noise. If ``evaluate`` returns a ``"loss"``, that one counts instead.
 
-    With ``repeats``, the best few trials run again with further seeds, and the best *mean* wins, because the best score of
-    single seeds is partly luck. The recipe keeps the winner's repeats with their scores and their noise. The forecast's
-    interval is made from them.
+    The winner then runs once more with another seed, because the best of several single seeds is partly luck. The noise of its
+    gradients is measured at some steps, by extra passes over the next batches at the weights of the step. The recipe keeps
+    the second score and the noise. With ``repeats``, the best few trials run again with further seeds, and the best *mean* wins.
+    The forecast's interval is made from them. With ``confirm=False`` and no repeats, each trial measures its noise.
 
     The same ``name`` and ``storage_path`` continue an interrupted search. Finished trials are kept. The others start again, or
     resume if they have checkpoints. Once repeats have begun, the search needs the same ``repeats`` and ``repeat_best``.
@@ -100,14 +99,16 @@ def _recipe_of(running: _RunningSearch) -> Recipe:
     started = time.monotonic()
     with RunLock(folder, name) as lock:
         running = replace(running, earlier=spec.started_before(folder))
-        plan = running.earlier_plan() if search.repeats else None  # before the trials, since it refuses other numbers
+        repeated = search.again[0] > 0
+        # Before the trials, since it refuses other numbers.
+        plan = RepeatPlan.read(_folder(running.repeats), search, earlier=running.earlier) if repeated else None
         trials = running.run_trials()
         ranking = _ranking(trials)
         winner, outcome = ranking[0]
         again: list[Repeat] = []
         failed = [(describe_config(trial.config), trial) for trial in trials if trial.error is not None]
         stopped_early = len(trials) - len(ranking) - len(failed)
-        if search.repeats:
+        if repeated:
             best, again, failed_repeats = running.run_repeats(plan, [trial for trial, _ in ranking])
             failed += failed_repeats
             winner, outcome = next(ended for ended in ranking if ended[0].trial_id == best)
@@ -118,6 +119,11 @@ def _recipe_of(running: _RunningSearch) -> Recipe:
         )
     _warn_of(outcome, [other for _, other in ranking], winner.config, trials)
     _warn_of_lost(failed, outcome)
+    if repeated and not again:
+        warn_at_user(
+            f"The best trial failed with another seed ({failed_repeats[0][1].error_line.rstrip('.')}). The recipe has no second "
+            "score, and perhaps no noise for a forecast. Search again at smaller learning rates."
+        )
     return freeze(
         outcome,
         workload=search.workload,
@@ -159,8 +165,10 @@ class _RunningSearch:
         """Run all trials and return their results."""
         spec, search = self.spec, self.spec.search
         watch = Watch(spec.num_trials, verbose=search.verbose > 0, earlier=self.earlier, space=search.param_space)
+        # Half as many extra passes as in a repeat, as far as they limit the measurements.
+        setup = self._setup(str(self.run_config.name), share=0 if search.again[0] else SHARE / 2)
         self._fit(
-            tune.with_parameters(run_trial, setup=self._setup(self.run_config.name)),
+            tune.with_parameters(run_trial, setup=setup),
             search.param_space,
             self.run_config,
             watch,
@@ -171,24 +179,10 @@ class _RunningSearch:
         return list(watch.finished.values())
 
     @property
-    def _repeats(self) -> tune.RunConfig:
-        """Tune's settings for the repeats, which have a folder of their own."""
-        return replace(self.run_config, name=f"{self.run_config.name}-repeats")
-
-    def earlier_plan(self) -> RepeatPlan | None:
-        """Return the plan of the repeats that an earlier start of this search has made; None without one.
-
-        Raises:
-            ValueError: It was made for other numbers of repeats, or by another search.
-        """
-        folder = _folder(self._repeats)
-        plan = RepeatPlan.read(folder, self.spec.search)
-        if plan is not None and not self.earlier:
-            raise ValueError(
-                f"The repeats in {folder} are those of another search, whose own folder is gone. Delete that folder, or choose "
-                "another name."
-            )
-        return plan
+    def repeats(self) -> tune.RunConfig:
+        """Tune's settings for the repeats, which have a folder of their own. A confirmed search may get repeats later."""
+        kind = "repeats" if self.spec.search.repeats else "confirmation"
+        return replace(self.run_config, name=f"{self.run_config.name}-{kind}")
 
     def run_repeats(
         self, plan: RepeatPlan | None, ranked: Sequence[Finished]
@@ -200,12 +194,10 @@ class _RunningSearch:
             ranked: The trials, best first.
 
         Returns:
-            The id of the trial with the best mean, its repeats, and all failed repeats, each with its plan in words.
-
-        Raises:
-            RuntimeError: Each candidate has a failed repeat.
+            The id of the trial with the best mean, its repeats, and all failed repeats, each with its plan in words. If each
+            candidate has a failed repeat, the best trial stays the winner, without repeats.
         """
-        where = self._repeats
+        where = self.repeats
         if plan is None:
             plan = RepeatPlan.of(self.spec.search, ranked)
             plan.write(_folder(where))
@@ -216,9 +208,8 @@ class _RunningSearch:
             what="repeat",
             earlier=self.earlier,
             describe=lambda config: str(planned[config["repeat"]]),
-            best=functools.partial(best_mean_so_far, planned),
         )
-        setup = self._setup(str(where.name))
+        setup = self._setup(str(where.name), share=SHARE)
         self._fit(
             tune.with_parameters(run_repeat, setup=setup, planned=planned),
             {"repeat": tune.grid_search(list(range(len(planned))))},
@@ -230,21 +221,23 @@ class _RunningSearch:
         lost = [trial for trial in watch.finished.values() if trial.error is not None]
         failed = [(f"repeat at {planned[trial.config['repeat']]}", trial) for trial in lost]
         best = best_mean(planned, watch.finished.values())
-        if not best:
-            raise RuntimeError(
-                f"Each of the best trials failed with another seed. The first: {failed[0][1].error_line}"
-            )
         repeats = [Repeat(seed=repeat.seed, score=outcome.score, noise=outcome.noise) for repeat, outcome in best]
-        return best[0][0].candidate, repeats, failed
+        return (best[0][0] if best else planned[0]).candidate, repeats, failed
 
-    def _setup(self, name: str) -> TrialSetup:
-        """Return the setup of the trials or of the repeats. Tune's folder for them has this name."""
+    def _setup(self, name: str, *, share: float) -> TrialSetup:
+        """Return the setup of the trials or of the repeats.
+
+        Args:
+            name: Tune's folder for them has this name.
+            share: Most extra passes that measure the noise, as a share of T.
+        """
         spec, workload = self.spec, portable(self.spec.search.workload)
         if self.spec.search.scaling_config is None:
             return InOneProcess(
                 workload=workload,
                 config=spec.trial_config,
                 probe_every=spec.search.probe_every,
+                share=share,
                 threads=max(1, int(spec.resources.get("CPU", 1))),
                 checkpoints=spec.may_pause,
             )

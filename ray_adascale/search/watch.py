@@ -110,7 +110,6 @@ class Watch(tune.Callback):
         what: Their name, "trial" or "repeat".
         earlier: Whether the search was started before. The earlier start has printed the trials that ended in it.
         describe: Describes a trial's config for people.
-        best: Returns the score and a description of the best so far, both empty without one.
         space: The search space. With one, the search ends if its first trials all make the same mistake during the build.
 
     Attributes:
@@ -126,7 +125,6 @@ class Watch(tune.Callback):
     what: str = "trial"
     earlier: bool = False
     describe: Callable[[Mapping[str, Any]], str] = describe_config
-    best: Callable[[Iterable[Finished]], tuple[str, str]] = best_trial
     space: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -198,7 +196,7 @@ class Watch(tune.Callback):
         if self.display is not None and quiet:
             self.display.skip(trial.trial_id)
         elif self.display is not None:
-            score, best = self.best(self.finished.values())
+            score, best = best_trial(self.finished.values()) if self.what == "trial" else ("", "")
             self.display.finish(trial.trial_id, self._describe(trial, score), best)
 
     def _describe(self, trial: Finished, best: str) -> str:

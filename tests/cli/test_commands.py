@@ -157,9 +157,9 @@ def test_report_and_describe(tmp_path: Path, cli: Any) -> None:
     assert len(list((tmp_path / "run").glob("events*"))) == 1
     assert cli("report", *words[:-1]).out == f"Written to {page}, in place of an earlier page\n"
     assert "d7fc38d57e4afeae" in page.read_text()
-    there = [(tmp_path / "run").as_uri(), f"--recipe={RECIPE}", "-o", tmp_path / "again.html"]
+    there = [(tmp_path / "run").as_uri(), f"--recipe={RECIPE}", "-o", tmp_path / "elsewhere.html"]
     assert cli("report", *there).out == f"Written to {there[-1]}\n"
-    assert there[-1].read_text().replace("again", "page") == page.read_text()
+    assert there[-1].read_text().replace("elsewhere", "page") == page.read_text()
     assert "accuracy = 0.97 (max)" in cli("describe", RECIPE).out
     edited.write_text(RECIPE.read_text().replace('"momentum": 0.9,', '"momentum": 0.8,'))
     assert "EDITED" in cli("describe", edited, code=1).out

@@ -26,9 +26,11 @@ def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
         ("a", 0.1, 5),
     ]
     folder = str(tmp_path / "mine-repeats")
-    assert RepeatPlan.read(folder, search) is None
+    assert RepeatPlan.read(folder, search, earlier=True) is None
     plan.write(folder)
     assert [path.name for path in Path(folder).iterdir()] == [PLAN]
-    assert RepeatPlan.read(folder, search) == plan
+    assert RepeatPlan.read(folder, search, earlier=True) == plan
     with pytest.raises(ValueError, match=r"Invalid repeats=1: the repeats in \S+ were started with 2\."):
-        RepeatPlan.read(folder, replace(search, repeats=1))
+        RepeatPlan.read(folder, replace(search, repeats=1), earlier=True)
+    confirmed = RepeatPlan.of(Search(regression, {}, config=config), ranked)  # by default, one trial with one seed
+    assert [(each.candidate, each.seed) for each in confirmed.planned] == [("b", 4)]

@@ -134,6 +134,7 @@ def setup(workload: Any, *, checkpoints: bool = False, **config: Any) -> InOnePr
         workload=workload,
         config=base_config(AdaScaleConfig(**config), 8, 40, None, seed=0),
         probe_every=20,
+        share=0.1,
         threads=1,
         checkpoints=checkpoints,
     )

@@ -33,6 +33,7 @@ from ray_adascale.analysis.describe import describe
 from ray_adascale.cli.main import main
 from ray_adascale.cli.source import resolve
 from ray_adascale.data.order import epoch_order
+from ray_adascale.forecast.replay import Forecaster
 from ray_adascale.measure.probe import BatchSamples
 from ray_adascale.recipe import probe_steps
 from ray_adascale.run.base.base_run import BaseResult
@@ -114,7 +115,7 @@ class Sees(tune.Callback):
 
     def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **info: Any) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps([trial.config["lr"], result["effective_steps"]]) + "\n")
+            file.write(json.dumps([trial.config.get("lr"), result["effective_steps"]]) + "\n")
 
 
 def one_trial(folder: Path, space: dict[str, Any], **changes: Any) -> Recipe:
@@ -148,7 +149,8 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def searched(ray_session: Path, starts: Path) -> Recipe:
-    """Four trials, two of which fail: SGD refuses a negative LR, and with 0.5 the metric is NaN. One is killed and starts again.
+    """Four trials, two of which fail: SGD refuses a negative LR, and with 0.5 the metric is NaN. One is killed and starts again,
+    and wins, so it runs once more.
 
     Two at a time: their processes take the other two as well.
     """
@@ -230,7 +232,7 @@ def test_a_trial_that_dies_with_its_process_starts_again_and_one_that_makes_a_mi
 ) -> None:
     assert {path.name: path.read_text() for path in starts.iterdir()} == {
         "5e-05": "x",
-        "0.02": "xx",  # killed once, and the winner: test_trial_is_bit_identical_to_a_plain_loop
+        "0.02": "xxx",  # killed once, and the winner, which runs again: test_trial_is_bit_identical_to_a_plain_loop
         "-1.0": "x",
         "0.5": "x",
     }
@@ -245,13 +247,24 @@ def test_callbacks_of_tune_see_the_trials_of_a_search(searched: Recipe, ray_sess
     *lost, last = (effective for seen, effective in told if seen == 0.02)  # those of the killed start come first
     assert [*lost[-9:], last] == whole
     assert lost[:-9] == whole[: len(lost) - 9]
-    assert {lr for lr, _ in told} == {5e-5, 0.02}
+    assert [effective for seen, effective in told if seen is None] == whole  # the winner once more
+    assert {lr for lr, _ in told} == {5e-5, 0.02, None}
 
 
 @pytest.mark.ray
 def test_trial_is_bit_identical_to_a_plain_loop(searched: Recipe) -> None:
     assert searched.score == plain_loop({"lr": 0.02}, seed=3)
     assert searched.score < plain_loop({"lr": 5e-5}, seed=3)
+
+
+@pytest.mark.ray
+def test_the_winner_runs_again_with_another_seed_and_it_alone_measures_the_noise(searched: Recipe) -> None:
+    (again,) = searched.repeats
+    assert (again.seed, again.score) == (4, plain_loop({"lr": 0.02}, seed=4))
+    assert f"{searched.score:.6g} (min), of 4 trials; again {again.score:.6g} (seed 4)" in searched.describe()
+    assert searched.noise == []
+    assert [probe.effective_steps for probe in again.noise] == list(range(0, T, 10))
+    assert Forecaster(searched).seeds == 1
 
 
 @pytest.mark.ray
@@ -375,7 +388,8 @@ def test_asha_stops_what_lags_with_any_searcher_and_a_workload_from_a_file(
     lines = err.splitlines()
     assert re.fullmatch(r"trial 1 of 3: loss \S+ at unused=1, lr=0.1 \(best \S+\)", lines[0]), lines
     assert lines[1] == "trial 2 of 3: stopped early at unused=1, lr=1e-05, at effective step 16 of 80"
-    assert len(lines) == 3
+    assert re.fullmatch(r"repeat 1 of 1: loss \S+ at unused=1, lr=0.1, seed 1", lines[3])
+    assert len(lines) == 4
 
 
 class PauseOnce(FIFOScheduler):
@@ -395,15 +409,15 @@ class PauseOnce(FIFOScheduler):
 @pytest.mark.ray
 def test_paused_trial_resumes_where_it_was(ray_session: Path) -> None:
     scheduler = PauseOnce()
-    recipe = one_trial(
-        ray_session, {"lr": tune.uniform(0.01, 0.03)}, scheduler=scheduler, config=replace(CONFIG, seed=5), verbose=0
-    )
+    settings = {"scheduler": scheduler, "config": replace(CONFIG, seed=5), "confirm": False, "verbose": 0}
+    recipe = one_trial(ray_session, {"lr": tune.uniform(0.01, 0.03)}, **settings)
     assert len(scheduler.paused) == 1
+    assert recipe.repeats == []  # so the trial has measured the noise, at fewer steps
     assert recipe.hyperparameters["lr"] == np.random.default_rng(5).uniform(0.01, 0.03)
     assert recipe.score == plain_loop(recipe.hyperparameters, seed=5)
     # The pause may cut a measurement, which takes four batches.
-    assert {probe.effective_steps for probe in recipe.noise} <= probe_steps(T, passes=3)
-    assert len(recipe.noise) >= len(measured_steps(T)) - 1
+    assert {probe.effective_steps for probe in recipe.noise} <= probe_steps(T, passes=3, share=0.1)
+    assert len(recipe.noise) >= len(measured_steps(T, share=0.1)) - 1
     assert recipe.search["scheduler"] == "PauseOnce"
 
 
@@ -507,7 +521,7 @@ def test_a_trial_spread_over_workers_makes_the_same_recipe(
     """A trial here: half a dozen processes of Ray's."""
 
     def search(**changes: Any) -> Recipe:
-        settings = {"probe_every": 10, "scaling_config": TWO, "name": "spread"}
+        settings = {"probe_every": 10, "scaling_config": TWO, "name": "spread", "confirm": False}
         return one_trial(ray_session, {"lr": 0.02}, **(settings | changes))
 
     with pytest.raises(ValueError, match=r"needs Ray's dashboard .* or use scheduler=None"):
@@ -562,28 +576,30 @@ def test_winner_is_the_best_at_its_end_of_the_trials_that_reached_it() -> None:
 class KeptRepeats:
     """Stands in for Tune: trials that have ended, and repeats that a restore keeps as the first start has run them."""
 
-    def __init__(self, trials: list[Finished], scores: dict[float, float]) -> None:
+    def __init__(self, trials: list[Finished], scores: dict[float, float | None]) -> None:
         self.trials = trials
-        self._scores = scores  # of all repeats of an LR
-        self._repeats: list[Finished] = []
+        self._scores = scores  # of all repeats of an LR; None: they fail
+        self._repeats: dict[str, list[Finished]] = {}
 
     def fit(self, search: Any, function: Any, space: Any, run_config: Any, watch: Watch, **choices: Any) -> None:
         if watch.what == "trial":
             watch.finished.update({trial.trial_id: trial for trial in self.trials})
             return
-        if not self._repeats:
+        if run_config.name not in self._repeats:
+            repeats = self._repeats[run_config.name] = []
             for index in space["repeat"]["grid_search"]:
                 text = watch.describe({"repeat": index})  # such as "lr=0.1, seed 4"
                 score = self._scores[float(re.findall(r"lr=([^,]+)", text)[0])]
-                self._repeats.append(replace(ended(score), trial_id=f"r{index}", config={"repeat": index}))
-        watch.finished.update({trial.trial_id: trial for trial in self._repeats})
+                error = FloatingPointError("error is nan") if score is None else None
+                repeats.append(replace(ended(score, error), trial_id=f"r{index}", config={"repeat": index}))
+        watch.finished.update({trial.trial_id: trial for trial in self._repeats[run_config.name]})
 
 
 @pytest.fixture
 def repeated_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """A search without Ray, of two trials with the same score, of which the second is better on other seeds."""
     trials = [replace(ended(0.3), trial_id=f"t{i}", config={"lr": lr}) for i, lr in enumerate((0.1, 0.2))]
-    kept = KeptRepeats(trials, {0.1: 0.5, 0.2: 0.4})
+    kept = KeptRepeats(trials, {0.1: 0.5, 0.2: 0.4, 0.3: None})
     monkeypatch.setattr("ray_adascale.search.tune.quiet_init", lambda: None)
     monkeypatch.setattr("ray_adascale.search.tune._warn_where_nothing_fits", lambda resources: None)
     monkeypatch.setattr("ray_adascale.train.run_lock._SETTLE_S", 0.0)
@@ -625,6 +641,17 @@ def test_a_search_warns_of_failed_trials_that_could_have_won(repeated_search: An
     assert re.findall(r"lr=[\d.]+", str(told[0].message)) == ["lr=0.3", "lr=0.4"]
 
 
+def test_a_winner_that_fails_with_another_seed_stays_the_winner_with_a_warning(repeated_search: Any) -> None:
+    repeated_search.kept.trials.append(replace(ended(0.1), trial_id="lucky", config={"lr": 0.3}))
+    with pytest.warns(UserWarning, match=r"best trial failed with another seed \(FloatingPointError: error is nan\)"):
+        recipe = repeated_search(repeats=0)
+    assert (recipe.hyperparameters, recipe.score, recipe.repeats) == ({"lr": 0.3}, 0.1, [])
+    assert "failed     repeat at lr=0.3, seed 4: FloatingPointError: error is nan" in recipe.describe()
+    with pytest.warns(UserWarning, match="best trial failed"):
+        assert repeated_search(repeats=0).hyperparameters == {"lr": 0.3}  # continued
+    assert repeated_search(repeats=0, confirm=False, name="other").repeats == []
+
+
 def test_a_search_in_a_bucket_has_a_folder_for_each_name(repeated_search: Any, tmp_path: Path) -> None:
     """ "#" ends the path of a URI, so two names used to have one folder and one lock. A space was refused."""
     for name in ("my search #1", "my search #2"):
@@ -649,8 +676,9 @@ def test_a_restored_search_goes_on_in_its_folder(monkeypatch: pytest.MonkeyPatch
 
 def test_other_numbers_of_repeats_are_refused_for_a_continued_search(repeated_search: Any) -> None:
     """Tune would keep its old repeats, by their place in another plan."""
-    repeated_search(repeats=0)  # repeats may be added to a search that had none
-    repeated_search()
+    confirmed = repeated_search(repeats=0)  # repeats may be added to a search that had none
+    assert [(repeat.seed, repeat.score) for repeat in confirmed.repeats] == [(4, 0.5)]
+    assert [repeat.score for repeat in repeated_search().repeats] == [0.4, 0.4]
     with pytest.raises(ValueError, match=r"Invalid repeats=4: the repeats in \S+/mine-repeats were started with 2\."):
         repeated_search(repeats=4)
     with pytest.raises(ValueError, match=r"Invalid repeat_best=1: the repeats in \S+ were started with 2\. Restore it"):
@@ -706,7 +734,7 @@ def test_what_trials_would_warn_of_where_nobody_sees_it_is_said_once_with_the_re
     space = {"lr": 0.02, "momentun": 0.9, "only_b": 1, "kind": tune.grid_search(["a", "b"])}
     with pytest.warns(UserWarning, match="T_max|has not read") as told:
         recipe = tune_recipe(Search(
-            too_short, space, config=CONFIG, num_samples=1, scheduler=None,
+            too_short, space, config=CONFIG, num_samples=1, scheduler=None, confirm=False,
             max_concurrent_trials=1, storage_path=ray_session, verbose=0,
         ))  # fmt: skip
     texts = [str(w.message) for w in told]

@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from ray import tune
 from ray_adascale.recipe import NoiseProbe
 from ray_adascale.run.base.base_run import BaseResult
 from ray_adascale.run.observe.failure import was_building
-from ray_adascale.search.repeats import best_mean, best_mean_so_far
+from ray_adascale.search.repeats import best_mean
 from ray_adascale.search.trial import PlannedRepeat
 from ray_adascale.search.watch import Finished, Watch
 
@@ -84,28 +83,17 @@ def test_best_mean_over_the_repeats_wins() -> None:
     assert best_mean(planned, [repeated(i, None) for i in range(4)]) == []
 
 
-def test_what_decides_is_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    planned = plan(3)
-    best = partial(best_mean_so_far, planned)
-    watch = Watch(6, verbose=True, what="repeat", describe=lambda config: str(planned[config["repeat"]]), best=best)
-    # A single repeat decides nothing; nor does one whose sister failed. Small is good: means 0.3 and then 0.25.
-    shown = []
-    for i, score in ((2, 0.0), (4, 0.0), (5, None), (0, 0.2), (1, 0.4), (3, 0.5)):
+def test_repeats_have_a_line_each_and_trials_the_best_so_far(capsys: pytest.CaptureFixture[str]) -> None:
+    planned = plan(1)
+    watch = Watch(2, verbose=True, what="repeat", describe=lambda config: str(planned[config["repeat"]]))
+    for i, score in enumerate((0.0, None)):
         watch._add(repeated(i, score))
-        assert watch.display is not None
-        shown.append(watch.display._best)
-    assert shown == [
-        "",
-        "",
-        "",
-        "",
-        "mean error 0.3 over 2 seeds at lr=0.1",
-        "mean error 0.25 over 2 seeds at lr=1.1",
+    assert watch.display is not None
+    assert watch.display._best == ""  # the mean decides
+    assert capsys.readouterr().err.splitlines() == [
+        "repeat 1 of 2: error 0 at lr=0.1, seed 4",
+        "repeat 2 of 2: failed at lr=0.1, seed 5: FloatingPointError: error is nan",
     ]
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "repeat 1 of 6: error 0 at lr=1.1, seed 4"
-    assert lines[2] == "repeat 3 of 6: failed at lr=2.1, seed 5: FloatingPointError: error is nan"
-    assert lines[5] == "repeat 6 of 6: error 0.5 at lr=1.1, seed 5 (best mean 0.25)"
 
     watch = Watch(3, verbose=True)
     for i, score in enumerate((0.3, None, 0.4)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 from ...measure.probe import SAMPLES, BatchSamples
@@ -10,20 +12,22 @@ from ...recipe import NoiseProbe, probe_steps
 from ...workload import Workload
 from ..loop import Run
 
+noise_steps = partial(probe_steps, passes=SAMPLES - 1)
+"""The steps of a base run on one worker at which the noise is measured, by extra passes."""
+
 
 class ProbeSeries:
     """The measurements of some steps of a base run, each of them of a step's batch and the next three.
 
     Args:
         samples: Takes the gradients.
-        total_steps: T.
-        every: Optimizer steps from one measurement to the next, as for :func:`ray_adascale.recipe.probe_steps`.
+        steps: The steps at which a measurement begins, as from :func:`noise_steps`.
         noise: Receives the measurements; may have those of earlier starts.
     """
 
-    def __init__(self, samples: BatchSamples, total_steps: int, every: int | None, noise: list[NoiseProbe]) -> None:
+    def __init__(self, samples: BatchSamples, steps: Collection[float], noise: list[NoiseProbe]) -> None:
         self.samples, self.noise = samples, noise
-        self._steps = probe_steps(total_steps, every, passes=SAMPLES - 1)
+        self._steps = steps
         self._tau = 0.0  # of the samples
 
     def add(self, batch: Any) -> NoiseProbe | None:
@@ -50,13 +54,13 @@ class NoiseRecorder:
     Args:
         run: The run.
         workload: The workload of the run.
-        every: Optimizer steps from one measurement to the next, as for :func:`ray_adascale.recipe.probe_steps`.
+        steps: The steps at which a measurement begins, as from :func:`noise_steps`.
         noise: Receives the measurements; may have those of earlier starts.
     """
 
-    def __init__(self, run: Run, workload: Workload, every: int | None, noise: list[NoiseProbe]) -> None:
+    def __init__(self, run: Run, workload: Workload, steps: Collection[float], noise: list[NoiseProbe]) -> None:
         self._run = run
-        self._series = ProbeSeries(BatchSamples(run.module, workload.loss_fn), run.total_steps, every, noise)
+        self._series = ProbeSeries(BatchSamples(run.module, workload.loss_fn), steps, noise)
 
     def begin(self, batch: Any) -> None:
         """Begin a step, before its forward pass."""

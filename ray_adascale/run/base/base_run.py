@@ -28,7 +28,7 @@ from ...workload import Workload, WorkloadFn, build, injected_settings
 from ..boundary.backend import Backend
 from ..loop import Run
 from ..observe.advice import class_name
-from .base_noise import NoiseRecorder
+from .base_noise import NoiseRecorder, noise_steps
 
 RESULT = "outcome"
 """The key of a trial's :class:`BaseResult`, as JSON, in its last report to Tune."""
@@ -117,7 +117,7 @@ def record_recipe(
         seed: Seed of the weights and of the order of examples.
         config: Further settings of the loop, as for ``tune_recipe``.
         probe_every: Optimizer steps from one measurement of the noise to the next. Each costs three more passes. Default: about
-            55 measurements, fewer in a run of less than 1,700 steps, dense at the beginning, see
+            110 measurements, fewer in a run of less than 1,700 steps, dense at the beginning, see
             :func:`ray_adascale.recipe.probe_steps`.
         backend: Stores checkpoints and trace, in an empty folder. Default: neither is kept.
 
@@ -139,7 +139,7 @@ def record_recipe(
     noise: list[NoiseProbe] = []
     losses: list[Tensor] = []
     started = time.monotonic()
-    recorder = NoiseRecorder(run, built, probe_every, noise)
+    recorder = NoiseRecorder(run, built, noise_steps(run.total_steps, probe_every), noise)
     train_base(run, built, recorder, losses.append)
     summary = run.summary()
     if built.metric == "loss" and "loss" not in run.state.recorded:  # evaluate did not return it

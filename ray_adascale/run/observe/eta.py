@@ -129,7 +129,7 @@ def forecast_run(recipe: Recipe | None, config: AdaScaleConfig, scale: float, wo
         workers: Workers of a run that changes its batch.
     """
     rule = make_rule(config.rule)
-    if recipe is None or not recipe.noise or metric_of(rule) != "euclidean":
+    if recipe is None or not recipe.noise_by_seed or metric_of(rule) != "euclidean":
         return None
     forecaster = Forecaster(recipe, rule=rule, averaging_window=config.averaging_window)
     if config.batch.changes:

@@ -66,28 +66,30 @@ def test_a_measurement_is_three_more_passes_and_they_are_dense_at_the_beginning(
     assert [probe.effective_steps for probe in record().noise] == [0, 20, 40]
 
 
-def test_measurements_are_half_of_the_width_apart_over_which_a_forecast_smooths() -> None:
+def test_measurements_are_a_quarter_of_the_width_apart_over_which_a_forecast_smooths() -> None:
     steps = sorted(probe_steps(10_000))
     gaps = dict(zip(steps, np.diff(steps), strict=False))
-    assert 50 <= len(steps) <= 60
-    assert (gaps[0], gaps[max(steps[:-1])]) == (30, 250)  # 0.006·T/2 and 0.05·T/2
-    assert all(gap == round(smoothing_width(step, 10_000) / 2) for step, gap in gaps.items())
+    assert 105 <= len(steps) <= 115
+    assert (gaps[0], gaps[max(steps[:-1])]) == (15, 125)  # 0.006·T/4 and 0.05·T/4
+    assert all(gap == round(smoothing_width(step, 10_000) / 4) for step, gap in gaps.items())
     assert probe_steps(10, 4) == {0, 4, 8}
     assert probe_steps(3) == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
-    ("total_steps", "found"), [(60, 11), (300, 11), (600, 20), (1000, 34), (1679, 55), (1800, 56), (10**6, 55)]
+    ("total_steps", "found", "little"),
+    [(60, 11, 11), (300, 20, 11), (600, 40, 20), (1000, 67, 34), (1500, 100, 50), (5000, 110, 110), (10**6, 110, 110)],
 )
-def test_the_extra_passes_of_a_short_run_are_a_tenth_of_it_and_at_least_those_of_ten_measurements(
-    total_steps: int, found: int
+def test_the_extra_passes_of_a_short_run_are_a_share_of_it_and_at_least_those_of_ten_measurements(
+    total_steps: int, found: int, little: int
 ) -> None:
-    steps = probe_steps(total_steps, passes=3)
-    assert abs(len(steps) - found) <= 2
-    assert len(steps) * 3 <= max(0.105 * total_steps, 36)
-    assert min(steps) == 0
-    assert (steps == probe_steps(total_steps)) == (total_steps >= 1680)
-    assert max(steps) >= 0.8 * total_steps
+    for share, measurements in ((0.2, found), (0.1, little)):
+        steps = probe_steps(total_steps, passes=3, share=share)
+        assert abs(len(steps) - measurements) <= 0.04 * measurements + 2
+        assert len(steps) * 3 <= max(1.1 * share * total_steps, 36)
+        assert min(steps) == 0
+        assert steps == probe_steps(total_steps) or share * total_steps < 330
+        assert max(steps) >= 0.8 * total_steps
 
 
 def test_a_measurement_is_of_the_step_and_the_three_batches_after_it_at_the_weights_of_the_step() -> None:
@@ -148,7 +150,7 @@ def test_a_resumed_run_records_what_one_run_would_but_for_a_measurement_that_it_
                     raise Stop
                 super().begin(batch)
 
-        train_base(run, built, Stopping(run, built, 20, noise), lambda loss: None)
+        train_base(run, built, Stopping(run, built, range(0, T, 20), noise), lambda loss: None)
 
     whole: list[Any] = []
     train(None, whole, T)
