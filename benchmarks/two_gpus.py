@@ -25,6 +25,8 @@ from typing import Any
 
 from bench import ROOT, machine, write_json
 
+from ray_adascale import read_trace
+
 TOTAL_STEPS = 120
 
 
@@ -93,9 +95,7 @@ def start(folder: Path, device: str, workers: int, until: int, how: str) -> dict
 
 def trace(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of a run's trace."""
-    path = folder / "trace.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [row for row in map(json.loads, lines) if "gain" in row]
+    return read_trace(folder) if any(folder.glob("trace/*.jsonl")) else []
 
 
 def elastic(device: str) -> dict[str, Any]:

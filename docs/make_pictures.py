@@ -84,7 +84,7 @@ def rows_of_run(rule: Any, scales: tuple[int, ...], steps: int, keep: Path | Non
                 if run.step() and run.effective_steps >= end:
                     run.save_checkpoint()
                     break
-        return list(read_trace(Path(folder) / "trace.jsonl"))
+        return read_trace(folder)
 
 
 def pyplot() -> Any:

@@ -50,7 +50,7 @@ class Outcome:
         optimizer_steps: Number of optimizer steps.
         effective_steps: τ at the end.
         bits: Test metric, bits a character.
-        trace: Path of the run's trace.
+        run: The run's folder.
     """
 
     way: str
@@ -58,10 +58,10 @@ class Outcome:
     optimizer_steps: int
     effective_steps: float
     bits: float
-    trace: Path
+    run: Path
 
 
-def outcome(way: str, summary: dict[str, float], trace: Path) -> Outcome:
+def outcome(way: str, summary: dict[str, float], run: Path) -> Outcome:
     """Return the outcome of a run with this summary, and print one line."""
     made = Outcome(
         way,
@@ -69,7 +69,7 @@ def outcome(way: str, summary: dict[str, float], trace: Path) -> Outcome:
         int(summary["optimizer_steps"]),
         summary["effective_steps"],
         summary["bits"],
-        trace,
+        run,
     )
     print(f"{way}: {made.bits:.3f} bits in {made.optimizer_steps} steps", flush=True)
     return made
@@ -86,7 +86,7 @@ def run_here(way: str, recipe: Recipe, folder: Path, config: AdaScaleConfig) -> 
     for batch in run:
         run.backward(built.loss_fn(run.model, batch))
         run.step()
-    return outcome(way, run.summary(), target / "trace.jsonl")
+    return outcome(way, run.summary(), target)
 
 
 def run_scaled(way: str, recipe: Recipe, folder: Path, config: AdaScaleConfig) -> Outcome:
@@ -100,7 +100,7 @@ def run_scaled(way: str, recipe: Recipe, folder: Path, config: AdaScaleConfig) -
         run_config=RunConfig(name=f"{config.seed}-{time.strftime('%H%M%S')}", storage_path=str(folder)),
     )
     result = trainer.fit()
-    return outcome(way, result.return_value, Path(result.path) / "trace.jsonl")
+    return outcome(way, result.return_value, Path(result.path))
 
 
 def compare(recipe: Recipe, folder: Path, per_worker_batch_size: int, seeds: Sequence[int]) -> list[Outcome]:
@@ -148,7 +148,7 @@ def plot(outcomes: Sequence[Outcome], path: Path) -> None:
     ways = list(dict.fromkeys(o.way for o in outcomes))
     labelled = set()
     for one in outcomes:
-        steps = read_trace(one.trace)
+        steps = read_trace(one.run)
         scored = [step for step in steps if "bits" in step and math.isfinite(step["bits"])]
         colors = {BASE: "0.45", ADASCALE: "C0"}  # as in the other pictures
         style = {"color": colors.get(one.way, f"C{ways.index(one.way)}"), "lw": 1.2, "alpha": 0.8}

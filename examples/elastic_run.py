@@ -114,9 +114,8 @@ def look_for_new_nodes() -> None:
 def print_stretches(result: Result) -> None:
     """Print each stretch of the trace with one number of workers, and the changes between them."""
     with tempfile.TemporaryDirectory() as folder:
-        trace = f"{folder}/trace.jsonl"
-        pyarrow.fs.copy_files(f"{result.path}/trace.jsonl", trace, source_filesystem=result.filesystem)
-        rows = read_trace(trace)
+        pyarrow.fs.copy_files(f"{result.path}/trace", f"{folder}/trace", source_filesystem=result.filesystem)
+        rows = read_trace(folder)
     before = None
     for workers, stretch in groupby(rows, key=lambda row: row["world_size"]):
         steps = list(stretch)

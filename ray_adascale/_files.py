@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-TRACE = "trace.jsonl"
-"""The trace of a run, in its folder and in each of its checkpoints."""
+TRACE = "trace"
+"""The folder of a run's trace, in the run's folder: a file for each start."""
 
 ERROR = "error.txt"
 """The failure of the last start of a run, in its folder: a sentence on the first line, and the whole traceback."""

@@ -5,6 +5,7 @@ The command line's tests name this file as ``path/to/file.py:function``, so it i
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ray_adascale import LocalBackend, Recipe, Workload
+from ray_adascale._files import TRACE
 from ray_adascale.batch import StepPlan
 from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.optim.step_result import StepResult
@@ -20,7 +22,6 @@ from ray_adascale.recipe import SHARE, NoiseProbe, probe_steps
 from ray_adascale.run.boundary.backend import ReportPolicy
 from ray_adascale.run.observe.metrics import METRICS
 from ray_adascale.run.observe.step import Step
-from ray_adascale.run.observe.trace import Trace
 
 
 class WaitingBackend(LocalBackend):
@@ -137,13 +138,11 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """A trace of these rows; its folder is made. Returns the path."""
-    trace = Trace(path)
-    for each in rows:
-        trace.append(each)
-    trace.flush()
-    return path
+def write_rows(run: Path, rows: list[dict[str, Any]], start: int = 0) -> Path:
+    """A trace of these rows in a run's folder, which is made. Returns the folder."""
+    (run / TRACE).mkdir(parents=True, exist_ok=True)
+    (run / TRACE / f"{start:04d}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return run
 
 
 def step_of(number: int = 1, *, scale: int = 1, row: dict[str, Any] | None = None, **metrics: Any) -> Step:

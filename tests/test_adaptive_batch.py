@@ -154,7 +154,7 @@ def test_a_run_follows_the_noise_and_takes_every_example_once(tmp_path: Path, lo
     assert len(set(scales)) > 3
     assert max(scales) > 2 * scales[0]
     assert min(passes for _, passes, *_ in steps) == 2  # or nothing would be known of the noise
-    rows = read_trace(tmp_path / "trace.jsonl")
+    rows = read_trace(tmp_path)
     assert [row["scale"] for row in rows] == scales
     assert [row["position"] for row in rows] == [position for _, _, position, _ in steps]
     for row in rows:  # each step's gain is that of its own scale

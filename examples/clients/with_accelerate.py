@@ -22,7 +22,7 @@ def train(
     bare, sgd, cosine = build(lr)
     data = DataLoader(splits()[0], batch_size=batch_size(), shuffle=True, drop_last=True)
     model, optimizer, loader, schedule = prepare(accelerator, bare, sgd, data, cosine, config, recipe)
-    steps = StepLog(schedule, f"{folder}/trace.jsonl")
+    steps = StepLog(schedule, folder)
     if recorder is not None:
         recorder.begin(schedule, config)
     while not schedule.finished:

@@ -34,7 +34,7 @@ def train(
 ) -> tuple[nn.Module, AdaScale]:
     """Train with ``Trainer``."""
     workers = int(os.environ.get("WORLD_SIZE", "1"))
-    adascale = AdaScaleCallback(config, recipe, recorder=recorder, trace=f"{folder}/trace.jsonl")
+    adascale = AdaScaleCallback(config, recipe, recorder=recorder, trace=folder)
     module = Digits(lr)
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -42,7 +42,7 @@ def train(
         config, accumulation=(accum_steps, ""), per_worker_batch_size=(examples, ""), dataset=dataset
     )
     optimizer, lr_scheduler = attach(model, sgd, cosine, config, recipe)
-    steps = StepLog(lr_scheduler, f"{folder}/trace.jsonl")
+    steps = StepLog(lr_scheduler, folder)
     if recorder is not None:
         recorder.begin(lr_scheduler, config)
 

@@ -67,7 +67,7 @@ def train(
         config = AdaScaleConfig(base_batch_size=BASE_BATCH, total_epochs=epochs, scheduler_unit="epoch")
     config = with_clients_batch(config, accumulation=(1, ""), per_worker_batch_size=(batch_size(), ""), dataset=dataset)
     optimizer, schedule = attach(model, sgd, lr_scheduler, config, recipe)
-    steps = StepLog(schedule, f"{folder}/trace.jsonl")
+    steps = StepLog(schedule, folder)
     if recorder is not None:
         recorder.begin(schedule, config)
     epoch = 0

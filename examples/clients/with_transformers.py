@@ -49,7 +49,7 @@ def train(
         adascale=config,
         recipe=recipe,
         recorder=recorder,
-        trace=f"{folder}/trace.jsonl",
+        trace=folder,
     )
     trainer.train()
     adascale = trainer.schedule.optimizer

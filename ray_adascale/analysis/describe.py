@@ -23,7 +23,7 @@ def describe(path: str | os.PathLike[str]) -> tuple[str, bool]:
     """Return a few lines for people, and whether the object is whole: not edited, not damaged, no step missing.
 
     Args:
-        path: A path or URI: a recipe's file, a checkpoint's folder, a run's folder or its trace, a search's folder.
+        path: A path or URI: a recipe's file, a checkpoint's folder, a run's folder, a search's folder.
 
     Raises:
         ValueError: The path is none of these.

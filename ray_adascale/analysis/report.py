@@ -35,7 +35,7 @@ def write_report(
     """Write a report of runs as an HTML page, and each of its plots as a PNG beside it (``report-loss.png`` ...).
 
     Args:
-        runs: One trace or several, or folders with a trace; the base run first, if there is one. A mapping gives them labels.
+        runs: The folder of one run or several; the base run first, if there is one. A mapping gives them labels.
         output: The HTML file; its folder is made if missing.
         recipe: Shown in the page. The runs are compared with a forecast from its noise.
 
@@ -49,7 +49,7 @@ def write_report(
         runs = [runs]
     named = list(runs.items()) if isinstance(runs, Mapping) else [(None, run) for run in runs]
     if not named:
-        raise ValueError("Invalid runs: none given. Give at least one trace.jsonl or run folder.")
+        raise ValueError("Invalid runs: none given. Give at least one run folder.")
     loaded, failures = [], []
     for label, run in named:
         failure = failure_of(run)

@@ -1,9 +1,8 @@
-"""Runs and their traces: the place of a run's trace, and its content."""
+"""Runs, from their traces."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 from dataclasses import dataclass, replace
@@ -12,9 +11,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from .. import checkpoint
 from .._errors import workers_in_words
-from .._files import ERROR, SEARCH, TRACE
+from .._files import ERROR, TRACE
 from ..run.observe.metrics import COUNTERS, METRICS, SHORT_STEP
 from ..run.observe.trace import faults_of, read_trace
 
@@ -161,73 +159,34 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def trace_path(run: str | os.PathLike[str]) -> Path:
-    """Return the path of a run's trace.
-
-    Args:
-        run: The trace's file itself; or the folder of a run on a LocalBackend or on Ray, for the trace of its last end or of its
-            newest checkpoint, whichever is of a later start, or of the same start and further.
-
-    Raises:
-        ValueError: There is no trace.
-    """
-    path = Path(run).expanduser()
-    if path.is_file():
-        return path
-    own = path / TRACE  # written at the end of a start. A run that was interrupted may have been resumed since.
-    kept = (folder / TRACE for folder in checkpoint.in_run(path))
-    found = [*([own] if own.is_file() else []), *[trace for trace in kept if trace.is_file()][-1:]]
-    if found:
-        return max(found, key=_last_place)
-    if (path / SEARCH).is_file():
-        raise ValueError(
-            f"Invalid run {str(run)!r}: a search, whose trials keep no trace of their steps. Give the folder of a run, as "
-            "`ray-adascale train` makes; for the base run, one at the recipe's base batch."
-        )
-    what = f"no {TRACE} in it or in its checkpoints" if path.is_dir() else "no such file or folder"
-    raise ValueError(
-        f"Invalid run {str(run)!r}: {what}. Give a {TRACE}, or the folder of a run (its name under the storage path)."
-    )
+def _folder_of(run: str | os.PathLike[str]) -> Path:
+    """Return a run's folder, also of the file of one start."""
+    path = Path(run).expanduser().resolve()
+    folder = path.parent if path.is_file() else path
+    return folder.parent if folder.name == TRACE else folder
 
 
 def failure_of(run: str | os.PathLike[str]) -> str | None:
     """Return the failure of a run's last start in a sentence; None if it has not failed, or was not started by ``train``."""
-    path = Path(run).expanduser()
-    path = path.parent if path.is_file() else path
-    error = (path.parent if path.name.startswith("checkpoint_") else path) / ERROR
+    error = _folder_of(run) / ERROR
     return next(iter(error.read_text(errors="replace").splitlines()), "") if error.is_file() else None
-
-
-def _last_place(trace: Path) -> tuple[float, float]:
-    """Return start and number of a trace's last step; −1 for what its last line has not."""
-    try:
-        last = json.loads(trace.read_bytes().rstrip().rpartition(b"\n")[2])
-    except ValueError:
-        last = None
-    start, step = (last.get(key) if isinstance(last, dict) else None for key in ("attempt", "step"))
-    return float(start) if is_number(start) else -1.0, float(step) if is_number(step) else -1.0
 
 
 def load_run(run: str | os.PathLike[str], *, label: str | None = None) -> RunTrace:
     """Read a run.
 
     Args:
-        run: See :func:`trace_path`.
+        run: As in :func:`ray_adascale.read_trace`.
         label: Default: the folder's name.
 
     Raises:
         ValueError: There is no trace, it is empty, or it is not the trace of a run.
     """
-    path = trace_path(run)
-    rows = read_trace(path)
+    rows = read_trace(run)
     if not rows:
-        why = "no optimizer step was taken" if path.stat().st_size == 0 else "it is not JSON lines, one for each step"
-        raise ValueError(f"Invalid run {str(run)!r}: there are no steps in {path}; {why}.")
+        raise ValueError(f"Invalid run {str(run)!r}: its trace is empty. No optimizer step was taken.")
     for key in ("effective_steps", "optimizer_steps", "progress", "scale", "gain"):
         value = rows[-1].get(key)
         if not is_number(value) or math.isnan(value):
-            raise ValueError(f"Invalid run {str(run)!r}: {path} has no {key!r} in its last row. Is it a run's trace?")
-    folder = path.resolve().parent
-    if folder.name.startswith("checkpoint_"):
-        folder = folder.parent
-    return RunTrace(label or (folder.name if path.name == TRACE else path.stem), rows)
+            raise ValueError(f"Invalid run {str(run)!r}: there is no {key!r} in its last row. Is it a run's trace?")
+    return RunTrace(label or _folder_of(run).name, rows)

@@ -25,7 +25,7 @@ def write_events(run: str | os.PathLike[str] | RunTrace, folder: str | os.PathLi
     """Write every row of a run's trace. What an earlier call wrote in the folder is replaced in TensorBoard.
 
     Args:
-        run: See :func:`ray_adascale.analysis.runs.trace_path`.
+        run: As in :func:`ray_adascale.read_trace`, or read already.
         folder: A folder for all runs. The run gets a folder in it, named by its label.
 
     Returns:

@@ -25,33 +25,33 @@ _WIDE = 1.5
 
 
 def measurement_from_trace(
-    trace: str | os.PathLike[str], *, base_batch_size: int, per_worker_batch_size: int
+    run: str | os.PathLike[str], *, base_batch_size: int, per_worker_batch_size: int
 ) -> Measurement:
     """Return the median step time of the second half of a run, from ``examples_per_s`` in its trace.
 
     The time includes evaluations, reports and checkpoints, as ``examples_per_s`` does.
 
     Args:
-        trace: The trace's file.
+        run: As in :func:`ray_adascale.read_trace`.
         base_batch_size: B0 of the run.
         per_worker_batch_size: Examples a pass on one worker.
 
     Raises:
-        ValueError: The run changed its number of workers, or its batch isn't made of such passes.
+        ValueError: There is no trace, the run changed its number of workers, or its batch isn't made of such passes.
     """
-    rows = read_trace(trace)
+    rows = read_trace(run)
     rows = rows[len(rows) // 2 :]
     if not rows:
-        raise ValueError(f"The trace {trace} is empty: there is no throughput to read.")
+        raise ValueError(f"The trace of {run} is empty: there is no throughput to read.")
     sizes = {(row["world_size"], row["scale"]) for row in rows}
     if len(sizes) > 1:
-        raise ValueError(f"The run in {trace} was resized. Use a run that kept its number of workers.")
+        raise ValueError(f"The run in {run} was resized. Use a run that kept its number of workers.")
     ((workers, scale),) = sizes
     batch = round(scale * base_batch_size)
     passes, rest = divmod(batch, workers * per_worker_batch_size)
     if rest or not passes:
         raise ValueError(
-            f"Invalid {per_worker_batch_size=}: the batch of {batch} in {trace} is not made of whole passes of that many "
+            f"Invalid {per_worker_batch_size=}: the batch of {batch} in {run} is not made of whole passes of that many "
             f"examples on {workers} workers."
         )
     rate = statistics.median(row["examples_per_s"] for row in rows)
@@ -82,7 +82,7 @@ def measure_throughput(
         hyperparameters: Its config, such as a recipe's.
         per_worker_batch_size: m, examples a pass.
         config: Precision, clipping and loader processes; T and B0, where the workload asks its config for them.
-        runs: Traces of runs at k workers with the same ``per_worker_batch_size``, for the synchronisation.
+        runs: Folders of runs at k workers with the same ``per_worker_batch_size``, for the synchronisation.
         base_batch_size: B0 of those runs.
         seconds: How long to measure.
         threads: torch's CPU threads during the measurement. Ray gives a worker one for each of its CPUs: 1 by default, and

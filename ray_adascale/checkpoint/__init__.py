@@ -70,7 +70,6 @@ def save(
     tensors: Mapping[str, Tensor | TensorShard],
     state: Mapping[str, Any] | None = None,
     *,
-    files: Mapping[str, tuple[Path, int]] | None = None,
     process_group: dist.ProcessGroup | None = None,
     background: bool = False,
 ) -> Save:
@@ -86,8 +85,6 @@ def save(
             may leave out any key.
         state: JSON values from rank 0; those of other ranks are ignored. Floats are restored to the last bit, NaN and
             ±inf included. Tuples come back as lists.
-        files: Further files from rank 0, by their name in the checkpoint: (path, number of bytes from the start). The number
-            of bytes cuts a growing file at a known place.
         process_group: Default: all ranks. "Rank 0" is rank 0 of the group.
         background: Copy this rank's share to the CPU, and let a thread write the copy. The tensors may change after the call.
             The checkpoint is complete once all ranks have called :meth:`Save.finish`, which raises the threads' errors.
@@ -97,7 +94,7 @@ def save(
         CheckpointError: The folder already holds a checkpoint, the ranks disagree about a key, shards are missing or
             overlap, or a rank could not write. Every rank names all ranks that failed, with the causes.
     """
-    saving = Save(directory, tensors, state, files, process_group)
+    saving = Save(directory, tensors, state, process_group)
     if background:
         saving.start()
         return saving
@@ -117,13 +114,12 @@ class Save:
         directory: StrPath,
         tensors: Mapping[str, Tensor | TensorShard],
         state: Mapping[str, Any] | None,
-        files: Mapping[str, tuple[Path, int]] | None,
         process_group: dist.ProcessGroup | None,
     ) -> None:
         from . import dcp
 
         self._ranks = ranks = Ranks(process_group, Path(directory))
-        self._writer = writer = dcp.Writer(Path(directory), state, files)
+        self._writer = writer = dcp.Writer(Path(directory), state)
         self._planner = planner = dcp.ShardSavePlanner(tensors)
         self._metadata: Metadata | None = None
         self._results: list[Any] = []

@@ -191,17 +191,14 @@ class Writer(FileSystemWriter):
     Args:
         path: This rank's folder.
         state: JSON values, written by rank 0.
-        files: Further files that rank 0 copies, by their new name: (path, number of bytes from the start).
     """
 
-    def __init__(
-        self, path: Path, state: Mapping[str, Any] | None, files: Mapping[str, tuple[Path, int]] | None = None
-    ) -> None:
+    def __init__(self, path: Path, state: Mapping[str, Any] | None) -> None:
         # More than one thread would be faster on some disks, but DCP loses the exceptions of its threads.
         # Up to torch 2.13 DCP calls fsync before Python has written its buffer, so the stream does that here.
         super().__init__(path, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
         self.fs: _HashingFileSystem = _HashingFileSystem()
-        self._directory, self._state, self._extra = path, state, dict(files or {})
+        self._directory, self._state = path, state
         self._state_json: str | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -219,9 +216,6 @@ class Writer(FileSystemWriter):
         files = list(self.fs.written)
         if self._state_json is not None:  # rank 0
             files.append(disk.write_text(self._directory, disk.STATE, self._state_json))
-            files += [
-                disk.copy_start(source, size, self._directory / name) for name, (source, size) in self._extra.items()
-            ]
         disk.sync_directory(self._directory)
         # The digests reach rank 0 with the results, without a further collective.
         results += [WriteResult(meta.MetadataIndex(""), file.size, file) for file in files]

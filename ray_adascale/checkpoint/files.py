@@ -121,22 +121,6 @@ def write_text(directory: Path, name: str, text: str) -> FileDigest:
     return FileDigest(name, len(data), hashlib.sha256(data).hexdigest())
 
 
-def copy_start(source: Path, size: int, target: Path) -> FileDigest:
-    """Copy the first ``size`` bytes of a file, which may grow meanwhile."""
-    sha256, left = hashlib.sha256(), size
-    with source.open("rb") as reading, target.open("wb") as writing:
-        while left > 0:
-            data = reading.read(min(left, 1 << 20))
-            if not data:
-                raise CheckpointError(f"{source} has {size - left} bytes; {size} were to be copied to {target.name}.")
-            sha256.update(data)
-            writing.write(data)
-            left -= len(data)
-        writing.flush()
-        os.fsync(writing.fileno())
-    return FileDigest(target.name, size, sha256.hexdigest())
-
-
 def is_count(value: object) -> bool:
     """Return whether a value from a JSON file can be a size or an offset: a non-negative int of at most 63 bits."""
     return type(value) is int and 0 <= value < 2**63

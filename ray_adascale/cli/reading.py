@@ -73,7 +73,6 @@ class Forecast(Command):
 
     def _throughput(self, measure: str, recipe: Recipe, config: AdaScaleConfig) -> Throughput:
         """Fit the throughput model that ``--measure`` and ``--run`` ask for."""
-        from ..analysis.runs import trace_path
         from ..analysis.throughput import measure_throughput
 
         workload = resolve(measure, "--measure")
@@ -83,7 +82,7 @@ class Forecast(Command):
                 recipe.hyperparameters,
                 per_worker_batch_size=config.per_worker_batch_size or recipe.base_batch_size,
                 config=config.with_recipe(replace(recipe, settings=None)),
-                runs=[trace_path(fetched(run, checkpoints=False)) for run in self.run],
+                runs=[fetched(run, checkpoints=False) for run in self.run],
                 base_batch_size=recipe.base_batch_size,
             )
         except ValueError:
@@ -99,7 +98,7 @@ class Report(Command):
     ray-adascale report runs/base runs/big --recipe recipe.json -o report.html
 
     Attributes:
-        runs: A run's folder (path or URI), or its trace.jsonl; the base run first, if there is one.
+        runs: A run's folder (path or URI); the base run first, if there is one.
         recipe: Show this recipe, and compare its forecast with the steps taken.
         tensorboard: Write TensorBoard event files there too, against steps and against effective steps.
         output: File of the page.

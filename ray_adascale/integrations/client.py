@@ -30,7 +30,7 @@ from ..run.base.base_run import BaseResult, Momentum, freeze, momentum_of
 from ..run.observe.advice import class_name
 from ..run.observe.metrics import SHORT_STEP, step_metrics
 from ..run.observe.step import Step
-from ..run.observe.trace import TraceFile, read_trace
+from ..run.observe.trace import Trace, files_of, joined
 
 LOGGED = ("gain", "scale", "effective_steps", "noise_scale", "efficiency")
 """The metrics of a step for the client's log."""
@@ -129,16 +129,15 @@ class StepLog:
 
     Args:
         schedule: From :func:`ray_adascale.attach`.
-        trace: File of the trace, written by rank 0. A resume drops the rows after the client's checkpoint. None for no trace.
+        trace: Folder of the run, in which rank 0 writes the trace. None for no trace.
     """
 
     def __init__(self, schedule: TauSchedule, trace: str | Path | None = None) -> None:
         self._schedule, (self._adascale, self._plan) = schedule, parts_of(schedule)
         first = not dist.is_initialized() or dist.get_rank() == 0
-        self._path = None if trace is None or not first else Path(trace)
+        self._folder = None if trace is None or not first else Path(trace)
         # Opened at the first step, because its number shows where the client resumed.
-        self._trace: TraceFile | None = None
-        self._attempt = 0
+        self._trace: Trace | None = None
         self._progress = 0.0  # Σ r
         self._position = 0  # examples of earlier starts
         self._examples, self._since = 0, time.monotonic()
@@ -187,8 +186,8 @@ class StepLog:
         self._lr = self._schedule.get_last_lr()[0]  # of the coming step, before the gain
         self._update()
         if self._trace is not None:
-            self._trace.after_loop()
-        if self._path is not None:
+            self._trace.flush()
+        if self._folder is not None:
             self._tau = self._adascale.effective_steps
 
     def _update(self) -> None:
@@ -201,17 +200,21 @@ class StepLog:
         if not self._counts:
             return
         self._examples += self._plan.global_batch_size
-        if self._path is None:
+        if self._folder is None:
             return
         last = self._adascale.last_step
         if last.skipped:
             return
         number = self._adascale.steps
         if self._trace is None:
-            self._trace = self._resume(self._path, number)
+            self._trace = self._resume(self._folder, number)
         self._progress = advanced(self._progress, last.gain)
         metrics = self._metrics()
-        place: dict[str, Any] = {"step": number, "attempt": self._attempt, "position": self._position + self._examples}
+        place: dict[str, Any] = {
+            "step": number,
+            "attempt": self._trace.number,
+            "position": self._position + self._examples,
+        }
         if self._plan != self._schedule.plan:  # fewer passes than declared
             place[SHORT_STEP] = True
         self._trace.after_step(
@@ -226,16 +229,13 @@ class StepLog:
             )
         )
 
-    def _resume(self, path: Path, number: int) -> TraceFile:
-        """Open the trace with the rows before this step, the first of this start. Later rows are dropped."""
-        rows = read_trace(path) if path.exists() else []
-        kept = [row for row in rows if row["step"] < number]
-        trace = TraceFile(path, kept)
+    def _resume(self, folder: Path, number: int) -> Trace:
+        """Open the trace of this start, whose first step has this number."""
+        trace = Trace(folder, self._schedule.base_schedule.total_steps)
         trace.first = {"optimizer": class_name(largest_part(self._adascale.wrapped))}
-        if rows:
-            self._attempt = 1 + max(int(row.get("attempt", 0)) for row in rows)
-        if kept:
-            self._progress, self._position = kept[-1]["progress"], kept[-1]["position"]
+        before = [row for row in joined(files_of(folder)) if row["step"] < number]
+        if before:
+            self._progress, self._position = before[-1]["progress"], before[-1]["position"]
         elif number > 1:  # no rows of earlier steps: assume the batch of this step and AdaScale's rule for all of them
             last = self._adascale.last_step
             self._progress = last.effective_steps - last.gain

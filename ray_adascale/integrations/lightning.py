@@ -47,7 +47,7 @@ class AdaScaleCallback(Callback):
         config: See :func:`ray_adascale.attach`. Settings of the trainer, the dataloader and ``configure_optimizers`` may be left
             out.
         recipe: The result of a search, or of a base run that was recorded through this callback.
-        trace: File of the trace for ``ray-adascale report``, written by rank 0.
+        trace: Folder of the run, in which rank 0 writes the trace for ``ray-adascale report``.
         recorder: Records the recipe of this run, which must be a base run.
         log: Log gain, scale, τ, noise scale and efficiency after each optimizer step.
 

@@ -67,7 +67,7 @@ class AdaScaleMixin(_Base):
         *args: Arguments of the Trainer. ``optimizers=(optimizer, scheduler)`` must be bare; or use ``args.optim="sgd"``.
         adascale: Settings, see :func:`ray_adascale.attach`. Batch size, passes and length of the dataset are the Trainer's.
         recipe: The result of a search, or of a base run that was recorded with this class.
-        trace: File of the trace for ``ray-adascale report``, written by rank 0.
+        trace: Folder of the run, in which rank 0 writes the trace for ``ray-adascale report``.
         recorder: Records the recipe of this run, which must be a base run.
         **kwargs: Arguments of the Trainer.
 

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from .._errors import SettingError
-from .._files import TRACE
 from .._warn import warn_at_user
 from ..batch import BatchFollower, StepPlan
 from ..chain import largest_part
@@ -42,7 +41,7 @@ from .observe.advice import NoiseWarning, ZeroGradient, class_name, warn_of_mode
 from .observe.eta import EtaTracker, forecast_run
 from .observe.metrics import METRICS
 from .observe.step import Listener
-from .observe.trace import TraceFile, read_trace
+from .observe.trace import Trace
 from .passes import Passes
 from .unit_weights import UnitWeights
 
@@ -196,7 +195,7 @@ def _resume(
     stages: tuple[StepBatch, Evaluation],
     plan: StepPlan,
     start: Callable[[], None] | None,
-) -> tuple[StepPlan, TraceFile | None, list[Listener]]:
+) -> tuple[StepPlan, Trace | None, list[Listener]]:
     """Load the newest checkpoint, or call ``start``. Return the next batch, and rank 0's trace and listeners. Collective."""
     batch, evaluation = stages
     with backend.latest_checkpoint() as folder:
@@ -213,8 +212,10 @@ def _resume(
         if backend.rank > 0:
             return plan, None, []
         log_start(train_state, plan, folder, workers_before, config.checkpoint_every_s)
-        rows = read_trace(folder / TRACE) if folder is not None and (folder / TRACE).is_file() else []
-        trace = _open_trace(backend, rows, ended=train_state.loop.stopped is not None)
+        trace, loop = None, train_state.loop
+        if loop.stopped is None and (place := backend.trace_folder()) is not None:
+            total_steps = train_state.base_schedule.total_steps
+            trace = Trace(place, total_steps, loop.attempt, store=backend.store_trace)
         return plan, trace, _listeners(backend, config, recipe, train_state.base_schedule, plan, trace)
 
 
@@ -331,24 +332,13 @@ def _check_extra_state(extra: Mapping[str, Any]) -> None:
             )
 
 
-def _open_trace(backend: Backend, rows: list[dict[str, Any]], *, ended: bool) -> TraceFile | None:
-    """Return the trace, with the rows of earlier starts; None if the backend keeps none. That of an ended run stays as it is."""
-    folder = backend.trace_folder()
-    if folder is not None:
-        if ended and (folder / TRACE).is_file():
-            return TraceFile(folder / TRACE)
-        return TraceFile(folder / TRACE, rows)
-    store = backend.trace_store()
-    return None if store is None else TraceFile.scratch(rows, store=store)
-
-
 def _listeners(
     backend: Backend,
     config: AdaScaleConfig,
     recipe: Recipe | None,
     schedule: BaseSchedule,
     plan: StepPlan,
-    trace: TraceFile | None,
+    trace: Trace | None,
 ) -> list[Listener]:
     """Return the listeners of rank 0."""
     forecast = forecast_run(recipe, config, plan.scale, plan.workers)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +20,7 @@ import ray.train.torch
 import torch.distributed as dist
 
 from .. import checkpoint
-from .._files import TRACE, full_disk_note, list_names, read_text, scratch_folder, store_patiently
+from .._files import TRACE, full_disk_note, list_names, scratch_folder, store_patiently
 from .._warn import warn_at_user
 from ..checkpoint.files import MANIFEST, STATE, TENSORS, NotPermitted
 from ..run.boundary.backend import Backend, ReportPolicy
@@ -39,14 +38,6 @@ _RAYS_NAME = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_")
 """The name of a checkpoint's folder in a Ray run: the time."""
 _PREEMPTION_POLL_S = 5.0
 """A poll is a barrier of 3 to 4 ms: below a thousandth of the time. Notices come 30 s or more ahead."""
-
-
-def _attempt(trace: str) -> int:
-    """Return the number of the start that wrote the last row of a trace; -1 if there is no row."""
-    try:
-        return int(json.loads(trace.rstrip().rpartition("\n")[2]).get("attempt", 0))
-    except (ValueError, AttributeError):
-        return -1
 
 
 def _is_a_runs(candidate: ray.train.Checkpoint) -> bool:
@@ -69,6 +60,7 @@ class RayTrainBackend(Backend):
     channel: Any = None
     """The channel to the driver, for this worker's heartbeats; None without one."""
     _heartbeat: Heartbeat | None = None
+    _trace: Path | None = None  # the folder of rank 0's trace, where the storage is no disk
 
     def __init__(self) -> None:
         context = ray.train.get_context()
@@ -78,6 +70,7 @@ class RayTrainBackend(Backend):
         self._name = context.get_experiment_name()
         self._storage = context.get_storage()
         self._uploading = threading.Event()
+        self._storing_trace = threading.Lock()  # the end of a run stores it, and a thread with a checkpoint
 
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:
@@ -244,6 +237,7 @@ class RayTrainBackend(Backend):
             if self.rank == 0 or not DriverClient(self.channel).log(logging.WARNING, text):
                 _log.warning("%s", text)
 
+        self.store_trace()  # first: a start that resumes from the checkpoint continues after its rows
         try:
             return store_patiently(lambda: self._storage.persist_current_checkpoint(local, name), waits)
         except OSError as e:
@@ -288,16 +282,30 @@ class RayTrainBackend(Backend):
         return [LiveMetrics(self._name, self.rank, self.driver, tracker)]
 
     def trace_folder(self) -> Path | None:
-        local = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
-        return Path(self._storage.experiment_fs_path) if local else None
+        run, filesystem = self._storage.experiment_fs_path, self._storage.storage_filesystem
+        if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+            return Path(run)
+        try:
+            folder = scratch_folder("trace")
+            (folder / TRACE).mkdir()
+            for name in list_names(f"{run}/{TRACE}", filesystem):
+                (folder / TRACE / name).touch()  # empty: an earlier start has this name
+        except OSError as e:
+            warn_at_user(f"The run will have no trace, since it can't be written: {e}", RuntimeWarning)
+            return None
+        self._trace = folder / TRACE
+        return folder
 
-    def trace_store(self) -> Callable[[Path], object] | None:
-        target, filesystem = f"{self._storage.experiment_fs_path}/{TRACE}", self._storage.storage_filesystem
-
-        def store(path: Path) -> None:
-            if _attempt(read_text(target, filesystem) or "") <= _attempt(
-                path.read_text()
-            ):  # else a later start's is there
-                pyarrow.fs.copy_files(str(path), target, destination_filesystem=filesystem)
-
-        return store
+    def store_trace(self) -> None:
+        if self._trace is None:
+            return
+        folder, filesystem = f"{self._storage.experiment_fs_path}/{TRACE}", self._storage.storage_filesystem
+        with self._storing_trace:
+            try:
+                filesystem.create_dir(folder, recursive=True)
+                for file in self._trace.iterdir():
+                    if file.stat().st_size > 0:
+                        target = f"{folder}/{file.name}"
+                        pyarrow.fs.copy_files(str(file), target, destination_filesystem=filesystem)
+            except OSError as e:
+                _log.warning("The run's trace could not be stored: %s.", e)

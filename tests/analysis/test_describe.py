@@ -86,7 +86,7 @@ def test_a_checkpoint_that_was_never_completed(tmp_path: Path) -> None:
 
 def test_a_run_by_its_folder_or_its_trace(tmp_path: Path) -> None:
     rows = [row(1), row(2, attempt=1, accuracy=0.5), row(3, attempt=1, world_size=1)]
-    path = write_rows(tmp_path / "mine" / "trace.jsonl", rows)
+    path = write_rows(tmp_path / "mine", rows)
     text, whole = describe(path)
     assert whole
     assert text.splitlines() == [
@@ -98,19 +98,19 @@ def test_a_run_by_its_folder_or_its_trace(tmp_path: Path) -> None:
         "  accuracy     0.5",
         "  τ = 2        restarted",
         "  τ = 4        resized from 2 workers (S = 4) to 1 worker (S = 4)",
+        "  checkpoints  0, newest whole one none",
     ]
-    text, whole = describe(path.parent)
-    assert whole
-    assert text.splitlines()[-1] == "  checkpoints  0, newest whole one none"
+    (file,) = path.glob("trace/*")
+    assert describe(file)[0].splitlines() == text.splitlines()[:-1]
 
 
 def test_a_run_with_clipped_steps(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "trace.jsonl", [row(1), row(2, clipped=True), row(3), row(4)])
+    path = write_rows(tmp_path, [row(1), row(2, clipped=True), row(3), row(4)])
     assert "  clipped      25 % of the steps, at a multiple of the expected norm" in describe(path)[0].splitlines()
 
 
 def test_a_run_with_skipped_steps(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "trace.jsonl", [row(1), row(2, optimizer_steps=1, skipped=True)])
+    path = write_rows(tmp_path, [row(1), row(2, optimizer_steps=1, skipped=True)])
     assert describe(path)[0].splitlines()[2] == "  skipped      1 steps, whose gradients were not finite"
 
 
@@ -121,17 +121,19 @@ def test_a_run_with_skipped_steps(tmp_path: Path) -> None:
         ([1, 2, 7, 8, 10], "NOT WHOLE: steps 3 to 6 are missing; step 9 is missing"),
         ([3, 4], "NOT WHOLE: steps 1 to 2 are missing"),
         ([1, 2, 3, 2, 4], "NOT WHOLE: step 2 comes after step 3"),  # an older start wrote here too
-        # Long traces are thinned:
-        ([1, *range(2, 80_001, 2)], "whole: a row for each step"),
-        ([1, *range(2, 79_000, 2), *range(79_000, 80_002)], "whole: a row for each step"),
-        ([1, *range(2, 60_001, 2), *range(60_100, 80_001, 2)], "NOT WHOLE: steps 60,001 to 60,099 are missing"),
     ],
 )
 def test_a_trace_that_lacks_steps(tmp_path: Path, steps: list[int], told: str) -> None:
-    path = write_rows(tmp_path / "trace.jsonl", [row(step) for step in steps])
-    text, whole = describe(path)
+    text, whole = describe(write_rows(tmp_path, [row(step) for step in steps]))
     assert f"  trace        {told}" in text.splitlines()
     assert whole == told.startswith("whole")
+
+
+def test_a_long_run_lacks_steps_where_more_than_k_are_missing(tmp_path: Path) -> None:
+    rows = [row(step, every=4) for step in (1, 4, 8, 11, 12, 16, 24)]  # a start ended at step 11
+    assert "NOT WHOLE: steps 17 to 23 are missing" in describe(write_rows(tmp_path, rows))[0]
+    # T was smaller at first.
+    assert describe(write_rows(tmp_path, [row(1), row(2), row(3), *rows[1:-1], row(19, every=4)]))[1]
 
 
 def test_a_run_that_failed(tmp_path: Path) -> None:
@@ -140,7 +142,7 @@ def test_a_run_that_failed(tmp_path: Path) -> None:
     (folder / "error.txt").write_text("Worker 0: ValueError: no data\n\nTraceback ...\n")
     failed = "  failed       Worker 0: ValueError: no data (error.txt has the whole traceback)"
     assert describe(folder) == (f"Run mine\n  steps        none\n{failed}", True)
-    write_rows(folder / "trace.jsonl", [row(1), row(2)])
+    write_rows(folder, [row(1), row(2)])
     text, _ = describe(folder)
     assert "steps        2 for 4.0" in text
     assert text.splitlines()[-1] == failed
@@ -149,13 +151,13 @@ def test_a_run_that_failed(tmp_path: Path) -> None:
 def test_a_run_amid_its_way_has_its_time_left(tmp_path: Path) -> None:
     # 32 examples a step at 1,000 a second: 50 steps take 1.6 s.
     rows = [row(step, steps_left=60.0 - 5 * step) for step in (1, 2)]
-    text, _ = describe(write_rows(tmp_path / "mine" / "trace.jsonl", rows))
+    text, _ = describe(write_rows(tmp_path / "mine", rows))
     assert text.splitlines()[2] == "  left         50 steps by the forecast, 0:02 at this speed"
-    long = write_rows(tmp_path / "long" / "trace.jsonl", [row(1), row(5), row(8, steps_left=50.0)])  # thinned
+    long = write_rows(tmp_path / "long", [row(1), row(5), row(8, steps_left=50.0)])  # thinned
     assert describe(long)[0].splitlines()[2] == text.splitlines()[2]
-    text, _ = describe(write_rows(tmp_path / "alone" / "trace.jsonl", rows[:1]))
+    text, _ = describe(write_rows(tmp_path / "alone", rows[:1]))
     assert text.splitlines()[2] == "  left         55 steps by the forecast"
-    text, _ = describe(write_rows(tmp_path / "done" / "trace.jsonl", [row(1), row(2, steps_left=0.0)]))
+    text, _ = describe(write_rows(tmp_path / "done", [row(1), row(2, steps_left=0.0)]))
     assert "left" not in text
 
 

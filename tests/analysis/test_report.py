@@ -85,9 +85,9 @@ def make(tmp_path: Path) -> Callable[..., Page]:
 
 
 def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) -> None:
-    base = write_rows(tmp_path / "base" / "trace.jsonl", base_rows())
-    scaled = write_rows(tmp_path / "scaled" / "trace.jsonl", [row(s) | {"accuracy": 0.08 * s} for s in range(1, 11)])
-    page = make(base.parent, scaled, recipe=recipe([(0, 3, 1)], total_steps=20))
+    base = write_rows(tmp_path / "base", base_rows())
+    scaled = write_rows(tmp_path / "scaled", [row(s) | {"accuracy": 0.08 * s} for s in range(1, 11)])
+    page = make(base, scaled, recipe=recipe([(0, 3, 1)], total_steps=20))
     head, *rows = page.tables[0]
     assert head == [
         *(
@@ -141,7 +141,7 @@ def test_a_run_is_judged_by_the_recipes_score(
     make: Callable[..., Page], tmp_path: Path, mode: str, scores: tuple[float, ...], said: str
 ) -> None:
     runs = [
-        write_rows(tmp_path / name / "trace.jsonl", [row(s) | {"accuracy": 0.08 * s} for s in range(1, count + 1)])
+        write_rows(tmp_path / name, [row(s) | {"accuracy": 0.08 * s} for s in range(1, count + 1)])
         for name, count in (("whole", 10), ("early", 9))
     ]
     made = recipe([(0, 3, 1)], total_steps=20)
@@ -155,7 +155,7 @@ def test_a_run_is_judged_by_the_recipes_score(
 def test_seeds_of_a_run_have_their_mean_and_spread(make: Callable[..., Page], tmp_path: Path) -> None:
     def run(name: str, end: float, **changed: Any) -> Path:
         rows = [row(s, lr=0.1) | {"accuracy": end, "scale": 4.0, **changed} for s in range(1, 4)]
-        return write_rows(tmp_path / name / "trace.jsonl", rows)
+        return write_rows(tmp_path / name, rows)
 
     make(run("one", 0.7), run("two", 0.8), run("other", 0.1, scale=2.0), run("adam", 0.1, optimizer="Adam"))
     text = " ".join((tmp_path / "out" / "report.html").read_text().split())
@@ -175,14 +175,14 @@ def test_seeds_of_a_run_have_their_mean_and_spread(make: Callable[..., Page], tm
 def test_the_untrained_models_metrics_stand_at_the_beginning(make: Callable[..., Page], tmp_path: Path) -> None:
     rows = [row(s) | {"accuracy": 0.9} for s in range(1, 4)]
     rows[0] |= {"optimizer": "SGD", "untrained": {"accuracy": 0.125, "word": "x"}}
-    page = make(write_rows(tmp_path / "mine" / "trace.jsonl", rows))
+    page = make(write_rows(tmp_path / "mine", rows))
     cells = dict(zip(page.tables[0][0], page.tables[0][1], strict=True))
     assert (cells["optimizer"], cells["accuracy"]) == ("SGD", "0.9000")
     assert "mine, untrained: accuracy 0.125." in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_page_stands_alone_in_light_and_dark(make: Callable[..., Page], tmp_path: Path) -> None:
-    page = make([write_rows(tmp_path / "trace.jsonl", [row(1), row(2)])])
+    page = make([write_rows(tmp_path, [row(1), row(2)])])
     text = (tmp_path / "out" / "report.html").read_text()
     assert all(link.startswith("#") for link in page.links)
     assert not re.search(r"url\((?!#)|@import|<script|<link|<iframe", text)
@@ -196,7 +196,7 @@ def test_page_stands_alone_in_light_and_dark(make: Callable[..., Page], tmp_path
 
 
 def test_what_users_name_is_text(make: Callable[..., Page], tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "trace.jsonl", [row(1) | {NASTY: 1.0, "_hidden": 2.0}, row(2) | {NASTY: 1.5}])
+    path = write_rows(tmp_path, [row(1) | {NASTY: 1.0, "_hidden": 2.0}, row(2) | {NASTY: 1.5}])
     page = make({NASTY: path}, recipe=recipe([], hyperparameters={"note": NASTY}, workload=NASTY))
     assert "script" not in page.tags
     assert page.tables[0][1][0] == NASTY
@@ -210,7 +210,7 @@ def test_what_users_name_is_text(make: Callable[..., Page], tmp_path: Path) -> N
 def test_restarts_and_resizes_are_marked(make: Callable[..., Page], tmp_path: Path) -> None:
     rows = [row(1), row(2), row(3, attempt=1), row(4, attempt=2, world_size=4, scale=8.0), row(5, world_size=4)]
     rows[4]["attempt"], rows[4]["scale"] = 2, 8.0
-    page = make([write_rows(tmp_path / "mine" / "trace.jsonl", rows)], recipe=recipe([(0, 3, 1)], total_steps=10))
+    page = make([write_rows(tmp_path / "mine", rows)], recipe=recipe([(0, 3, 1)], total_steps=10))
     assert page.tables[0][1][1:3] == ["2 → 4", "4 → 8"]
     assert page.tables[1][1:] == [
         ["mine", "4", "restarted"],
@@ -227,16 +227,16 @@ def test_restarts_and_resizes_are_marked(make: Callable[..., Page], tmp_path: Pa
 
 
 def test_forecast_against_actual(make: Callable[..., Page], tmp_path: Path) -> None:
-    done = write_rows(tmp_path / "done" / "trace.jsonl", [row(s) for s in range(1, 11)])
-    half = write_rows(tmp_path / "half" / "trace.jsonl", [row(s) for s in range(1, 6)])
+    done = write_rows(tmp_path / "done", [row(s) for s in range(1, 11)])
+    half = write_rows(tmp_path / "half", [row(s) for s in range(1, 6)])
     page = make(done, half, recipe=recipe([(0, 3, 0)], 20))  # r = S: 5 steps, and up to 5·e^0.2 = 6.1
     assert page.tables[1][1:] == [
         ["done", "4", "5", "5–7", "10", "-50.0%, outside the interval"],
         ["half", "4", "5", "5–7", "5", "not finished: at 50%"],
     ]
     # Of two seeds, r = S and r = 1, so 5 and 20 steps; and nothing of what it can't be asked about.
-    rule = write_rows(tmp_path / "rule" / "trace.jsonl", [row(s, progress=1.5 * s) for s in range(1, 11)])
-    lr = write_rows(tmp_path / "lr" / "trace.jsonl", [row(s, lr=0.2) for s in range(1, 11)])
+    rule = write_rows(tmp_path / "rule", [row(s, progress=1.5 * s) for s in range(1, 11)])
+    lr = write_rows(tmp_path / "lr", [row(s, lr=0.2) for s in range(1, 11)])
     second = [Repeat(seed=1, score=0.5, noise=probes([(0, 0, 2)]))]
     first = make(done, recipe=recipe([(0, 3, 0)], 20, repeats=second)).tables[1][1]
     others = make(done, rule, lr, recipe=recipe([(0, 3, 0)], 20)).tables[1][1:]
@@ -257,7 +257,7 @@ def test_a_run_that_changed_its_batch(make: Callable[..., Page], tmp_path: Path)
         row(i, scale=s, gain=s, effective_steps=sum(scales[:i]), progress=sum(scales[:i]), position=round(taken[i - 1]))
         for i, s in enumerate(scales, start=1)
     ]
-    done = write_rows(tmp_path / "done" / "trace.jsonl", rows)
+    done = write_rows(tmp_path / "done", rows)
     made = recipe([(0, 1, 0)])
     page = make([done], recipe=made)
     assert page.headings[:2] == ["Runs", "Forecast and actual"]
@@ -271,13 +271,13 @@ def test_means_are_over_steps_where_old_rows_were_left_out(make: Callable[..., P
     # 80 steps at S = 2, of which every tenth is kept, and 20 at S = 4: 2.4 on average, and r̄ = 2. The loss is 0.01 after step 95.
     early = [row(s, scale=2.0, loss=1.0) for s in range(1, 81) if s == 1 or s % 10 == 0]
     late = [row(s, scale=4.0, loss=0.01 if s > 95 else 1.0) for s in range(81, 101)]
-    cells = make(write_rows(tmp_path / "long" / "trace.jsonl", early + late)).tables[0][1]
+    cells = make(write_rows(tmp_path / "long", early + late)).tables[0][1]
     assert cells[2] == "2 … 4, mean 2.4"
     assert (cells[7], cells[8]) == ("83%", "0.01000")
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    ended, stopped = (write_rows(tmp_path / name / "trace.jsonl", [row(1)]).parent for name in ("ended", "stopped"))
+    ended, stopped = (write_rows(tmp_path / name, [row(1)]) for name in ("ended", "stopped"))
     again = Page(write_report([stopped, stopped, ended], tmp_path / "r.html"))
     assert [cells[0] for cells in again.tables[0][1:]] == ["stopped (1)", "stopped (2)", "ended"]
 
@@ -287,10 +287,10 @@ def test_what_is_given_in_place_of_a_run_or_a_page(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("a note")
     (tmp_path / "search").mkdir()
     (tmp_path / "search" / "search.json").write_text("{}")
-    run = write_rows(tmp_path / "run" / "trace.jsonl", [row(1)])
+    run = write_rows(tmp_path / "run", [row(1)])
     for given, page, message in (
         (tmp_path / "recipe.json", "r.html", "recipe.json is not a trace row"),
-        (tmp_path / "notes", "r.html", "no steps in .*notes; it is not JSON lines"),
+        (tmp_path / "notes", "r.html", "notes': its trace is empty"),
         (tmp_path / "search", "r.html", "search': a search, whose trials keep no trace"),
         (run, "run", "run': a folder. Name the HTML file"),
     ):
@@ -304,23 +304,23 @@ def test_no_runs_and_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         write_report([], tmp_path / "r.html")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"is needed for a .*: pip install matplotlib"):
-        write_report([write_rows(tmp_path / "t.jsonl", [row(1)])], tmp_path / "r.html")
+        write_report([write_rows(tmp_path, [row(1)])], tmp_path / "r.html")
 
 
 def test_the_noise_scale_is_that_of_the_whole_run(make: Callable[..., Page], tmp_path: Path) -> None:
     # At B0 = 8: three of four effective steps with σ²/μ² = 3, one with 5/2, so 8 · (3·3 + 5) / (3·1 + 2).
     rows = [row(1, effective_steps=3.0), row(2, effective_steps=4.0, sigma2=5.0, mu2=2.0, noise_scale=20.0)]
-    assert make(write_rows(tmp_path / "x" / "trace.jsonl", rows)).tables[0][1][9] == f"{8 * 14 / 5:.3g}"
-    assert make(write_rows(tmp_path / "y" / "trace.jsonl", [row(1, mu2=-1.0)])).tables[0][1][9] == ""
+    assert make(write_rows(tmp_path / "x", rows)).tables[0][1][9] == f"{8 * 14 / 5:.3g}"
+    assert make(write_rows(tmp_path / "y", [row(1, mu2=-1.0)])).tables[0][1][9] == ""
 
 
 def test_skipped_steps_are_told(make: Callable[..., Page], tmp_path: Path) -> None:
     rows = [row(1), row(2, optimizer_steps=1, skipped=True), row(3, optimizer_steps=2, clipped=True)]
     gap = [row(1), row(5)]
     make(
-        write_rows(tmp_path / "short" / "trace.jsonl", gap),
-        write_rows(tmp_path / "bad" / "trace.jsonl", rows),
-        write_rows(tmp_path / "good" / "trace.jsonl", [row(1), row(2)]),
+        write_rows(tmp_path / "short", gap),
+        write_rows(tmp_path / "bad", rows),
+        write_rows(tmp_path / "good", [row(1), row(2)]),
     )
     text = (tmp_path / "out" / "report.html").read_text()
     assert text.count("whose gradients were not finite") == 1
@@ -332,9 +332,9 @@ def test_skipped_steps_are_told(make: Callable[..., Page], tmp_path: Path) -> No
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_run_that_failed_is_reported_with_its_cause(make: Callable[..., Page], tmp_path: Path, steps: int) -> None:
-    path = write_rows(tmp_path / "mine" / "trace.jsonl", [row(s) for s in range(1, steps + 1)])
-    (path.parent / "error.txt").write_text("Worker 1: OSError: no <disk>\n\nTraceback ...\n")
-    page = make([path.parent])
+    path = write_rows(tmp_path / "mine", [row(s) for s in range(1, steps + 1)])
+    (path / "error.txt").write_text("Worker 1: OSError: no <disk>\n\nTraceback ...\n")
+    page = make([path])
     assert [cells[0] for cells in page.tables[0][1:]] == ["mine"] * (steps > 0)
     assert ("Failures" in page.headings, "Plots" in page.headings) == (True, steps > 0)
     text = (tmp_path / "out" / "report.html").read_text()

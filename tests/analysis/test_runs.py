@@ -8,39 +8,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ray_adascale.analysis.runs import RunTrace, load_run, trace_path
+from ray_adascale.analysis.runs import RunTrace, load_run
 
 from ..samples_of import row, write_rows
 
 
-def test_a_runs_trace_is_found_in_its_folder_or_its_newest_checkpoint(tmp_path: Path) -> None:
-    ended = write_rows(tmp_path / "ended" / "trace.jsonl", [row(1)])
-    write_rows(tmp_path / "ended" / "checkpoint_0000000001" / "trace.jsonl", [row(1)])
-    assert trace_path(ended.parent) == ended
-    later = write_rows(tmp_path / "ended" / "checkpoint_0000000003" / "trace.jsonl", [row(1), row(3)])
-    assert trace_path(ended.parent) == later  # it was interrupted, and resumed
-    stopped = tmp_path / "stopped"
-    for n in (1, 2):
-        write_rows(stopped / f"checkpoint_000{n}" / "trace.jsonl", [row(s) for s in range(1, n + 1)])
-    assert len(load_run(stopped).rows) == 2
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"no trace\.jsonl in it"):
-        trace_path(tmp_path / "empty")
+    with pytest.raises(ValueError, match=r"no trace/\*\.jsonl in it"):
+        load_run(tmp_path / "empty")
+    with pytest.raises(ValueError, match="no such file or folder"):
+        load_run(tmp_path / "missing")
     (tmp_path / "empty" / "search.json").write_text("{}")
     with pytest.raises(ValueError, match="a search, whose trials keep no trace"):
-        trace_path(tmp_path / "empty")
+        load_run(tmp_path / "empty")
 
 
-def test_a_run_is_called_by_its_folder_or_its_file(tmp_path: Path) -> None:
-    in_checkpoint = write_rows(tmp_path / "stopped" / "checkpoint_0001" / "trace.jsonl", [row(1)])
-    assert load_run(tmp_path / "stopped").label == load_run(in_checkpoint).label == "stopped"
-    assert load_run(write_rows(tmp_path / "odd.jsonl", [row(1)])).label == "odd"
-    assert load_run(tmp_path / "odd.jsonl", label="mine").label == "mine"
+def test_a_run_is_called_by_its_folder(tmp_path: Path) -> None:
+    run = write_rows(tmp_path / "mine", [row(1)])
+    (file,) = run.glob("trace/*.jsonl")
+    assert [load_run(path).label for path in (run, f"{run}/.", file)] == ["mine"] * 3
+    assert load_run(run, label="other").label == "other"
 
 
 @pytest.mark.parametrize("value", [None, math.nan, True, "many"])
 def test_a_trace_without_a_runs_numbers_is_refused(tmp_path: Path, value: object) -> None:
-    write_rows(tmp_path / "trace.jsonl", [row(1), row(2, scale=value)])
+    write_rows(tmp_path, [row(1), row(2, scale=value)])
     with pytest.raises(ValueError, match=r"no 'scale' in its last row\. Is it a run's trace\?"):
         load_run(tmp_path)
 

@@ -40,7 +40,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_every_number_of_the_trace_is_a_scalar(tmp_path: Path) -> None:
     rows = [row(1, loss=math.nan), row(2, loss=0.5, accuracy=0.75, note="mine")]
-    folder = write_events(write_rows(tmp_path / "mine" / "trace.jsonl", rows), tmp_path / "events")
+    folder = write_events(write_rows(tmp_path / "mine", rows), tmp_path / "events")
     assert folder == tmp_path / "events" / "mine"
     found = scalars(folder)
     assert found["adascale/gain"] == [(1, 2.0), (2, 2.0)]
@@ -54,13 +54,12 @@ def test_every_number_of_the_trace_is_a_scalar(tmp_path: Path) -> None:
 
 def test_files_that_are_written_again_show_no_step_twice(tmp_path: Path) -> None:
     for count in (2, 3):
-        path = write_rows(tmp_path / "mine" / "trace.jsonl", [row(step) for step in range(1, count + 1)])
+        path = write_rows(tmp_path / "mine", [row(step) for step in range(1, count + 1)])
         write_events(path, tmp_path / "events")
-        path.unlink()
     assert scalars(tmp_path / "events" / "mine")["adascale/gain"] == [(1, 2.0), (2, 2.0), (3, 2.0)]
 
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ValueError, match="tensorboardX is needed"):
-        write_events(write_rows(tmp_path / "trace.jsonl", [row(1)]), tmp_path)
+        write_events(write_rows(tmp_path, [row(1)]), tmp_path)

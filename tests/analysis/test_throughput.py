@@ -13,26 +13,22 @@ from ray_adascale import AdaScaleConfig, Workload
 from ray_adascale.analysis import throughput
 from ray_adascale.analysis.throughput import measure_throughput, measurement_from_trace
 from ray_adascale.forecast.throughput import Measurement
-from ray_adascale.run.observe.trace import Trace
 
-from ..samples_of import regression
+from ..samples_of import regression, write_rows
 
 
 def at(workers: int, passes: int, seconds: float, batch: int = 16) -> Measurement:
     return Measurement(workers=workers, accumulation=passes, per_worker_batch_size=batch, step_s=seconds)
 
 
-def write_trace(path: Path, rows: list[dict[str, Any]]) -> Path:
-    trace = Trace(path)
-    for step, row in enumerate(rows, 1):
-        trace.append({"step": step, "world_size": 2, "scale": 8.0, "examples_per_s": 320.0} | row)
-    trace.flush()
-    return path
+def write_trace(run: Path, rows: list[dict[str, Any]]) -> Path:
+    usual = {"world_size": 2, "scale": 8.0, "examples_per_s": 320.0}
+    return write_rows(run, [{"step": step} | usual | row for step, row in enumerate(rows, 1)])
 
 
 def test_measurement_from_a_trace(tmp_path: Path) -> None:
     rates: list[dict[str, Any]] = [{"examples_per_s": rate} for rate in (1.0, 1.0, 300.0, 320.0, 900.0)]
-    path = write_trace(tmp_path / "trace.jsonl", rows=rates)
+    path = write_trace(tmp_path, rows=rates)
     # B = 8·8 = 64 examples on 2 workers, 16 a pass: 2 passes. 64 / 320 a second; the slow start does not count.
     assert measurement_from_trace(path, base_batch_size=8, per_worker_batch_size=16) == at(2, 2, 0.2)
     with pytest.raises(ValueError, match=r"per_worker_batch_size=24: the batch of 64"):
@@ -41,18 +37,18 @@ def test_measurement_from_a_trace(tmp_path: Path) -> None:
         measurement_from_trace(path, base_batch_size=8, per_worker_batch_size=64)
     # 30/13 · 13 is 29.999999999999996 in floats, and 30 examples are meant.
     assert int(30 / 13 * 13) == 29
-    odd = write_trace(tmp_path / "odd.jsonl", [{"scale": 30 / 13}] * 2)
+    odd = write_trace(tmp_path / "odd", [{"scale": 30 / 13}] * 2)
     assert measurement_from_trace(odd, base_batch_size=13, per_worker_batch_size=15) == at(2, 1, 30 / 320, batch=15)
-    resized = write_trace(tmp_path / "resized.jsonl", [{}, {}, {}, {"world_size": 1, "scale": 4.0}])
+    resized = write_trace(tmp_path / "resized", [{}, {}, {}, {"world_size": 1, "scale": 4.0}])
     with pytest.raises(ValueError, match="was resized"):
         measurement_from_trace(resized, base_batch_size=8, per_worker_batch_size=16)
     with pytest.raises(ValueError, match="is empty"):
-        measurement_from_trace(write_trace(tmp_path / "empty.jsonl", []), base_batch_size=8, per_worker_batch_size=16)
+        measurement_from_trace(write_trace(tmp_path / "empty", []), base_batch_size=8, per_worker_batch_size=16)
 
 
 @pytest.mark.filterwarnings("ignore:The time of a step is known roughly only")  # so short, beside other tests
 def test_measured_throughput(tmp_path: Path) -> None:
-    path = write_trace(tmp_path / "trace.jsonl", [{"examples_per_s": 64 / 10}])  # 10 s a step: nothing but waiting
+    path = write_trace(tmp_path, [{"examples_per_s": 64 / 10}])  # 10 s a step: nothing but waiting
     found = measure_throughput(regression, {}, per_worker_batch_size=16, seconds=0.1, runs=[path], base_batch_size=8)
     assert 0 < 16 * found.example_s < 1
     assert found.volume_s == pytest.approx(20, rel=0.2)

@@ -127,7 +127,7 @@ def test_forecast_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writ
 
     with monkeypatch.context() as patched:
         patched.setattr(throughput, "measure_throughput", measure)
-        write_rows(tmp_path / "run" / "trace.jsonl", [row(1)])
+        write_rows(tmp_path / "run", [row(1)])
         words = [f"--measure={WORKLOAD}", f"--run={tmp_path / 'run'}", "--cost-per-worker-hour=2", "--rule=linear"]
         (found,) = json.loads(cli("forecast", RECIPE, "--workers=1", "--json", *words).out)["rows"]
         ours = seen["runs"]
@@ -136,8 +136,8 @@ def test_forecast_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writ
     assert seen["workload"].__name__ == "regression"
     assert seen["hyperparameters"] == Recipe.load(RECIPE).hyperparameters
     assert (seen["per_worker_batch_size"], seen["base_batch_size"]) == (32, 32)
-    assert ours == [tmp_path / "run" / "trace.jsonl"]
-    assert (seen["runs"][0].parent.name, seen["runs"][0].is_relative_to(tmp_path)) == ("run", False)
+    assert ours == [tmp_path / "run"]
+    assert (seen["runs"][0].name, seen["runs"][0].is_relative_to(tmp_path)) == ("run", False)
     spec = f"{write('mine_fails.py', 'def workload(config): return config[chr(33)]')}:workload"
     assert (
         cli("forecast", RECIPE, f"--measure={spec}", code=1).err
@@ -149,7 +149,7 @@ def test_forecast_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writ
 
 
 def test_report_and_describe(tmp_path: Path, cli: Any) -> None:
-    write_rows(tmp_path / "run" / "trace.jsonl", [row(1), row(2)])
+    write_rows(tmp_path / "run", [row(1), row(2)])
     page, edited = tmp_path / "page.html", tmp_path / "edited.json"
     words = [tmp_path / "run", f"--recipe={RECIPE}", "-o", page, f"--tensorboard={tmp_path}"]
     written = f"Event files are in {tmp_path}: tensorboard --logdir {tmp_path}\nWritten to {page}"

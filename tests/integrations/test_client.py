@@ -51,11 +51,11 @@ class Loop:
 
 
 def test_progress_is_the_sum_of_gains_where_the_clock_is_not(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "trace.jsonl", rule="linear")
+    loop = Loop(tmp_path, rule="linear")
     watch = loop.watch()
     loop.take(6)
     watch.close()
-    rows = read_trace(tmp_path / "trace.jsonl")
+    rows = read_trace(tmp_path)
     assert [row["effective_steps"] for row in rows] == [2, 4, 6, 8, 10, 12]  # S a step, by this rule
     gained = [rows[0]["progress"], *(b["progress"] - a["progress"] for a, b in itertools.pairwise(rows))]
     # Differences of sums of a few numbers below 12, in float64.
@@ -65,7 +65,7 @@ def test_progress_is_the_sum_of_gains_where_the_clock_is_not(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("saved_at", [1, 3])
 def test_a_resumed_run_has_each_step_in_its_trace_once(tmp_path: Path, saved_at: int) -> None:
-    trace = tmp_path / "trace.jsonl"
+    trace = tmp_path
     killed = Loop(trace)
     watch = killed.watch()
     killed.take(saved_at)
@@ -89,7 +89,7 @@ def test_a_resumed_run_has_each_step_in_its_trace_once(tmp_path: Path, saved_at:
 
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_row_has_the_scale_and_the_examples_of_its_own_step(tmp_path: Path, closes: bool) -> None:
-    loop = Loop(tmp_path / "trace.jsonl")
+    loop = Loop(tmp_path)
     watch = loop.watch()
     loop.take(2)
     loop.optimizer.expect_passes(1)  # the last step of an epoch
@@ -103,7 +103,7 @@ def test_a_row_has_the_scale_and_the_examples_of_its_own_step(tmp_path: Path, cl
     follow_batch(loop.schedule, passes=2, per_worker_batch_size=2 * BATCH)
     loop.take(1)  # of passes that Loop makes as large as before, which nobody counts
     watch.close()
-    rows = read_trace(tmp_path / "trace.jsonl")
+    rows = read_trace(tmp_path)
     assert [row["scale"] for row in rows] == [2, 2, 1, 4]
     assert [row["efficiency"] for row in rows] == [row["gain"] / row["scale"] for row in rows]
     assert [row["position"] for row in rows] == [2 * BATCH, 4 * BATCH, 5 * BATCH, 9 * BATCH]
@@ -111,7 +111,7 @@ def test_a_row_has_the_scale_and_the_examples_of_its_own_step(tmp_path: Path, cl
 
 
 def test_the_same_batch_in_other_passes_is_another_number_of_samples(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "trace.jsonl")
+    loop = Loop(tmp_path)
     assert not follow_batch(loop.schedule, passes=2, per_worker_batch_size=BATCH)
     assert (loop.optimizer.scale, loop.optimizer.num_samples) == (2, 2)
     assert follow_batch(loop.schedule, passes=4, per_worker_batch_size=BATCH // 2)
@@ -139,12 +139,12 @@ def test_a_step_that_torch_takes_to_make_a_state_has_no_row(tmp_path: Path, mome
 
 
 def test_a_row_is_written_before_the_next_step_and_a_skipped_step_leaves_it_alone(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "trace.jsonl")
+    loop = Loop(tmp_path)
     watch = loop.watch()
     loop.take(2)
     watch.record(loss=0.25)
     rows: list[Any] = []
-    loop.optimizer.wrapped.register_step_pre_hook(lambda *_: rows.append(read_trace(tmp_path / "trace.jsonl")))
+    loop.optimizer.wrapped.register_step_pre_hook(lambda *_: rows.append(read_trace(tmp_path)))
     loop.take(1)
     assert [row["step"] for row in rows[0]] == [1, 2]  # a kill within a step does not lose the row before
     assert rows[0][1]["loss"] == 0.25
@@ -156,7 +156,7 @@ def test_a_row_is_written_before_the_next_step_and_a_skipped_step_leaves_it_alon
     loop.optimizer.zero_grad()
     watch.record(loss=math.nan)  # of the skipped step, which has no row
     watch.close()
-    assert [row["loss"] for row in read_trace(tmp_path / "trace.jsonl")][1:] == [0.25, 0.5]
+    assert [row["loss"] for row in read_trace(tmp_path)][1:] == [0.25, 0.5]
 
 
 def test_a_base_run_is_probed_by_the_batches_after_a_step() -> None:

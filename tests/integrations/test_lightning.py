@@ -155,7 +155,7 @@ def train(
 
 def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(knowing: Any, tmp_path: Path) -> None:
     examples = 10 * BATCH * 2
-    trace = tmp_path / "trace.jsonl"
+    trace = tmp_path
     found = knowing(ADAPTER).run(train, 60, 3, examples, trace=str(trace), gradient_clip_val=1e6)
     for notes, logged in found:
         check_against_reference(notes, total_steps=60, samples=6, passes=[3, 3, 3, 1], workers=2, examples=examples)
@@ -200,7 +200,7 @@ def scheduled(total_steps: int, examples: int, trace: str) -> Notes:
 
 def test_an_accumulation_that_changes_between_epochs_is_followed(knowing: Any, tmp_path: Path) -> None:
     examples = 8 * BATCH * 2
-    trace = tmp_path / "trace.jsonl"
+    trace = tmp_path
     for notes in knowing(ADAPTER).run(scheduled, 60, examples, str(trace)):
         # Two epochs of four steps, and then such of two; one epoch of the pattern is all that the run sees of it.
         passes = [2] * 8 + [4] * len(notes.gains)
@@ -429,7 +429,7 @@ def test_steps_beyond_the_end_are_warned_of() -> None:
 def test_a_batch_size_that_changes_between_epochs_is_followed(tmp_path: Path) -> None:
     wanted, sizes = module(200), iter([8, 20, 8, *[20] * 99])
     wanted.train_dataloader = lambda: DataLoader(dataset(80), batch_size=next(sizes))
-    trace = tmp_path / "trace.jsonl"
+    trace = tmp_path
     callback = AdaScaleCallback(settings(200), trace=trace)
     with quiet():
         trainer([callback], 2, reload_dataloaders_every_n_epochs=1).fit(wanted)

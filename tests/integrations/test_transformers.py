@@ -146,7 +146,7 @@ def train(total_steps: int, accumulation: int, examples: int, folder: str, **mor
 
 def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(knowing: Any, tmp_path: Path) -> None:
     examples = 10 * BATCH * 2
-    trace = tmp_path / "trace.jsonl"
+    trace = tmp_path
     found = knowing(ADAPTER).run(train, 60, 3, examples, str(tmp_path), trace=str(trace))
     for notes, log in found:
         check_against_reference(notes, total_steps=60, samples=6, passes=[3, 3, 3, 1], workers=2, examples=examples)
@@ -244,7 +244,7 @@ def finds_batch(folder: str, trace: str) -> tuple[Notes, list[float]]:
 
 
 def test_a_batch_that_was_made_smaller_for_want_of_memory_has_its_own_scale(knowing: Any, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
+    trace = tmp_path
     for notes, scales in knowing(ADAPTER).run(
         finds_batch, str(tmp_path), str(trace)
     ):  # memory runs out in a second pass

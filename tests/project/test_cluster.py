@@ -423,7 +423,7 @@ def test_launches_for_real() -> None:
                 _stop_a_job(address, storage / "stopped", env)
 
         run = storage / "for-real"
-        rows = read_trace(run / "trace.jsonl")
+        rows = read_trace(run)
         # One CPU a node and one a worker: the two workers were on two nodes.
         assert {row["world_size"] for row in rows} == {2}
         assert rows[-1]["effective_steps"] >= 120

@@ -87,7 +87,7 @@ def test_the_kept_table_is_one_that_the_demo_prints(demo: Any, tmp_path: Path) -
 
 
 def test_the_table_has_means_over_seeds_and_the_plot_every_way(demo: Any, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
+    trace = tmp_path
     steps = [{"effective_steps": t, "gain": 2.0, "step": t, "bits": 3.0} for t in (1, 2)]
     trace.write_text("".join(json.dumps(step) + "\n" for step in steps))
     outcomes = [

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig
+from ray_adascale import AdaScaleConfig, read_trace
 
 from .readme import own_loop
 
@@ -257,7 +257,7 @@ def test_the_readmes_own_loop_runs(ray_session: Path) -> None:
     exec(code, namespace)
     # 600 examples in base batches of 128, for two epochs; the last step may go over.
     assert 2 * 600 // 128 <= namespace["result"].metrics["effective_steps"] < 2 * 600 // 128 + 2
-    assert (ray_session / "readme" / "trace.jsonl").exists()
+    assert read_trace(ray_session / "readme")
 
 
 def anchors(page: Path) -> set[str]:

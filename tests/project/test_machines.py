@@ -115,7 +115,7 @@ def test_the_local_file_launches_machines_that_train_lose_one_and_end(machines: 
     )
     assert "total_steps reached" in out
     assert {path.name for path in (machines.shared / "hosts").iterdir()} == {"worker-1", "worker-2"}
-    rows = read_trace(machines.shared / "two" / "trace.jsonl")
+    rows = read_trace(machines.shared / "two")
     assert {(row["world_size"], row["scale"]) for row in rows} == {(2, 4)}
     assert rows[-1]["effective_steps"] >= 60
     assert "has ended: total_steps reached" in submit_own("resume two")
@@ -144,7 +144,7 @@ def test_the_local_file_launches_machines_that_train_lose_one_and_end(machines: 
     assert "Restart 1 of 20, from the last checkpoint." in log
     assert "node worker-2 (10.91.7.13) was lost." in log
     assert "total_steps reached" in log
-    trace = read_trace(run / "trace.jsonl")
+    trace = read_trace(run)
     assert [row["step"] for row in trace] == list(range(1, len(trace) + 1)), "a step is missing or twice"
     assert sum(row["gain"] for row in trace) == pytest.approx(trace[-1]["effective_steps"])
     assert [size for size, _ in itertools.groupby(row["world_size"] for row in trace)] == [2, 1, 2]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ray_adascale import read_trace
+
 pytest.importorskip("nbclient")
 pytest.importorskip("sklearn")
 
@@ -35,7 +37,7 @@ def test_the_tutorial_runs_from_top_to_bottom_within_90_seconds(
     )  # on a machine that is not busy: its seconds
     printed = [cell for cell in done.cells if cell.cell_type == "code" and cell.outputs]
     assert len(printed) == 7
-    assert (tmp_path / "runs/stopped/trace.jsonl").exists()
+    assert read_trace(tmp_path / "runs/stopped")
 
 
 def test_the_stored_outputs_are_whole_and_of_no_machine() -> None:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, forecast_recipe
-from ray_adascale._files import TRACE
 from ray_adascale.analysis.describe import describe
 from ray_adascale.analysis.report import write_report
 from ray_adascale.run.assemble import Parts, assemble
@@ -25,7 +24,7 @@ from ray_adascale.run.boundary.reporting import Reporting
 from ray_adascale.run.observe.advice import NoiseWarning, ZeroGradient
 from ray_adascale.run.observe.eta import EtaTracker
 from ray_adascale.run.observe.step import Listener
-from ray_adascale.run.observe.trace import TraceFile, read_trace
+from ray_adascale.run.observe.trace import Trace, read_trace
 from ray_adascale.workload import Pieces
 
 from ..samples_of import recipe
@@ -78,7 +77,7 @@ def test_the_rule_that_was_chosen_stands_wherever_a_run_is_read(
     for x, y in run:
         run.backward(torch.nn.functional.cross_entropy(run.model(x), y))
         run.step()
-    rows = read_trace(folder / TRACE)
+    rows = read_trace(folder)
     assert {row["rule"] for row in rows} == {"adascale_betas"}
     assert [row.get("optimizer") for row in rows] == ["AdamW", *[None] * (len(rows) - 1)]
     checkpoint = max(folder.glob("checkpoint_*"))
@@ -117,7 +116,7 @@ def test_a_given_batch_above_an_epoch_is_refused_at_once_where_it_would_be_dropp
 
 def test_listeners_that_add_to_a_step_come_before_those_that_write_it(tmp_path: Path) -> None:
     assert kinds(built().listeners) == [ZeroGradient, NoiseWarning, EtaTracker]  # no folder, no trace
-    with_trace = [ZeroGradient, NoiseWarning, EtaTracker, TraceFile, Watched.Mine]
+    with_trace = [ZeroGradient, NoiseWarning, EtaTracker, Trace, Watched.Mine]
     fixed = built(Watched(tmp_path, device="cpu")).listeners
     assert kinds(fixed) == with_trace
     assert fixed[4].tracker is fixed[2]  # type: ignore[attr-defined]

@@ -110,7 +110,7 @@ def weights_of(module: nn.Module) -> list[float]:
 
 def test_it_is_a_plain_loop_that_clips_so(tmp_path: Path) -> None:
     run = train("1.5x", tmp_path)
-    rows = read_trace(tmp_path / "trace.jsonl")
+    rows = read_trace(tmp_path)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
     examples, total, weight, clipped = data(), 0.0, 0.0, []

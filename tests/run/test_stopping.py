@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend, Run, Workload
+from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend, Run, Workload, read_trace
 from ray_adascale.checkpoint.files import put_together, taken_apart
 from ray_adascale.run.observe.eta import EtaTracker
 from ray_adascale.run.observe.step import Listener, Step
@@ -66,7 +66,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_had_not(
     assert f"Stopped after optimizer step {run.state.iterations}. Its checkpoint is being written." in caplog.messages
     assert len(evaluations) == 1  # as it begins; whoever asked is waiting
     assert 5 <= run.state.iterations <= 6
-    assert (tmp_path / "trace.jsonl").exists()
+    assert read_trace(tmp_path)
     assert json.loads(max(tmp_path.glob("checkpoint_*/state.json")).read_text())["stopped"] is None
     again = make_run(
         model(dropout=0.2, seed=9), accumulation=2, per_worker_batch_size=4, backend=LocalBackend(tmp_path)

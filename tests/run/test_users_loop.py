@@ -628,7 +628,7 @@ def test_a_skipped_step_has_its_mark_in_the_trace(tmp_path: Path) -> None:
 
     with pytest.warns(UserWarning, match=r"Step 2 was skipped"):
         users_loop()
-    rows = read_trace(tmp_path / "trace.jsonl")
+    rows = read_trace(tmp_path)
     assert [row["step"] for row in rows if row.get("skipped")] == [2]
     assert (len(rows), run.summary()["skipped_steps"]) == (STEPS + 1, 1)
 

@@ -10,19 +10,21 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow.fs
 import pytest
 import ray.train
 import torch
 
-from ray_adascale import checkpoint
+from ray_adascale import checkpoint, read_trace
 from ray_adascale.checkpoint import CheckpointError
 from ray_adascale.checkpoint.files import NotPermitted
 from ray_adascale.run.boundary import stage
 from ray_adascale.run.boundary.stage import StepReport
 from ray_adascale.run.observe.eta import Eta, EtaTracker
 from ray_adascale.run.observe.metrics import METRICS
+from ray_adascale.run.observe.trace import Trace
 from ray_adascale.train import backend as worker
 from ray_adascale.train import worker_reports
 from ray_adascale.train.driver_channel import DriverClient
@@ -93,7 +95,7 @@ def test_a_preemption_notice_says_what_goes_and_when(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("local", [True, False])
 def test_the_trace_is_in_the_runs_folder_wherever_that_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, local: bool
 ) -> None:
     (tmp_path / "run").mkdir()
     files: Any = pyarrow.fs.LocalFileSystem()
@@ -115,17 +117,38 @@ def test_the_trace_is_in_the_runs_folder_wherever_that_is(
 
     monkeypatch.setattr(ray.train, "get_context", Context)
     monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cpu"))
-    backend = worker.RayTrainBackend()
-    assert backend.trace_folder() == (tmp_path / "run" if local else None)
-    (tmp_path / "trace.jsonl").write_text("{}")
-    store = backend.trace_store()
-    assert store is not None
-    store(tmp_path / "trace.jsonl")
-    assert (tmp_path / "run" / "trace.jsonl").read_text() == "{}"
-    for attempt, there in ((2, 2), (1, 2), (3, 3)):  # an earlier start does not replace the trace of a later one
-        (tmp_path / "trace.jsonl").write_text(f'{{"step": 1}}\n{{"step": 2, "attempt": {attempt}}}\n')
-        store(tmp_path / "trace.jsonl")
-        assert f'"attempt": {there}' in (tmp_path / "run" / "trace.jsonl").read_text()
+
+    def started() -> tuple[worker.RayTrainBackend, Trace]:
+        backend = worker.RayTrainBackend()
+        place = backend.trace_folder()
+        assert place is not None
+        assert (place == tmp_path / "run") == local
+        trace = Trace(place, 10, store=backend.store_trace)
+        trace.after_step(step_of(trace.number + 1))
+        return backend, trace
+
+    run = tmp_path / "run"
+    first, trace = started()
+    trace.save()
+    stored = Storage(OSError(), 0)
+    stored.experiment_fs_path, stored.storage_filesystem = folder, files
+    first._storage = stored
+    (tmp_path / "checkpoint").mkdir()
+    first._persist(ray.train.Checkpoint(str(tmp_path / "checkpoint")), "checkpoint")
+    assert stored.taken
+    assert [row["step"] for row in read_trace(run)] == [1]  # with the first checkpoint
+    _, second = started()
+    assert second.number == 1
+    second.ended("", {})
+    trace.after_step(step_of(7))
+    trace.failed()  # an earlier start changes its own file alone
+    assert [row["step"] for row in read_trace(run)] == [1, 2]
+    assert [row["step"] for row in read_trace(run / "trace" / "0000.jsonl")] == [1, 7]
+    if not local:
+        monkeypatch.setattr(pyarrow.fs, "copy_files", Mock(side_effect=OSError("throttled")))
+        second.after_step(step_of(3))
+        second.failed()
+        assert "The run's trace could not be stored: throttled." in caplog.text
 
 
 class Storage:

@@ -190,7 +190,7 @@ def test_a_run_that_follows_the_noise_loses_a_worker_resumes_and_ends_as_if_noth
         flat(load_weights(result.checkpoint.path)).tolist()
         == pool(2).run(functools.partial(_without_ray, accumulation=1, **FOLLOWING))[0]
     )
-    trace = read_trace(Path(result.path) / "trace.jsonl")
+    trace = read_trace(result.path)
     assert trace[-1]["attempt"] == 1
     scales = [row["scale"] for row in trace]
     assert scales[0] < 2 < max(scales) <= 6

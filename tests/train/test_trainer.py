@@ -123,8 +123,8 @@ def test_scale_one_is_the_plain_loop_bit_for_bit_over_a_stop_by_hand(ray_session
     assert left.return_value == "None"
     assert Saved(left.checkpoint.path).state["effective_steps"] == 17
     result = fit(None)
-    assert len(read_trace(Path(result.path) / "trace.jsonl")) == 40
-    assert {row["attempt"] for row in read_trace(Path(result.path) / "trace.jsonl")} == {0, 1}
+    assert len(read_trace(result.path)) == 40
+    assert {row["attempt"] for row in read_trace(result.path)} == {0, 1}
     assert result.return_value == "total_steps reached"
     assert set(result.metrics) == {*METRICS, "mine"}
     assert result.metrics["effective_steps"] == 40
@@ -192,7 +192,7 @@ def test_a_recipe_runs_on_two_workers_fails_resumes_and_ends_as_if_nothing_happe
     assert one == two
     assert weights.tolist() == one  # bit for bit, over the failure, and with and without Ray
 
-    trace = read_trace(Path(result.path) / "trace.jsonl")
+    trace = read_trace(result.path)
     assert [row["step"] for row in trace] == list(range(1, result.metrics["optimizer_steps"] + 1))
     assert {row["attempt"] for row in trace} == {0, 1}
     # The newest checkpoint was of no use, so the run fell back to one before it.
@@ -380,7 +380,7 @@ def test_sigterm_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
     out, err_again = capsys.readouterr()
     assert "total_steps reached" in out
     assert f"optimizer step {saved[1]}, effective step" in err_again  # nothing was lost
-    assert {row["attempt"] for row in read_trace(tmp_path / "stopped" / "trace.jsonl")} == {0, 1}
+    assert {row["attempt"] for row in read_trace(tmp_path / "stopped")} == {0, 1}
 
 
 def _children_of_session(session: int) -> list[str]:

@@ -93,7 +93,7 @@ def drain(cluster: Any, folder: Path) -> dict[str, Any]:
 
     def step() -> int:
         assert not failed, failed
-        rows = read_trace(run / TRACE) if (run / TRACE).exists() else []
+        rows = read_trace(run) if any(run.glob(f"{TRACE}/*.jsonl")) else []
         return int(rows[-1]["step"]) if rows else 0
 
     wait_for("tenth step", lambda: step() >= 10)

@@ -479,7 +479,7 @@ def outcome(around: Surroundings) -> Outcome:
     for start in around.starts():
         for number, taken in start.examples.items():
             steps.setdefault(number, {})[start.rank] = taken  # of the last start that took it
-    trace = read_trace(around.run / "trace.jsonl")
+    trace = read_trace(around.run)
     last = trace[-1]["step"] if trace else 0
     examples = [
         [i for rank in range(WORKERS) for i in steps.get(step, {}).get(rank, [])] for step in range(1, last + 1)

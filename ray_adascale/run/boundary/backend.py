@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,18 +120,12 @@ class Backend(ABC):
         return ()
 
     def trace_folder(self) -> Path | None:
-        """Return the folder on a disk in which the trace grows, so that it is there if the run fails. Called on rank 0.
-
-        None if there is no such folder: the trace is then stored at the end, by ``trace_store``.
-        """
+        """Return the folder on a disk in which the start's trace grows; None to keep no trace. Called on rank 0."""
         return None
 
-    def trace_store(self) -> Callable[[Path], object] | None:
-        """Return the function that stores the trace of an ended run; None to keep no trace. Called on rank 0.
-
-        The function may raise an OSError. The run then warns that the trace is lost.
-        """
-        return None
+    def store_trace(self) -> None:
+        """Store the trace of a start that ends or fails, if it is not where it is kept. Called on rank 0."""
+        return
 
 
 class LocalBackend(Backend):

@@ -22,14 +22,14 @@ import torch.distributed as dist
 from ... import checkpoint
 from ..._files import full_disk_note
 from ...batch import StepPlan
-from ..observe.trace import TraceFile
+from ..observe.trace import Trace
 from .backend import Backend
 from .replicas import Replicas
 from .stage import BoundaryFlags, IntervalTimer, RunAtBoundary, Stage, StepReport
 from .train_state import TrainState
 
-Content = tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Path, int]]]
-"""Tensors, state and files: the arguments of :func:`ray_adascale.checkpoint.save`."""
+Content = tuple[dict[str, Any], dict[str, Any]]
+"""Tensors and state: the arguments of :func:`ray_adascale.checkpoint.save`."""
 
 
 _log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Saver:
         self.finish()  # at most one checkpoint is in flight
         folder: Path | None = None
         error: Exception | None = None
-        made: Content = {}, {}, {}
+        made: Content = {}, {}
         try:
             folder = self._backend.checkpoint_folder(boundary.step)
             if folder is None:
@@ -152,11 +152,7 @@ class Saver:
         with _discarded_on_error(folder):
             check_agreement(boundary, error, self._backend, self._group)
             assert folder is not None
-            tensors, state, files = made
-            saving = checkpoint.save(
-                folder, tensors, state, files=files, process_group=self._group, background=background
-            )
-            return folder, saving
+            return folder, checkpoint.save(folder, *made, process_group=self._group, background=background)
 
 
 def check_agreement(
@@ -234,7 +230,7 @@ class Checkpointing(Stage):
         backend: Stores the checkpoints.
         train_state: The state to save.
         replicas: Compares the state of the workers before it is saved.
-        trace: The trace, saved with the state; None without one.
+        trace: The trace, whose rows so far are written before the state; None without one.
         every_s: Seconds between checkpoints.
         process_group: The workers, for tensors on the CPU too. Default: the default group.
     """
@@ -244,7 +240,7 @@ class Checkpointing(Stage):
         backend: Backend,
         train_state: TrainState,
         replicas: Replicas,
-        trace: TraceFile | None,
+        trace: Trace | None,
         *,
         every_s: float,
         process_group: dist.ProcessGroup | None,
@@ -298,5 +294,6 @@ class Checkpointing(Stage):
         return Boundary(run.state.iterations, run.effective_steps, run.schedule.lrs[0])
 
     def _content(self, plan: StepPlan) -> Content:
-        files = {} if self._trace is None else self._trace.files()
-        return *self._train_state.content(plan), files
+        if self._trace is not None:
+            self._trace.save()
+        return self._train_state.content(plan)

@@ -41,7 +41,11 @@ CLIPPED = "clipped"
 """The key of True in the trace's row of a step that was clipped at a multiple of the expected norm."""
 
 
-COUNTERS = ("step", "attempt", "position", "rule", "optimizer", "untrained", "total_steps", "steps_left")
+EVERY = "every"
+"""The key of k in the rows of a trace that has a row for every k-th step."""
+
+
+COUNTERS = ("step", "attempt", "position", "rule", "optimizer", "untrained", "total_steps", "steps_left", EVERY)
 """The keys of a row, beside :data:`METRICS`, that the run writes itself, and that are no curves: its position and its kind."""
 
 

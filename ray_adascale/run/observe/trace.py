@@ -1,40 +1,36 @@
-"""The trace: one JSON line for each optimizer step, in a file that survives a kill of the process.
+"""The trace: one JSON line for each optimizer step, in files that survive a kill of the process.
 
-Rows are appended while the run trains, so a crash loses the rows of the last second and damages at most the last line. After a
-crash the run resumes from a checkpoint, and its trace from the checkpoint's copy: steps after the checkpoint are taken again.
+Each start of a run writes a file of its own, ``trace/0000.jsonl`` and so on in the run's folder, and changes no other. So an
+earlier start that lives on, as on a machine that is cut off, spoils nothing. :func:`read_trace` joins the files: a start that
+resumes takes the steps after its checkpoint again, and from its first row on its rows count.
 
-Of several starts of a run only the newest writes: it replaces the file. An earlier start, as on a machine that is cut off, then
-finds a file that is not its own.
+Rows are appended while the run trains, and all of them before a checkpoint, so that none is missing after a crash. What a crash
+can damage is the last line of a file.
 
-Each checkpoint has a copy, so a trace must not grow without bound. Beyond 40,000 steps every k-th step stays, with the first
-and the last row. The stride k is a power of two that depends on the newest step alone, so a trace does not depend on when it was
-thinned.
+A run of more than 40,000 base steps writes only every k-th row, and the first and the last of each start. The stride k follows
+from T alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
-import shutil
 import time
-import weakref
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from ..._files import TRACE, scratch_folder, write_atomically
+from ..._files import SEARCH, TRACE
 from ..._warn import warn_at_user
-from .metrics import CLIPPED, METRICS, OWN_KEYS, SHORT_STEP, SKIPPED
+from .metrics import CLIPPED, EVERY, METRICS, OWN_KEYS, SHORT_STEP, SKIPPED
 from .step import Listener, Step
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-_MOST_PENDING, _WITHIN_S = 100, 1.0
-"""Rows, and seconds, after which collected rows are written."""
+_WITHIN_S = 1.0
+"""Seconds after which collected rows are written."""
 _MOST_ROWS = 40_000
-"""Largest number of rows that :meth:`Trace.shorten` leaves between the first and the last."""
+"""Most rows of a run, beside the first and the last of each start."""
 
 COLUMNS = {
     "step": "number of the optimizer step, from 1; skipped steps count",
@@ -48,338 +44,111 @@ COLUMNS = {
     CLIPPED: "true if the gradient was clipped at a multiple of the expected norm; else missing",
     SKIPPED: "true if the gradient was not finite, so that weights and τ stayed; else missing",
     SHORT_STEP: "true for a step with fewer passes than declared, in the adapters alone; else missing",
+    EVERY: "k if T is above 40,000, and a row is written for every k-th step only; else missing",
 }
 """The keys of a row and their meaning. Metrics of ``evaluate`` and ``run.record`` stand in the row of the step before them."""
 
 
-class NotOwnError(OSError):
-    """Another start of the run has replaced the file."""
-
-
-class Trace:
-    """A trace to write. Rows that can't be written stay in memory, and are written by the next flush that succeeds.
-
-    The file is open for writing only while rows are written to it.
-
-    Args:
-        path: The file. It and its folder are made if missing.
-        rows: The first rows. The file then replaces another of its name. Default: the rows of the existing file, without a torn
-            last line.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]] | None = None) -> None:
-        self.path = Path(path)
-        self._steps = array("q")  # the step of each row
-        self._pending: list[bytes] = []
-        self._own: int | None = None  # a descriptor of this start's file; None before it is made
-        self._released: weakref.finalize[..., Trace] | None = None  # closes it
-        self._size = 0  # bytes of it that are whole rows
-        if rows is not None:
-            for row in rows:
-                self._pending.append(_line(row))
-                self._steps.append(row["step"])
-        elif self.path.exists():
-            _mend(self.path)
-            self._hold()
-            self._steps.extend(row["step"] for _, row in _rows(self.path))
-        with contextlib.suppress(OSError):  # again at the next flush, which raises
-            self.flush()
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Add the row of one step. Rows are written a hundred at a time, or after a second.
-
-        Args:
-            row: ``step`` (int, the optimizer step) and further keys, with Python numbers (NaN allowed), bools, strings,
-                None, and lists and dicts of these.
-
-        Raises:
-            TypeError: A value has another type.
-        """
-        self._pending.append(_line(row))
-        self._steps.append(row["step"])
-        if len(self._pending) >= self._most_pending or time.monotonic() - self._written >= _WITHIN_S:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the collected rows to the file.
-
-        Raises:
-            NotOwnError: Another start has replaced the file. Nothing is written.
-            OSError: The rows could not be written. They stay in memory.
-        """
-        self._written, self._most_pending = time.monotonic(), len(self._pending) + _MOST_PENDING
-        if self._own is None:
-            self._replace(self._pending)
-        else:
-            lines = b"".join(self._pending)
-            with self._opened() as file:
-                file.truncate(self._size)  # after a write that failed halfway
-                file.seek(self._size)
-                file.write(lines)
-            self._size += len(lines)
-        self._pending.clear()
-        self._most_pending = _MOST_PENDING
-
-    def content(self) -> bytes:
-        """Return all rows, those that can't be written included."""
-        written = b"" if self._own is None else os.pread(self._own, self._size, 0)
-        return written + b"".join(self._pending)
-
-    @property
-    def written(self) -> int | None:
-        """Size of the file in bytes; None if rows are missing from it."""
-        return None if self._own is None or self._pending else self._size
-
-    def _opened(self) -> BinaryIO:
-        """Open the file, and check that it is the one that this start has made."""
-        assert self._own is not None
-        file = self.path.open("r+b")
-        if not os.path.samestat(os.fstat(file.fileno()), os.fstat(self._own)):
-            file.close()
-            raise NotOwnError(f"{self.path} belongs to a later start of the run")
-        return file
-
-    def _replace(self, lines: Iterable[bytes]) -> None:
-        """Make a new file of this name."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path, lines, sync=False)  # the copy in a checkpoint is synced
-        self._hold()
-
-    def _hold(self) -> None:
-        """Hold the file of this name: as long as a descriptor is open, no other file gets its number."""
-        self._own = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        self._size = os.fstat(self._own).st_size
-        if self._released is not None:
-            self._released()
-        self._released = weakref.finalize(self, os.close, self._own)
-
-    def shorten(self) -> None:
-        """Write the collected rows, and leave out all but every k-th step, the first and the last row.
-
-        The user's metrics of a row that is left out, such as those of an evaluation, go to the next row that stays.
-        """
-        self.flush()
-        if not self._steps:
-            return
-        stride = _stride(self._steps[-1])
-        last = len(self._steps) - 1
-        stays = [step % stride == 0 or i in (0, last) for i, step in enumerate(self._steps)]
-        if all(stays):
-            return
-        with self._opened() as file:
-            self._replace(_thinned(file, stays))
-        self._steps = array("q", itertools.compress(self._steps, stays))
-
-
-def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return all rows of a trace, in the order of the file. An incomplete last line, which a crash may leave, is skipped.
-
-    Raises:
-        ValueError: A line before the last one is no row: the file is damaged, or no trace.
-    """
-    return [row for _, row in _rows(Path(path))]
-
-
-def faults_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return what a trace lacks, a phrase each; empty if it has a row for each step.
-
-    Of a trace that :meth:`Trace.shorten` has thinned, the rows that it keeps of each k steps are looked for.
-    """
-    steps = [row["step"] for row in rows]
-    if not steps:
-        return []
-    stride = _stride(steps[-1])
-    kept = sorted({0, *(step for step in steps if step % stride == 0)})
-    found = [
-        f"steps {before + 1:,} to {now - 1:,} are missing" if now - before > 2 else f"step {now - 1:,} is missing"
-        for before, now in itertools.pairwise(kept)
-        if now - before > stride
-    ]
-    return found + [
-        f"step {now:,} comes after step {before:,}" for before, now in itertools.pairwise(steps) if now <= before
-    ]
-
-
-def _stride(last: int) -> int:
-    """Return the k of the rows that stay in a trace with this last step."""
-    stride = 1
-    while last > _MOST_ROWS * stride:
-        stride *= 2
-    return stride
-
-
-def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each line, with its line break, and its row."""
-    torn: int | None = None
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if torn is not None:
-                break
-            row = _parse(line)
-            if row is None:
-                torn = number  # accepted if no line follows
-                continue
-            yield line.rstrip(b"\r\n") + b"\n", row
-        else:
-            return
-    raise ValueError(f"Line {torn} of {path} is not a trace row. Only the last line of a trace may be torn.")
-
-
-def _line(row: Mapping[str, Any]) -> bytes:
-    return _encode(dict(row)).encode() + b"\n"
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    # No proper prefix of a JSON object is JSON, so a torn row is never read as a shorter row.
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-def _thinned(lines: Iterable[bytes], stays: Iterable[bool]) -> Iterator[bytes]:
-    """Yield the lines that stay, with the user's metrics of the lines left out before each."""
-    left: dict[str, Any] = {}
-    for line, stay in zip(lines, stays, strict=True):
-        if not stay:
-            row = json.loads(line)
-            left.update((key, value) for key, value in row.items() if key not in OWN_KEYS and key != "loss")
-        elif left:
-            row = json.loads(line)
-            yield _line(row | left | row)
-            left = {}
-        else:
-            yield line
-
-
-def _mend(path: Path) -> None:
-    """Prepare a file after a crash for appending: drop a torn last line, or add its missing line break."""
-    with path.open("rb+") as file:
-        start = end = 0
-        line = b""
-        for line in file:
-            start, end = end, end + len(line)
-        if line and _parse(line) is None:
-            file.truncate(start)
-        elif line and not line.endswith(b"\n"):
-            file.seek(end)
-            file.write(b"\n")
-
-
-class TraceFile(Listener):
-    """Writes the trace of a run, a row for each optimizer step.
+class Trace(Listener):
+    """Writes the trace of one start of a run.
 
     A failing trace never ends a run. If rows can't be written, as on a full disk, a warning says so, and they are written later.
 
     Args:
-        path: The file.
-        rows: The rows of earlier starts, which replace an existing file. Default: those of the file.
-        store: Function that stores the file of an ended run. Default: the file stays where it is.
+        run: The run's folder. The file's folder in it is made if missing.
+        total_steps: T.
+        attempt: Earlier starts of the run that are known. There may be more, which have left a file.
+        store: Stores the files of an ended or failed run elsewhere. Default: they stay where they are.
 
     Attributes:
-        first: Entries of the row of the run's first step, which is never left out.
+        number: Number of the file.
+        first: Entries of the row of the run's first step.
     """
 
     def __init__(
-        self,
-        path: Path,
-        rows: Iterable[Mapping[str, Any]] | None = None,
-        *,
-        store: Callable[[Path], object] | None = None,
+        self, run: Path, total_steps: int, attempt: int = 0, *, store: Callable[[], object] = lambda: None
     ) -> None:
-        self._path = path
+        self._run = run
         self._store = store
-        self.first: dict[str, Any] = {}
+        self._every = 1  # k
+        while total_steps > _MOST_ROWS * self._every:
+            self._every *= 2
+        self.number = attempt
+        self._size: int | None = None  # bytes of the file that are whole rows; None before it is made
         self._row: dict[str, Any] | None = None  # the last step's, while metrics may be recorded for it
-        self._trace: Trace | None = None  # None once another start has the file
+        self.first: dict[str, Any] = {}
+        self._left_out: dict[str, Any] = {}  # the user's metrics of rows left out since the last one that stays
+        self._first = True
+        self._pending: list[bytes] = []
+        self._last = b""  # a row that is in the file for as long as it is the last one
         self._failing = False
-        self._scratch: Path | None = None  # the folder of a copy for checkpoints, while the file can't be written
-        with self._warning_on_error():
-            self._trace = Trace(path, rows)
-        self._write(Trace.flush)
-
-    @classmethod
-    def scratch(cls, rows: Iterable[Mapping[str, Any]] = (), *, store: Callable[[Path], object]) -> TraceFile | None:
-        """Return a trace in a temporary folder, which is removed with the object; None if there can't be a folder."""
-        try:
-            folder = scratch_folder("trace")
-        except OSError as e:
-            warn_at_user(f"The run will have no trace, since it can't be written: {e}", RuntimeWarning)
-            return None
-        trace = cls(folder / TRACE, rows, store=store)
-        weakref.finalize(trace, shutil.rmtree, folder, ignore_errors=True)
-        return trace
+        self._write()  # makes the file, so that another start takes the next number
 
     def after_step(self, step: Step) -> None:
-        """Write the previous step's row, and keep this step's row for metrics that are recorded for it."""
-        self._write_row()
+        """Add the previous step's row, and keep this step's row for metrics that are recorded for it."""
+        self._add()
         self._row = step.row
         if step.number == 1:
             self._row.update(self.first)
+        if time.monotonic() - self._written >= _WITHIN_S:
+            self._write()
 
     def after_record(self, metrics: Mapping[str, Any]) -> None:
         """Add metrics to the row of the last step."""
         if self._row is not None:
             self._row.update(metrics)
 
+    def flush(self) -> None:
+        """Write the rows so far. No more metrics can be recorded for the last one."""
+        self._add()
+        self._write()
+
+    def save(self) -> None:
+        """Write the rows so far, whatever the stride, so that they survive a power cut. Called before a checkpoint."""
+        self._add(last=True)
+        self._write(sync=True)
+
     def after_loop(self) -> None:
-        """Write the last row. No more metrics can be recorded for it."""
-        self._write_row()
-        self._write(Trace.flush)
+        """Write the last row."""
+        self.save()
 
     def ended(self, why: str, metrics: Mapping[str, Any]) -> None:
-        """Write the last row, shorten the trace, and store it."""
-        self.files()
-        if self._store is None or not self._path.exists():
-            return
-        try:
-            self._store(self._path)
-        except OSError as e:  # the run has ended and has stored its checkpoint
-            warn_at_user(f"The run's trace could not be stored: {e}", RuntimeWarning)
-
-    def files(self) -> dict[str, tuple[Path, int]]:
-        """Return a file with the rows up to the last step, as the ``files`` of :func:`ray_adascale.checkpoint.save`."""
-        self._write_row()
-        self._write(Trace.shorten)
-        if self._trace is None:
-            return {}
-        if (size := self._trace.written) is not None:
-            return {TRACE: (self._path, size)}
-        with contextlib.suppress(OSError):  # this disk is full, too
-            content = self._trace.content()
-            if self._scratch is None:
-                self._scratch = scratch_folder("trace")
-                weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
-            path = self._scratch / TRACE
-            write_atomically(path, [content], sync=False)
-            return {TRACE: (path, len(content))}
-        return {TRACE: (self._path, self._path.stat().st_size)} if self._path.exists() else {}
+        """Write and store the last row."""
+        self.failed()
 
     def failed(self) -> None:
-        """Store the trace of a run that fails."""
-        if self._store is not None:
-            self.ended("failed", {})
+        """Write and store the last row."""
+        self.save()
+        self._store()
 
-    def _write_row(self) -> None:
+    def _add(self, *, last: bool = False) -> None:
         row, self._row = self._row, None
-        if row is not None:
-            self._write(lambda trace: trace.append(row))
+        if row is None:
+            return
+        self._last = b""
+        if self._every > 1:
+            whole = row | self._left_out | row | {EVERY: self._every}
+            if not self._first and row["step"] % self._every:
+                self._left_out |= {k: value for k, value in row.items() if k not in OWN_KEYS and k != "loss"}
+                self._last = _line(whole) if last else b""
+                return
+            row, self._left_out = whole, {}
+        self._first = False
+        self._pending.append(_line(row))
 
-    def _write(self, write: Callable[[Trace], None]) -> None:
-        with self._warning_on_error():
-            if self._trace is not None:
-                write(self._trace)
-                if self._trace.written is not None:
-                    self._failing = False
-
-    @contextlib.contextmanager
-    def _warning_on_error(self) -> Iterator[None]:
+    def _write(self, *, sync: bool = False) -> None:
+        self._written = time.monotonic()
+        lines = b"".join(self._pending)
         try:
-            yield
-        except NotOwnError as e:
-            self._trace = None
-            warn_at_user(f"This start of the run writes no trace any more: {e}.", RuntimeWarning)
+            if self._size is None:
+                self._make()
+            with self._path.open("r+b") as file:
+                file.truncate(self._size)  # of a write that failed halfway, or with a last row
+                file.seek(0, os.SEEK_END)
+                file.write(lines + self._last)
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
         except OSError as e:
             if not self._failing:
                 warn_at_user(
@@ -387,3 +156,98 @@ class TraceFile(Listener):
                     RuntimeWarning,
                 )
             self._failing = True
+            return
+        self._failing = False
+        assert self._size is not None
+        self._size += len(lines)
+        self._pending.clear()
+
+    @property
+    def _path(self) -> Path:
+        return self._run / TRACE / f"{self.number:04d}.jsonl"
+
+    def _make(self) -> None:
+        """Make this start's file, under a number above those of all other starts."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self.number = max([self.number, *(int(file.stem) + 1 for file in files_of(self._run))])
+        while self._size is None:
+            try:
+                self._path.open("xb").close()
+                self._size = 0
+            except FileExistsError:
+                self.number += 1
+
+
+def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the rows of a run, in the order of the steps: of a step that was taken again only the last start's.
+
+    Args:
+        path: The run's folder. Or the file of one start.
+
+    Raises:
+        ValueError: There is no trace, or a line before the last one of a file is no row: the file is damaged, or no trace.
+    """
+    path = Path(path).expanduser()
+    files = [path] if path.is_file() else files_of(path)
+    if not files:
+        if (path / SEARCH).is_file():
+            raise ValueError(
+                f"Invalid run {str(path)!r}: a search, whose trials keep no trace of their steps. Give the folder of a run, as "
+                "`ray-adascale train` makes; for the base run, one at the recipe's base batch."
+            )
+        what = f"no {TRACE}/*.jsonl in it" if path.is_dir() else "no such file or folder"
+        raise ValueError(
+            f"Invalid run {str(path)!r}: {what}. Give the folder of a run (its name under the storage path)."
+        )
+    return joined(files)
+
+
+def joined(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """Return the rows of a run from the files of its starts, in their order."""
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        of_start = _rows(file)
+        while of_start and rows and rows[-1]["step"] >= of_start[0]["step"]:
+            rows.pop()
+        rows += of_start
+    return rows
+
+
+def faults_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return what a trace lacks, a phrase each; empty if it has a row for each step, or each k-th one."""
+    found, before = [], 0
+    for row in rows:
+        now = row["step"]
+        if now <= before:
+            found.append(f"step {now:,} comes after step {before:,}")
+        elif now - before > row.get(EVERY, 1):
+            steps = f"steps {before + 1:,} to {now - 1:,} are" if now - before > 2 else f"step {now - 1:,} is"
+            found.append(f"{steps} missing")
+        before = max(before, now)
+    return found
+
+
+def files_of(run: Path) -> list[Path]:
+    """Return the files of a run's starts, in their order."""
+    files = [file for file in (run / TRACE).glob("*.jsonl") if file.stem.isdecimal()]
+    return sorted(files, key=lambda file: int(file.stem))
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return _encode(row).encode() + b"\n"
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file, without a last line that a crash has torn."""
+    rows = []
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, start=1):
+        # No proper prefix of a JSON object is JSON, so a torn row is never read as a shorter row.
+        row = None
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+        elif number < len(lines):
+            raise ValueError(f"Line {number} of {path} is not a trace row. Only the last line of a trace may be torn.")
+    return rows

@@ -61,7 +61,6 @@ def test_without_a_folder_nothing_is_kept_and_nothing_found(tmp_path: Path) -> N
     assert backend.checkpoint_folder(3) is None
     assert latest(backend) is None
     assert backend.trace_folder() is None
-    assert backend.trace_store() is None
     backend.report(outcome(loss=0.5), None)
     assert backend.metrics == {"loss": 0.5}
     assert list(tmp_path.iterdir()) == []

@@ -26,7 +26,7 @@ def outcome(metrics: dict[str, float], effective_steps: float = 1.0) -> StepRepo
 
 
 def content() -> Any:
-    return {"x": torch.ones(3)}, {"at": 1}, {}
+    return {"x": torch.ones(3)}, {"at": 1}
 
 
 class Uploading(LocalBackend):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ray_adascale import AdaScaleConfig, LocalBackend, Run
+from ray_adascale import AdaScaleConfig, LocalBackend, Run, read_trace
 from ray_adascale.checkpoint.rng import seed_everything
 from ray_adascale.forecast.replay import Forecaster
 from ray_adascale.recipe import Recipe
@@ -118,13 +117,13 @@ def test_a_run_tells_what_is_left_from_its_first_step_on(found: Recipe, tmp_path
         if i != 3:  # the first ones are left out, and then there is none
             assert math.isfinite(eta.seconds)
     assert backend.seen[-1].steps == backend.seen[-1].seconds == 0
-    rows = [json.loads(line) for line in (tmp_path / "whole" / "trace.jsonl").read_text().splitlines()]
+    rows = read_trace(tmp_path / "whole")
     assert [row["steps_left"] for row in rows] == [round(eta.steps, 1) for eta in backend.seen]
 
     # Stopped amid the run and resumed, it tells the same.
     drive(*make(LocalBackend(tmp_path / "parts"), found, 8), until=200)
     drive(*make(LocalBackend(tmp_path / "parts"), found, 8))
-    again = [json.loads(line) for line in (tmp_path / "parts" / "trace.jsonl").read_text().splitlines()]
+    again = read_trace(tmp_path / "parts")
     assert [row["attempt"] for row in again][-1] == 1
     assert [row["steps_left"] for row in again] == [row["steps_left"] for row in rows]
 

@@ -24,7 +24,7 @@ def test_tensors_and_numpy_scalars_are_read_out() -> None:
     "name",
     [
         *("gain", "seconds_left"),  # of a step
-        *("step", "attempt", "position", "total_steps", "steps_left", "short_step"),  # of a row
+        *("step", "attempt", "position", "total_steps", "steps_left", "short_step", "every"),  # of a row
         *("stopped", "loop_seconds"),  # for the driver
         *("objective", "epochs", "outcome"),  # of a report to Tune
     ],

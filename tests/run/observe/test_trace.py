@@ -4,16 +4,12 @@ import math
 import multiprocessing
 import os
 import resource
-import shutil
-import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,37 +18,24 @@ from ray_adascale._files import TRACE
 from ray_adascale.run.observe import trace as observe_trace
 from ray_adascale.run.observe.failure import telling_of_failure
 from ray_adascale.run.observe.metrics import METRICS
-from ray_adascale.run.observe.trace import COLUMNS, Trace, TraceFile, read_trace
+from ray_adascale.run.observe.trace import COLUMNS, Trace, faults_of, read_trace
 
 from ...samples_of import step_of
 
 
-def rows(*steps: int) -> list[dict[str, Any]]:
-    return [{"step": s, "gain": 1.0 + s / 3} for s in steps]
+def take_steps(trace: Trace, first: int, last: int, **more: Any) -> None:
+    for step in range(first, last + 1):
+        trace.after_step(step_of(step, row={"step": step, "loss": 1 / step, **more}))
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[Trace]:
-    trace = Trace(path)
-    yield trace
-    trace.flush()
+def steps_of(run: Path) -> list[int]:
+    return [row["step"] for row in read_trace(run)]
 
 
-def filled(path: Path, *steps: int) -> Path:
-    with writing(path) as trace:
-        for row in rows(*steps):
-            trace.append(row)
-    return path
-
-
-def copy_rows(path: Path, trace: Trace) -> None:
-    for row in read_trace(path):
-        trace.append(row)
-
-
-@pytest.mark.filterwarnings("ignore:Step 3 was skipped")
-def test_each_column_of_a_run_is_explained(tmp_path: Path) -> None:
-    """Also of steps that are skipped or clipped, and beside the user's metrics."""
+@pytest.mark.filterwarnings("ignore:Step 4 was skipped")
+def test_each_column_of_a_run_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of steps that are skipped or clipped, beside the user's metrics, and of a long run."""
+    monkeypatch.setattr(observe_trace, "_MOST_ROWS", 20)
     x = torch.randn(64, 4)
     model = torch.nn.Linear(4, 1)
     config = AdaScaleConfig(base_batch_size=8, total_steps=30, accumulation=2, grad_clip="1x", evaluate_every=10)
@@ -66,9 +49,9 @@ def test_each_column_of_a_run_is_explained(tmp_path: Path) -> None:
         backend=LocalBackend(tmp_path),
     )
     for i, (inputs, targets) in enumerate(run):
-        run.backward((run.model(inputs) - targets).square().mean() * (math.inf if i == 4 else 1))
+        run.backward((run.model(inputs) - targets).square().mean() * (math.inf if i == 6 else 1))
         run.step()
-    keys = {key for row in read_trace(tmp_path / TRACE) for key in row}
+    keys = {key for row in read_trace(tmp_path) for key in row}
     assert {"skipped", "clipped", "own", "loss"} <= keys
     assert keys - {"own"} <= set(COLUMNS)
     assert set(COLUMNS) - keys <= {"steps_left", "short_step"}  # of a recipe's forecast, and of the adapters
@@ -76,173 +59,90 @@ def test_each_column_of_a_run_is_explained(tmp_path: Path) -> None:
 
 def test_rows_come_back_as_they_went_in(tmp_path: Path) -> None:
     row = {"step": 1, "loss": 0.1, "skipped": False, "note": "μ²\n", "lr": [0.1, 1e-300], "attempt": None}
-    with writing(tmp_path / "deep" / "trace.jsonl") as trace:
-        trace.append(row)
-        trace.append({"step": 2, "sigma2": math.nan, "mu2": -math.inf})
-    first, second = read_trace(tmp_path / "deep" / "trace.jsonl")
-    assert first == row
+    trace = Trace(tmp_path / "deep" / "run", 10)
+    trace.after_step(step_of(row=row))
+    trace.after_record({"accuracy": 0.5})
+    trace.after_step(step_of(row={"step": 2, "sigma2": math.nan, "mu2": -math.inf}))
+    trace.save()
+    trace.after_record({"accuracy": 0.6})  # too late
+    first, second = read_trace(tmp_path / "deep" / "run")
+    assert first == row | {"accuracy": 0.5}
     assert math.isnan(second["sigma2"])
     assert second["mu2"] == -math.inf
+    assert "accuracy" not in second
 
 
-def test_rows_reach_the_file_in_blocks_after_a_second_and_on_flush(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_reach_the_file_after_a_second_and_on_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(observe_trace.time, "monotonic", lambda: clock[0])
-    trace = Trace(tmp_path / "t")
-    many = rows(*range(1, 101))
-    for row in many[:99]:
-        trace.append(row)
-    assert read_trace(tmp_path / "t") == []
-    trace.append(many[99])
-    assert read_trace(tmp_path / "t") == many
-    trace.append(rows(101)[0])
+    trace = Trace(tmp_path, 10)
+    take_steps(trace, 1, 3)
+    assert steps_of(tmp_path) == []
     clock[0] += 1
-    trace.append(rows(102)[0])
-    assert read_trace(tmp_path / "t") == [*many, *rows(101, 102)]
-    trace.append(rows(103)[0])
+    take_steps(trace, 4, 5)
+    assert steps_of(tmp_path) == [1, 2, 3]  # the last step's row waits for metrics
     trace.flush()
-    assert read_trace(tmp_path / "t") == [*many, *rows(101, 102, 103)]
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("value", [torch.tensor(1.0), np.array([1.0]), 1j])
-def test_other_types_are_refused(tmp_path: Path, value: Any) -> None:
-    with writing(tmp_path / "t") as trace, pytest.raises(TypeError, match="not JSON serializable"):
-        trace.append({"step": 1, "mu2": value})
-    assert read_trace(tmp_path / "t") == []
+# ---- several starts --------------------------------------------------------------------------------------------------
 
 
-def test_thinning_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "t"
-    monkeypatch.setattr(observe_trace, "_MOST_ROWS", 4)
-    with writing(path) as trace:
-        for row in rows(*range(1, 20)):
-            trace.append(row)
-        with monkeypatch.context() as patched, pytest.raises(OSError, match="full"):
-            patched.setattr(os, "replace", Mock(side_effect=OSError("the disk is full")))
-            trace.shorten()
-        assert read_trace(path) == rows(*range(1, 20))
-        trace.append(rows(20)[0])  # still waiting in memory when the rows are thinned
-        trace.shorten()
-        kept = [row["step"] for row in read_trace(path)]
-        assert kept == [1, 8, 16, 20]
-        trace.append(rows(21)[0])
-    assert [row["step"] for row in read_trace(path)] == [*kept, 21]
-    assert list(tmp_path.iterdir()) == [path]
+def test_of_a_step_that_was_taken_again_the_last_starts_row_counts(tmp_path: Path) -> None:
+    first = Trace(tmp_path, 100)
+    take_steps(first, 1, 10, start=0)
+    first.save()
+    second = Trace(tmp_path, 100, attempt=1)  # from a checkpoint of step 5
+    first_again = Trace(tmp_path, 100, attempt=1)  # the second died before its first step
+    assert steps_of(tmp_path) == list(range(1, 11))  # what is known of the run as yet
+    take_steps(first_again, 6, 8, start=2)
+    first_again.save()
+    take_steps(first, 11, 14, start=0)  # cut off, it lives on
+    first.save()
+    found = [(row["step"], row["start"]) for row in read_trace(tmp_path)]
+    assert found == [*((step, 0) for step in range(1, 6)), (6, 2), (7, 2), (8, 2)]
+    assert [trace.number for trace in (first, second, first_again)] == [0, 1, 2]
+    anew = Trace(tmp_path, 100)  # all checkpoints were deleted
+    take_steps(anew, 1, 2, start=3)
+    anew.save()
+    assert [row["start"] for row in read_trace(tmp_path)] == [3, 3]
+    (tmp_path / TRACE / "notes.jsonl").write_text("a person's")
+    assert read_trace(tmp_path / TRACE / "0001.jsonl") == []
+    assert steps_of(tmp_path) == [1, 2]
+
+
+def test_starts_of_the_same_moment_have_a_file_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe_trace, "files_of", lambda _: [])  # neither sees the other's
+    traces = [Trace(tmp_path, 100), Trace(tmp_path, 100)]
+    assert [trace.number for trace in traces] == [0, 1]
+    assert len(list(tmp_path.glob("trace/*.jsonl"))) == 2
 
 
 @pytest.mark.parametrize("lost", range(1, 12))
-def test_a_torn_last_line_is_left_out_and_appended_after(tmp_path: Path, lost: int) -> None:
-    path = filled(tmp_path / "t", 1, 2, 3)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-lost])
-    expected = rows(1, 2, 3) if lost == 1 else rows(1, 2)  # without its line break only, a row is complete
-    assert read_trace(path) == expected
-    with writing(path) as trace:
-        trace.append(rows(9)[0])
-    assert read_trace(path) == [*expected, *rows(9)]
+def test_a_line_that_a_kill_has_torn_is_left_out(tmp_path: Path, lost: int) -> None:
+    killed = Trace(tmp_path, 100)
+    take_steps(killed, 1, 3)
+    killed.save()
+    file = tmp_path / TRACE / "0000.jsonl"
+    file.write_bytes(file.read_bytes()[:-lost])
+    assert steps_of(tmp_path) == [1, 2, 3][: 3 if lost == 1 else 2]  # without its line break only, a row is whole
+    again = Trace(tmp_path, 100)
+    take_steps(again, 3, 4)
+    again.save()
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("tail", [b"\0\0\0\0", b'{"step": 3, "ga\n', b"\n"])
 def test_other_wreckage_at_the_end(tmp_path: Path, tail: bytes) -> None:
-    path = filled(tmp_path / "t", 1, 2)
-    with path.open("ab") as file:
-        file.write(tail)
-    assert read_trace(path) == rows(1, 2)
-    with writing(path) as trace:
-        trace.append(rows(3)[0])
-    assert read_trace(path) == rows(1, 2, 3)
+    (tmp_path / "file").write_bytes(b'{"step":1}\n{"step":2}\n' + tail)
+    assert steps_of(tmp_path / "file") == [1, 2]
 
 
 @pytest.mark.parametrize("bad", [b'{"step": 2, "ga', b"[1]", b'{"gain": 1}', b""])
 def test_a_damaged_line_elsewhere_is_named(tmp_path: Path, bad: bytes) -> None:
-    path = filled(tmp_path / "t", 1, 2, 3)
-    lines = path.read_bytes().splitlines()
-    lines[1] = bad
-    damaged = b"\n".join(lines) + b"\n"
-    path.write_bytes(damaged)
-    with pytest.raises(ValueError, match="Line 2 of"):
-        read_trace(path)
-    with writing(tmp_path / "other") as trace:
-        with pytest.raises(ValueError, match="Line 2 of"):
-            copy_rows(path, trace)
-        assert path.read_bytes() == damaged
-        trace.append(rows(4)[0])
-
-
-# ---- long runs -------------------------------------------------------------------------------------------------------
-
-
-def long_rows(first: int, last: int, *, evaluated: int = 37) -> list[dict[str, Any]]:
-    return [
-        {"step": s, "gain": s / 3} | ({"accuracy": float(s)} if s % evaluated == 0 else {}) for s in range(first, last)
-    ]
-
-
-@pytest.mark.parametrize(("steps", "stride"), [(400, 1), (401, 2), (1300, 4), (5000, 16)])
-def test_a_long_trace_keeps_every_kth_row_the_first_and_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, stride: int
-) -> None:
-    monkeypatch.setattr(observe_trace, "_MOST_ROWS", 400)
-    everything = [{"step": s, "gain": s / 3} for s in range(1, steps + 1)]
-    with writing(tmp_path / "t") as trace:
-        for row in everything:
-            trace.append(row)
-        trace.shorten()
-        kept = read_trace(tmp_path / "t")
-        assert kept == [row for row in everything if row["step"] % stride == 0 or row["step"] in (1, steps)]
-        assert 200 <= len(kept) <= 402
-        trace.append({"step": steps + 1})
-    assert read_trace(tmp_path / "t") == [*kept, {"step": steps + 1}]
-    assert list(tmp_path.iterdir()) == [tmp_path / "t"]
-
-
-def test_the_users_metrics_of_a_row_that_is_left_out_are_in_the_next_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(observe_trace, "_MOST_ROWS", 4)
-    with writing(tmp_path / "t") as trace:
-        for step in range(1, 16):  # every fourth one stays
-            own = {5: {"accuracy": 0.5, "note": "x"}, 6: {"accuracy": 0.6}, 8: {"note": "y"}, 12: {"accuracy": 0.9}}
-            trace.append({"step": step, "loss": 1.0 / step, "short_step": step == 6, **own.get(step, {})})
-        trace.shorten()
-    plain = [{"step": step, "loss": 1.0 / step, "short_step": False} for step in (1, 4, 8, 12, 15)]
-    more: list[dict[str, Any]] = [{}, {}, {"accuracy": 0.6, "note": "y"}, {"accuracy": 0.9}, {}]
-    assert read_trace(tmp_path / "t") == [row | own for row, own in zip(plain, more, strict=True)]
-
-
-@pytest.mark.parametrize("evaluated", [300, 7, 1])
-@pytest.mark.parametrize("stops", [(), (2990,), (401, 650, 1024, 1025, 2900)])
-def test_it_makes_no_difference_when_a_trace_was_shortened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: tuple[int, ...], evaluated: int
-) -> None:
-    monkeypatch.setattr(observe_trace, "_MOST_ROWS", 400)
-    whole = Trace(tmp_path / "whole")
-    for row in long_rows(1, 3001, evaluated=evaluated):
-        whole.append(row)
-    whole.shorten()
-    first, number = 1, 0
-    for stop in (*stops, 3000):  # each start takes the trace up from a checkpoint, in a file of its own
-        trace = Trace(tmp_path / str(number))
-        if number:
-            copy_rows(tmp_path / str(number - 1), trace)
-        for row in long_rows(first, stop + 1, evaluated=evaluated):
-            trace.append(row)
-        trace.shorten()
-        first, number = stop + 1, number + 1
-    assert (tmp_path / str(number - 1)).read_bytes() == (tmp_path / "whole").read_bytes()
-
-
-def test_a_million_steps_take_what_the_docs_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/guides/checkpoints.md: at most 16 MB a checkpoint. Rows as long as a run's; one in fifty is enough to tell."""
-    row = dict.fromkeys(METRICS, 123456.123456789) | {"attempt": 3, "position": 10**9}
-    monkeypatch.setattr(observe_trace, "_MOST_ROWS", observe_trace._MOST_ROWS // 50)
-    with writing(tmp_path / "t") as trace:
-        for step in range(1, 1_000_000 // 50 + 1):
-            trace.append({"step": step, **row})
-        trace.shorten()
-    assert (tmp_path / "t").stat().st_size * 50 < 16e6
+    (tmp_path / "file").write_bytes(b'{"step":1}\n' + bad + b'\n{"step":3}\n')
+    with pytest.raises(ValueError, match=r"Line 2 of .*file is not a trace row"):
+        read_trace(tmp_path / "file")
 
 
 def test_a_trace_of_the_first_version_is_read_for_ever() -> None:
@@ -256,270 +156,200 @@ def test_a_trace_of_the_first_version_is_read_for_ever() -> None:
     assert found[2]["position"] == 24
 
 
-# ---- what a run writes of each step ------------------------------------------------------------------------------------
+# ---- long runs -------------------------------------------------------------------------------------------------------
 
 
-def scratch() -> TraceFile:
-    log = TraceFile.scratch(store=lambda path: None)
-    assert log is not None
-    return log
+@pytest.mark.parametrize(("total_steps", "k"), [(400, 1), (401, 2), (1300, 4)])
+def test_a_long_run_writes_every_kth_row_the_first_and_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total_steps: int, k: int
+) -> None:
+    monkeypatch.setattr(observe_trace, "_MOST_ROWS", 400)
+    trace = Trace(tmp_path, total_steps)
+    take_steps(trace, 1, 13)
+    trace.after_record({"accuracy": 0.5, "note": "x"})
+    take_steps(trace, 14, 14)
+    trace.after_record({"accuracy": 0.6})
+    take_steps(trace, 15, 18)
+    trace.save()  # at a checkpoint
+    assert steps_of(tmp_path) == [step for step in range(1, 19) if step % k == 0 or step in (1, 18)]
+    take_steps(trace, 19, 21)
+    trace.save()
+    trace.save()
+    found = read_trace(tmp_path)
+    assert [row["step"] for row in found] == [step for step in range(1, 22) if step % k == 0 or step in (1, 21)]
+    assert faults_of(found) == []
+    assert all(row.get("every", 1) == k for row in found)
+    at = {row["step"]: row for row in found}
+    # The user's metrics of a row that is left out are in the next one; its loss is not.
+    assert at[16].get("accuracy") == {1: None, 2: None, 4: 0.6}[k]
+    if k > 1:
+        assert at[14 if k == 2 else 16] == {"step": 14 if k == 2 else 16, "loss": 1 / (14 if k == 2 else 16)} | {
+            "accuracy": 0.6,
+            "note": "x",
+            "every": k,
+        }
 
 
-def take_steps(log: TraceFile, count: int, *, first: int = 1) -> None:
-    for step in range(first, first + count):
-        log.after_step(step_of(step, row={"step": step, "loss": 1 / step}))
+def test_a_million_steps_take_what_the_docs_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/guides/checkpoints.md: at most 16 MB. Rows as long as a run's; one in fifty is enough to tell."""
+    row = dict.fromkeys(METRICS, 123456.123456789) | {"attempt": 3, "position": 10**9}
+    monkeypatch.setattr(observe_trace, "_MOST_ROWS", observe_trace._MOST_ROWS // 50)
+    trace = Trace(tmp_path, 1_000_000 // 50)
+    take_steps(trace, 1, 1_000_000 // 50, **row)
+    trace.save()
+    assert (tmp_path / TRACE / "0000.jsonl").stat().st_size * 50 < 16e6
 
 
-def test_rows_hold_metrics_that_came_after_the_step() -> None:
-    log = scratch()
-    take_steps(log, 2)
-    log.after_record({"accuracy": 0.5})
-    take_steps(log, 1)
-    path, _ = log.files()[TRACE]
-    log.ended("", {})
-    assert read_trace(path) == [
-        {"step": 1, "loss": 1.0},
-        {"step": 2, "loss": 0.5, "accuracy": 0.5},
-        {"step": 1, "loss": 1.0},
-    ]
+# ---- storage that can't be written -----------------------------------------------------------------------------------
 
 
-def _on_a_full_disk(folder: str) -> tuple[list[str], list[int], list[int], bool]:
-    """What is warned of, what the trace has meanwhile and at the end, and whether it still goes into checkpoints."""
-    log = scratch()
-    take_steps(log, 3)
-    path, size = log.files()[TRACE]
+def _on_a_full_disk(folder: str) -> tuple[list[str], list[int], list[int]]:
+    """What is warned of, and what the trace has meanwhile and at the end."""
+    run = Path(folder)
+    trace = Trace(run, 1000)
+    take_steps(trace, 1, 3)
+    trace.save()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (run / TRACE / "0000.jsonl").stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 40, before[1]))  # a write fails halfway
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            take_steps(log, 500, first=4)
-            kept = set(log.files()) == {TRACE}
-            log.ended("", {})
-        meanwhile = [row["step"] for row in read_trace(path)]
+            take_steps(trace, 4, 503)
+            trace.save()
+            trace.ended("", {})
+        meanwhile = steps_of(run)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    log.after_loop()  # the next flush
-    return [str(warning.message) for warning in said], meanwhile, [row["step"] for row in read_trace(path)], kept
+    trace.save()
+    return [str(warning.message) for warning in said], meanwhile, steps_of(run)
 
 
 def test_a_full_disk_ends_neither_the_run_nor_the_trace(tmp_path: Path, pool: Any) -> None:
-    ((said, meanwhile, steps, kept),) = pool(1).run(_on_a_full_disk, str(tmp_path))  # not here: stdout may be a file
+    ((said, meanwhile, steps),) = pool(1).run(_on_a_full_disk, str(tmp_path))  # not here: stdout may be a file
     assert len(said) == 1
     assert "trace can't be written now: " in said[0]
     assert "File too large" in said[0]
     assert meanwhile == [1, 2, 3, 4]
     assert steps == list(range(1, 504))  # without a gap, and without the torn line
-    assert kept
 
 
 def test_a_start_in_a_folder_that_cannot_be_written_yet_loses_no_row(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.touch()  # no folder can be made
     with pytest.warns(RuntimeWarning, match="trace can't be written now"):
-        log = TraceFile(folder / TRACE, rows(1, 2))
-    take_steps(log, 3, first=3)  # without a second warning, which would be an error here
-    path, size = log.files()[TRACE]  # what goes into a checkpoint meanwhile
-    assert path.stat().st_size == size
-    assert [row["step"] for row in read_trace(path)] == [1, 2, 3, 4, 5]
+        trace = Trace(folder, 10)
+    take_steps(trace, 1, 3)
+    trace.save()  # without a second warning, which would be an error here
     folder.unlink()
-    take_steps(log, 1, first=6)
-    log.after_loop()
-    assert [row["step"] for row in read_trace(folder / TRACE)] == [1, 2, 3, 4, 5, 6]
-    assert log.files()[TRACE][0] == folder / TRACE
+    take_steps(trace, 4, 4)
+    trace.save()
+    assert steps_of(folder) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("unwritten", [False, True])
-def test_an_older_start_writes_nothing_once_a_newer_one_has_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unwritten: bool
-) -> None:
-    """As on a machine that was cut off from the head, and not from the shared folder."""
-    monkeypatch.setattr(observe_trace, "_MOST_ROWS", 8)
-    older = TraceFile(tmp_path / TRACE, [])
-    take_steps(older, 5)
-    older.files()
-    begun = (tmp_path / TRACE).read_bytes()
-    newer = TraceFile(tmp_path / TRACE, rows(1, 2, 3))
-    take_steps(newer, 3, first=4)
-    if not unwritten:
-        newer.after_loop()
-    before = (tmp_path / TRACE).read_bytes()
-    assert before != begun
-    take_steps(older, 4, first=6)
-    with pytest.warns(RuntimeWarning, match="later start"):
-        older.after_loop()
-    take_steps(older, 20, first=10)
-    older.ended("failed", {})
-    assert older.files() == {}
-    assert (tmp_path / TRACE).read_bytes() == before
-    take_steps(newer, 13, first=7)
-    path, _ = newer.files()[TRACE]
-    assert [row["step"] for row in read_trace(path)] == [1, 4, 8, 12, 16, 19]
-
-
-def test_no_room_for_a_trace_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room(**_: Any) -> str:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tempfile, "mkdtemp", no_room)
-    with pytest.warns(RuntimeWarning, match="No space left"):
-        assert TraceFile.scratch(store=lambda path: None) is None
-
-
-def test_a_trace_that_was_never_written_is_not_stored(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-    stored: list[Path] = []
-    with pytest.warns(RuntimeWarning, match="trace can't be written now") as told:
-        trace = TraceFile(tmp_path / "file" / TRACE, store=stored.append)
-    assert len(told) == 1
-    take_steps(trace, 2)
-    trace.ended("done", {})  # without a second warning, which would be an error here
+def test_the_trace_of_a_failed_run_is_stored_with_its_last_row(tmp_path: Path) -> None:
+    stored: list[list[int]] = []
+    trace = Trace(tmp_path, 10, store=lambda: stored.append(steps_of(tmp_path)))
+    take_steps(trace, 1, 3)
+    trace.save()
     assert stored == []
+    take_steps(trace, 4, 4)
+    broken = Mock(failed=Mock(side_effect=OSError("no disk")))
+    with pytest.raises(KeyError, match="the cat"), telling_of_failure([broken, trace]):
+        raise KeyError("the cat")
+    assert stored == [[1, 2, 3, 4]]
 
 
-def scratch_while_running(scratch: str, backend: LocalBackend) -> list[str]:
-    """What a run of three steps writes to the machine's scratch folder."""
-    tempfile.tempdir = scratch
-    try:
-        net = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        data = [torch.ones(2)] * 8
-        run = Run(net, optimizer, None, data, AdaScaleConfig(base_batch_size=2, total_steps=3), backend=backend)
-        for x in run:
-            run.backward(run.model(x).square().mean())
-            run.step()
-        return [name for name in os.listdir(scratch) if name.startswith("ray_adascale-")]  # a folder of the process
-    finally:
-        tempfile.tempdir = None
+# ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("why", ["no folder", "the backend says so", "no disk", None])
-def test_a_trace_is_written_where_somebody_keeps_it(
-    why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "scratch").mkdir()
-    backend = LocalBackend(None if why == "no folder" else tmp_path / "run", device="cpu")
-    if why in ("the backend says so", "no disk"):
-        monkeypatch.setattr(backend, "trace_folder", lambda: None)
-    if why == "no disk":
-        store = lambda path: shutil.copyfile(path, tmp_path / "run" / "trace.jsonl")  # noqa: E731
-        monkeypatch.setattr(backend, "trace_store", lambda: store)
-    assert len(scratch_while_running(str(tmp_path / "scratch"), backend)) == (why == "no disk")
-    assert (tmp_path / "run" / "trace.jsonl").exists() == (why in ("no disk", None))
-
-
-# ---- a run that fails ------------------------------------------------------------------------------------------------
-
-
-def fail_after(folder: Path, steps: int) -> None:
-    """A run whose process dies after so many steps."""
+def started(folder: Path | None, total_steps: int = 9) -> Run:
+    torch.manual_seed(1)
     net = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    config = AdaScaleConfig(base_batch_size=2, total_steps=9)
-    run = Run(net, optimizer, None, [torch.ones(2)] * 8, config, backend=LocalBackend(folder, device="cpu"))
-    observe_trace._WITHIN_S = 0.0
-    for taken, x in enumerate(run):
-        if taken == steps:
-            os._exit(3)
-        run.backward(run.model(x).square().mean())
+    config = AdaScaleConfig(base_batch_size=2, total_steps=total_steps, per_worker_batch_size=2, accumulation=2, seed=3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    return Run(
+        net, optimizer, None, list(torch.randn(64, 2)), config, backend=LocalBackend(folder, device="cpu", keep=9)
+    )
+
+
+def steps(run: Run, count: int) -> None:
+    end = run.state.iterations + count
+    for x in run:
+        run.backward((run.model(x) - 1).square().mean())
         run.step()
+        if run.at_boundary and run.state.iterations == end:
+            break
 
 
-@pytest.mark.parametrize("steps", [1, 5])
-def test_the_trace_of_a_run_that_dies_before_its_first_checkpoint_is_in_its_folder(tmp_path: Path, steps: int) -> None:
-    (tmp_path / TRACE).write_text('{"step": 77}\n')  # of an earlier start, which failed too
-    died = multiprocessing.get_context("fork").Process(target=fail_after, args=(tmp_path, steps))
-    died.start()
-    died.join(60)
-    assert died.exitcode == 3
+def test_a_trace_is_kept_where_checkpoints_are_and_an_ended_run_leaves_it_alone(tmp_path: Path) -> None:
+    steps(started(None), 100)
+    assert list(tmp_path.iterdir()) == []
+    for _ in range(2):
+        steps(started(tmp_path), 100)
+        assert [file.name for file in tmp_path.glob("trace/*")] == ["0000.jsonl"]
+
+
+def _die_after(folder: Path, count: int) -> None:
+    observe_trace._WITHIN_S = 0.0
+    steps(started(folder), count)
+    os._exit(3)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_run_that_dies_before_its_first_checkpoint_has_a_trace(tmp_path: Path, count: int) -> None:
+    for _ in range(2):
+        died = multiprocessing.get_context("fork").Process(target=_die_after, args=(tmp_path, count))
+        died.start()
+        died.join(60)
+        assert died.exitcode == 3
     assert not list(tmp_path.glob("checkpoint_*"))
-    # The last step's row waits for metrics that may be recorded.
-    assert [row["step"] for row in read_trace(tmp_path / TRACE)] == list(range(1, steps))
+    assert steps_of(tmp_path) == list(range(1, count + 1))
 
 
 @pytest.mark.parametrize("way", ["break", "raise"])
 def test_the_trace_of_a_loop_that_is_left_has_its_last_step(tmp_path: Path, way: str) -> None:
-    net = torch.nn.Linear(2, 1)
-    config = AdaScaleConfig(base_batch_size=2, total_steps=9)
-    backend = LocalBackend(tmp_path, device="cpu")
-    run = Run(net, torch.optim.SGD(net.parameters(), lr=0.1), None, [torch.ones(2)] * 8, config, backend=backend)
+    run = started(tmp_path)
     with pytest.raises(KeyError) if way == "raise" else nullcontext():
         for x in run:
             run.backward(run.model(x).square().mean())
             run.step()
-            if run.state.iterations == 3:
+            if run.at_boundary and run.state.iterations == 3:
                 run.record(accuracy=0.5)
                 if way == "break":
                     break
                 raise KeyError
-    found = read_trace(tmp_path / TRACE)
+    found = read_trace(tmp_path)
     assert [row["step"] for row in found] == [1, 2, 3]
     assert found[-1]["accuracy"] == 0.5
 
 
-def test_where_the_storage_is_no_disk_the_trace_of_a_failed_run_is_stored() -> None:
-    stored: list[int] = []
-    log = TraceFile.scratch(store=lambda path: stored.append(len(read_trace(path))))
-    assert log is not None
-    take_steps(log, 3)
-    broken = Mock(failed=Mock(side_effect=OSError("no disk")))
-    with pytest.raises(KeyError, match="the cat"), telling_of_failure([broken, log]):
-        raise KeyError("the cat")
-    assert stored == [3]
-
-
-def test_the_trace_of_an_ended_run_stays_as_it_is(tmp_path: Path) -> None:
-    scratch_while_running(str(tmp_path), LocalBackend(tmp_path / "run", device="cpu"))
-    trace = tmp_path / "run" / TRACE
-    trace.write_bytes(b"".join(trace.read_bytes().splitlines(keepends=True)[1:]))  # as a long one, which is thinned
-    scratch_while_running(str(tmp_path), LocalBackend(tmp_path / "run", device="cpu"))
-    assert [row["step"] for row in read_trace(trace)] == [2, 3]
-
-
-def test_a_run_beside_an_older_start_and_over_a_read_only_minute_has_one_row_for_each_step(
+def test_a_run_beside_an_older_start_and_over_a_read_only_minute_has_the_rows_of_an_undisturbed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def started() -> Run:
-        torch.manual_seed(1)
-        net = torch.nn.Linear(2, 1)
-        config = AdaScaleConfig(base_batch_size=2, total_steps=60, per_worker_batch_size=2, accumulation=2, seed=3)
-        backend = LocalBackend(tmp_path, device="cpu")
-        return Run(
-            net, torch.optim.SGD(net.parameters(), lr=0.01), None, list(torch.randn(64, 2)), config, backend=backend
-        )
-
-    def steps(run: Run, count: int) -> None:
-        end = run.state.iterations + count
-        for x in run:
-            run.backward((run.model(x) - 1).square().mean())
-            run.step()
-            if run.at_boundary and run.state.iterations == end:
-                break
+    def rows(folder: Path) -> list[dict[str, Any]]:
+        return [{k: v for k, v in row.items() if k not in ("attempt", "examples_per_s")} for row in read_trace(folder)]
 
     def read_only(*_: Any, **__: Any) -> Any:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(observe_trace, "_WITHIN_S", 0.0)
-    older = started()
+    steps(started(tmp_path / "alone", 60), 1000)
+    older = started(tmp_path, 60)
     steps(older, 10)
     older.save_checkpoint()
+    assert steps_of(tmp_path) == list(range(1, 11))  # in the file before the checkpoint is whole
     steps(older, 2)
-    with monkeypatch.context() as minute:  # the restart falls into it, and so do some steps
-        minute.setattr(observe_trace, "write_atomically", read_only)
-        with pytest.warns(RuntimeWarning, match="Read-only file system"):
-            run = started()
-        steps(run, 3)
-    steps(run, 5)
-    with pytest.warns(RuntimeWarning, match="later start"):
-        steps(older, 4)
-    with monkeypatch.context() as minute:
-        minute.setattr(Trace, "_opened", read_only)
-        with pytest.warns(RuntimeWarning, match="Read-only file system"):
-            steps(run, 4)
-        run.save_checkpoint()
+    for _ in range(2):  # the second start from this checkpoint, after one that made two steps
+        with monkeypatch.context() as minute:  # the restart falls into it, and so do some steps
+            minute.setattr(Trace, "_make", read_only)
+            with pytest.warns(RuntimeWarning, match="Read-only file system"):
+                run = started(tmp_path, 60)
+            steps(run, 2)
+    steps(run, 6)
+    run.save_checkpoint()
+    steps(older, 4)
+    older.save_checkpoint()
     steps(run, 1000)
-    found = read_trace(tmp_path / TRACE)
-    assert observe_trace.faults_of(found) == []
-    assert [row["step"] for row in found] == list(range(1, run.state.iterations + 1))
-    assert sum(row["gain"] for row in found) == pytest.approx(run.optimizer.effective_steps, rel=1e-12)
+    assert rows(tmp_path) == rows(tmp_path / "alone")
+    assert len(list(tmp_path.glob("trace/*.jsonl"))) == 2
+    assert faults_of(read_trace(tmp_path)) == []
