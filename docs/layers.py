@@ -114,7 +114,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "measure",
             "where squared norms of gradients are measured",
-            "norms observers identity fsdp2 probe noise_meter",
+            "norms observers autograd identity fsdp2 probe noise_meter",
         ),
     ],
     [

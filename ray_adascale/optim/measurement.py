@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from .._torch import Versions, versions, without_gradients
 from .._warn import warn_on_first_worker
 from ..batch import StepPlan
+from ..measure.autograd import PassHook
 from ..measure.identity import due
 from ..measure.norms import finite_check, take_norm
-from ..measure.observers import GradientObserver, PassHook, PassListener
+from ..measure.observers import GradientObserver, PassListener
 from ..sharding.gradients import Preconditioner, StepGradients, Wanted
 from .exchange import Exchange, Numbers
 from .gradient_guard import check_between

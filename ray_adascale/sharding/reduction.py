@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ..measure.observers import GradientObserver, PassListener, queue_end_of_backward, refuse_compiled
+from ..measure.autograd import queue_end_of_backward, refuse_compiled
+from ..measure.observers import GradientObserver, PassListener
 from .buckets import Bucket, Fragment
 from .collectives import Buffers
 from .gradient_bucket import GradientBucket

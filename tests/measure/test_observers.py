@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ray_adascale import AdaScale
-from ray_adascale.measure import observers
+from ray_adascale.measure import autograd, observers
 
 from ..classifier import batches, make_model, sample_gradient
 from ..model.reference_run import ReferenceAdaScale
@@ -155,7 +155,7 @@ def test_compiled_autograd_is_refused(fullgraph: bool) -> None:
 
 def test_the_private_name_that_tells_of_compiled_autograd_is_where_it_was() -> None:
     assert compiled_autograd.in_compiled_autograd_region is False
-    assert observers.in_compiled_autograd() is False
+    assert autograd.in_compiled_autograd() is False
 
 
 # ---- a worker that lacks a pass ----------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_a_gradient_that_is_not_there_any_more_counts_as_zero() -> None:
 def test_torch_keeps_the_node_that_accumulates_as_long_as_it_is_held(frozen: bool) -> None:
     """What the observer relies on: one node a leaf, frozen or not, after all tensor hooks, and not run by autograd.grad."""
     leaf = nn.Parameter(torch.ones(3), requires_grad=not frozen)
-    node = observers.accumulator_of(leaf)
+    node = autograd.accumulator_of(leaf)
     assert leaf.requires_grad == (not frozen)
     seen: list[Any] = []
     node.register_prehook(lambda grads: seen.append(grads[0].tolist()))
@@ -255,9 +255,9 @@ def test_torch_keeps_the_node_that_accumulates_as_long_as_it_is_held(frozen: boo
     torch.autograd.grad(leaf.sum(), leaf)
     leaf.requires_grad_(False).requires_grad_(True).sum().backward()
     assert seen == [[4.0] * 3] * 2
-    assert observers.accumulator_of(leaf) is node
+    assert autograd.accumulator_of(leaf) is node
     leaf.data = leaf.data.double()
-    assert observers.accumulator_of(leaf) is not node
+    assert autograd.accumulator_of(leaf) is not node
 
 
 class _Norms:

@@ -50,6 +50,13 @@ FAULTS: list[tuple[str, str, str]] = [
     ("measure/norms.py", "self._group_of = torch.tensor([g for g, _ in params])",
      "self._group_of = torch.tensor([g % 2 for g, _ in params])"),
     ("measure/fsdp2.py", "shards.append((self._group_of[param], ", "shards.append((0, "),
+    ("measure/observers.py", "self.hooked[param] = node.register_prehook(hook)",
+     "self.hooked[param] = leaf.register_hook(lambda grad: hook([grad])) if leaf.requires_grad else node.register_prehook(hook)"),
+    ("measure/observers.py", "if param.requires_grad or _can_train(param):", "if param.requires_grad:"),
+    ("optim/inferred_passes.py", "            if not self._broken:\n                self._clear_passes()\n", ""),
+    ("optim/adascale.py", "self._models = list(model.parameters())",
+     "self._models = [p for p in model.parameters() if p.requires_grad]"),
+    ("optim/sampling.py", "1 + number // SAMPLES", "1 + number // (SAMPLES - 1)"),
     # ---- sharding
     ("run/clipping.py", "min(square, self._limit**2)", "square"),
     ("sharding/clipping.py", "        total = total ** (1 / norm_type)\n", "        total = total * 1.0\n"),
