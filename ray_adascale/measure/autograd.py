@@ -51,7 +51,6 @@ class PassHook:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._nodes.clear()
 
 
 def in_compiled_autograd() -> bool:

@@ -59,7 +59,7 @@ class StepGradients:
         self._optimizer, self._model = optimizer, model
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_model": None}  # its process group belongs to this process
+        return {**self.__dict__, "_model": None, "group": None}  # process groups belong to this process
 
     @property
     def stepped(self) -> Optimizer:
@@ -149,8 +149,8 @@ class ShardGradients(StepGradients):
         _refuse(wanted, "whole parameters and their optimizer state, which fully_shard splits over workers")
         from ..measure.fsdp2 import FSDP2Observer  # here, since DTensor takes half a second to import
 
-        model = cast(torch.nn.Module, self._model)
-        return FSDP2Observer(self._groups, listener, model=model, world_size=wanted.workers, local=wanted.local)
+        assert self._model is not None
+        return FSDP2Observer(self._groups, listener, model=self._model, world_size=wanted.workers, local=wanted.local)
 
 
 class OwnedGradients(StepGradients):
@@ -159,9 +159,6 @@ class OwnedGradients(StepGradients):
     def __init__(self, optimizer: OSS, model: torch.nn.Module | None) -> None:
         super().__init__(optimizer, model)
         self._oss, self.group = optimizer, optimizer.group
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "group": None}
 
     @property
     def sharded(self) -> bool:  # type: ignore[override]
@@ -182,9 +179,6 @@ class OwnedGradients(StepGradients):
 
     @property
     def kept(self) -> Sequence[Tensor | None]:
-        return self._oss.step_gradients()
-
-    def of_step(self) -> list[Tensor]:
         return self._oss.step_gradients()
 
     def clip_norm(self, params: Sequence[Tensor], max_norm: float, norm_type: float, **of_oss: Any) -> Tensor:
