@@ -76,11 +76,10 @@ class Measurement:
         self._grad_scaler, self._to_mean, self._precondition, self._model = grad_scaler, to_mean, precondition, model
         self.observer: GradientObserver | None = None
         self._notice: PassHook | None = None
-        self._told = False
         self.weights: Sequence[float] | None = None
         self.replicated: Tensor | None = None
         self._shared: dict[str, Tensor] = {}
-        self._unhooked = self.foreign = self._checked = False
+        self._unhooked = self.foreign = self._checked = self._told = False
         self._measured_steps = 0  # of this start
         self._begins_passes = weakref.ref(cast(PassListener, self))
         self.clear()
@@ -113,9 +112,8 @@ class Measurement:
         self._notice, ref = None, weakref.ref(self)
 
         def notice(grads: object) -> None:
-            measurement = ref()
-            if measurement is not None and not measurement.passing:
-                measurement.foreign = True
+            if (measurement := ref()) is not None:
+                measurement.foreign |= not measurement.passing
 
         if self._told and self.observer is None:
             self._notice = PassHook(self.params, notice)

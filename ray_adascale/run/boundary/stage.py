@@ -199,7 +199,6 @@ class Stages:
         due = tau < run.total_steps and self.due(tau)
         flags, self.sent = self.sent, BoundaryFlags.NONE
         for stage in self._stages if due else ():
-            reason = stage.act(run, flags)
-            if reason is not None:
+            if (reason := stage.act(run, flags)) is not None:
                 return reason
         return None
