@@ -84,6 +84,21 @@ def test_a_fused_step_of_a_run_waits_for_nothing(name: str, strict: None) -> Non
     assert steps == 8
 
 
+def test_nothing_waits_for_a_batch_of_loader_processes(strict: None) -> None:
+    case = Case(fused=True, settings={"num_loader_workers": 2})
+    run = make_run(case, "cuda")
+    steps = 0
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        steps += run.step()
+        torch.cuda.set_sync_debug_mode("error" if 3 <= steps < 8 else "default")  # while the next batch is fetched, too
+        if steps == 8:
+            break
+    assert steps == 8
+    found = train(case, "cuda")
+    assert found.weights == train(CASES["sgd-fused"], "cuda").weights
+
+
 def test_the_check_for_synchronizations_finds_one(strict: None) -> None:
     loss = torch.ones(3, device="cuda").sum()
     torch.cuda.set_sync_debug_mode("error")
