@@ -32,9 +32,9 @@ WINDOW = 0.05
 def measure_every(total_steps: int, scale: int) -> int:
     """Return k: one step in k is measured, late in a run of T at a scale."""
     from ray_adascale.batch import StepPlan
-    from ray_adascale.optim.sampling import Sampling
+    from ray_adascale.optim.sampling import MeasuredSteps
 
-    return Sampling(WINDOW * total_steps).every(total_steps, StepPlan().at_scale(scale))
+    return MeasuredSteps(WINDOW * total_steps).every(total_steps, StepPlan().at_scale(scale))
 
 
 # ---- tables and pages ------------------------------------------------------------------------------------------------

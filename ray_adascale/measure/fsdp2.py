@@ -50,7 +50,7 @@ class FSDP2Observer(HookObserver):
             parallelism), or its gradient would not be reduced (``ignored_params``), or the mesh has another size.
     """
 
-    reduced_everywhere = False
+    holds_whole_gradient = False
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class FSDP2Observer(HookObserver):
         if not found:
             raise ValueError(
                 f"A parameter of shape {tuple(param.shape)} was not found in a fully_shard-ed module of model=. Give "
-                "AdaScale the model whose parameters() the optimizer has."
+                "AdaScale the model whose parameters() you gave the optimizer."
             )
 
     # ---- hooks -------------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ class PassListener(Protocol):
 class GradientObserver(ABC):
     """Watches the gradients of groups of parameters, and calls its listener as backward passes begin and end."""
 
-    reduced_everywhere: bool = True
+    holds_whole_gradient: bool = True
     """Whether each worker takes the reduced gradient's norm by itself: it holds all of it, equal to the last bit, as under DDP,
     and that costs less than to wait for the others' shares. A may then travel while the last gradients do.
     """
@@ -219,7 +219,7 @@ class HookObserver(GradientObserver):
         super().watch(watching)
         self._pass.measured = watching
         # In a step that is not measured nothing else is to be sent, and to wait for the others takes longer than to read all.
-        self.reduced_everywhere = type(self).reduced_everywhere and not (watching and self._worth_sharing)
+        self.holds_whole_gradient = type(self).holds_whole_gradient and not (watching and self._worth_sharing)
 
     def ignore(self, ignored: bool) -> None:
         self._pass.ignored = ignored

@@ -22,7 +22,7 @@ from .averages import Averages, CountDecay, Smoothing, check_averaging
 from .inferred_passes import InferredPasses
 from .measurement import Measurement
 from .rules import AdaScaleRule, ScalingRule
-from .sampling import Sampling
+from .sampling import MeasuredSteps
 from .step_plans import StepPlans
 from .step_result import StepEnd, StepResult
 from .workers import Workers
@@ -120,7 +120,7 @@ class AdaScale(OptimizerWrapper):
             process_group = self._gradients.group
         workers = Workers(world_size, process_group)
         window = None if averaging_window is None else averaging_window * (total_steps or 1)
-        sampling = Sampling(window, measure_every)
+        sampling = MeasuredSteps(window, measure_every)
         self._is_scaled_loss = is_scaled_loss
         self._single_gain = single_gain
         plans = StepPlans(StepPlan(workers=workers.count), sampling)

@@ -121,10 +121,10 @@ class AdaScaleAlgorithm:
         return known and self._gradients.fuses and steps_on_device(type(self._inner), self._optimizer.param_groups)
 
     def _after(self, sums: StepSums, *, on_host: bool) -> tuple[Average, Tensor, Packed]:
-        """Return :meth:`Averages.after` of the step under way, computed once; with ``on_host`` on the CPU, after a wait."""
+        """Return :meth:`Averages.updated_by` of the step under way, computed once; with ``on_host`` on the CPU, after a wait."""
         if self._of is None or self._of[0] is not sums:
             here = sums.on_host() if on_host else sums
-            self._of = sums, *self._averages.after(here, self._since_sample)
+            self._of = sums, *self._averages.updated_by(here, self._since_sample)
         return self._of[1:]
 
     def _end_step(self) -> None:
@@ -152,7 +152,7 @@ class AdaScaleAlgorithm:
     def _step_on_host(self, sums: StepSums, read: tuple[Average, StepResult]) -> None:
         averages, step = read
         if step.skipped:
-            self._leave_out(step)
+            self._count_skipped(step)
             return
         answer = self._take_step(step, sums.plan.scale)
         self._averages.now = averages
@@ -256,10 +256,10 @@ class AdaScaleAlgorithm:
         """
         self.synchronize()
         sums = self._passes.finish()
-        self._leave_out(self._on_host(sums, on_host=not self._on_device(sums))[1])
+        self._count_skipped(self._on_host(sums, on_host=not self._on_device(sums))[1])
         self._end_step()
 
-    def _leave_out(self, step: StepResult) -> None:
+    def _count_skipped(self, step: StepResult) -> None:
         self.last = replace(self.last, skipped=True, shared=step.shared)
         self._gradients.discard()
 
@@ -303,8 +303,8 @@ class AdaScaleAlgorithm:
                 self.last = replace(self.last, skipped=True, shared=step.shared)
             else:
                 self._advance(step, *(answer or (step.gain, step.gain)))
-        if self._passes.left_out:
-            self._passes.left_out = False
+        if self._passes.skipped_by_scaler:
+            self._passes.skipped_by_scaler = False
             self.last = replace(self.last, skipped=True, shared={})
 
     def readout(self, *, committed: bool = False) -> StepResult:

@@ -13,7 +13,7 @@ from .. import gain as gain_math
 from ..batch import StepPlan
 from ..gain import Average
 from .exchange import Numbers, Packed
-from .sampling import Sampling
+from .sampling import MeasuredSteps
 from .step_result import StepResult
 from .step_sums import StepSums, constant
 
@@ -81,7 +81,7 @@ class Averages:
         variance_floor: float,
         clip_samples: bool,
         debias: bool,
-        sampling: Sampling,
+        sampling: MeasuredSteps,
     ) -> None:
         self.smoothing = smoothing
         self.variance_floor = variance_floor
@@ -105,7 +105,7 @@ class Averages:
         """Return θ of the moving average over steps, for a step of this plan."""
         return self.smoothing(plan) if callable(self.smoothing) else self.smoothing
 
-    def after(self, sums: StepSums, advance: float) -> tuple[Average, Tensor, Packed]:
+    def updated_by(self, sums: StepSums, advance: float) -> tuple[Average, Tensor, Packed]:
         """Return the averages after a step, and its numbers, without host synchronization.
 
         Args:
@@ -191,16 +191,16 @@ class Averages:
         return gain_math.gain_of_sums(total[0], total[1], scale)
 
     def gains_of(self, numbers: Packed) -> Tensor:
-        """Return r of each gain's group from the numbers of :meth:`after`."""
+        """Return r of each gain's group from the numbers of :meth:`updated_by`."""
         return numbers.apart()["gains"][: self.now.packed.shape[1]]
 
     def read(self, numbers: Mapping[str, list[float]], averages: Average, sums: StepSums) -> StepResult:
         """Return a step, but for its clock, factor and count, and keep what it says of the averages.
 
         Args:
-            numbers: Those of :meth:`after`, on the host. "check": finite if the gradient is. "moments": σ² and μ² of the step's
-                sample, NaN where there is none. "gains": that of the whole optimizer last. "averages". The shared numbers.
-            averages: Those of :meth:`after`.
+            numbers: Those of :meth:`updated_by`, on the host. "check": finite if the gradient is. "moments": σ² and μ² of the
+                step's sample, NaN where there is none. "gains": that of the whole optimizer last. "averages". The shared numbers.
+            averages: Those of :meth:`updated_by`.
             sums: The step's.
         """
         scale, count = sums.plan.scale, averages.packed.shape[1]

@@ -30,12 +30,12 @@ class InferredPasses:
 
     Attributes:
         passes: Backward passes so far in this step.
-        left_out: Whether a GradScaler left out the last complete step, as the clearing of its gradients shows.
+        skipped_by_scaler: Whether a GradScaler left out the last complete step, as the clearing of its gradients shows.
     """
 
     def __init__(self, measurement: Measurement, plans: StepPlans, process_group: dist.ProcessGroup | None) -> None:
         self.measurement, self.plans, self._process_group = measurement, plans, process_group
-        self.left_out = self._told = False
+        self.skipped_by_scaler = self._told = False
         self._stepped_with: tuple[int, int] | None = None
         self._clear_passes()
         measurement.begun_by(cast(PassListener, self))
@@ -109,7 +109,7 @@ class InferredPasses:
         if not self._told:
             measurement.refresh()
         if measurement.under_way or (measurement.observer is not None and measurement.exchanging):
-            self.left_out |= measurement.sums is not None and measurement.scales_loss
+            self.skipped_by_scaler |= measurement.sums is not None and measurement.scales_loss
             self._clear_passes()
 
     def _clear_passes(self) -> None:
@@ -149,7 +149,7 @@ class InferredPasses:
         if self.measurement.sums is not None:
             # A complete step was never taken, as after an overflow that a GradScaler found. Were its gradients cleared since?
             too_many = self._has_gradients(observer)
-            self.left_out |= self.measurement.scales_loss and not too_many
+            self.skipped_by_scaler |= self.measurement.scales_loss and not too_many
             self._clear_passes()
             self._too_many = too_many
         elif self._stepped_with is not None and self._stepped_with == self._first_gradient():

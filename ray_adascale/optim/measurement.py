@@ -240,7 +240,7 @@ class Measurement:
             if number.dim() or name in OWN:
                 raise ValueError(f"Invalid {name} of shape {tuple(number.shape)}. Must be 0-dim, and not {OWN}.")
             self._shared[name] = number.to(device, torch.float64)
-        alone = observer is not None and not self._plans.measured and type(observer).reduced_everywhere
+        alone = observer is not None and not self._plans.measured and type(observer).holds_whole_gradient
         if self._shared and alone and self.workers.reduce:
             with torch.no_grad():
                 self._exchange.add(self._shared)
@@ -294,7 +294,7 @@ class Measurement:
         self._local_ended = True
         if self._measured and (self.last is None or self.last.num_samples > 1):
             self._norms.append(observer.local_sq_norms())
-        if self.last is not None and observer.reduced_everywhere and not self._exchange.sent:
+        if self.last is not None and observer.holds_whole_gradient and not self._exchange.sent:
             # Only A is still in parts. Sent now, it travels behind the last gradients, which are awaited anyway.
             self._send({}, self.last, seen=True)
 
@@ -408,7 +408,7 @@ class Measurement:
 
     def _gather(self, plan: StepPlan, *, seen: bool, scaled: bool) -> StepSums:
         observer = cast(GradientObserver, self.observer)
-        if observer.reduced_everywhere:
+        if observer.holds_whole_gradient:
             # Equal to the last bit on all workers, as their weights are: each takes C from its own copy.
             own = {"c": observer.reduced_sq_norms(0, 1)}
             if not self._exchange.sent:
@@ -419,17 +419,17 @@ class Measurement:
                 (dist.get_rank(self._process_group), self.workers.count) if self.workers.reduce else (0, 1)
             )
             found = {"c": observer.reduced_sq_norms(rank, world_size)}
-            if self._checked and not type(observer).reduced_everywhere:
+            if self._checked and not type(observer).holds_whole_gradient:
                 found["reduced"] = observer.reduced_product().to(self.device)
             self._send(found, plan, seen=seen)
         numbers, packed = self._exchange.wait()
         if self.workers.reduce:
             self.replicated = own.get("c")
-            if not own and type(observer).reduced_everywhere:
+            if not own and type(observer).holds_whole_gradient:
                 # Workers took shares of C. The smallest gradient, which all of them have, stands for it.
                 whole = [p.grad for p in self.params if p.grad is not None]
                 self.replicated = take_norm(min(whole, key=Tensor.numel)).double().view(1) if whole else None
-        if self._checked and type(observer).reduced_everywhere:
+        if self._checked and type(observer).holds_whole_gradient:
             own["reduced"] = observer.reduced_product().to(self.device).view(1)
         if scaled and self._grad_scaler is not None and self.scales_loss:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.

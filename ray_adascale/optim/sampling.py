@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from .._errors import check_count
 from ..batch import StepPlan
 
-SAMPLES = 50
+WINDOW_SAMPLES = 50
 """Fewest measured steps in the averages' window. The first 50 steps of a run are all measured."""
 
 
 @dataclass(frozen=True)
-class Sampling:
+class MeasuredSteps:
     """Decides which steps measure the noise: one in :meth:`every`.
 
     The decision depends on the number of the step and on its plan. So all workers, and every resume, decide alike.
@@ -39,7 +39,7 @@ class Sampling:
     def every(self, number: int, plan: StepPlan) -> int:
         """Return k. It grows from 1 as the run does, so that the averages never rest on few samples.
 
-        No step advances τ by more than S, so the window has :data:`SAMPLES` at least.
+        No step advances τ by more than S, so the window has :data:`WINDOW_SAMPLES` at least.
 
         Args:
             number: Steps that have ended.
@@ -47,7 +47,9 @@ class Sampling:
         """
         if self.given is not None or self.window is None:
             return self.given or 1
-        return min(max(1, math.floor(self.window / (max(plan.scale, 1.0) * SAMPLES))), 1 + number // SAMPLES)
+        return min(
+            max(1, math.floor(self.window / (max(plan.scale, 1.0) * WINDOW_SAMPLES))), 1 + number // WINDOW_SAMPLES
+        )
 
     def measures(self, number: int, plan: StepPlan) -> bool:
         """Return whether a step is measured. The arguments are those of :meth:`every`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..batch import StepPlan
-from .sampling import Sampling
+from .sampling import MeasuredSteps
 from .step_result import StepEnd
 
 
@@ -23,7 +23,7 @@ class StepPlans:
         measured: Whether the step is measured.
     """
 
-    def __init__(self, declared: StepPlan, sampling: Sampling) -> None:
+    def __init__(self, declared: StepPlan, sampling: MeasuredSteps) -> None:
         self._sampling = sampling
         self.step_end: StepEnd | None = None
         self.ended = self.unsampled = 0

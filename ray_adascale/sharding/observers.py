@@ -56,7 +56,7 @@ class ReducerListener(Protocol):
 class _OwnedShards(GradientObserver):
     """The reduced gradient's part of an observer: the shards that this worker owns. Those of all workers add up."""
 
-    reduced_everywhere = False
+    holds_whole_gradient = False
     reducer: weakref.ref[GradientReducer]
 
     def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:

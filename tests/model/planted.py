@@ -34,7 +34,8 @@ FAULTS: list[tuple[str, str, str]] = [
     ("optim/algorithm.py", 'gain=float(state["previous_gain"])', "gain=1.0"),
     ("optim/algorithm.py", ", [c for _, c in answers]", ", [answer[1] for _ in answers]"),
     ("optim/averages.py", "whole = (total / weight).nan_to_num_(0.0).sum(dim=1, keepdim=True)", "whole = total[:, :1]"),
-    ("optim/algorithm.py", "self._averages.after(here, self._since_sample)", "self._averages.after(here, self.last.gain)"),
+    ("optim/algorithm.py", "self._averages.updated_by(here, self._since_sample)",
+     "self._averages.updated_by(here, self.last.gain)"),
     ("optim/inferred_passes.py", "self.plans.end(sampled=sampled)", "self.plans.resume(self.plans.ended, 0)"),
     ("sharding/reduction.py", "self._ends_step() and self.syncing", "self.syncing and self._ends_step()"),
     ("optim/averages.py", "use = finite if usable is None else finite & usable", "use = finite"),
@@ -56,7 +57,7 @@ FAULTS: list[tuple[str, str, str]] = [
     ("optim/inferred_passes.py", "            if not self._broken:\n                self._clear_passes()\n", ""),
     ("optim/adascale.py", "self._models = list(model.parameters())",
      "self._models = [p for p in model.parameters() if p.requires_grad]"),
-    ("optim/sampling.py", "1 + number // SAMPLES", "1 + number // (SAMPLES - 1)"),
+    ("optim/sampling.py", "1 + number // WINDOW_SAMPLES", "1 + number // (WINDOW_SAMPLES - 1)"),
     # ---- sharding
     ("run/clipping.py", "min(square, self._limit**2)", "square"),
     ("sharding/clipping.py", "        total = total ** (1 / norm_type)\n", "        total = total * 1.0\n"),

@@ -10,7 +10,7 @@ import torch
 
 from ray_adascale.batch import StepPlan
 from ray_adascale.optim.averages import Averages
-from ray_adascale.optim.sampling import Sampling
+from ray_adascale.optim.sampling import MeasuredSteps
 from ray_adascale.optim.step_result import StepResult
 from ray_adascale.optim.step_sums import StepSums
 
@@ -23,7 +23,7 @@ def averages(*, groups: int = 1, **settings: Any) -> Averages:
         "variance_floor": 0.0,
         "clip_samples": False,
         "debias": True,
-        "sampling": Sampling(),
+        "sampling": MeasuredSteps(),
     }
     return Averages(groups, **(fields | settings))  # type: ignore[arg-type]
 
@@ -39,7 +39,7 @@ def sample(*moments: tuple[float, float], shape: StepPlan | None = None, seen: b
 
 def take(into: Averages, *samples: StepSums, previous_gain: float = 1.0) -> None:
     for one in samples:
-        into.now = into.after(one, previous_gain)[0]
+        into.now = into.updated_by(one, previous_gain)[0]
 
 
 def readout(of: Averages, scale: float = SCALE) -> StepResult:

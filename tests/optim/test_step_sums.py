@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_adascale.batch import StepPlan
 from ray_adascale.optim.averages import Averages
-from ray_adascale.optim.sampling import Sampling
+from ray_adascale.optim.sampling import MeasuredSteps
 from ray_adascale.optim.step_sums import StepSums
 
 
@@ -45,9 +45,9 @@ class Calls(TorchDispatchMode):
 
 def test_a_step_has_few_operations() -> None:
     """Each is a launch on a GPU, where it takes as long as that of a large one."""
-    mine = Averages(1, smoothing=0.75, variance_floor=0.0, clip_samples=True, debias=True, sampling=Sampling())
+    mine = Averages(1, smoothing=0.75, variance_floor=0.0, clip_samples=True, debias=True, sampling=MeasuredSteps())
     one = sums(StepPlan(passes=1, workers=2, given_scale=2.0), f64(1.0), f64(2.0))
-    mine.after(one, 1.0)  # makes the constants
+    mine.updated_by(one, 1.0)  # makes the constants
     with Calls() as calls:
-        mine.after(one, 1.0)
+        mine.updated_by(one, 1.0)
     assert len(calls.names) <= 18, calls.names
