@@ -29,8 +29,8 @@ FAULTS: list[tuple[str, str, str]] = [
     ("gain.py", "max(1.0 - count / 1000.0, 0.0)", "max(1.0 - (count - 1) / 1000.0, 0.0)"),
     # ---- optim
     ("optim/algorithm.py", "self._apply_rule(gains[i % len(gains)], scale, i)", "self._apply_rule(gains[0], scale, i)"),
-    ("optim/algorithm.py", "replace(self.last, skipped=True, shared=step.shared)\n        if isinstance",
-     "replace(self.last, skipped=True, gain=1.0, shared=step.shared)\n        if isinstance"),
+    ("optim/algorithm.py", "replace(self.last, skipped=True, shared=step.shared)\n        self._gradients",
+     "replace(self.last, skipped=True, gain=1.0, shared=step.shared)\n        self._gradients"),
     ("optim/algorithm.py", 'gain=float(state["previous_gain"])', "gain=1.0"),
     ("optim/algorithm.py", ", [c for _, c in answers]", ", [answer[1] for _ in answers]"),
     ("optim/averages.py", "whole = (total / weight).nan_to_num_(0.0).sum(dim=1, keepdim=True)", "whole = total[:, :1]"),
