@@ -114,6 +114,7 @@ def look_for_new_nodes() -> None:
 def print_stretches(result: Result) -> None:
     """Print each stretch of the trace with one number of workers, and the changes between them."""
     with tempfile.TemporaryDirectory() as folder:
+        os.mkdir(f"{folder}/trace")
         pyarrow.fs.copy_files(f"{result.path}/trace", f"{folder}/trace", source_filesystem=result.filesystem)
         rows = read_trace(folder)
     before = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from dataclasses import replace
@@ -12,6 +11,8 @@ from typing import Any
 import pytest
 
 from ray_adascale import AdaScaleConfig, LinearRule, Recipe, SquareRootRule, UnscaledRule, record_recipe
+
+from ..samples_of import write_rows
 
 pytestmark = [pytest.mark.docs, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -28,8 +29,8 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-def outcome(demo: Any, way: str, steps: int, bits: float, trace: Path = Path("none"), scale: float = 16) -> Any:
-    return demo.Outcome(way, scale, steps, 100.0, bits, trace)
+def outcome(demo: Any, way: str, steps: int, bits: float, run: Path = Path("none"), scale: float = 16) -> Any:
+    return demo.Outcome(way, scale, steps, 100.0, bits, run)
 
 
 def test_the_other_rules_get_the_steps_that_adascale_took_with_the_same_seed(
@@ -59,7 +60,7 @@ def test_the_base_run_follows_the_recipe_and_starts_anew(demo: Any, tmp_path: Pa
     recipe = record_recipe(demo.workload, {"lr": 0.1}, base_batch_size=8, total_steps=20)
     first, again = (demo.run_here(demo.BASE, recipe, tmp_path, AdaScaleConfig(seed=1)) for _ in range(2))
     assert (first.scale, first.optimizer_steps, first.effective_steps) == (1, 20, 20)
-    assert first.trace.exists()
+    assert list(first.run.glob("trace/*.jsonl"))
     assert again.bits == first.bits < 6.6  # 96 letters are 6.6 bits
 
 
@@ -87,14 +88,12 @@ def test_the_kept_table_is_one_that_the_demo_prints(demo: Any, tmp_path: Path) -
 
 
 def test_the_table_has_means_over_seeds_and_the_plot_every_way(demo: Any, tmp_path: Path) -> None:
-    trace = tmp_path
-    steps = [{"effective_steps": t, "gain": 2.0, "step": t, "bits": 3.0} for t in (1, 2)]
-    trace.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    run = write_rows(tmp_path, [{"effective_steps": t, "gain": 2.0, "step": t, "bits": 3.0} for t in (1, 2)])
     outcomes = [
-        outcome(demo, demo.BASE, 100, 2.0, trace, scale=1),
-        outcome(demo, demo.ADASCALE, 30, 2.25, trace),
-        outcome(demo, demo.BASE, 100, 3.0, trace, scale=1),
-        outcome(demo, demo.ADASCALE, 50, 2.35, trace),
+        outcome(demo, demo.BASE, 100, 2.0, run, scale=1),
+        outcome(demo, demo.ADASCALE, 30, 2.25, run),
+        outcome(demo, demo.BASE, 100, 3.0, run, scale=1),
+        outcome(demo, demo.ADASCALE, 50, 2.35, run),
     ]
     assert demo.table(outcomes).splitlines()[2:] == [
         "| base batch | 1 | 100 | 100 | 2.50 | 2.00, 3.00 |",
