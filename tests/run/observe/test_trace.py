@@ -290,21 +290,28 @@ def test_a_trace_is_kept_where_checkpoints_are_and_an_ended_run_leaves_it_alone(
         assert [file.name for file in tmp_path.glob("trace/*")] == ["0000.jsonl"]
 
 
-def _die_after(folder: Path, count: int) -> None:
-    observe_trace._WITHIN_S = 0.0
-    steps(started(folder), count)
-    os._exit(3)
+def _die_after(folder: Path, count: int, saves: bool) -> None:
+    observe_trace._WITHIN_S = math.inf if saves else 0.0
+    run = started(folder)
+    for x in run:
+        run.backward((run.model(x) - 1).square().mean())
+        if run.step() and run.state.iterations == count:
+            if saves:
+                run.save_checkpoint()
+            os._exit(3)
 
 
-@pytest.mark.parametrize("count", [1, 5])
-def test_a_run_that_dies_before_its_first_checkpoint_has_a_trace(tmp_path: Path, count: int) -> None:
-    for _ in range(2):
-        died = multiprocessing.get_context("fork").Process(target=_die_after, args=(tmp_path, count))
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_killed_run_has_the_rows_up_to_its_checkpoint_and_of_all_steps_but_the_last_without_one(
+    tmp_path: Path, saves: bool
+) -> None:
+    for _ in range(1 if saves else 2):
+        died = multiprocessing.get_context("fork").Process(target=_die_after, args=(tmp_path, 5, saves))
         died.start()
         died.join(60)
         assert died.exitcode == 3
-    assert not list(tmp_path.glob("checkpoint_*"))
-    assert steps_of(tmp_path) == list(range(1, count + 1))
+    assert len(list(tmp_path.glob("checkpoint_*"))) == saves
+    assert steps_of(tmp_path) == list(range(1, 6 if saves else 5))
 
 
 @pytest.mark.parametrize("way", ["break", "raise"])
