@@ -476,7 +476,7 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
         try:
             make_passes(step, now, seen[rank], case.caught)
         except _PlantedError:
-            ada.zero_grad()
+            module.zero_grad()  # which AdaScale does not see
             make_passes(step, now, seen[rank], None)
         if not case.scaled_loss:
             ada.complete_samples()
