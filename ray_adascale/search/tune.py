@@ -92,6 +92,19 @@ def tune_recipe(search: Search) -> Recipe:
     return _recipe_of(running)
 
 
+def _require(lock: RunLock, name: str) -> None:
+    """Raise if another process has continued the search.
+
+    Raises:
+        RuntimeError: It has.
+    """
+    if lock.lost is not None:
+        raise RuntimeError(
+            f"The search {name!r} was continued by {lock.lost} while this process was suspended, so its results are mixed. Wait "
+            "for that process, or start again under another name."
+        )
+
+
 def _recipe_of(running: _RunningSearch) -> Recipe:
     """Run the search, and return its recipe."""
     spec, name, folder = running.spec, str(running.run_config.name), _folder(running.run_config)
@@ -103,6 +116,7 @@ def _recipe_of(running: _RunningSearch) -> Recipe:
         # Before the trials, since it refuses other numbers.
         plan = RepeatPlan.read(_folder(running.repeats), search, earlier=running.earlier) if repeated else None
         trials = running.run_trials()
+        _require(lock, name)
         ranking = _ranking(trials)
         winner, outcome = ranking[0]
         again: list[Repeat] = []
@@ -112,11 +126,7 @@ def _recipe_of(running: _RunningSearch) -> Recipe:
             best, again, failed_repeats = running.run_repeats(plan, [trial for trial, _ in ranking])
             failed += failed_repeats
             winner, outcome = next(ended for ended in ranking if ended[0].trial_id == best)
-    if lock.lost is not None:
-        raise RuntimeError(
-            f"The search {name!r} was continued by {lock.lost} while this process was suspended, so its results are mixed. Wait "
-            "for that process, or start again under another name."
-        )
+    _require(lock, name)
     _warn_of(outcome, [other for _, other in ranking], winner.config, trials)
     _warn_of_lost(failed, outcome)
     if repeated and not again:
