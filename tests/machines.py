@@ -150,6 +150,17 @@ class Machines:
         _sh("ip", "-n", self._switch, "link", "set", _port(name), "down")
         self._end(name)
 
+    def part(self, one: str, other: str) -> None:
+        """Let the packets between two machines be lost. Both still reach all others."""
+        for name, to in ((one, other), (other, one)):
+            nobody = ("lladdr", "02:00:00:00:00:01", "nud", "permanent")
+            _sh("ip", "-n", self._namespace(name), "neigh", "replace", self._addresses[to], "dev", "eth0", *nobody)
+
+    def join(self, one: str, other: str) -> None:
+        """Let two machines that were parted reach each other again."""
+        for name, to in ((one, other), (other, one)):
+            _sh("ip", "-n", self._namespace(name), "neigh", "del", self._addresses[to], "dev", "eth0")
+
     def _end(self, name: str) -> None:
         machine = self._running.pop(name)
         machine.kill()  # the kernel then kills all processes of the machine (--kill-child, and its process namespace)

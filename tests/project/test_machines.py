@@ -51,6 +51,26 @@ try:
 except ray.train.TrainingFailedError as e:
     print("failed:", e)
 """
+# A run that gives up after 20 s in which its workers don't reach each other; Ray gives up after 300 s.
+PARTED = f"""
+import sys
+import on_hosts
+import ray.train
+from ray.train.torch import TorchConfig
+from ray_adascale import AdaScaleConfig, AdaScaleTrainer
+name, workers = sys.argv[1], tuple(map(int, sys.argv[2:]))
+failures = ray.train.FailureConfig(max_failures=20)
+AdaScaleTrainer(
+    on_hosts.workload,
+    hyperparameters={{"lr": 0.05, "momentum": 0.9}},
+    config=AdaScaleConfig(base_batch_size=8, total_steps=60, per_worker_batch_size=8, checkpoint_every_s=1),
+    scaling_config=ray.train.ScalingConfig(
+        num_workers=workers if len(workers) > 1 else workers[0], resources_per_worker={{"CPU": 2}}
+    ),
+    run_config=ray.train.RunConfig(name=name, storage_path="{SHARED}", failure_config=failures),
+    torch_config=TorchConfig(timeout_s=20),
+).fit()
+"""
 
 
 @pytest.fixture
@@ -64,6 +84,7 @@ def machines() -> Iterator[Machines]:
             shutil.copytree(ROOT / "examples", home / "examples")
             (home / "examples" / "on_hosts.py").write_text(WORKLOAD)
             (home / "examples" / "rays_own.py").write_text(RAYS_OWN)
+            (home / "examples" / "parted.py").write_text(PARTED)
             shutil.copy(build_wheel(folder, outside_environment()), home)
             yield made
     finally:
@@ -114,7 +135,8 @@ def test_the_local_file_launches_machines_that_train_lose_one_and_end(machines: 
         "--placement spread --name two"
     )
     assert "total_steps reached" in out
-    assert {path.name for path in (machines.shared / "hosts").iterdir()} == {"worker-1", "worker-2"}
+    # The check before the start builds the workload where the command runs: on the head.
+    assert {path.name for path in (machines.shared / "hosts").iterdir()} == {"head", "worker-1", "worker-2"}
     rows = read_trace(machines.shared / "two")
     assert {(row["world_size"], row["scale"]) for row in rows} == {(2, 4)}
     assert rows[-1]["effective_steps"] >= 60
@@ -148,6 +170,31 @@ def test_the_local_file_launches_machines_that_train_lose_one_and_end(machines: 
     assert [row["step"] for row in trace] == list(range(1, len(trace) + 1)), "a step is missing or twice"
     assert sum(row["gain"] for row in trace) == pytest.approx(trace[-1]["effective_steps"])
     assert [size for size, _ in itertools.groupby(row["world_size"] for row in trace)] == [2, 1, 2]
+
+    # Two workers reach the head and not each other. An elastic run goes on with one of them; a fixed one once they are joined.
+    def job(name: str, workers: str) -> None:
+        submit(f"python parted.py {name} {workers}", options=f"--no-wait --submission-id {name}")
+
+    def log_of(name: str, *, follow: bool = False) -> str:
+        return laptop(
+            f"ray job logs --address http://127.0.0.1:8265 {'--follow' if follow else ''} {name}", timeout=600
+        )
+
+    machines.part("worker-1", "worker-2")
+    began = time.monotonic()
+    job("smaller", "1 2")
+    log = log_of("smaller", follow=True)
+    print(f"Of two that were parted, one trained to its end in {time.monotonic() - began:.0f} s.", log, sep="\n")
+    assert "did not reach each other" in log
+    assert "goes on with at most 1 workers" in log
+    assert {row["world_size"] for row in read_trace(machines.shared / "smaller")} == {1}
+    job("joined", "2")
+    wait_for(lambda: "did not reach each other" in log_of("joined"), 200)
+    machines.join("worker-1", "worker-2")
+    seconds = wait_for(lambda: bool(list((machines.shared / "joined").glob("checkpoint_*/manifest.json"))), 200)
+    print(f"Joined again, the run had a checkpoint {seconds:.0f} s later.")
+    assert "total_steps reached" in log_of("joined", follow=True)
+    assert {row["world_size"] for row in read_trace(machines.shared / "joined")} == {2}
 
     tunnel.kill()
     assert "No nodes remaining" in laptop(f"ray down -y {LOCAL}")
