@@ -306,7 +306,8 @@ class AdaScale(OptimizerWrapper):
         """Divide the accumulated gradients by the number of passes, where the loss was not (``is_scaled_loss=False``)."""
         if self._is_scaled_loss:
             raise RuntimeError("is_scaled_loss=True says that the loss was divided already.")
-        self.measurement.divide_to_mean(self.plan)
+        with self.measurement.changing():
+            self.measurement.divide_to_mean(self.plan)
 
     def unhook(self) -> None:
         """Stop watching gradients; ``step()`` goes on with the averages unchanged."""
@@ -417,6 +418,11 @@ class AdaScale(OptimizerWrapper):
     def known_effective_steps(self) -> float:
         """τ without waiting for the device: it may lack the last step's r, which is at most S (or 1, if larger)."""
         return self._algorithm.last.effective_steps
+
+    @property
+    def furthest_effective_steps(self) -> float:
+        """An upper bound of τ, without waiting for the device."""
+        return self._algorithm.furthest
 
     @property
     def steps(self) -> int:

@@ -96,6 +96,14 @@ class AdaScaleAlgorithm:
         """Whether the numbers of the last step are not on the host yet."""
         return self._pending is not None
 
+    @property
+    def furthest(self) -> float:
+        """An upper bound of τ, without waiting for the device. No step of AdaScale's rule advances τ by more than S, or 1."""
+        if self._pending is None:
+            return self.last.effective_steps
+        sums, *_, answer = self._pending
+        return advanced(self.last.effective_steps, max(sums.plan.scale, 1.0) if answer is None else answer[1])
+
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def step(self) -> None:

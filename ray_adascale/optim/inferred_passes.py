@@ -159,7 +159,9 @@ class InferredPasses:
             # An exception has ended the pass before. Were its gradients cleared since, and those of the step's earlier passes?
             self._broken |= self._has_gradients(observer)
             if not self._broken:
+                plan = self.plans.current  # it was announced for this step, which begins anew
                 self._clear_passes()
+                self.plans.expect(plan)
         last = self.plans.if_last(self.passes + 1)
         self.measurement.begin(last)
         return last is not None

@@ -142,10 +142,7 @@ class TauSchedule(LRScheduler):
         if total is None:
             return False
         adascale = self._adascale
-        furthest = adascale.known_effective_steps
-        if not adascale.last_step_known:
-            furthest += max(adascale.scale, 1.0)
-        return furthest >= total and adascale.effective_steps >= total
+        return adascale.furthest_effective_steps >= total and adascale.effective_steps >= total
 
     @property
     def base_schedule(self) -> BaseSchedule:

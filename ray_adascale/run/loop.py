@@ -221,7 +221,7 @@ class Run:
 
         For a loop that evaluates by itself and passes the metrics to :meth:`record`.
         """
-        evaluation, furthest = self.parts.evaluation, self._furthest()
+        evaluation, furthest = self.parts.evaluation, self.optimizer.furthest_effective_steps
         if not self.at_boundary or (furthest < self.total_steps and not evaluation.multiples_by(furthest)):
             return False
         tau = self.effective_steps
@@ -232,11 +232,6 @@ class Run:
     def reported(self) -> bool:
         """Whether this step boundary was reported."""
         return self.parts.reporting.reported_step == self.state.iterations
-
-    def _furthest(self) -> float:
-        """Return an upper bound of τ, without waiting for the device."""
-        known = self.optimizer.known_effective_steps
-        return known if self.optimizer.last_step_known else known + max(self.scale, 1.0)
 
     def record(self, **metrics: Any) -> None:
         """Add metrics to this report and later ones, until they are recorded again. They count as an evaluation."""
@@ -422,7 +417,7 @@ class Run:
         """Return whether the host must read the step now, because a stage may have to act at this boundary."""
         if self.optimizer.last_step_known:
             return True
-        furthest = self._furthest()
+        furthest = self.optimizer.furthest_effective_steps
         return furthest >= self.total_steps or self._stages.due(furthest)
 
     def _synchronize(self) -> None:

@@ -38,6 +38,17 @@ def test_runs_agree_with_the_literal_model(pool: Pool, part: int) -> None:
 @pytest.mark.parametrize(
     "case",
     [
+        # One worker's shards had gradients that a division changed, the other's had none: one of them waited for the other.
+        Case(
+            legs=(Leg(workers=2, passes=2, per_worker=3, base=5, total=8, sharding="zero2"),),
+            client="adascale",
+            frozen=(1, 2, 3, 4),
+            scaled_loss=False,
+        ),
+        # τ advances by 13/7 a step at S = 1. A bound of 1 made the evaluation a step late.
+        Case(legs=(Leg(per_worker=3, base=3, total=13),), fused=True, rule="lsw+", evaluate=2.5),
+        # The plan of a step was lost where a failed pass was cleared by the module.
+        Case(legs=(Leg(passes=2, per_worker=2, base=5, total=7),), client="adascale", caught=(2, 0), short=((2, 1),)),
         # The clipped norm was summed in another order than torch's where a layer was frozen as the run was built.
         Case(
             legs=(Leg(total=7),), scheduler="lambda", dtype="float32", clip=0.5, frozen=(0, 2, 4, 6, 8), shuffle=False
