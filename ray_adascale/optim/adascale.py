@@ -358,7 +358,7 @@ class AdaScale(OptimizerWrapper):
             ValueError: The step can't have this number of passes.
         """
         self._algorithm.synchronize()
-        declared, made = self._passes.plans.declared, self._passes.passes if self.measurement.sums is None else 0
+        declared, made = self._passes.plans.declared, self._passes.made
         if isinstance(passes, bool) or not isinstance(passes, int) or not made < passes <= declared.passes:
             raise ValueError(
                 f"Invalid {passes=}. This step may have {made + 1} to {declared.passes} backward passes: {made} were made, and "

@@ -33,6 +33,9 @@ class InferredPasses:
         skipped_by_scaler: Whether a GradScaler left out the last complete step, as the clearing of its gradients shows.
     """
 
+    _anew: StepPlan | None = None
+    """Announced since an exception ended a pass: of the step that begins anew."""
+
     def __init__(self, measurement: Measurement, plans: StepPlans, process_group: dist.ProcessGroup | None) -> None:
         self.measurement, self.plans, self._process_group = measurement, plans, process_group
         self.skipped_by_scaler = self._told = False
@@ -77,6 +80,11 @@ class InferredPasses:
         """Whether there was a backward pass, and the step's last is yet to come."""
         return self.measurement.under_way and self.measurement.last is None
 
+    @property
+    def made(self) -> int:
+        """Backward passes of the step under way; none of a step that was never taken, or that an exception has broken off."""
+        return self.passes if self.measurement.sums is None and not self.measurement.passing else 0
+
     def declare(self, plan: StepPlan) -> None:
         """Set the plan of the steps from the next one on. At a step boundary."""
         self.plans.declare(plan)
@@ -87,6 +95,7 @@ class InferredPasses:
         """Set the plan of the step under way, or at a step boundary of the next one; the steps after it are full ones."""
         if self.measurement.sums is not None:
             self.begin_step()  # of a step that was never taken
+        self._anew = plan if self.measurement.passing else None
         self.plans.expect(plan)
 
     def resume(self, ended: int, unsampled: int = 0) -> None:
@@ -113,6 +122,7 @@ class InferredPasses:
             self._clear_passes()
 
     def _clear_passes(self) -> None:
+        self._anew = None
         if self.measurement.under_way:
             self.plans.expect(None)  # else it is of a step yet to begin: gradients may be cleared before it
         self.passes = 0
@@ -159,9 +169,9 @@ class InferredPasses:
             # An exception has ended the pass before. Were its gradients cleared since, and those of the step's earlier passes?
             self._broken |= self._has_gradients(observer)
             if not self._broken:
-                plan = self.plans.current  # it was announced for this step, which begins anew
+                anew = self._anew
                 self._clear_passes()
-                self.plans.expect(plan)
+                self.plans.expect(anew)
         last = self.plans.if_last(self.passes + 1)
         self.measurement.begin(last)
         return last is not None

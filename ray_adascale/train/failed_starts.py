@@ -86,7 +86,7 @@ class FailedStarts:
         if self._in_a_row >= _TRIES and not of_storage and self._most > self._fewest:
             self._most, self._in_a_row = self._fewer(), 0
             self._num_workers = self._fewest, self._most
-            why += f" This was the {_TRIES}. time in a row, so the run goes on with at most {self._most} workers."
+            why += f" That happened {_TRIES} times in a row, so the run goes on with {self._most} or fewer workers."
         return NextStart(why, restarts, self._num_workers)
 
     def _fewer(self) -> int:

@@ -54,7 +54,7 @@ FAULTS: list[tuple[str, str, str]] = [
     ("measure/observers.py", "self.hooked[param] = node.register_prehook(hook)",
      "self.hooked[param] = leaf.register_hook(lambda grad: hook([grad])) if leaf.requires_grad else node.register_prehook(hook)"),
     ("measure/observers.py", "if param.requires_grad or _can_train(param):", "if param.requires_grad:"),
-    ("optim/inferred_passes.py", "                self._clear_passes()\n                self.plans.expect(plan)\n", ""),
+    ("optim/inferred_passes.py", "                self._clear_passes()\n                self.plans.expect(anew)\n", ""),
     ("optim/adascale.py", "self._models = list(model.parameters())",
      "self._models = [p for p in model.parameters() if p.requires_grad]"),
     ("optim/sampling.py", "1 + number // WINDOW_SAMPLES", "1 + number // (WINDOW_SAMPLES - 1)"),

@@ -49,6 +49,7 @@ def test_runs_agree_with_the_literal_model(pool: Pool, part: int) -> None:
         Case(legs=(Leg(per_worker=3, base=3, total=13),), fused=True, rule="lsw+", evaluate=2.5),
         # The plan of a step was lost where a failed pass was cleared by the module.
         Case(legs=(Leg(passes=2, per_worker=2, base=5, total=7),), client="adascale", caught=(2, 0), short=((2, 1),)),
+        Case(legs=(Leg(passes=3, per_worker=2, base=5, total=7),), client="adascale", caught=(2, 1), short=((2, 2),)),
         # The clipped norm was summed in another order than torch's where a layer was frozen as the run was built.
         Case(
             legs=(Leg(total=7),), scheduler="lambda", dtype="float32", clip=0.5, frozen=(0, 2, 4, 6, 8), shuffle=False

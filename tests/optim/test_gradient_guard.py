@@ -225,6 +225,25 @@ def test_a_loop_that_goes_on_after_a_failed_pass_must_clear_the_step(at: int) ->
         train(False)
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_a_step_that_failed_is_announced_anew_or_left(again: bool) -> None:
+    """The plan of the failed step holds for the step after it only where the loop says so after the failure."""
+    model = make_model()
+    ada, data = wrapped(model), batches(4, 4)
+    ada.expect_passes(2)
+    with pytest.raises(OutOfMemory):
+        (loss_of(model, *data[0], True) / 2).backward()
+    model.zero_grad()  # AdaScale does not see it
+    passes = 2 if again else 4
+    if again:
+        ada.expect_passes(2)
+    for x, y in data[:passes]:
+        (loss_of(model, x, y, False) / passes).backward()
+    assert ada.num_samples == passes
+    ada.step()
+    assert ada.steps == 1
+
+
 @pytest.mark.parametrize("goes_on", ["next", "again", "step"])
 def test_a_run_does_not_go_on_after_a_failed_pass(goes_on: str) -> None:
     model = make_model()

@@ -186,7 +186,7 @@ def test_the_local_file_launches_machines_that_train_lose_one_and_end(machines: 
     log = log_of("smaller", follow=True)
     print(f"Of two that were parted, one trained to its end in {time.monotonic() - began:.0f} s.", log, sep="\n")
     assert "did not reach each other" in log
-    assert "goes on with at most 1 workers" in log
+    assert "goes on with 1 or fewer workers" in log
     assert {row["world_size"] for row in read_trace(machines.shared / "smaller")} == {1}
     job("joined", "2")
     wait_for(lambda: "did not reach each other" in log_of("joined"), 200)
