@@ -266,7 +266,7 @@ class Study:
             recipe=recipe,
             backend=LocalBackend(folder if job.scale > 1 else None, device=self.device, keep=1),
         )
-        if run.state.attempt:
+        if run.state.iterations:
             print(f"resumed at optimizer step {run.state.iterations}", flush=True)
         failed = False
         try:

@@ -216,6 +216,7 @@ def _resume(
         if loop.stopped is None and (place := backend.trace_folder()) is not None:
             total_steps = train_state.base_schedule.total_steps
             trace = Trace(place, total_steps, loop.attempt, store=backend.store_trace)
+            loop.attempt = trace.number  # a start that ended without a checkpoint has left its file
         return plan, trace, _listeners(backend, config, recipe, train_state.base_schedule, plan, trace)
 
 

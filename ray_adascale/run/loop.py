@@ -160,7 +160,7 @@ class Run:
         """
         run = cls.__new__(cls)
         run._assemble(workload, with_unit(config, workload), recipe, backend)
-        if run.backend.rank == 0 and run.state.attempt == 0 and workload.config_reads is not None:
+        if run.backend.rank == 0 and run.state.iterations == 0 and workload.config_reads is not None:
             run.parts.listeners.append(UnreadHyperparameters(workload.config_reads))
         return run
 
@@ -282,7 +282,7 @@ class Run:
         passes, first = self.parts.passes, True
         try:
             with passes.guard(), self.backend.watch(self._pulse):
-                if self.state.attempt == self.state.iterations == 0:
+                if self.state.iterations == 0:
                     self._pulse.enter(Phase.BOUNDARY)
                     self.parts.evaluation.try_out(self.backend.device, log=self.backend.rank == 0)
                 # The known τ decides: a step after which τ may have reached T is read at once.

@@ -61,6 +61,7 @@ class RayTrainBackend(Backend):
     """The channel to the driver, for this worker's heartbeats; None without one."""
     _heartbeat: Heartbeat | None = None
     _trace: Path | None = None  # the folder of rank 0's trace, where the storage is no disk
+    _earlier_traces: Sequence[str] = ()  # names of earlier starts' files in it
 
     def __init__(self) -> None:
         context = ray.train.get_context()
@@ -288,8 +289,9 @@ class RayTrainBackend(Backend):
         try:
             folder = scratch_folder("trace")
             (folder / TRACE).mkdir()
-            for name in list_names(f"{run}/{TRACE}", filesystem):
-                (folder / TRACE / name).touch()  # empty: an earlier start has this name
+            self._earlier_traces = list_names(f"{run}/{TRACE}", filesystem)
+            for name in self._earlier_traces:
+                (folder / TRACE / name).touch()  # so that this start takes another name
         except OSError as e:
             warn_at_user(f"The run will have no trace, since it can't be written: {e}", RuntimeWarning)
             return None
@@ -304,7 +306,7 @@ class RayTrainBackend(Backend):
             try:
                 filesystem.create_dir(folder, recursive=True)
                 for file in self._trace.iterdir():
-                    if file.stat().st_size > 0:
+                    if file.name not in self._earlier_traces:
                         target = f"{folder}/{file.name}"
                         pyarrow.fs.copy_files(str(file), target, destination_filesystem=filesystem)
             except OSError as e:

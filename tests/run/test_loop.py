@@ -500,6 +500,25 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, sett
     assert [row["attempt"] for row in trace][::4][:3] == [0, 0, 1]
 
 
+def test_checkpoints_have_the_number_of_the_start_that_wrote_them(tmp_path: Path) -> None:
+    """Also after a start that has written none, and one that lives on and writes one late."""
+
+    def start() -> Run:
+        return make_run(model(), backend=WaitingBackend(tmp_path))
+
+    first, anew = start(), start()  # the first had no checkpoint yet
+    for run, steps in ((first, 1), (anew, 4)):
+        drive(run, stop_after=steps)
+        run.save_checkpoint()
+    cut_off, second = start(), start()
+    for run, steps in ((second, 2), (cut_off, 3)):
+        drive(run, stop_after=steps)
+        run.save_checkpoint()
+    found = checkpoint.in_run(tmp_path)
+    assert [(checkpoint.Saved(path).state["attempt"], path.name[-1]) for path in found] == [(2, "7"), (3, "6")]
+    assert [row["attempt"] for row in read_trace(tmp_path)] == [1] * 4 + [3] * 2
+
+
 def test_a_trace_is_thinned_over_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observe_trace, "_MOST_ROWS", 20)  # of T = 60
     for stop in (25, 20, None):

@@ -144,6 +144,7 @@ def test_the_trace_is_in_the_runs_folder_wherever_that_is(
     trace.failed()  # an earlier start changes its own file alone
     assert [row["step"] for row in read_trace(run)] == [1, 2]
     assert [row["step"] for row in read_trace(run / "trace" / "0000.jsonl")] == [1, 7]
+    assert [started()[1].number for _ in range(2)] == [2, 3]  # also after one that has stored no row
     if not local:
         monkeypatch.setattr(pyarrow.fs, "copy_files", Mock(side_effect=OSError("throttled")))
         second.after_step(step_of(3))

@@ -19,7 +19,8 @@ class LoopState:
         iterations: Optimizer steps, including steps that were skipped for a non-finite gradient.
         progress: Σ r over the steps.
         nonfinite: Consecutive skipped steps up to now.
-        attempt: Number of earlier starts of the run.
+        attempt: Number of this start of the run, from 0: that of its trace. On other workers than rank 0, which store and
+            observe nothing, it may be too low.
         recorded: The user's metrics, each as last recorded.
         metrics: The last step's metrics and the user's.
         stopped: The reason for the end of the loop, or None.

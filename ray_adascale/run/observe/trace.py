@@ -34,7 +34,7 @@ _MOST_ROWS = 40_000
 
 COLUMNS = {
     "step": "number of the optimizer step, from 1; skipped steps count",
-    "attempt": "earlier starts of the run: 0 in the first, 1 after the first restart or resume",
+    "attempt": "number of the start, from 0: a restart or a resume is another start",
     "position": "examples that the run has used so far, over all workers",
     **METRICS,
     "steps_left": "optimizer steps to T by the forecast; only with a recipe that has noise",
@@ -83,6 +83,7 @@ class Trace(Listener):
         self._last = b""  # a row that is in the file for as long as it is the last one
         self._failing = False
         self._write()  # makes the file, so that another start takes the next number
+        store()  # also where it is kept
 
     def after_step(self, step: Step) -> None:
         """Add the previous step's row, and keep this step's row for metrics that are recorded for it."""
