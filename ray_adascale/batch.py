@@ -408,7 +408,8 @@ class BatchFollower:
         workers: Workers.
         total_steps: T.
         window: Effective steps that the averages of σ² and μ² reach back over.
-        largest: Examples of the largest sensible batch: those of an epoch.
+        base_steps_per_epoch: Optimizer steps in an epoch of the base run, whose examples are the largest sensible batch. None
+            if they are unknown.
 
     Attributes:
         plans: The plans to choose from.
@@ -416,8 +417,15 @@ class BatchFollower:
     """
 
     def __init__(
-        self, settings: BatchSettings, workers: int, *, total_steps: float, window: float, largest: float = math.inf
+        self,
+        settings: BatchSettings,
+        workers: int,
+        *,
+        total_steps: float,
+        window: float,
+        base_steps_per_epoch: float | None = None,
     ) -> None:
+        largest = math.inf if base_steps_per_epoch is None else base_steps_per_epoch * settings.base_batch_size
         self._settings, self._total_steps, self._interval = settings, total_steps, _INTERVAL * window
         self.plans = settings.plans(workers, window=window, largest=largest)
         self.plan = settings.first_of(self.plans)

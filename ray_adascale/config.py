@@ -254,7 +254,9 @@ class AdaScaleConfig:
                 "on several workers tells it with a DistributedSampler; or give loader.dataset in place of the loader.",
                 total_epochs=self.total_epochs,
             )
-        return max(1, math.floor(self.total_epochs * base_steps_per_epoch + 1e-9))
+        from .gain import whole_number  # here, because it loads torch
+
+        return max(1, whole_number(self.total_epochs * base_steps_per_epoch))
 
 
 def read_settings(config: object) -> AdaScaleConfig:

@@ -111,6 +111,16 @@ def advanced(effective_steps: float, increment: float) -> float:
     return nearest if abs(tau - nearest) <= _CLOCK_ROUNDING * nearest else tau
 
 
+def whole_number(x: float) -> int:
+    """Return ⌊x⌋; an x within rounding of a whole number counts as that number: 1000 / (1000 / 3) is 3 epochs, not 2.
+
+    The tolerance is about a thousand times the rounding error of the two divisions, and far below the distance of a true
+    fraction from a whole number, which is at least 1 / len(dataset).
+    """
+    nearest = round(x)
+    return nearest if abs(x - nearest) <= 1e-12 * max(1.0, abs(x)) else math.floor(x)
+
+
 def scale_at_efficiency(sigma2: float, mu2: float, efficiency: float) -> float:
     """Return the scale with the efficiency ``r/S = E``: ``S = (ν + 1)/E − ν``, ν = σ²/μ².
 

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 import os
 import statistics
 from collections.abc import Mapping
@@ -38,7 +37,7 @@ from ._fields import (
 )
 from ._files import write_atomically
 from ._version import __version__
-from .gain import plain_noise_scale
+from .gain import plain_noise_scale, whole_number
 
 FORMAT = "ray_adascale/recipe"
 VERSION = 1
@@ -371,12 +370,9 @@ def curve_length(total_steps: int, scheduler_unit: str | None, base_steps_per_ep
     if base_steps_per_epoch is None:
         raise RecipeError("Invalid base_steps_per_epoch=None. Must be given where scheduler_unit is 'epoch'.")
     try:
-        epochs = (total_steps - 1) / base_steps_per_epoch
-        nearest = round(epochs)
+        return whole_number((total_steps - 1) / base_steps_per_epoch) + 1
     except OverflowError:
         raise RecipeError(f"Invalid {base_steps_per_epoch=}. Far too small for {total_steps=}.") from None
-    within_rounding = abs(epochs - nearest) <= 1e-12 * max(1.0, epochs)
-    return (nearest if within_rounding else math.floor(epochs)) + 1
 
 
 # --- The document -----------------------------------------------------------------------------------------------------

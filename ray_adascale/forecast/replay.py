@@ -417,10 +417,13 @@ class Forecaster:
         """
         if not batch.changes:
             return self.at(batch.plan(workers).scale, most_steps=most_steps)
-        per_epoch, total_steps = self._recipe.base_steps_per_epoch, self._recipe.total_steps
-        largest = math.inf if per_epoch is None else per_epoch * self._recipe.base_batch_size
         follower = functools.partial(
-            BatchFollower, batch, workers, total_steps=total_steps, window=self._window * total_steps, largest=largest
+            BatchFollower,
+            batch,
+            workers,
+            total_steps=self._recipe.total_steps,
+            window=self._window * self._recipe.total_steps,
+            base_steps_per_epoch=self._recipe.base_steps_per_epoch,
         )
         return self._steps(1.0, most_steps, follower)
 

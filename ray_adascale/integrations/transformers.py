@@ -18,12 +18,11 @@ from transformers.trainer_utils import has_length
 from .._torch import in_eval_mode
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
-from ..data.source import base_steps_per_epoch
 from ..forecast.replay import Replay
 from ..optim.adascale import AdaScale
 from ..optim.tau_schedule import TauSchedule
 from ..recipe import Recipe
-from ..run.base.attach import attach
+from ..run.base.attach import attach, base_length
 from ..run.observe.eta import forecast_run, steps_left
 from .client import RecipeRecorder, StepLog, follow_batch, parts_of, with_clients_batch
 
@@ -116,9 +115,7 @@ class AdaScaleMixin(_Base):
         precision = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else config.precision
         clip = self.args.max_grad_norm or math.inf
         config = replace(config, precision=precision, grad_clip=config.grad_clip or clip).with_recipe(recipe)
-        base = config.batch.base_batch_size
-        per_epoch = base_steps_per_epoch(config.dataset_length, base, drop_last=config.drop_last)
-        self._total_steps = config.resolve_total_steps(per_epoch)
+        _, self._total_steps = base_length(config)
         self._config = config
         if self.args.max_steps <= 0:
             self.args.max_steps = self._total_steps

@@ -83,7 +83,7 @@ def other_length(scheduler: LRScheduler | None, schedule: BaseSchedule) -> str |
         schedule: The schedule with the curve.
     """
     total = schedule.total_steps
-    per_call = schedule.base_steps_per_epoch if schedule.scheduler_unit == "epoch" else 1.0
+    per_call = schedule.steps_per_call
     if scheduler is None or per_call is None:
         return None
     calls = total / per_call

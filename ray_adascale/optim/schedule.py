@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import noted
+from ..gain import whole_number
 from .scheduler_checks import check_scheduler, nested_schedulers
 
 SchedulerUnit = Literal["step", "epoch"]
@@ -95,11 +96,16 @@ class BaseSchedule:
     def highest_at(self) -> float:
         """τ at which the first parameter group first has its highest learning rate."""
         curve = self.lr_curve[0]
-        return curve.index(max(curve)) * self._steps_per_call
+        return curve.index(max(curve)) * (self.steps_per_call or 1)
 
     @property
-    def _steps_per_call(self) -> float:
-        return self.base_steps_per_epoch if self.scheduler_unit == "epoch" and self.base_steps_per_epoch else 1
+    def steps_per_call(self) -> float | None:
+        """Base steps from one scheduler call to the next; None if an epoch's number of steps is unknown."""
+        return self.base_steps_per_epoch if self.scheduler_unit == "epoch" else 1.0
+
+    def ended_at(self, effective_steps: float) -> bool:
+        """Return whether a run is at its end: τ ≥ T."""
+        return effective_steps >= self.total_steps
 
 
 class EffectiveSchedule:
@@ -335,7 +341,7 @@ class EffectiveSchedule:
         if self._unit == "step":
             return step
         assert self._base_steps_per_epoch is not None
-        return _floor(step / self._base_steps_per_epoch)
+        return whole_number(step / self._base_steps_per_epoch)
 
 
 class _Standin(Optimizer):
@@ -442,14 +448,4 @@ def _ignore_order_warnings() -> None:
 
 def _last_step(total_steps: float) -> int:
     """Return the last step of the base run, counted from 0: ⌈T⌉ − 1."""
-    return -_floor(-total_steps) - 1
-
-
-def _floor(x: float) -> int:
-    """Return ⌊x⌋; an x within rounding of a whole number counts as that number: 1000 / (1000 / 3) is 3 epochs, not 2.
-
-    The tolerance is about a thousand times the rounding error of the two divisions, and far below the distance of a true
-    fraction from a whole number, which is at least 1 / len(dataset).
-    """
-    nearest = round(x)
-    return nearest if abs(x - nearest) <= 1e-12 * max(1.0, abs(x)) else math.floor(x)
+    return -whole_number(-total_steps) - 1

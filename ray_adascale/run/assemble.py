@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -223,7 +222,7 @@ def _resume(
 def _start_of(step: int, train_state: TrainState, evaluation: Evaluation) -> Callable[[], None] | None:
     """Return the function that begins a run at τ = ``step``, after as many steps of base batches; None for 0."""
     schedule, source = train_state.base_schedule, train_state.source
-    if step >= schedule.total_steps:
+    if schedule.ended_at(step):
         raise ValueError(f"Invalid starting_step={step}: the run has {schedule.total_steps} effective steps.")
 
     def start() -> None:
@@ -260,7 +259,7 @@ def _data_of(pieces: Pieces, config: AdaScaleConfig, backend: Backend) -> tuple[
         workers,
         total_steps=total_steps,
         window=config.averaging_window * total_steps,
-        largest=math.inf if per_epoch is None else per_epoch * plan.base_batch_size,
+        base_steps_per_epoch=per_epoch,
     )
     _check_epoch(follower, config, dataset)
     if follower.plan != plan:

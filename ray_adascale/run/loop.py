@@ -222,10 +222,10 @@ class Run:
         For a loop that evaluates by itself and passes the metrics to :meth:`record`.
         """
         evaluation, furthest = self.parts.evaluation, self.optimizer.furthest_effective_steps
-        if not self.at_boundary or (furthest < self.total_steps and not evaluation.multiples_by(furthest)):
+        if not self.at_boundary or not (self.base_schedule.ended_at(furthest) or evaluation.multiples_by(furthest)):
             return False
         tau = self.effective_steps
-        finished = tau >= self.total_steps and evaluation.evaluated_at < tau
+        finished = self.base_schedule.ended_at(tau) and evaluation.evaluated_at < tau
         return finished or evaluation.multiples_by(tau) > 0
 
     @property
@@ -286,7 +286,7 @@ class Run:
                     self._pulse.enter(Phase.BOUNDARY)
                     self.parts.evaluation.try_out(self.backend.device, log=self.backend.rank == 0)
                 # The known τ decides: a step after which τ may have reached T is read at once.
-                while self.stopped is None and self.optimizer.known_effective_steps < self.total_steps:
+                while self.stopped is None and not self.base_schedule.ended_at(self.optimizer.known_effective_steps):
                     self._pulse.enter(Phase.DATA)
                     if (batch := next(batches, None)) is None:
                         raise RuntimeError(
@@ -418,7 +418,7 @@ class Run:
         if self.optimizer.last_step_known:
             return True
         furthest = self.optimizer.furthest_effective_steps
-        return furthest >= self.total_steps or self._stages.due(furthest)
+        return self.base_schedule.ended_at(furthest) or self._stages.due(furthest)
 
     def _synchronize(self) -> None:
         """Read the last optimizer step, if it is unread: advance the schedule, compute metrics, call the listeners."""

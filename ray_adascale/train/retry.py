@@ -49,6 +49,11 @@ def is_between_workers(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | ConnectionError) and _BETWEEN_WORKERS.search(str(error)) is not None
 
 
+def _lost_a_worker(error: Exception) -> bool:
+    """Return whether an exception shows that a process or a node was lost: this worker's, or the one of another."""
+    return is_rays(error) or is_between_workers(error)
+
+
 def _is_of_storage(error: Exception) -> bool:
     """Return whether an exception is of a checkpoint or of storage, which may work again later."""
     wrong_path = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
@@ -59,7 +64,7 @@ def is_nobodys_mistake(error: Exception) -> bool:
     """Return whether an exception is of a lost process or node, or of storage, so that another start may not meet it."""
     if type(error) is RayError or isinstance(error, PermissionError | NotPermitted):
         return False  # the first stands for an exception that can't be pickled
-    return is_rays(error) or is_between_workers(error) or (_is_of_storage(error) and not was_beginning(error))
+    return _lost_a_worker(error) or (_is_of_storage(error) and not was_beginning(error))
 
 
 def rays_words(error: BaseException) -> str:
@@ -214,7 +219,7 @@ class RetryPolicy(UserCallback):
 
     def _repeats(self, error: Exception) -> str | None:
         """Return why each restart would raise this error again; None if that is unknown."""
-        if is_rays(error) or is_between_workers(error):
+        if _lost_a_worker(error):
             return None
         # An exception without a note is not from the loop, so its step is unknown.
         when = raised_when(error)

@@ -113,8 +113,7 @@ def attach(
         _log.info(
             "Each step has %d backward passes: the loop or its library must divide each loss by them.", plan.passes
         )
-    per_epoch = base_steps_per_epoch(config.dataset_length, plan.base_batch_size, drop_last=config.drop_last)
-    total_steps = config.resolve_total_steps(per_epoch)
+    per_epoch, total_steps = base_length(config)
     if starting_step >= total_steps:
         raise ValueError(f"Invalid {starting_step=}: the run has {total_steps} effective steps.")
     adascale = adascale_of(optimizer, config, plan, total_steps=total_steps, grad_scaler=grad_scaler, model=bare)
@@ -135,6 +134,12 @@ def attach(
         schedule.step()
     check_schedule(scheduler, schedule.base_schedule, config, recipe, plan.global_batch_size)
     return adascale, schedule
+
+
+def base_length(config: AdaScaleConfig) -> tuple[float | None, int]:
+    """Return the base run's steps per epoch, None if they are unknown, and T, both by the settings alone."""
+    per_epoch = base_steps_per_epoch(config.dataset_length, config.batch.base_batch_size, drop_last=config.drop_last)
+    return per_epoch, config.resolve_total_steps(per_epoch)
 
 
 def _has_stepped(state: Any) -> bool:

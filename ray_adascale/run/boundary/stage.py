@@ -114,7 +114,7 @@ class RunAtBoundary(Protocol):
     state: LoopState
     schedule: EffectiveSchedule
     plan: StepPlan
-    total_steps: int
+    base_schedule: BaseSchedule
 
     @property
     def effective_steps(self) -> float: ...
@@ -197,7 +197,7 @@ class Stages:
         From T on they don't act: the loop ends the run.
         """
         tau = run.effective_steps
-        due = tau < run.total_steps and self.due(tau)
+        due = not run.base_schedule.ended_at(tau) and self.due(tau)
         flags, self.sent = self.sent, BoundaryFlags.NONE
         for stage in self._stages if due else ():
             if (reason := stage.act(run, flags)) is not None:

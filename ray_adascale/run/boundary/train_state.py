@@ -185,7 +185,7 @@ class TrainState:
             stage.load_state_dict(saved)
         self._load_extra(whole, workers)
         self.loop.attempt += 1
-        if self.optimizer.effective_steps < self.base_schedule.total_steps:
+        if not self.base_schedule.ended_at(self.optimizer.effective_steps):
             self.loop.stopped = None  # the run had ended, and T is larger now
         if workers == self.world_size:
             load_rng(whole, self.rank, self.device)
