@@ -86,7 +86,6 @@ def _records(cls: Any, what: str) -> dict[str, Check]:
     return by(check)
 
 
-_MOMENTUM = within("at least 0 and below 1, or null where unknown", lambda x: 0 <= x < 1)
 _RATE = within("a learning rate, which is not negative", lambda x: x >= 0)
 _text = must_be("a non-empty string", lambda value: isinstance(value, str) and value != "", str.__str__)
 
@@ -196,7 +195,7 @@ class Recipe:
             ``grad_clip``, ``shuffle``, ``drop_last``. A run with other values warns. A missing field is unknown; with None,
             all are.
         momentum: The momentum of the optimizer's first parameter group at the start of the base run, 0 ≤ m < 1. For Adam it
-            is β1, and 0 for an optimizer without momentum; None: unknown. The forecast uses it. For a chain it is that of the
+            is β1, and 0 for an optimizer without momentum. The forecast uses it. For a chain it is that of the
             optimizer with the most elements.
 
     Raises:
@@ -220,7 +219,7 @@ class Recipe:
     created: str = field(metadata=by(_date))
     repeats: list[Repeat] = field(default_factory=list, metadata=_records(Repeat, "repeats"))
     settings: dict[str, Any] | None = field(default=None, metadata=by(optional(_settings)))
-    momentum: float | None = field(default=None, metadata=by(optional(_MOMENTUM)))
+    momentum: float = field(default=0.0, metadata=by(within("at least 0 and below 1", lambda x: 0 <= x < 1)))
 
     def __post_init__(self) -> None:
         try:

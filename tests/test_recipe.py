@@ -198,7 +198,7 @@ def test_a_damaged_field_is_named_or_noticed(tmp_path: Path, name: str, value: A
         "noise": [[]],
         "repeats": [[]],
         "settings": [{}, None],
-        "momentum": [0.5, None],
+        "momentum": [0.5],
         "digest": ["", "text"],
         # Valid by themselves, but then the curve has another length than they say.
         "base_steps_per_epoch": [0.5, None],

@@ -383,12 +383,6 @@ def _notes(
         notes.append(
             "The recipe has the noise of one seed, so the interval is wider: search with repeats (--repeats 2) for a closer one."
         )
-    if len(forecaster.momenta) > 1:
-        notes.append(
-            "The recipe has no momentum, since its optimizer's is unknown, so the interval is wider: it holds "
-            f"{' and '.join(f'{m:g}' for m in forecaster.momenta)}, and the steps are those without momentum. Make it anew for a "
-            "closer one."
-        )
     probes = sum(map(len, recipe.noise_by_seed))
     if probes < 40:
         notes.append(

@@ -32,9 +32,6 @@ _MOST_RATIO = 3.0  # largest q: the gain hardly depends on larger ones
 MOST_STEPS = 20_000
 """Base steps beyond which a forecast takes longer strides, so that it does not delay the start of a run."""
 
-PLAUSIBLE_MOMENTA = (0.0, 0.9)
-"""A recipe without a momentum is forecast for both of these."""
-
 UNSURE = 0.04
 """The interval is wider than the forecasts of the single seeds by a factor of e^(±0.04·log₂S): 8, 17 and 27 % at S = 4, 16
 and 64. That was the law's error where the seeds agree, in the study that found the law (docs/results.md)."""
@@ -141,11 +138,6 @@ def noise_curves(recipe: Recipe) -> list[NoiseCurve]:
     pooled = [probe for noise in seeds for probe in noise]
     alone = seeds if len(seeds) > 1 else []
     return [NoiseCurve.from_probes(noise, recipe.total_steps) for noise in (pooled, *alone)]
-
-
-def momenta_of(recipe: Recipe) -> tuple[float, ...]:
-    """Return the momentum of the recipe's base run; several plausible ones where the recipe has none."""
-    return PLAUSIBLE_MOMENTA if recipe.momentum is None else (recipe.momentum,)
 
 
 BETAS_CALM, BETAS_SHAKE = 0.0, 4.0
@@ -363,8 +355,8 @@ class Steps:
 class Forecaster:
     """Replays a recipe at any scale, and gives an interval for the actual steps.
 
-    The interval reaches from the fewest to the most steps of several replays: of the pooled noise and of each seed's noise alone,
-    each for every plausible momentum. It is widened by e^(±0.04·log₂S), or by e^(±0.1·log₂S) with one seed, and ends at the
+    The interval reaches from the fewest to the most steps of several replays: of the pooled noise and of each seed's noise
+    alone. It is widened by e^(±0.04·log₂S), or by e^(±0.1·log₂S) with one seed, and ends at the
     steps of constant gains of 1 and of S.
 
     Args:
@@ -373,7 +365,6 @@ class Forecaster:
         averaging_window: As in :class:`ray_adascale.AdaScaleConfig`.
 
     Attributes:
-        momenta: The momenta that are replayed; several where the recipe has none.
         seeds: Number of seeds with noise.
         measures: Whether the rule's clock advances by the measured gain. If not, the steps do not depend on the noise.
 
@@ -387,7 +378,6 @@ class Forecaster:
         self._window = averaging_window
         self._curves = noise_curves(recipe)
         self._found: dict[tuple[float, int], Steps] = {}
-        self.momenta = momenta_of(recipe)
         self.seeds = max(len(self._curves) - 1, 1)
         self.measures = self._clock_at(1.0, 4.0) != self._clock_at(4.0, 4.0)
 
@@ -435,7 +425,7 @@ class Forecaster:
                 curve,
                 scale=scale,
                 total_steps=self._recipe.total_steps,
-                law=Law(momentum=momentum, momentum_is_beta=self._recipe.momentum_is_beta),
+                law=Law(momentum=self._recipe.momentum, momentum_is_beta=self._recipe.momentum_is_beta),
                 base_batch_size=self._recipe.base_batch_size,
                 rule=self._rule,
                 averaging_window=self._window,
@@ -443,7 +433,6 @@ class Forecaster:
                 follower=follower(),
             )
             for curve in self._curves
-            for momentum in self.momenta
         ]
         steps = [one.exact_steps for one in replays]
         low, high = min(steps), max(steps)

@@ -191,7 +191,6 @@ def test_what_makes_an_interval_wide_is_said() -> None:
     second = {"repeats": [Repeat(seed=1, score=0.5, noise=probes([(tau, 3, 1) for tau in range(100)]))]}
     assert "noise of one seed, so the interval is wider: search with repeats" in notes()
     assert "one seed" not in notes(**second)
-    assert "The recipe has no momentum" in notes(momentum=None)
     assert "momentum" not in notes()
     assert "With Lion runs took" in notes(search={"optimizer_class": "Lion"})
     assert "Lion" not in notes(search={"optimizer_class": "AdamW"})

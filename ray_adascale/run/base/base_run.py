@@ -39,12 +39,12 @@ class Momentum:
     """The momentum of an optimizer, for the forecast.
 
     Attributes:
-        value: m, 0 ≤ m < 1; None: unknown.
+        value: m, 0 ≤ m < 1.
         is_beta: Whether m is β1, which a rule for betas changes.
         optimizer_class: Name of the optimizer's class, see :func:`ray_adascale.run.observe.advice.class_name`; empty: unknown.
     """
 
-    value: float | None = None
+    value: float = 0.0
     is_beta: bool = False
     optimizer_class: str = ""
 
@@ -256,7 +256,7 @@ def base_config(
 
 
 def momentum_of(optimizer: Optimizer) -> Momentum:
-    """Return the momentum of the first parameter group; β1 if it has betas; 0 if it has neither; unknown if outside [0, 1).
+    """Return the momentum of the first parameter group; β1 if it has betas; 0 if it has neither, or one outside [0, 1).
 
     For a chain it is that of the optimizer with the most elements: the forecast uses one momentum for the whole model. Muon's
     momentum counts as Adam's β1 does. Both are averages, and the size of a step does not depend on them.
@@ -265,7 +265,7 @@ def momentum_of(optimizer: Optimizer) -> Momentum:
     group = largest.param_groups[0]
     is_beta = "momentum" not in group and "betas" in group
     value = group["betas"][0] if is_beta else group.get("momentum", 0.0)
-    return Momentum(float(value) if 0 <= value < 1 else None, is_beta, class_name(largest))
+    return Momentum(float(value) if 0 <= value < 1 else 0.0, is_beta, class_name(largest))
 
 
 def kept_settings(base: AdaScaleConfig) -> dict[str, Any]:
