@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,9 +36,10 @@ class _Failure:
     traceback: str
 
     @classmethod
-    def of(cls, rank: int, error: BaseException, path: Path) -> _Failure:
+    def of(cls, rank: int, error: BaseException, path: Path | None) -> _Failure:
         ours = isinstance(error, (TypeError, CheckpointError))
-        message = str(error) if ours else f"{type(error).__name__}: {error}{full_disk_note(error, path)}"
+        place = path or getattr(error, "filename", None) or tempfile.gettempdir()
+        message = str(error) if ours else f"{type(error).__name__}: {error}{full_disk_note(error, place)}"
         text = "".join(traceback.format_exception(error))
         return cls(rank, isinstance(error, TypeError), message, f"On rank {rank}:\n{text}")
 
@@ -47,9 +49,13 @@ class Ranks:
 
     DCP's own class for this pickles exceptions with their frames. For some exceptions, and for all of them under Python 3.13
     with torch 2.11, that fails and leaves the other ranks waiting.
+
+    Args:
+        group: The ranks. Default: all of them.
+        path: This rank's folder of the checkpoint; None as long as it is not made.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, path: Path) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, path: Path | None = None) -> None:
         self._path = path
         self._group = group
         self.rank, self.count = 0, 1
@@ -91,7 +97,8 @@ class Ranks:
                 raise caught
             kind = TypeError if all(failure.of_program for failure in answer) else CheckpointError
             text = "; ".join(f"rank {failure.rank}: {failure.message}" for failure in answer)
-            error = kind(f"No checkpoint was saved to {self._path}. {text}")
+            where = "" if self._path is None else f" to {self._path}"
+            error = kind(f"No checkpoint was saved{where}. {text}")
             for failure in answer:
                 if failure.rank != self.rank:
                     error.add_note(failure.traceback)

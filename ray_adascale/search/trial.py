@@ -189,7 +189,7 @@ class _TuneBackend(Backend):
             self._collected.load(Path(folder))
             yield Path(folder)
 
-    def checkpoint_folder(self, step: int) -> Path | None:
+    def checkpoint_folder(self, step: int) -> Path:
         return scratch_folder(f"trial-{step}")
 
     def report(self, outcome: StepReport, folder: Path | None) -> None:

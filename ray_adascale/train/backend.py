@@ -171,7 +171,7 @@ class RayTrainBackend(Backend):
                 later = candidate
         return later
 
-    def checkpoint_folder(self, step: int) -> Path | None:
+    def checkpoint_folder(self, step: int) -> Path:
         return scratch_folder(f"checkpoint-{step}")
 
     def report(self, report: StepReport, folder: Path | None) -> None:

@@ -57,7 +57,7 @@ class Backend(ABC):
         device: The device of this worker.
         report_policy: When to report, and when to save a checkpoint.
         preemption_poll_s: Seconds between calls of :meth:`preemption_notice`; inf for never.
-        keeps_checkpoints: Whether :meth:`checkpoint_folder` returns folders.
+        keeps_checkpoints: Whether checkpoints are kept.
     """
 
     rank: int
@@ -78,8 +78,8 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def checkpoint_folder(self, step: int) -> Path | None:
-        """Return an empty or missing folder for this worker's share of the checkpoint after ``step``; None to keep none.
+    def checkpoint_folder(self, step: int) -> Path:
+        """Return an empty or missing folder for this worker's share of the checkpoint after ``step``.
 
         Raises:
             OSError: The folder can't be made on this worker. The caller informs the other workers.
@@ -187,9 +187,8 @@ class LocalBackend(Backend):
             raise checkpoint.NoUsableCheckpoint(found[1])
         yield found[0]
 
-    def checkpoint_folder(self, step: int) -> Path | None:
-        if self.folder is None:
-            return None
+    def checkpoint_folder(self, step: int) -> Path:
+        assert self.folder is not None
         path = self.folder / f"checkpoint_{step:010d}"
         try:
             if self.rank == 0 and path.exists():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from ... import checkpoint
-from ..._files import full_disk_note
 from ...batch import StepPlan
+from ...checkpoint.ranks import Ranks
 from ..observe.trace import Trace
 from .backend import Backend
 from .replicas import Replicas
@@ -109,8 +107,7 @@ class Saver:
             The folder; None if the backend keeps no checkpoints.
 
         Raises:
-            RuntimeError: Workers are at different positions.
-            CheckpointError: A worker could not write this checkpoint or the previous one.
+            CheckpointError: A worker could not write this checkpoint or the previous one, or workers are at different positions.
         """
         return self._write(boundary, content)[0]
 
@@ -131,94 +128,63 @@ class Saver:
         written, self._in_flight = self._in_flight, None
         if written is None:
             return
-        with _discarded_on_error(written.folder):
+        try:
             written.saving.finish()
+        except BaseException:
+            _discard(written.folder)
+            raise
         self._backend.report_in_background(written.report, written.folder)
 
     def _write(
         self, boundary: Boundary, content: Callable[[], Content], *, background: bool = False
     ) -> tuple[Path | None, checkpoint.Save | None]:
         self.finish()  # at most one checkpoint is in flight
+        if not self._backend.keeps_checkpoints:
+            return None, None
         folder: Path | None = None
-        error: Exception | None = None
         made: Content = {}, {}
+        error: Exception | None = None
+
+        def begin() -> Boundary:
+            nonlocal folder, made, error
+            try:
+                folder = self._backend.checkpoint_folder(boundary.step)
+                made = content()
+            except Exception as e:
+                error = e
+                raise
+            return boundary
+
         try:
-            folder = self._backend.checkpoint_folder(boundary.step)
-            if folder is None:
-                return None, None
-            made = content()
-        except Exception as e:  # raised below, once the other workers have been informed
-            error = e
-        with _discarded_on_error(folder):
-            check_agreement(boundary, error, self._backend, self._group)
+            Ranks(self._group).exchange(begin, _same_position)
             assert folder is not None
             return folder, checkpoint.save(folder, *made, process_group=self._group, background=background)
+        except BaseException as failure:
+            if folder is not None:
+                _discard(folder)
+            if error is not None and not isinstance(error, OSError):
+                raise error from failure  # of the user's objects: with the lines that raised it
+            raise
 
 
-def check_agreement(
-    boundary: Boundary, error: Exception | None, backend: Backend, process_group: dist.ProcessGroup | None = None
-) -> None:
-    """Check that all workers are at the same boundary and can write. Collective.
-
-    Args:
-        boundary: Position of this worker.
-        error: The error that keeps this worker from writing; None without one. This worker raises it; the other workers
-            raise a CheckpointError or a RuntimeError with its text.
-        backend: The surroundings of the run.
-        process_group: The workers. Default: the default group, with tensors on the backend's device.
+def _same_position(everyone: list[Boundary]) -> list[None]:
+    """Compare the workers' positions, on rank 0.
 
     Raises:
-        RuntimeError: Workers are at different boundaries, or the state of one can't be saved.
-        CheckpointError: A worker can't write.
+        CheckpointError: They differ.
     """
-    if isinstance(error, OSError):  # the folder could not be made
-        cause, error = (
-            error,
-            checkpoint.CheckpointError(
-                f"No checkpoint was written: rank {backend.rank}: {type(error).__name__}: {error}"
-                + full_disk_note(error, error.filename or tempfile.gettempdir())
-            ),
-        )
-        error.__cause__ = cause
-    if backend.world_size == 1:
-        if error is not None:
-            raise error
-        return
-    mine = torch.tensor([*boundary, error is not None], dtype=torch.float64)
-    if process_group is None:
-        mine = mine.to(backend.device)
-    everyone = [torch.empty_like(mine) for _ in range(backend.world_size)]
-    dist.all_gather(everyone, mine, group=process_group)
-    if any(row[3] != 0 for row in everyone):
-        errors: list[Any] = [None] * backend.world_size
-        dist.all_gather_object(
-            errors,
-            None if error is None else (isinstance(error, checkpoint.CheckpointError), str(error)),
-            process_group,
-        )
-        if error is not None:
-            raise error
-        rank, (on_disk, text) = next((rank, error) for rank, error in enumerate(errors) if error is not None)
-        if on_disk:
-            raise checkpoint.CheckpointError(text)
-        raise RuntimeError(f"No checkpoint was written: the state of rank {rank} can't be saved; see its error: {text}")
-    if any(not torch.equal(other, everyone[0]) for other in everyone):
+    if any(other != everyone[0] for other in everyone):
         table = "; ".join(
-            f"rank {rank}: τ={tau!r}, lr={lr!r}, step={step:.0f}"
-            for rank, (step, tau, lr, _) in enumerate(row.tolist() for row in everyone)
+            f"rank {rank}: τ={tau!r}, lr={lr!r}, step={step}" for rank, (step, tau, lr) in enumerate(everyone)
         )
-        raise RuntimeError(f"No checkpoint was written: the workers are at different positions. {table}")
+        raise checkpoint.CheckpointError(f"the workers are at different positions. {table}")
+    return [None] * len(everyone)
 
 
-@contextmanager
-def _discarded_on_error(folder: Path | None) -> Iterator[None]:
-    """Return a context that deletes an unsealed checkpoint after an error: it is useless, and a full disk needs the space."""
-    try:
-        yield
-    except BaseException:
-        if folder is not None and not checkpoint.is_sealed(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+def _discard(folder: Path) -> None:
+    """Delete a checkpoint that is not sealed, after an error: it is useless, and a full disk needs the space."""
+    if not checkpoint.is_sealed(folder):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Checkpointing(Stage):
