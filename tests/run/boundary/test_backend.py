@@ -58,7 +58,7 @@ def latest(backend: LocalBackend) -> str | None:
 def test_without_a_folder_nothing_is_kept_and_nothing_found(tmp_path: Path) -> None:
     backend = LocalBackend(device="cpu")
     assert (backend.rank, backend.world_size, backend.device) == (0, 1, torch.device("cpu"))
-    assert backend.checkpoint_folder(3) is None
+    assert not backend.keeps_checkpoints
     assert latest(backend) is None
     assert backend.trace_folder() is None
     backend.report(outcome(loss=0.5), None)
