@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
 
 REENTRANT = (
     "Reentrant activation checkpointing runs backward passes within the backward pass, so AdaScale can't tell gradient "
@@ -40,17 +41,15 @@ def accumulator_of(leaf: Tensor) -> Any:
             leaf.requires_grad_(False)
 
 
-class PassHook:
-    """Calls a function in each backward pass that reaches the first trainable parameter of some, until it is removed."""
+def on_pass(params: Sequence[Tensor], called: Callable[[Tensor], None]) -> list[RemovableHandle]:
+    """Call a function in each backward pass that accumulates a gradient of the first or the last trainable parameter.
 
-    def __init__(self, params: Sequence[Tensor], called: Callable[[object], None]) -> None:
-        first = [p for p in params if p.requires_grad and p.is_leaf][:1]
-        self._nodes = [accumulator_of(p) for p in first]  # held here, since torch holds them weakly
-        self._handles = [node.register_prehook(called) for node in self._nodes]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+    Returns:
+        Handles of the hooks. They are those of the tensor, which stay when it is cast or moved.
+    """
+    trainable = [p for p in params if p.requires_grad and p.is_leaf]
+    ends = dict.fromkeys([*trainable[:1], *trainable[-1:]])
+    return [p.register_post_accumulate_grad_hook(called) for p in ends]
 
 
 def in_compiled_autograd() -> bool:

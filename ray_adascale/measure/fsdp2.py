@@ -17,7 +17,7 @@ the user's (``set_symm_mem_for_comm``). The hooks see one pass's gradient of one
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
+from .identity import LENGTH, project, total
 from .norms import take_group_norms
 from .observers import HookObserver, PassListener
 
@@ -68,7 +69,6 @@ class FSDP2Observer(HookObserver):
         self._pre_forward: list[RemovableHandle] = []
         self._reductions: list[RemovableHandle] = []
         super().__init__(groups, listener, local=local)
-        self.identity = None  # shards have no place in the whole that torch gives
 
     def _watch(self) -> None:
         watched = {p for params in self.groups for p in params}
@@ -138,6 +138,8 @@ class FSDP2Observer(HookObserver):
                 self._reductions.append(shard.register_post_accumulate_grad_hook(self._owed.discard))
             self.hook(shard, whole)
             self._whole[shard] = whole
+        reduced_in = {group.mp_policy.reduce_dtype for group in _param_groups(module)} - {None}
+        self.identity.half |= any(dtype.itemsize < 4 for dtype in reduced_in)
 
     def slot(self, param: Tensor) -> None:
         return None  # its taker does more than to take norms
@@ -154,12 +156,20 @@ class FSDP2Observer(HookObserver):
     def local_sq_norms(self) -> Tensor:
         self.samples.flush()
         # FSDP2 reduces to Σ g_i / f, f = N unless set. In terms of a mean over N workers, each local gradient is N/f · g_i.
-        for module, sites in self._sites.items():
-            factor = _divide_factor(module) if sites else None
-            if factor is not None and factor != self._world_size:
-                for shard in {shard for _, _, shard in sites}:
-                    self.samples.multiply(shard, self._world_size / factor)
+        for shards, multiple in self._multiples():
+            if multiple != 1:
+                for shard in shards:
+                    self.samples.multiply(shard, multiple)
         return super().local_sq_norms()
+
+    def _multiples(self) -> Iterator[tuple[Iterable[Tensor], float]]:
+        """Yield, of each module, its shards and N/f: their gradients are the mean over workers times this."""
+        for module, sites in self._sites.items():
+            if sites:
+                yield (
+                    dict.fromkeys(shard for _, _, shard in sites),
+                    self._world_size / (_divide_factor(module) or self._world_size),
+                )
 
     def detach(self) -> None:
         super().detach()
@@ -191,6 +201,20 @@ class FSDP2Observer(HookObserver):
         if late:
             self._hook_late(set(late))
         return self._sums(take_group_norms(shards))
+
+    def has_product(self, param: Tensor) -> bool:
+        return isinstance(param, DTensor) and param.placements[-1].is_shard(0)  # a part is a range of elements
+
+    @torch.no_grad()
+    def reduced_product(self) -> Tensor:
+        products = []
+        for shards, multiple in self._multiples():
+            for shard in shards:
+                if shard.grad is None or not self.has_product(shard) or not _counts(cast(DTensor, shard)):
+                    continue
+                if (start := _first_element(cast(DTensor, shard))) < LENGTH:
+                    products.append(project(cast(DTensor, shard.grad).to_local(), start) / multiple)
+        return total(products, self.device)
 
     def _hook_late(self, late: set[Tensor]) -> None:
         """Hook parameters whose module's forward was never called (``register_fsdp_forward_method``, ``unshard()``).
@@ -239,6 +263,12 @@ def _param_groups(module: nn.Module) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [group for group in (state._fsdp_param_group,) if group is not None]  # torch 2.11
+
+
+def _first_element(param: DTensor) -> int:
+    """Return the first element of this worker's rows. They are divided as by ``torch.chunk``."""
+    rows = -(-param.shape[0] // param.device_mesh.size(-1))
+    return param.device_mesh.get_local_rank(-1) * rows * param.shape[1:].numel()
 
 
 def _counts(param: DTensor) -> bool:

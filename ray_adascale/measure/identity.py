@@ -5,7 +5,7 @@ It holds for every v. Here v is a fixed vector of random signs, over the first e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,48 +34,69 @@ def due(ended: int, *, on_cpu: bool) -> bool:
 
 
 def project(gradient: Tensor, start: int = 0) -> Tensor:
-    """Return ⟨g, v⟩ of a contiguous parameter's gradient, or of a part of it; float64, 0-dim. GPUs are not waited for.
+    """Return ⟨g, v⟩ of a parameter's gradient, or of a part of its elements; float64, 0-dim. GPUs are not waited for.
 
     Args:
         gradient: Detached, of any layout in memory; sparse ones along the first dimension.
-        start: First element of the part, which is 1-D.
+        start: First element of the part.
     """
     device = gradient.device
     if device not in _SIGNS:
         bits = torch.randint(2, (LENGTH,), generator=torch.Generator().manual_seed(0))
         _SIGNS[device] = (2.0 * bits - 1.0).double().to(device)
     signs = _SIGNS[device][start:]
-    head = (_first_rows(gradient) if gradient.is_sparse else gradient).reshape(-1)[: LENGTH - start]
+    head = _first_rows(gradient).reshape(-1)[: LENGTH - start]
     if head.is_complex():
         head = head.real
     return torch.dot(head.double(), signs[: head.shape[0]])
 
 
 def _first_rows(gradient: Tensor) -> Tensor:
-    """Return the rows of a sparse gradient that have the first :data:`LENGTH` elements, dense."""
+    """Return the rows of a gradient that have the first :data:`LENGTH` elements, dense."""
+    if gradient.dim() == 0:
+        return gradient
     rest = gradient.shape[1:]
     rows = min(gradient.shape[0], -(-LENGTH // max(rest.numel(), 1)))
+    if not gradient.is_sparse:
+        return gradient[:rows]
     indices, values = gradient._indices()[0], gradient._values()
     kept = (indices < rows).view(-1, *[1] * len(rest))
     first = values.new_zeros((rows, *rest))
     return first.index_add_(0, indices.clamp(max=rows - 1), values * kept)
 
 
-class IdentityCheck:
-    """Raises where the identity does not hold, or warns where a communication hook is the likely cause.
+def total(products: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of products; float64, 0-dim, on a device."""
+    if not products:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([product.to(device) for product in products]).sum()
+
+
+class Identity:
+    """The products of a step's gradient samples, and the check that those of the reduced gradient are the same.
 
     Args:
         exact: Returns whether what reduces the gradients is expected to return their mean.
 
     Attributes:
         half: Whether a gradient is of half precision.
+        products: ⟨g, v⟩ of each gradient of the step on this worker so far; None in a step that is not checked.
     """
 
     def __init__(self, exact: Callable[[], bool]) -> None:
         self._exact, self._warned, self.half = exact, False, False
+        self.products: list[Tensor] | None = None
 
-    def __call__(self, difference: float) -> None:
-        """Check a step.
+    def begin(self, checked: bool) -> None:
+        """Begin a step."""
+        self.products = [] if checked else None
+
+    def of_samples(self, device: torch.device) -> Tensor:
+        """Return Σ⟨g, v⟩ over the step's passes on this worker; float64, 0-dim."""
+        return total(self.products or [], device)
+
+    def check(self, difference: float) -> None:
+        """Check a step: raise, or warn where a communication hook is the likely cause.
 
         Args:
             difference: Between Σ w_i⟨g_i, v⟩ and ⟨ḡ, v⟩, over √A.
@@ -99,5 +120,6 @@ class IdentityCheck:
 _CAUSES = (
     "Something changes gradients within the backward pass: a hook of register_post_accumulate_grad_hook or "
     "register_multi_grad_hook, or a communication hook of DistributedDataParallel that adds up. Use Tensor.register_hook, "
-    "which is measured; or change gradients after the step's last pass (is_last_pass)."
+    "which is measured; or change gradients after the step's last pass (is_last_pass). Or the model was cast, moved or given "
+    "another memory format after DistributedDataParallel was built: do so before."
 )

@@ -21,19 +21,18 @@ from torch import Tensor
 
 from .._torch import without_gradients
 from .autograd import REENTRANT, accumulator_of, queue_end_of_backward, refuse_compiled, refuse_nested
-from .identity import IdentityCheck, project
+from .identity import Identity, project, total
 from .norms import GroupSums, SampleNorms, take_norm, take_norms, worth_sharing
 
 
 class _Pass:
     """The running backward pass, as each parameter's hook sees it; it holds nothing alive."""
 
-    __slots__ = ("end", "ignored", "measured", "number", "products", "seen")
+    __slots__ = ("end", "ignored", "measured", "number", "seen")
 
     def __init__(self) -> None:
         self.measured = True  # if not, no norms are taken
         self.ignored = False  # if so, hooks return at once
-        self.products: list[Tensor] | None = None  # ⟨g, v⟩ of each gradient of the step, if the step is checked
         self.number = 0
         self.seen: list[int] = []  # the last pass in which each hook ran
         # Autograd holds the callback of the end while the pass runs, and drops it where an exception ends the pass.
@@ -65,6 +64,19 @@ class PassListener(Protocol):
         Raises:
             RuntimeError: Passes are missing, or there were too many.
         """
+
+
+class Reducing(Protocol):
+    """What reduces the gradients beside an observer that looks on, as DistributedDataParallel."""
+
+    def in_one_round(self) -> bool:
+        """Return whether all of a pass's collectives have been started when its last gradient is there, as far as is known."""
+
+    def check_unused(self, unused: Sequence[Tensor]) -> None:
+        """Raise if it can't do without the gradients of some parameters, of which the pass that ends has none."""
+
+    def check_cast(self, params: Sequence[Tensor]) -> None:
+        """Raise if it does not follow parameters that were cast or moved."""
 
 
 class GradientObserver(ABC):
@@ -121,19 +133,12 @@ class GradientObserver(ABC):
     def add_group(self, params: Sequence[Tensor]) -> None:
         """Watch one more parameter group."""
 
-    identity: IdentityCheck | None = None
-    """Checks the identity of steps; None where the norms are those of the very gradients that are reduced."""
-
-    def project(self, checked: bool) -> None:  # noqa: B027
-        """Begin the products of a step's gradients, if it is checked. Called between steps."""
-
-    def local_product(self) -> Tensor:
-        """Return Σ⟨g, v⟩ over the step's passes on this worker; float64, 0-dim."""
-        raise NotImplementedError  # with `identity` alone
+    identity: Identity | None = None
+    """Of the steps; None where the norms are those of the very gradients that are reduced."""
 
     def reduced_product(self) -> Tensor:
         """Return ⟨ḡ, v⟩ of the reduced gradient that this worker holds; float64, 0-dim."""
-        raise NotImplementedError
+        raise NotImplementedError  # with `identity` alone
 
     def watch(self, watching: bool) -> None:
         """Measure gradient samples from the next pass on, or leave them out: hooks stay, and notice passes alone."""
@@ -161,13 +166,14 @@ class HookObserver(GradientObserver):
         listener: Called as passes begin and end.
         local: Take the norm of each gradient sample. False if only the end of the pass matters.
         precondition: Maps (parameter, gradient) to the tensor that the norm is taken of.
-        early: Whether ``on_local`` is called before the reduction has come to its end, which hides the time of what the
-            listener sends; asked at the end of each pass. Default: it is.
-        check_unused: Called at the end of a pass, before anything is sent, with the hooked parameters that it gave no gradient.
+        reducing: Reduces the gradients. Where it does so in one round, ``on_local`` is called before it has come to its end,
+            which hides the time of what the listener sends.
 
     Attributes:
         last_pass: Whether the running pass is the last of an optimizer step.
     """
+
+    identity: Identity
 
     def __init__(
         self,
@@ -176,15 +182,13 @@ class HookObserver(GradientObserver):
         *,
         local: bool = True,
         precondition: Callable[[Tensor, Tensor], Tensor] | None = None,
-        early: Callable[[], bool] | None = None,
-        check_unused: Callable[[Sequence[Tensor]], None] | None = None,
+        reducing: Reducing | None = None,
     ) -> None:
         super().__init__(listener)
         self.last_pass = True
         self._local = local
-        self._early, self._sent_early = early, False
-        self._check_unused = check_unused
-        self.identity = IdentityCheck(exact=early or (lambda: True))
+        self._reducing, self._sent_early = reducing, False
+        self.identity = Identity(exact=(lambda: True) if reducing is None else reducing.in_one_round)
         self._precondition = precondition
         self.groups = [list(params) for params in groups]
         self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
@@ -224,22 +228,14 @@ class HookObserver(GradientObserver):
     def ignore(self, ignored: bool) -> None:
         self._pass.ignored = ignored
 
-    def project(self, checked: bool) -> None:
-        self._pass.products = [] if checked else None
-
-    def local_product(self) -> Tensor:
-        return self._total(self._pass.products or [])
-
     @without_gradients
     def reduced_product(self) -> Tensor:
-        whole = [p for params in self.groups for p in params if p.grad is not None and p.is_contiguous()]
-        return self._total([project(cast(Tensor, p.grad)) for p in whole])
+        grads = [p.grad for params in self.groups for p in params if p.grad is not None]
+        return total([project(grad) for grad in grads], self.device)
 
-    def _total(self, products: Sequence[Tensor]) -> Tensor:
-        device = self.device
-        if not products:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        return torch.stack([product.to(device) for product in products]).sum()
+    def has_product(self, param: Tensor) -> bool:
+        """Whether a parameter takes part in the identity. The answer as its hook is made holds."""
+        return True
 
     def hook_all(self) -> None:
         """Hook all parameters that can have a gradient."""
@@ -259,7 +255,10 @@ class HookObserver(GradientObserver):
     def cast(self) -> list[Tensor]:
         """Return the parameters of another dtype or device than they were hooked with."""
         nodes = self._nodes.items()
-        return [p for p, (leaf, _, dtype, device) in nodes if leaf.dtype is not dtype or leaf.device != device]
+        found = [p for p, (leaf, _, dtype, device) in nodes if leaf.dtype is not dtype or leaf.device != device]
+        if found and self._reducing is not None:
+            self._reducing.check_cast(found)
+        return found
 
     def _moved(self) -> list[tuple[Tensor, Tensor]]:
         """Return (parameter, accumulating tensor) where torch would make another node now than the hooked one.
@@ -295,8 +294,7 @@ class HookObserver(GradientObserver):
             hook = self._hooks[param] = self._hook_of(param)
         node = accumulator_of(leaf)
         self._nodes[param] = leaf, node, leaf.dtype, leaf.device
-        if self.identity is not None and leaf.dtype.itemsize < 4:
-            self.identity.half = True
+        self.identity.half |= leaf.dtype.itemsize < 4
         if not leaf.is_cpu:
             self._streams[leaf.device] = torch.accelerator.current_stream(leaf.device)
         self.hooked[param] = node.register_prehook(hook)
@@ -304,7 +302,7 @@ class HookObserver(GradientObserver):
     def _hook_of(self, param: Tensor) -> Callable[[Sequence[Tensor | None]], None]:
         ref, take, current, slot = weakref.ref(self), self.taker(param), self._pass, self.slot(param)
         dtype = None if slot is None else slot.dtype
-        seen, index, projected = current.seen, len(current.seen), param.is_contiguous()
+        seen, index, identity, has_product = current.seen, len(current.seen), self.identity, self.has_product(param)
         seen.append(0)
 
         def hook(grads: Sequence[Tensor | None]) -> None:
@@ -326,8 +324,8 @@ class HookObserver(GradientObserver):
                 return
             if grad.requires_grad:
                 grad = grad.detach()
-            if current.products is not None and projected:
-                current.products.append(project(grad))
+            if identity.products is not None and has_product:
+                identity.products.append(project(grad))
             if grad.dtype is dtype and grad.layout is torch.strided and grad.is_cpu:
                 torch.linalg.vector_norm(grad, out=slot)
             else:
@@ -357,13 +355,13 @@ class HookObserver(GradientObserver):
             if observer is not None:
                 observer.samples.flush()  # DDP may write the reduced gradient into the same memory
                 seen, number = observer._pass.seen, observer._pass.number
-                measured, check = observer._pass.measured, observer._check_unused
-                if measured and observer.last_pass and check is not None and seen.count(number) < len(seen):
+                measured, reducing = observer._pass.measured, observer._reducing
+                if measured and observer.last_pass and reducing is not None and seen.count(number) < len(seen):
                     hooks = zip(observer._hooks, seen, strict=True)
                     if unused := [p for p, last in hooks if last != number and p.requires_grad]:
-                        check(unused)
+                        reducing.check_unused(unused)
                 queue_end_of_backward(after_reduction)
-                observer._sent_early = observer._early is None or observer._early()
+                observer._sent_early = reducing is None or reducing.in_one_round()
                 if observer._sent_early and (listener := observer._listener()) is not None:
                     listener.on_local(observer)
 

@@ -294,7 +294,7 @@ class AdaScaleAlgorithm:
         """Return the step, after the check of its identity; raises if it does not hold."""
         observer = self._passes.measurement.observer
         if observer is not None and observer.identity is not None and not step.skipped:
-            observer.identity(step.identity)
+            observer.identity.check(step.identity)
         return step
 
     def synchronize(self) -> None:

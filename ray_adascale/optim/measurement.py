@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .._torch import Versions, versions, without_gradients
 from .._warn import warn_on_first_worker
 from ..batch import StepPlan
-from ..measure.autograd import PassHook
-from ..measure.identity import due
+from ..measure.autograd import on_pass
+from ..measure.identity import Identity, due
 from ..measure.norms import finite_check, take_norm
 from ..measure.observers import GradientObserver, PassListener
 from ..sharding.gradients import Preconditioner, StepGradients, Wanted
@@ -75,7 +76,7 @@ class Measurement:
         self.workers, self._process_group = workers, process_group
         self._grad_scaler, self._to_mean, self._precondition, self._model = grad_scaler, to_mean, precondition, model
         self.observer: GradientObserver | None = None
-        self._notice: PassHook | None = None
+        self._notice: Sequence[RemovableHandle] = ()
         self.weights: Sequence[float] | None = None
         self.replicated: Tensor | None = None
         self._shared: dict[str, Tensor] = {}
@@ -87,8 +88,8 @@ class Measurement:
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks, callables and process groups belong to this process.
-        gone = ("observer", "_notice", "_process_group", "_model", "_exchange", "_begins_passes")
-        return {**self.__dict__, **dict.fromkeys(gone), "_shared": {}}
+        gone = ("observer", "_process_group", "_model", "_exchange", "_begins_passes")
+        return {**self.__dict__, **dict.fromkeys(gone), "_notice": (), "_shared": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -107,16 +108,16 @@ class Measurement:
 
     def _notice_foreign(self) -> None:
         """Notice passes that nobody tells of also where there is no observer."""
-        if self._notice is not None:
-            self._notice.remove()
-        self._notice, ref = None, weakref.ref(self)
+        for handle in self._notice:
+            handle.remove()
+        self._notice, ref = (), weakref.ref(self)
 
-        def notice(grads: object) -> None:
+        def notice(param: Tensor) -> None:
             if (measurement := ref()) is not None:
                 measurement.foreign |= not measurement.passing
 
         if self._told and self.observer is None:
-            self._notice = PassHook(self.params, notice)
+            self._notice = on_pass(self.params, notice)
 
     def attach(self) -> None:
         """Install an observer, unless one fits already. A step with a single sample at S = 1 needs none."""
@@ -196,7 +197,7 @@ class Measurement:
         checked = measured and self.observer.identity is not None
         checked = checked and due(self._plans.ended, on_cpu=self.device.type == "cpu")
         if checked or self._checked:
-            self.observer.project(checked)
+            cast(Identity, self.observer.identity).begin(checked)
         self._checked = checked
 
     @property
@@ -254,7 +255,7 @@ class Measurement:
         self.last: StepPlan | None = None  # the plan, once the step's last pass has begun
         self._measured = self.passing = self._local_ended = False
         if self._checked and self.observer is not None:
-            self.observer.project(True)
+            cast(Identity, self.observer.identity).begin(True)
         self._norms: list[Tensor] = []  # ‖g_i‖² of each pass on this worker, as measured
         self._left: Versions | None = None  # gradients after the last pass, if another follows
         self._final: Versions | None = None  # those that the step was summed with
@@ -398,8 +399,8 @@ class Measurement:
             exchange.add({"a": local, "complete": constant(float(seen), device)})
             if self._checked:
                 # DDP and our own reduction take the mean over workers, and passes add up.
-                samples = cast(GradientObserver, self.observer).local_product() / self.workers.count
-                exchange.add({"samples": samples.to(device)})
+                samples = cast(Identity, cast(GradientObserver, self.observer).identity).of_samples(device)
+                exchange.add({"samples": samples / self.workers.count})
         exchange.add(self._shared)
         exchange.send()
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 
+from .._errors import listed
 from .._warn import warn_on_first_worker
 from ..batch import StepPlan
 from ..data.order import MicroBatch
@@ -39,6 +41,14 @@ def _refuse_group(param_group: dict[str, Any]) -> None:
     raise RuntimeError(
         "optimizer.add_param_group() was called on the optimizer of a run. A resume would not have the group. Give the optimizer "
         "all groups when it is built, and freeze what is to be trained later: part.requires_grad_(False)."
+    )
+
+
+def _refuse_replaced(names: list[str]) -> None:
+    raise RuntimeError(
+        f"The program has replaced {listed(names)} of the model since the run was built, and the optimizer would go on to step "
+        "the old values. Leave assign=True out of load_state_dict(), or write in place of module.weight = ...: "
+        "with torch.no_grad(): module.weight.copy_(...)."
     )
 
 
@@ -89,6 +99,8 @@ class Passes:
         self._steps = 0
         self._failed = False  # in a backward pass of the step
         self._params = [p for group in optimizer.param_groups for p in group["params"]]
+        trained = set(self._params) if sharding.copies else set()  # fully_shard replaces parameters itself
+        self._names = {p: name for name, p in module.named_parameters() if p in trained}
         self._warned_of_eval_mode = False
         self._buffers: dict[str, Tensor] = {}  # before the first forward pass
         self._traffic, self._autocast = ExitStack(), ExitStack()  # each is open during a pass
@@ -111,7 +123,10 @@ class Passes:
         """
         self._optimizer.zero_grad()  # gradients of before the loop, or of a loop that was left within a step
         self._failed = False
+        if lost := self._names.keys() - set(self._module.parameters()):
+            _refuse_replaced([name for p, name in self._names.items() if p in lost])
         hook = self._guarded.register_step_pre_hook(self._check_stepping)
+        parameters = register_module_parameter_registration_hook(self._check_parameter)
         self._guarded.add_param_group = _refuse_group  # type: ignore[method-assign]
         self._optimizer.passes.told(True)
         try:
@@ -119,6 +134,7 @@ class Passes:
         finally:
             self._optimizer.passes.told(False)
             hook.remove()
+            parameters.remove()
             vars(self._guarded).pop("add_param_group", None)  # which an inner loop has restored
             self._autocast.close()
             self._traffic.close()
@@ -309,6 +325,11 @@ class Passes:
             "from a hub are in eval mode at first: call model.train() before the loop. To train in eval mode on purpose, "
             "ignore this warning."
         )
+
+    def _check_parameter(self, owner: nn.Module, name: str, new: nn.Parameter | None) -> None:
+        old = dict(owner.named_parameters(recurse=False)).get(name)
+        if old is not None and old is not new and old in self._names:
+            _refuse_replaced([self._names[old]])
 
     def _check_stepping(self, *_: Any) -> None:
         if not self._stepping:

@@ -92,6 +92,7 @@ class Bucket:
         params: In the order in which they lie in the buffer.
         groups: The group of each.
         offsets: First element of each.
+        strides: Memory layout of each in the buffer, that of when the bucket was made. Optimizer state lies in it too.
         bounds: ``world_size + 1`` borders: worker r owns ``bounds[r]`` to ``bounds[r + 1]``.
         flat: The buffer; every parameter is a view of it.
         fragments: This worker's, in the order of the buffer.
@@ -121,6 +122,7 @@ class Bucket:
                 next((o for o, w in zip(self.offsets, owned, strict=True) if w >= r), end) for r in range(world_size)
             ]
             self.bounds = [*starts, end]
+        self.strides = [_dense_strides(p) for p in self.params]
         self.flat = torch.empty(0, dtype=self.params[0].dtype, device=self.params[0].device)
         self.fragments: list[Fragment] = []
         for span in self.spans(rank):
@@ -166,13 +168,7 @@ class Bucket:
                 "model before its optimizer is sharded."
             )
         self.flat = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
-        for p, offset in zip(self.params, self.offsets, strict=True):
-            order = memory_order(p) or tuple(range(p.dim()))  # without holes and overlaps
-            strides = [0] * p.dim()
-            step = 1
-            for d in reversed(order):
-                strides[d] = step
-                step *= max(p.shape[d], 1)
+        for p, offset, strides in zip(self.params, self.offsets, self.strides, strict=True):
             view = self.flat.as_strided(p.shape, strides, offset)
             view.copy_(p)
             p.data = view
@@ -198,6 +194,17 @@ class Bucket:
         for fragment in self.fragments:
             if fragment.numel and fragment.tensor.data_ptr() != start + fragment.offset * size:
                 fragment.tensor.data = self._part(fragment).copy_(fragment.tensor)
+
+
+def _dense_strides(tensor: Tensor) -> list[int]:
+    """Return the strides of a tensor's memory order, without holes and overlaps."""
+    order = memory_order(tensor) or tuple(range(tensor.dim()))
+    strides = [0] * tensor.dim()
+    step = 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= max(tensor.shape[d], 1)
+    return strides
 
 
 def make_buckets(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -48,9 +49,7 @@ class GradientBucket:
         self.bucket = bucket
         self._group = group
         self._buffers = buffers
-        # The sum of N half-precision numbers may overflow where their mean does not, so they are divided before they are sent.
-        self._half = bucket.flat.dtype.itemsize < 4
-        self._wire_dtype = None if self._half else wire_dtype
+        self._wire_dtype = wire_dtype
         self._spans = [bucket.spans(rank) for rank in range(bucket.world_size)]
         sizes = [b - a for a, b in itertools.pairwise(bucket.bounds)]
         most = max(len(spans) for spans in self._spans)
@@ -81,7 +80,11 @@ class GradientBucket:
         self._zeros = torch.zeros(zeros, dtype=bucket.flat.dtype, device=device)
         self._parts: list[Tensor] = []  # of the shard, for each fragment
         self._norms: list[tuple[int, Tensor]] | None = None
-        self._plain = [p.is_contiguous() for p in bucket.params]
+        layouts = [
+            torch.empty_strided(p.shape, strides, device="meta")
+            for p, strides in zip(bucket.params, bucket.strides, strict=True)
+        ]
+        self._plain = [layout.is_contiguous() for layout in layouts]
         self.shard: Tensor | None = None
         self.held = False
         self.accumulated: Tensor | None = None
@@ -151,7 +154,8 @@ class GradientBucket:
             if plain and grad.dtype is flat.dtype and grad.layout is torch.strided and grad.is_contiguous():
                 flats.append(grad.view(-1))
             else:
-                flats.append(_laid_out(grad, p))
+                flats.append(_laid_out(grad, flat, self.bucket.strides[i]))
+        self._zeros = self._zeros.to(flat)  # the model may have been cast or moved
         parts = [
             flats[index] if start < 0 else (self._zeros if index < 0 else flats[index])[start:end]
             for index, start, end in self._pieces
@@ -170,10 +174,12 @@ class GradientBucket:
     @without_gradients
     def launch(self, summand: Tensor) -> None:
         """Send the shards to their owners."""
-        summand.index_copy_(0, self._flag_positions, self._flags_of(tuple(self._seen), summand))
-        if self._half or self._wire_dtype is not None:
+        summand.index_copy_(0, self._flag_positions.to(summand.device), self._flags_of(tuple(self._seen), summand))
+        wire_dtype = summand.dtype if summand.dtype.itemsize < 4 else self._wire_dtype or summand.dtype
+        if wire_dtype.itemsize < 4:
+            # The sum of N half-precision numbers may overflow where their mean does not.
             summand.mul_(1 / self.bucket.world_size)
-        wire = summand if self._wire_dtype is None else summand.to(self._wire_dtype)
+        wire = summand.to(wire_dtype)
         self._wire = wire
         self._work = Reduction(wire, self._bounds, self._group, self._buffers)
 
@@ -253,11 +259,11 @@ class GradientBucket:
             fragment.tensor.grad = None
 
 
-def _laid_out(grad: Tensor, param: Tensor) -> Tensor:
-    """Return a gradient of any layout and dtype in its parameter's memory layout and dtype; 1-D."""
+def _laid_out(grad: Tensor, flat: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return a gradient of any layout and dtype in the memory layout of its parameter in a bucket's buffer ``flat``; 1-D."""
     grad = grad.detach()
     if grad.is_sparse:
         grad = grad.to_dense()
-    if grad.stride() != param.stride() or grad.dtype != param.dtype:
-        grad = torch.empty_like(param, requires_grad=False).copy_(grad)
+    if grad.stride() != tuple(strides) or grad.dtype != flat.dtype:
+        grad = torch.empty_strided(grad.shape, strides, dtype=flat.dtype, device=flat.device).copy_(grad)
     return memory_view(grad)

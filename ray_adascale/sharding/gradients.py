@@ -86,15 +86,9 @@ class StepGradients:
         Raises:
             ValueError: The precondition needs gradients that are not there.
         """
-        model = self._model
-        ref = weakref.ref(model) if isinstance(model, DistributedDataParallel) else lambda: None
+        reducing = _OfDDP(self._model) if isinstance(self._model, DistributedDataParallel) else None
         return HookObserver(
-            self._groups,
-            listener,
-            local=wanted.local,
-            precondition=wanted.precondition,
-            early=lambda: _reduces_in_one_round(ref()),
-            check_unused=lambda unused: _check_unused(ref(), unused),
+            self._groups, listener, local=wanted.local, precondition=wanted.precondition, reducing=reducing
         )
 
     @property
@@ -199,30 +193,41 @@ def gradients_of(optimizer: Optimizer, model: torch.nn.Module | None = None) -> 
     return ShardGradients(optimizer, model) if sharded else StepGradients(optimizer, model)
 
 
-def _reduces_in_one_round(model: DistributedDataParallel | None) -> bool:
-    """Whether all collectives of a backward pass have been started when its last gradient is there, as far as is known.
+class _OfDDP:
+    """How a DistributedDataParallel reduces gradients: a :class:`Reducing`. It holds the model weakly."""
 
-    A communication hook may start further collectives when the first ones have ended (PowerSGD does), at a time that differs
-    between workers. AdaScale's collective must then come after DDP's wait, or workers may differ in the order of collectives.
-    """
-    # torch has no public name for the hooks that were passed to register_comm_hook.
-    return model is None or not model._comm_hooks
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = weakref.ref(model)
+
+    def in_one_round(self) -> bool:
+        # A communication hook may start further collectives when the first ones have ended (PowerSGD does), at a time that
+        # differs between workers. AdaScale's must then come after DDP's wait, or workers may differ in their order. torch has no
+        # public name for the hooks that were passed to register_comm_hook.
+        model = self._model()
+        return model is None or not model._comm_hooks
+
+    def check_unused(self, unused: Sequence[Tensor]) -> None:
+        model = self._model()
+        if model is None or not model.require_backward_grad_sync or model.find_unused_parameters or model.static_graph:
+            return
+        # DDP would wait for their gradients, leave others unreduced, and raise in the next forward pass.
+        raise RuntimeError(
+            f"A step's last backward pass gave no gradient to {_names(model, unused)}. DistributedDataParallel then leaves other "
+            "gradients unreduced. Use AdaScaleConfig(find_unused_parameters=True), in a loop of your own the argument of "
+            "DistributedDataParallel; or sharding='zero2', which needs none; or freeze them before the run."
+        )
+
+    def check_cast(self, params: Sequence[Tensor]) -> None:
+        if (model := self._model()) is not None:
+            raise RuntimeError(
+                f"The loop has cast or moved {_names(model, params)}. DistributedDataParallel would leave their gradients "
+                "unreduced. Cast and move the model before the run, or DistributedDataParallel, is built; or use "
+                "sharding='zero2', which follows."
+            )
 
 
-def _check_unused(model: DistributedDataParallel | None, unused: Sequence[Tensor]) -> None:
-    """Raise if DDP does not reduce the gradients of a pass that did not use these parameters.
-
-    Raises:
-        RuntimeError: DDP would wait for their gradients, leave others unreduced, and raise in the next forward pass.
-    """
-    if model is None or not model.require_backward_grad_sync or model.find_unused_parameters or model.static_graph:
-        return
-    names = [name for name, p in model.module.named_parameters() if any(p is one for one in unused)]
-    raise RuntimeError(
-        f"A step's last backward pass gave no gradient to {listed(names)}. DistributedDataParallel then leaves other gradients "
-        "unreduced. Use AdaScaleConfig(find_unused_parameters=True), in a loop of your own the argument of "
-        "DistributedDataParallel; or sharding='zero2', which needs none; or freeze them before the run."
-    )
+def _names(model: DistributedDataParallel, params: Sequence[Tensor]) -> str:
+    return listed([name for name, p in model.module.named_parameters() if any(p is one for one in params)])
 
 
 def _refuse(wanted: Wanted, needs: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._torch import without_gradients
-from ..measure.identity import LENGTH, project
+from ..measure.identity import LENGTH, project, total
 from ..measure.norms import GroupSums, take_group_norms
 from ..measure.observers import GradientObserver, HookObserver, PassListener
 from .buckets import Bucket, Fragment
@@ -80,6 +80,7 @@ class ShardHookObserver(_OwnedShards, HookObserver):
 
     def __init__(self, reducer: GradientReducer, groups: Sequence[Sequence[Tensor]], listener: PassListener) -> None:
         self.reducer = weakref.ref(reducer)
+        self._contiguous: dict[Tensor, bool] = {}  # as buckets were laid out
         super().__init__(groups, listener)
 
     def fits(self, *, local: bool, one_pass: bool) -> bool:
@@ -91,10 +92,13 @@ class ShardHookObserver(_OwnedShards, HookObserver):
             self.unwatched = self.cast()
         return super().reduced_sq_norms(rank, world_size)
 
+    def has_product(self, param: Tensor) -> bool:
+        return self._contiguous.setdefault(param, param.is_contiguous())  # a part is a range of elements
+
     def reduced_product(self) -> Tensor:
         reducer = cast(GradientReducer, self.reducer())
-        parts = [f for f in reducer.own_fragments() if f.start < LENGTH and f.param.is_contiguous()]
-        return self._total([project(cast(Tensor, f.tensor.grad), f.start) for f in parts])
+        parts = [f for f in reducer.own_fragments() if f.start < LENGTH and self.has_product(f.param)]
+        return total([project(cast(Tensor, f.tensor.grad), f.start) for f in parts], self.device)
 
 
 class BucketObserver(_OwnedShards):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ray_adascale import OSS, AdaScale, ShardedDataParallel
@@ -127,11 +128,17 @@ sum_of_gradients.__annotations__ = {"bucket": dist.GradBucket, "return": torch.f
 def _with_hook(kind: str) -> tuple[list[float], str, int]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3))
-    inner: Any = torch.optim.SGD(model.parameters(), lr=0.05)
     passes = 1
+    if kind.startswith("fsdp2"):
+        passes = 2
+        fully_shard(model[0])  # whose first elements are on both workers
+        fully_shard(model)
+    inner: Any = torch.optim.SGD(model.parameters(), lr=0.05)
     if kind in ("zero2", "oss"):
         inner, passes = OSS.wrap(inner), 2
-    net: Any = ShardedDataParallel(model, inner) if kind == "zero2" else DistributedDataParallel(model)
+    net: Any = model
+    if not kind.startswith("fsdp2"):
+        net = ShardedDataParallel(model, inner) if kind == "zero2" else DistributedDataParallel(model)
     if kind == "sum":
         net.register_comm_hook(None, sum_of_gradients)
     elif kind == "fp16":
@@ -139,6 +146,12 @@ def _with_hook(kind: str) -> tuple[list[float], str, int]:
     elif kind == "powersgd":
         state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
         net.register_comm_hook(state, powerSGD_hook)
+    elif kind == "fsdp2, another divisor":
+        for module, divisor in ((model[0], 4.0), (model, 1.0)):
+            module.set_gradient_divide_factor(divisor)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    elif kind == "fsdp2, changed":
+        triple(model)
     ada = AdaScale(inner, num_gradients_to_accumulate=passes, model=net if kind != "zero2" else None, **OF_A_RUN)
     found, rank = [], dist.get_rank()
     data = iter(batches(40, 4)[rank::2])
@@ -147,7 +160,10 @@ def _with_hook(kind: str) -> tuple[list[float], str, int]:
         for _ in range(8):
             for number in range(passes):
                 x, y = next(data)
-                with nullcontext() if number == passes - 1 else net.no_sync():
+                last = number == passes - 1
+                if kind.startswith("fsdp2"):
+                    net.set_requires_gradient_sync(last)
+                with nullcontext() if last or net is model else net.no_sync():
                     (F.cross_entropy(net(x.float()), y) / passes).backward()
             ada.step()
             ada.zero_grad()
@@ -156,12 +172,18 @@ def _with_hook(kind: str) -> tuple[list[float], str, int]:
     return found, "".join(told), len(told)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "oss", "zero2"])
+@pytest.mark.also_simulated("zero2", "fsdp2")
+@pytest.mark.parametrize("kind", ["ddp", "oss", "zero2", "fsdp2", "fsdp2, another divisor"])
 def test_workers_find_the_identity(pool: Any, kind: str) -> None:
     ours, theirs = pool(2).run(_with_hook, kind)
     assert ours == theirs
     assert all(difference < 1e-6 for difference in ours[0])
     assert any(difference > 0 for difference in ours[0])
+
+
+def test_shards_that_change_after_their_reduction_are_found(pool: Any) -> None:
+    with pytest.raises(Exception, match=DIFFERENT):
+        pool(2).run(_with_hook, "fsdp2, changed")
 
 
 @pytest.mark.parametrize(("kind", "warns"), [("fp16", False), ("powersgd", True), ("sum", True)])
