@@ -72,14 +72,14 @@ def _held_of(param: Tensor) -> tuple[int, int]:
         return 0, param.numel()
     from torch.distributed.tensor import Shard
 
+    from ..measure.fsdp2 import first_element
+
     if list(param.placements) != [Shard(0)]:
         raise TypeError(
             f"Can't checkpoint optimizer state placed as {list(param.placements)}: only fully_shard's own "
             "placement is supported, rows over a mesh of one dimension."
         )
-    rows = -(-param.shape[0] // param.device_mesh.size())
-    first = min(param.device_mesh.get_local_rank() * rows, param.shape[0])
-    return first * (param.numel() // max(param.shape[0], 1)), param.to_local().numel()
+    return first_element(param), param.to_local().numel()
 
 
 def _as_dtensor(part: Tensor, param: DTensor) -> DTensor:

@@ -70,7 +70,8 @@ class FSDP2Observer(HookObserver):
         self._reductions: list[RemovableHandle] = []
         super().__init__(groups, listener, local=local)
 
-    def _watch(self) -> None:
+    def hook_all(self) -> None:
+        """Let each module's forward pass hook the parameters that it unshards. These hooks run after FSDP2's."""
         watched = {p for params in self.groups for p in params}
         self._sites: dict[nn.Module, list[tuple[nn.Module, str, Tensor]]] = {
             module: [site for site in _sites(module) if site[2] in watched]
@@ -80,7 +81,17 @@ class FSDP2Observer(HookObserver):
         found = {shard for sites in self._sites.values() for _, _, shard in sites}
         for param in watched:
             self._check(param, param in found)
-        super()._watch()
+        ref = weakref.ref(self)
+
+        @torch.compiler.disable(reason="hooks on whole parameters are set outside of the graph, as FSDP2's are")
+        def pre_forward(module: nn.Module, args: Any) -> None:
+            observer = ref()
+            if observer is not None and torch.is_grad_enabled():
+                observer._hook_module(module)
+
+        for module, sites in self._sites.items():
+            if sites:
+                self._pre_forward.append(module.register_forward_pre_hook(pre_forward))
 
     def _check(self, param: Tensor, found: bool) -> None:
         if not isinstance(param, DTensor):
@@ -106,22 +117,6 @@ class FSDP2Observer(HookObserver):
             )
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
-
-    def hook_all(self) -> None:
-        """Let each module's forward pass hook the parameters that it unshards. These hooks run after FSDP2's."""
-        if self._pre_forward:
-            return
-        ref = weakref.ref(self)
-
-        @torch.compiler.disable(reason="hooks on whole parameters are set outside of the graph, as FSDP2's are")
-        def pre_forward(module: nn.Module, args: Any) -> None:
-            observer = ref()
-            if observer is not None and torch.is_grad_enabled():
-                observer._hook_module(module)
-
-        for module, sites in self._sites.items():
-            if sites:
-                self._pre_forward.append(module.register_forward_pre_hook(pre_forward))
 
     def _hook_module(self, module: nn.Module) -> None:
         """Hook the parameters of an unsharded module that have no hook yet."""
@@ -166,10 +161,8 @@ class FSDP2Observer(HookObserver):
         """Yield, of each module, its shards and N/f: their gradients are the mean over workers times this."""
         for module, sites in self._sites.items():
             if sites:
-                yield (
-                    dict.fromkeys(shard for _, _, shard in sites),
-                    self._world_size / (_divide_factor(module) or self._world_size),
-                )
+                factor = _divide_factor(module) or self._world_size
+                yield dict.fromkeys(shard for _, _, shard in sites), self._world_size / factor
 
     def detach(self) -> None:
         super().detach()
@@ -187,20 +180,22 @@ class FSDP2Observer(HookObserver):
             self._owed.clear()
             raise RuntimeError(_NOT_REDUCED)
         shards: list[tuple[int, Tensor]] = []
-        late: list[Tensor] = []
         for param in (p for params in self.groups for p in params):
             if param.grad is None:
                 continue
             if not isinstance(param, DTensor):
                 raise RuntimeError(_NOT_SHARDED.format(shape=tuple(param.shape)))  # unfrozen since
-            if self.watching and param not in self._whole:
-                late.append(param)
             if _counts(param):
                 shards.append((self._group_of[param], cast(DTensor, param.grad).to_local()))
-        self.unwatched = late
+        return self._sums(take_group_norms(shards))
+
+    def find_unseen(self) -> list[Tensor]:
+        """Return the parameters whose module's forward was never called, and hook them: the next step is measured."""
+        params = [p for params in self.groups for p in params if p.grad is not None]
+        late = [p for p in params if p not in self._whole]
         if late:
             self._hook_late(set(late))
-        return self._sums(take_group_norms(shards))
+        return late
 
     def has_product(self, param: Tensor) -> bool:
         return isinstance(param, DTensor) and param.placements[-1].is_shard(0)  # a part is a range of elements
@@ -212,7 +207,7 @@ class FSDP2Observer(HookObserver):
             for shard in shards:
                 if shard.grad is None or not self.has_product(shard) or not _counts(cast(DTensor, shard)):
                     continue
-                if (start := _first_element(cast(DTensor, shard))) < LENGTH:
+                if (start := first_element(cast(DTensor, shard))) < LENGTH:
                     products.append(project(cast(DTensor, shard.grad).to_local(), start) / multiple)
         return total(products, self.device)
 
@@ -265,10 +260,10 @@ def _param_groups(module: nn.Module) -> list[Any]:
     return [group for group in (state._fsdp_param_group,) if group is not None]  # torch 2.11
 
 
-def _first_element(param: DTensor) -> int:
+def first_element(param: DTensor) -> int:
     """Return the first element of this worker's rows. They are divided as by ``torch.chunk``."""
     rows = -(-param.shape[0] // param.device_mesh.size(-1))
-    return param.device_mesh.get_local_rank(-1) * rows * param.shape[1:].numel()
+    return min(param.device_mesh.get_local_rank(-1) * rows, param.shape[0]) * param.shape[1:].numel()
 
 
 def _counts(param: DTensor) -> bool:

@@ -87,32 +87,17 @@ class GradientObserver(ABC):
     and that costs less than to wait for the others' shares. A may then travel while the last gradients do.
     """
 
-    unwatched: Sequence[Tensor] = ()
-    """Parameters whose gradients the last step did not measure: they were cast or moved after the hooks were set."""
-
-    watching: bool = True
+    measures: bool = True
     """Whether gradient samples are measured. If not, :meth:`reduced_sq_norms` alone is called."""
 
     _sums: GroupSums
 
     def __init__(self, listener: PassListener) -> None:
-        self._listener: Callable[[], PassListener | None] = weakref.ref(listener)
-
-    def listen(self, listener: Callable[[], PassListener | None]) -> None:
-        """Call another listener from the next pass on."""
-        self._listener = listener
+        self.listener: Callable[[], PassListener | None] = weakref.ref(listener)
+        """Returns the object that is called as passes begin and end, while it is alive."""
 
     def refresh(self) -> None:  # noqa: B027 (most observers have nothing to do)
         """Watch parameters that were cast or moved. Called between steps, and as a step begins."""
-
-    def fits(self, *, local: bool, one_pass: bool) -> bool:
-        """Whether this observer also measures steps with these numbers of samples, from the next pass on."""
-        return True
-
-    @property
-    def listener(self) -> PassListener | None:
-        """The listener, while it is alive."""
-        return self._listener()
 
     def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:
         """Return the gradients of earlier passes that the optimizer has not used or cleared yet. Called as a pass begins."""
@@ -129,9 +114,9 @@ class GradientObserver(ABC):
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
         """Return this worker's share of ``‖ḡ‖²`` per group, float64 ``[groups]``; the shares of all workers add up to it."""
 
-    @abstractmethod
-    def add_group(self, params: Sequence[Tensor]) -> None:
-        """Watch one more parameter group."""
+    def find_unseen(self) -> Sequence[Tensor]:
+        """Return the parameters whose gradients were not measured in the step that ends, the same on all workers."""
+        return ()
 
     identity: Identity | None = None
     """Of the steps; None where the norms are those of the very gradients that are reduced."""
@@ -140,9 +125,9 @@ class GradientObserver(ABC):
         """Return ⟨ḡ, v⟩ of the reduced gradient that this worker holds; float64, 0-dim."""
         raise NotImplementedError  # with `identity` alone
 
-    def watch(self, watching: bool) -> None:
+    def measure(self, measures: bool) -> None:
         """Measure gradient samples from the next pass on, or leave them out: hooks stay, and notice passes alone."""
-        self.watching = watching
+        self.measures = measures
 
     def ignore(self, ignored: bool) -> None:  # noqa: B027
         """Let hooks return at once, where the caller knows all of a pass that is not measured."""
@@ -198,32 +183,19 @@ class HookObserver(GradientObserver):
         self._streams: dict[torch.device, torch.Stream] = {}  # in which the nodes of a GPU were made
         self._pass = _Pass()
         self._starting = threading.Lock()  # autograd has a thread for each GPU
-        self._watch()
-
-    def add_group(self, params: Sequence[Tensor]) -> None:
-        self.groups.append(list(params))
-        self._watch()
-
-    def _watch(self) -> None:
         self.samples = SampleNorms(self.groups, self.device)
         self._sums = GroupSums(len(self.groups), self.device)
         self._group_of = {p: g for g, params in enumerate(self.groups) for p in params}
         self._shares: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
-        self.detach()
-        self._hooks.clear()
-        self._pass.seen = []
         self._worth_sharing = worth_sharing(self.groups)
         self.hook_all()
-        self.watch(self.watching)
+        self.measure(self.measures)
 
-    def fits(self, *, local: bool, one_pass: bool) -> bool:
-        return local == self._local
-
-    def watch(self, watching: bool) -> None:
-        super().watch(watching)
-        self._pass.measured = watching
+    def measure(self, measures: bool) -> None:
+        super().measure(measures)
+        self._pass.measured = measures
         # In a step that is not measured nothing else is to be sent, and to wait for the others takes longer than to read all.
-        self.holds_whole_gradient = type(self).holds_whole_gradient and not (watching and self._worth_sharing)
+        self.holds_whole_gradient = type(self).holds_whole_gradient and not (measures and self._worth_sharing)
 
     def ignore(self, ignored: bool) -> None:
         self._pass.ignored = ignored
@@ -252,7 +224,7 @@ class HookObserver(GradientObserver):
         for param, leaf in moved:
             self.hook(param, leaf)
 
-    def cast(self) -> list[Tensor]:
+    def find_unseen(self) -> list[Tensor]:
         """Return the parameters of another dtype or device than they were hooked with."""
         nodes = self._nodes.items()
         found = [p for p, (leaf, _, dtype, device) in nodes if leaf.dtype is not dtype or leaf.device != device]
@@ -267,7 +239,7 @@ class HookObserver(GradientObserver):
         """
         streams = self._streams
         left = [device for device, stream in streams.items() if torch.accelerator.current_stream(device) != stream]
-        moved = self._nodes if left else self.cast()
+        moved = self._nodes if left else self.find_unseen()
         return [(param, self._nodes[param][0]) for param in moved]
 
     def slot(self, param: Tensor) -> Tensor | None:
@@ -345,7 +317,7 @@ class HookObserver(GradientObserver):
 
     def _begin_pass(self) -> None:
         self._pass.number += 1
-        if (listener := self._listener()) is not None:
+        if (listener := self.listener()) is not None:
             self.last_pass = listener.on_begin(self)
         self.samples.clear()
         ref = weakref.ref(self)
@@ -362,14 +334,14 @@ class HookObserver(GradientObserver):
                         reducing.check_unused(unused)
                 queue_end_of_backward(after_reduction)
                 observer._sent_early = reducing is None or reducing.in_one_round()
-                if observer._sent_early and (listener := observer._listener()) is not None:
+                if observer._sent_early and (listener := observer.listener()) is not None:
                     listener.on_local(observer)
 
         def after_reduction() -> None:
             observer = ref()
             if observer is not None:
                 observer._pass.end = None
-                if (listener := observer._listener()) is not None:
+                if (listener := observer.listener()) is not None:
                     if not observer._sent_early:
                         listener.on_local(observer)
                     listener.on_reduced(observer)
@@ -391,9 +363,6 @@ class HookObserver(GradientObserver):
         if (rank, world_size) not in self._shares:
             self._shares[rank, world_size] = self._share(rank, world_size)
         precondition, share = self._precondition, self._shares[rank, world_size]
-        if self.watching:
-            # Of all parameters, so that each worker comes to the same answer.
-            self.unwatched = self.cast()
         with_grads = [(g, p, p.grad) for g, p in share if p.grad is not None]
         if precondition is None:
             norms = take_norms([grad for _, _, grad in with_grads])

@@ -214,7 +214,7 @@ class AdaScale(OptimizerWrapper):
         self._require_boundary("add_param_group")
         self._algorithm.synchronize()
         self._optimizer.add_param_group(param_group)
-        self.measurement.add_group()
+        self.measurement.renew()
         if not self._single_gain:
             self._averages.add_gain(self._passes.plans.declared)
 

@@ -82,6 +82,8 @@ class Measurement:
         self._shared: dict[str, Tensor] = {}
         self._unhooked = self.foreign = self._checked = self._told = False
         self._measured_steps = 0  # of this start
+        self._wanted: Wanted | None = None  # of the observer
+        self._unseen: Sequence[Tensor] = ()  # parameters whose gradients the last step did not measure
         self._begins_passes = weakref.ref(cast(PassListener, self))
         self.clear()
         gradients.listen(self)
@@ -89,7 +91,7 @@ class Measurement:
     def __getstate__(self) -> dict[str, Any]:
         # Hooks, callables and process groups belong to this process.
         gone = ("observer", "_process_group", "_model", "_exchange", "_begins_passes")
-        return {**self.__dict__, **dict.fromkeys(gone), "_notice": (), "_shared": {}}
+        return {**self.__dict__, **dict.fromkeys(gone), "_notice": (), "_unseen": (), "_shared": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -103,7 +105,7 @@ class Measurement:
         self._told = listener is None
         self._begins_passes = weakref.ref(cast(PassListener, self) if listener is None else listener)
         if self.observer is not None:
-            self.observer.listen(self._begins_passes)
+            self.observer.listener = self._begins_passes
         self._notice_foreign()
 
     def _notice_foreign(self) -> None:
@@ -127,33 +129,29 @@ class Measurement:
         plan = self._plans.declared
         several, one_pass = plan.num_samples > 1, plan.passes == 1
         needed = several or plan.scale != 1
-        if needed and self.observer is not None and self.observer.fits(local=several, one_pass=one_pass):
+        wanted = Wanted(self.workers.count, several, one_pass, self._precondition)
+        if needed and self.observer is not None and wanted == self._wanted:
             return
         self.detach()
         if needed:
-            wanted = Wanted(self.workers.count, several, one_pass, self._precondition)
+            self._wanted = wanted
             self.observer = self._gradients.observe(cast(PassListener, self._begins_passes()), wanted)
-            self.observer.watch(False)
+            self.observer.measure(False)
         self._notice_foreign()
 
-    def on_reducer_attached(self) -> None:
-        """Called by OSS when a ShardedDataParallel begins to reduce its gradients."""
+    def renew(self) -> None:
+        """Install another observer: a parameter group was added, or an OSS has now a ShardedDataParallel, which calls this."""
         self.detach()
         self.attach()
         listener = self._begins_passes()
         if listener is not None and listener is not cast(PassListener, self):
             self.watch(self._plans.measured)
 
-    def add_group(self) -> None:
-        """Watch the parameter group that was added to the optimizer last."""
-        if self.observer is not None:
-            self.observer.add_group(self._optimizer.param_groups[-1]["params"])
-
     def detach(self) -> None:
         """Remove the observer."""
         if self.observer is not None:
             self.observer.detach()
-        self.observer = None
+        self.observer, self._checked = None, False
 
     def unhook(self) -> None:
         """Stop watching for good."""
@@ -177,7 +175,7 @@ class Measurement:
 
     def warn_of_unwatched(self, steps: int) -> None:
         """Warn of the parameters that keep steps from being measured, if there are such."""
-        unwatched = [] if self.observer is None else self.observer.unwatched
+        unwatched = self._unseen
         if not unwatched:
             return
         names: dict[Tensor, str] = {} if self._model is None else {p: n for n, p in self._model.named_parameters()}
@@ -192,13 +190,13 @@ class Measurement:
         """Let the hooks take norms from now on, or notice passes alone."""
         if self.observer is None:
             return
-        if self.observer.watching != measured:
-            self.observer.watch(measured)
-        checked = measured and self.observer.identity is not None
-        checked = checked and due(self._plans.ended, on_cpu=self.device.type == "cpu")
-        if checked or self._checked:
-            cast(Identity, self.observer.identity).begin(checked)
-        self._checked = checked
+        if self.observer.measures != measured:
+            self.observer.measure(measured)
+        if (identity := self.observer.identity) is not None:
+            checked = measured and due(self._plans.ended, on_cpu=self.device.type == "cpu")
+            if checked or self._checked:
+                identity.begin(checked)
+            self._checked = checked
 
     @property
     def params(self) -> list[Tensor]:
@@ -435,9 +433,8 @@ class Measurement:
         if scaled and self._grad_scaler is not None and self.scales_loss:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
             own["loss_scale"] = self._grad_scaler.scale(constant(1.0, self.device))
-        return StepSums(
-            plan, {**own, **numbers}, None if own else packed, not observer.unwatched, seen, tuple(self._shared)
-        )
+        self._unseen = observer.find_unseen() if self._measured else ()
+        return StepSums(plan, {**own, **numbers}, None if own else packed, not self._unseen, seen, tuple(self._shared))
 
     def unseen(self, plan: StepPlan) -> StepSums:
         """Return the sums of a step without an observer: at n = 1 and S = 1, or after :meth:`unhook`."""

@@ -194,7 +194,7 @@ class GradientBucket:
         return flags
 
     @without_gradients
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait for the reduction; from here on this worker's fragments have their gradients."""
         assert self._work is not None
         assert self._wire is not None

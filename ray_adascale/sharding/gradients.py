@@ -163,7 +163,7 @@ class OwnedGradients(StepGradients):
         return self._oss.optim
 
     def listen(self, listener: ReducerListener) -> None:
-        self._oss.add_reducer_listener(listener)
+        self._oss.reducer_listeners.add(listener)
 
     def observe(self, listener: PassListener, wanted: Wanted) -> GradientObserver:
         _refuse(wanted, "the optimizer state of all parameters on every worker, which OSS splits")

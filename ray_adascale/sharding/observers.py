@@ -49,7 +49,7 @@ class GradientReducer(Protocol):
 class ReducerListener(Protocol):
     """Object that depends on whether gradients are sharded. OSS holds it weakly."""
 
-    def on_reducer_attached(self) -> None:
+    def renew(self) -> None:
         """A ShardedDataParallel was made over the optimizer."""
 
 
@@ -83,15 +83,6 @@ class ShardHookObserver(_OwnedShards, HookObserver):
         self._contiguous: dict[Tensor, bool] = {}  # as buckets were laid out
         super().__init__(groups, listener)
 
-    def fits(self, *, local: bool, one_pass: bool) -> bool:
-        return not one_pass
-
-    @without_gradients
-    def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
-        if self.watching:
-            self.unwatched = self.cast()
-        return super().reduced_sq_norms(rank, world_size)
-
     def has_product(self, param: Tensor) -> bool:
         return self._contiguous.setdefault(param, param.is_contiguous())  # a part is a range of elements
 
@@ -109,26 +100,18 @@ class BucketObserver(_OwnedShards):
     ) -> None:
         super().__init__(listener)
         self.reducer = weakref.ref(reducer)
-        self._groups, self._device = groups, next((bucket.flat.device for bucket in buckets), torch.device("cpu"))
-        self._sums = GroupSums(groups, self._device)
+        self._sums = GroupSums(groups, next((bucket.flat.device for bucket in buckets), torch.device("cpu")))
         self._norms: list[tuple[int, Tensor]] = []  # (parameter group, norm) of the gradient sample
-
-    def fits(self, *, local: bool, one_pass: bool) -> bool:
-        return one_pass
 
     def local_sq_norms(self) -> Tensor:
         norms, self._norms = self._norms, []
         return self._sums(norms)
 
-    def add_group(self, params: Sequence[Tensor]) -> None:
-        self._groups += 1
-        self._sums = GroupSums(self._groups, self._device)
-
     def add_bucket(self, bucket: GradientBucket, flat: Tensor) -> None:
         """Take the norms of one bucket of a gradient sample."""
-        if not self.watching:
+        if not self.measures:
             return
         self._norms += take_group_norms([(g, flat[start:end]) for g, start, end in bucket.segments])
 
     def detach(self) -> None:
-        self._listener = lambda: None
+        self.listener = lambda: None

@@ -29,7 +29,7 @@ from .collect_state import EVERYONE, collect_state
 from .collectives import gather_shards
 from .observers import GradientReducer, ReducerListener
 from .partition import TORCHS, Owners, check_optimizer, check_shardable, divide, is_elementwise
-from .share_state import NOT_COLLECTED, ShareState, copy_hyperparameters, copy_of, packed, part_of_state, share_of
+from .share_state import NOT_COLLECTED, ShareState, copy_hyperparameters, copy_of, make_state, packed, share_of
 
 
 def _of_the_whole(name: str) -> property:
@@ -120,7 +120,8 @@ class OSS(Optimizer):
         self._owners = Owners(self.world_size)
         # The ShardedDataParallel owns its reducer, and this optimizer with it.
         self._reducer: weakref.ref[GradientReducer] | None = None
-        self._reducer_listeners: weakref.WeakSet[ReducerListener] = weakref.WeakSet()
+        self.reducer_listeners: weakref.WeakSet[ReducerListener] = weakref.WeakSet()
+        """Called when a ShardedDataParallel is made over this optimizer."""
 
         # The part that this worker updates.
         self._shard = _hooks.without_load_hooks(empty_copy(optimizer))
@@ -178,13 +179,7 @@ class OSS(Optimizer):
             else:
                 self._shard.param_groups.append(local)
         self._shares.numbers = self._numbers()
-        self._take_share(fragments, given or {})
-
-    def _take_share(self, fragments: Iterable[Fragment], full: Mapping[Any, Any]) -> None:
-        """Keep, of the full state of parameters, the part of each fragment."""
-        for f in fragments:
-            if f.param in full:
-                self._shard.state[f.tensor] = part_of_state(full[f.param], f)
+        self._shares.take(given or {}, fragments)
 
     # ---- interface of torch.optim.Optimizer ----------------------------------------------------------------------
 
@@ -254,7 +249,8 @@ class OSS(Optimizer):
                 left out.
         """
         if closure is None and called_to_make_state(self):
-            self._make_state()
+            # Workers exchange nothing, and state_dict() works at once. The full state stays on each until the next step or load.
+            make_state(self._full, self._shares, self.fragments)
             return None
         loss, in_place = None, False
 
@@ -289,25 +285,6 @@ class OSS(Optimizer):
             reducer.consume()
         self._shares.made, self._shares.collected = True, None
         return loss if result is None else result
-
-    def _make_state(self) -> None:
-        """Make the state of an optimizer that has none, as a step with learning rates and gradients of zero makes it.
-
-        Each worker makes the full state, keeps it as collected, and cuts its share from it. Workers exchange nothing, and
-        state_dict() works at once. The full state stays on every worker until the next step or load.
-        """
-        source, shares = self._full, self._shares
-        source.state = defaultdict(dict)
-        try:
-            type(source).step(source)
-            made = source.state
-        finally:
-            source.state = shares
-        shares.update({k: v for k, v in made.items() if not isinstance(k, Tensor)})
-        self._take_share(self.fragments, made)
-        place: dict[Any, Any] = {p: i for i, p in enumerate(self._params())}
-        shares.collected = {place.get(k, k): copy_of(v) for k, v in made.items()}
-        shares.made = True
 
     def _bind(self) -> None:
         for bucket in self.buckets:
@@ -368,12 +345,8 @@ class OSS(Optimizer):
         if self.reducer is not None:
             raise ValueError("This OSS has a ShardedDataParallel already; make one OSS for each.")
         self._reducer = weakref.ref(reducer)
-        for listener in list(self._reducer_listeners):
-            listener.on_reducer_attached()
-
-    def add_reducer_listener(self, listener: ReducerListener) -> None:
-        """Call a listener when a ShardedDataParallel is made over this optimizer."""
-        self._reducer_listeners.add(listener)
+        for listener in list(self.reducer_listeners):
+            listener.renew()
 
     def step_gradients(self) -> list[Tensor]:
         """Return the gradients that :meth:`step` will use on this worker: under ShardedDataParallel its share of them."""

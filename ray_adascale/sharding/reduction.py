@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..measure.autograd import queue_end_of_backward, refuse_compiled
 from ..measure.observers import GradientObserver, PassListener
-from .buckets import Bucket, Fragment
+from .buckets import Fragment
 from .collectives import Buffers
 from .gradient_bucket import GradientBucket
 from .observers import BucketObserver, ShardHookObserver
@@ -43,14 +43,16 @@ class GradientReduction:
         self._wire_dtype = wire_dtype
         self._sending = True  # the running pass
         self._pass_running = False
-        self._buckets: dict[Bucket, GradientBucket] = {}
+        self.buckets: list[GradientBucket] = []
+        """In the order of the optimizer's buckets."""
         self._place: dict[Tensor, tuple[GradientBucket, int]] = {}
         self._memory = Buffers()
         self._handles: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
         self._in_flight: deque[GradientBucket] = deque()
-        self._order: list[GradientBucket] = []
         self._next = 0
-        self._observer: weakref.ref[ShardHookObserver | BucketObserver] | None = None
+        # Who measures, while there is somebody: with a hook on each parameter, or whole buckets.
+        self._hook_observer: Callable[[], ShardHookObserver | None] = lambda: None
+        self._bucket_observer: Callable[[], BucketObserver | None] = lambda: None
 
     # ---- parameters ----------------------------------------------------------------------------------------------
 
@@ -60,27 +62,20 @@ class GradientReduction:
     @property
     def has_all_buckets(self) -> bool:
         """Whether the optimizer has no more buckets than at the last :meth:`refresh`."""
-        return len(self.optimizer.buckets) == len(self._buckets)
+        return len(self.optimizer.buckets) == len(self.buckets)
 
     @property
     def device(self) -> torch.device | None:
-        return next((bucket.flat.device for bucket in self._buckets), None)
+        return next((bucket.flat.device for bucket in self.optimizer.buckets), None)
 
     def refresh(self) -> None:
         """Add the optimizer's new buckets, and hook the parameters that were unfrozen."""
-        for bucket in self.optimizer.buckets:
-            if bucket not in self._buckets:
-                self._buckets[bucket] = GradientBucket(bucket, self.optimizer.group, self._wire_dtype, self._memory)
-                for index, param in enumerate(bucket.params):
-                    self._place[param] = self._buckets[bucket], index
+        for bucket in self.optimizer.buckets[len(self.buckets) :]:
+            self.buckets.append(GradientBucket(bucket, self.optimizer.group, self._wire_dtype, self._memory))
+            self._place.update({param: (self.buckets[-1], index) for index, param in enumerate(bucket.params)})
         for param in self._place:
             if param.requires_grad and param not in self._handles:
                 self._handles[param] = param.register_post_accumulate_grad_hook(_hook(self, *self._place[param]))
-
-    @property
-    def buckets(self) -> list[GradientBucket]:
-        """The gradient buckets, in the order of the optimizer's."""
-        return list(self._buckets.values())
 
     # ---- a backward pass -----------------------------------------------------------------------------------------
 
@@ -111,15 +106,19 @@ class GradientReduction:
         """Begin a pass; return whether its gradients go through the buckets."""
         self.used = False
         # Under AdaScale the gradients of a step's last pass alone are sent, whether the others are under no_sync() or not. So
-        # each step has one reduction, which a worker that lacks a pass still joins in finish().
-        sending = self._ends_step() and self.syncing
-        observer = self._bucket_observer
+        # each step has one reduction, which a worker that lacks a pass still joins in reduce().
+        last_pass = True
+        if (hook_observer := self._hook_observer()) is not None:
+            hook_observer.start_pass()  # this hook may come before any of the observer's own
+            last_pass = hook_observer.last_pass
+        sending = last_pass and self.syncing
+        observer = self._bucket_observer()
         if not sending and observer is None:
             self.overtaken = self.reduced
             return False
         refuse_compiled()
         self._pass_running, self._sending = True, sending
-        if observer is not None and (listener := observer.listener) is not None:
+        if observer is not None and (listener := observer.listener()) is not None:
             listener.on_begin(observer)
         self._open_buckets()
         queue_end_of_backward(self._end_pass)
@@ -127,14 +126,14 @@ class GradientReduction:
 
     def _open_buckets(self) -> None:
         self._next = 0
-        self._order = self.buckets
-        for bucket in self._order:
+        self._observed = self._hook_observer() is not None or self._bucket_observer() is not None
+        for bucket in self.buckets:
             bucket.begin_pass()
 
     def _advance(self, *, to_the_end: bool = False) -> None:
         """Send the complete buckets, in the order that all workers keep; or all buckets."""
-        while self._next < len(self._order):
-            bucket = self._order[self._next]
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
             if bucket.missing and not to_the_end:
                 return
             self._next += 1
@@ -145,11 +144,11 @@ class GradientReduction:
     def _take(self, bucket: GradientBucket) -> None:
         most = _IN_FLIGHT_ON_GPU if bucket.bucket.flat.is_cuda else _IN_FLIGHT
         if self._sending and len(self._in_flight) >= most:
-            self._in_flight.popleft().finish()  # first, so that its buffers can be used again
+            self._in_flight.popleft().wait()  # first, so that its buffers can be used again
         keep = not self._sending and bucket.accumulated is None
         flat = bucket.collect(keep=keep)
-        bucket.observed = self._attached_observer is not None
-        if (observer := self._bucket_observer) is not None:
+        bucket.observed = self._observed
+        if (observer := self._bucket_observer()) is not None:
             observer.add_bucket(bucket, flat)
         if bucket.accumulated is not None:
             flat = bucket.accumulated.add_(flat)
@@ -163,8 +162,8 @@ class GradientReduction:
     def _end_pass(self) -> None:
         self._advance(to_the_end=True)
         self._pass_running = False
-        observer = self._bucket_observer
-        listener = None if observer is None else observer.listener
+        observer = self._bucket_observer()
+        listener = None if observer is None else observer.listener()
         if observer is not None and listener is not None:
             listener.on_local(observer)
         if self._sending:
@@ -174,13 +173,13 @@ class GradientReduction:
 
     def _wait(self) -> None:
         while self._in_flight:
-            self._in_flight.popleft().finish()
+            self._in_flight.popleft().wait()
         self.reduced, self.overtaken = True, False
         self.reductions += 1
 
     # ---- without a backward pass ---------------------------------------------------------------------------------
 
-    def finish(self) -> None:
+    def reduce(self) -> None:
         """Reduce the gradients that are on this worker, with the other workers, as a pass would."""
         self._sending = True
         self._open_buckets()
@@ -190,7 +189,7 @@ class GradientReduction:
 
     def unsent(self) -> bool:
         """Whether gradients are on this worker that were not sent."""
-        return any(bucket.unsent for bucket in self._buckets.values())
+        return any(bucket.unsent for bucket in self.buckets)
 
     # ---- measured by an observer ---------------------------------------------------------------------------------
 
@@ -201,33 +200,14 @@ class GradientReduction:
         own gradient would have to be kept apart for that, which costs more than a hook on each parameter.
         """
         groups = [group["params"] for group in self.optimizer.param_groups]
-        observer: ShardHookObserver | BucketObserver
+        self._hook_observer = self._bucket_observer = lambda: None
         if accumulating:
-            observer = ShardHookObserver(self, groups, listener)
-        else:
-            observer = BucketObserver(self, len(groups), self.optimizer.buckets, listener)
-        self._observer = weakref.ref(observer)
-        return observer
-
-    @property
-    def _attached_observer(self) -> ShardHookObserver | BucketObserver | None:
-        """The observer, while it is alive and attached."""
-        observer = None if self._observer is None else self._observer()
-        return None if observer is None or observer.listener is None else observer
-
-    @property
-    def _bucket_observer(self) -> BucketObserver | None:
-        """The observer, if it measures whole buckets."""
-        observer = self._attached_observer
-        return observer if isinstance(observer, BucketObserver) else None
-
-    def _ends_step(self) -> bool:
-        """Return whether the pass that begins is the last of an optimizer step, as far as an observer knows."""
-        observer = self._attached_observer
-        if not isinstance(observer, ShardHookObserver):
-            return True
-        observer.start_pass()  # this hook may come before any of the observer's own
-        return observer.last_pass
+            hook_observer = ShardHookObserver(self, groups, listener)
+            self._hook_observer = weakref.ref(hook_observer)
+            return hook_observer
+        bucket_observer = BucketObserver(self, len(groups), self.optimizer.buckets, listener)
+        self._bucket_observer = weakref.ref(bucket_observer)
+        return bucket_observer
 
     def complete(self, caller: str) -> None:
         """Take part in what the other workers reduce, if an observer waits for it: no further pass comes in this step.
@@ -238,7 +218,8 @@ class GradientReduction:
         Raises:
             RuntimeError: Passes are missing, or there were too many.
         """
-        if (observer := self._attached_observer) is not None and (listener := observer.listener) is not None:
+        observer = self._hook_observer() or self._bucket_observer()
+        if observer is not None and (listener := observer.listener()) is not None:
             listener.complete(caller)
 
     def own_norms(self) -> list[tuple[int, Tensor]]:
@@ -251,7 +232,7 @@ class GradientReduction:
 
     def _discard_norms(self) -> None:
         """Drop the norms of buckets that belong to no gradient sample."""
-        if (observer := self._bucket_observer) is not None:
+        if (observer := self._bucket_observer()) is not None:
             observer.local_sq_norms()
 
     # ---- stepped with by the optimizer ---------------------------------------------------------------------------
@@ -273,7 +254,7 @@ class GradientReduction:
         if self.optimizer.world_size == 1:
             return
         if not self.reduced:
-            self.finish()
+            self.reduce()
         elif self.overtaken and self.unsent():
             raise RuntimeError(
                 "There are gradients of a backward pass under no_sync() after those that were reduced, and the step would "

@@ -77,6 +77,8 @@ class ShardedDataParallel(nn.Module):
         self._group = optimizer.group
         self._world_size = optimizer.world_size
         self._reduction = GradientReduction(optimizer, torch.float16 if reduce_fp16 else None)
+        self._params: list[nn.Parameter] = []
+        self._trainable: list[bool] = []
         self._sent_at = -1  # the number of reductions when buffers were last sent
         self.refresh_trainable()
         if sync_models_at_startup and self._world_size > 1:
@@ -92,8 +94,8 @@ class ShardedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._world_size > 1:
-            if self.auto_refresh_trainable and self._changed():
-                self.refresh_trainable()
+            if self.auto_refresh_trainable:
+                self.follow()
             if self.training and torch.is_grad_enabled():
                 # Once a step: a second forward pass before the backward pass needs the buffers of the first unchanged.
                 if self.broadcast_buffers and self._sent_at != self._reduction.reductions:
@@ -142,12 +144,12 @@ class ShardedDataParallel(nn.Module):
             return
         self._reduction.complete("reduce")
         if not self._reduction.reduced:
-            self._reduction.finish()
+            self._reduction.reduce()
         # A pass in no_sync() may have come after one that was reduced, or on some workers only.
         left = torch.tensor([float(self._reduction.unsent())], device=self._reduction.device)
         dist.all_reduce(left, dist.ReduceOp.MAX, group=self._group)
         if left.item():
-            self._reduction.finish()
+            self._reduction.reduce()
 
     def sync_buffers(self, blocking: bool = False) -> None:
         """Send rank 0's buffers to all workers, now. Collective.
@@ -195,10 +197,10 @@ class ShardedDataParallel(nn.Module):
                     "reduced. Give it to OSS (add_param_group), or freeze it."
                 )
 
-    def _changed(self) -> bool:
-        """Whether a parameter was frozen, unfrozen, or added to the optimizer."""
-        trainable = [p.requires_grad for p in self._params]
-        return not self._reduction.has_all_buckets or trainable != self._trainable
+    def follow(self) -> None:
+        """Refresh if a parameter was frozen, unfrozen, or added to the optimizer."""
+        if [p.requires_grad for p in self._params] != self._trainable or not self._reduction.has_all_buckets:
+            self.refresh_trainable()
 
     @without_gradients
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .buckets import Fragment, memory_view
 
@@ -48,6 +49,34 @@ class ShareState(defaultdict[Any, dict[Any, Any]]):
         if self.collected is None:
             raise RuntimeError(NOT_COLLECTED)  # an empty entry would pass for a parameter without state
         return self.collected.get(number, {})
+
+    def take(self, full: Mapping[Any, Any], fragments: Iterable[Fragment]) -> None:
+        """Keep, of the full state of parameters, the part of each fragment."""
+        self.update({f.tensor: part_of_state(full[f.param], f) for f in fragments if f.param in full})
+
+
+def make_state(optimizer: Optimizer, shares: ShareState, fragments: Sequence[Fragment]) -> None:
+    """Make the state of an optimizer that has none, as a step with learning rates and gradients of zero makes it.
+
+    Each worker makes the full state, keeps it as collected, and cuts its share from it.
+
+    Args:
+        optimizer: With the full groups.
+        shares: Gets the state.
+        fragments: This worker's.
+    """
+    optimizer.state = defaultdict(dict)
+    try:
+        type(optimizer).step(optimizer)
+        made = optimizer.state
+    finally:
+        optimizer.state = shares
+    shares.update({k: v for k, v in made.items() if not isinstance(k, Tensor)})
+    shares.take(made, fragments)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    place: dict[Any, Any] = {p: i for i, p in enumerate(params)}
+    shares.collected = {place.get(k, k): copy_of(v) for k, v in made.items()}
+    shares.made = True
 
 
 def part_of_state(state: dict[Any, Any], fragment: Fragment) -> dict[Any, Any]:

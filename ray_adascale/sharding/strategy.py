@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import listed
-from .elsewhere import mark_gradients_elsewhere, unmark_gradients
 from .sharded_ddp import ShardedDataParallel
 
 _NOT_CALLED = (
@@ -104,6 +104,42 @@ class Copies(Sharding):
             )
 
 
+class GradientElsewhere(Tensor):
+    """A tensor without data that raises at any use.
+
+    With sharded gradients a parameter's ``.grad`` is None after the last backward pass of a step, since its owner has it.
+    ``torch.nn.utils.clip_grad_norm_`` would find no gradient, return 0 and clip nothing.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        raise RuntimeError(
+            "This gradient is sharded: after the last backward pass of a step each worker has its own part of it. To clip, use "
+            "run.clip_grad_norm_() or run.clip_grad_value_() in place of torch's, or AdaScaleConfig(grad_clip=...). To read or "
+            "change gradients in the loop, use AdaScaleConfig(sharding='oss') or 'none', which leave them whole on each worker."
+        )
+
+
+def _mark_gradients_elsewhere(params: Iterable[Tensor]) -> None:
+    """Put a stand-in where a trainable parameter has no gradient."""
+    for p in params:
+        if p.grad is None and p.requires_grad:
+            p.grad = p.new_empty(()).expand(p.shape).as_subclass(GradientElsewhere)
+
+
+def _unmark_gradients(params: Iterable[Tensor]) -> None:
+    """Remove the stand-ins."""
+    for p in params:
+        if type(p.grad) is GradientElsewhere:
+            p.grad = None
+
+
 class Owners(Sharding):
     """ShardedDataParallel: each gradient is with its owner after the last pass (``sharding="zero2"``)."""
 
@@ -115,22 +151,18 @@ class Owners(Sharding):
     def __init__(self, model: ShardedDataParallel, module: nn.Module) -> None:
         super().__init__(model, module)
         self._params = list(module.parameters())
-        self._trainable = [*map(_requires_grad, self._params)]
 
     def in_pass(self, last: bool) -> AbstractContextManager[object] | None:
         return None if last else self._model.no_sync()
 
     def before_last(self) -> None:
-        trainable = [*map(_requires_grad, self._params)]
-        if trainable != self._trainable:
-            self._model.refresh_trainable()  # as its forward pass would, which the loop need not call
-            self._trainable = trainable
+        self._model.follow()  # as its forward pass does, which the loop need not call
 
     def after_last(self) -> None:
-        mark_gradients_elsewhere(self._params)
+        _mark_gradients_elsewhere(self._params)
 
     def before_step(self) -> None:
-        unmark_gradients(self._params)
+        _unmark_gradients(self._params)
 
 
 class Whole(Sharding):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -285,10 +285,17 @@ def test_hooks_follow_what_trains_in_each_pass() -> None:
     weights[0].requires_grad_(False)
     listener = _Norms()
 
-    def unused(params: Any) -> None:
-        listener.unused += [next(i for i, w in enumerate(weights) if w is p) for p in params]
+    class Reducing:
+        def in_one_round(self) -> bool:
+            return True
 
-    observer = observers.HookObserver([weights[:1], weights[1:]], listener, check_unused=unused)
+        def check_unused(self, unused: Sequence[Tensor]) -> None:
+            listener.unused += [next(i for i, w in enumerate(weights) if w is p) for p in unused]
+
+        def check_cast(self, params: Sequence[Tensor]) -> None:
+            raise AssertionError(params)
+
+    observer = observers.HookObserver([weights[:1], weights[1:]], listener, reducing=Reducing())
 
     def run(*used: int) -> float:
         for weight in weights:
@@ -305,4 +312,4 @@ def test_hooks_follow_what_trains_in_each_pass() -> None:
     expected += [run(0, 1, 2), run(0, 1)]
     assert listener.found == pytest.approx(expected)
     assert listener.unused == [2]
-    assert not observer.unwatched
+    assert not observer.find_unseen()

@@ -37,7 +37,8 @@ FAULTS: list[tuple[str, str, str]] = [
     ("optim/algorithm.py", "self._averages.updated_by(here, self._since_sample)",
      "self._averages.updated_by(here, self.last.gain)"),
     ("optim/inferred_passes.py", "self.plans.end(sampled=sampled)", "self.plans.resume(self.plans.ended, 0)"),
-    ("sharding/reduction.py", "self._ends_step() and self.syncing", "self.syncing and self._ends_step()"),
+    ("sharding/reduction.py", "if (hook_observer := self._hook_observer()) is not None:",
+     "if self.syncing and (hook_observer := self._hook_observer()) is not None:"),
     ("optim/averages.py", "use = finite if usable is None else finite & usable", "use = finite"),
     ("batch.py", "self.scale * passes / self.passes", "self.scale"),
     ("optim/step_sums.py", "c = c / plan.multiple_of_mean**2", "c = c / plan.multiple_of_mean"),
@@ -80,7 +81,7 @@ FAULTS: list[tuple[str, str, str]] = [
      "return [size] * (parts - larger) + [size + 1] * larger"),
     ("data/order.py", "self.order.drop_last and rest < batch", "self.order.drop_last and rest <= batch"),
     # ---- checkpoint/optimizer
-    ("checkpoint/optimizer.py", "return first * (param.numel() // max(param.shape[0], 1)), ", "return first, "),
+    ("measure/fsdp2.py", ", param.shape[0]) * param.shape[1:].numel()", ", param.shape[0])"),
     ("checkpoint/optimizer.py", "into[key] = TensorShard(part, f.start, f.param.numel())",
      "into[key] = TensorShard(part, 0, f.param.numel())"),
 ]  # fmt: skip

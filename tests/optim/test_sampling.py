@@ -156,10 +156,10 @@ def test_the_state_has_the_place_in_the_series() -> None:
     ada.unhook()
     again = fresh()
     again.load_state_dict(state)
-    assert not again.measurement.observer.watching  # type: ignore[union-attr] # the third is not measured
+    assert not again.measurement.observer.measures  # type: ignore[union-attr] # the third is not measured
     backward(model, [next(data), next(data)])
     again.step()
-    assert again.measurement.observer.watching  # type: ignore[union-attr]
+    assert again.measurement.observer.measures  # type: ignore[union-attr]
     # A state of before there was a series: all of its steps were measured.
     del state["adascale"]["ended"], state["param_groups"][0]["adascale"]["ended"]
     again.zero_grad()
