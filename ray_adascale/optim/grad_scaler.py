@@ -105,8 +105,8 @@ class ShardedGradScaler(_FSDPGradScaler):
         if isinstance(optimizer, AdaScale) and not target.stepped:
             optimizer.skip_step()
         oss = _sharded(optimizer)
-        if oss is not None and not target.stepped:
-            oss.discard_gradients()  # else the next pass would add to those of the overflow
+        if oss is not None and oss.reducer is not None and not target.stepped:
+            oss.reducer.discard()  # else the next pass would add to those of the overflow
         return result
 
     def _target(self, optimizer: Any) -> Any:

@@ -36,6 +36,7 @@ class GradientBucket:
         segments: (parameter group, start, end) of the elements in the result of :meth:`collect`.
         arrived: Whether each parameter has its gradient in the running pass.
         missing: Number of trainable parameters without their gradient.
+        active: Whether workers exchange this bucket: the same on all.
         launched: Whether this bucket was sent in the running pass.
         observed: Whether the reduced gradient's norm is needed.
         accumulated: Unreduced gradients of earlier passes, if each pass's norm is needed.
@@ -98,12 +99,8 @@ class GradientBucket:
         """Wait for the gradients of a backward pass."""
         self.arrived = [False] * len(self.bucket.params)
         self.missing = sum([p.requires_grad for p in self.bucket.params])
+        self.active = self.missing > 0
         self.launched = self.observed = False
-
-    @property
-    def active(self) -> bool:
-        """Whether workers exchange this bucket: the same on all."""
-        return any(p.requires_grad for p in self.bucket.params)
 
     @property
     def unsent(self) -> bool:

@@ -173,7 +173,10 @@ class OwnedGradients(StepGradients):
 
     @property
     def kept(self) -> Sequence[Tensor | None]:
-        return self._oss.step_gradients()
+        if (reducer := self._oss.reducer) is None:
+            return super().kept
+        reducer.finish_reduction()
+        return [f.tensor.grad for f in self._oss.fragments]
 
     def clip_norm(self, params: Sequence[Tensor], max_norm: float, norm_type: float, **of_oss: Any) -> Tensor:
         return self._oss.clip_grad_norm(max_norm, norm_type, **of_oss)
@@ -182,7 +185,8 @@ class OwnedGradients(StepGradients):
         self._oss.clip_grad_value(clip_value)
 
     def discard(self) -> None:
-        self._oss.discard_gradients()
+        if (reducer := self._oss.reducer) is not None:
+            reducer.discard()
 
 
 def gradients_of(optimizer: Optimizer, model: torch.nn.Module | None = None) -> StepGradients:

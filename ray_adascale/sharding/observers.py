@@ -101,17 +101,17 @@ class BucketObserver(_OwnedShards):
         super().__init__(listener)
         self.reducer = weakref.ref(reducer)
         self._sums = GroupSums(groups, next((bucket.flat.device for bucket in buckets), torch.device("cpu")))
-        self._norms: list[tuple[int, Tensor]] = []  # (parameter group, norm) of the gradient sample
+        self.norms: list[tuple[int, Tensor]] = []
+        """(parameter group, norm) of the gradient sample so far."""
 
     def local_sq_norms(self) -> Tensor:
-        norms, self._norms = self._norms, []
+        norms, self.norms = self.norms, []
         return self._sums(norms)
 
     def add_bucket(self, bucket: GradientBucket, flat: Tensor) -> None:
         """Take the norms of one bucket of a gradient sample."""
-        if not self.measures:
-            return
-        self._norms += take_group_norms([(g, flat[start:end]) for g, start, end in bucket.segments])
+        if self.measures:
+            self.norms += take_group_norms([(g, flat[start:end]) for g, start, end in bucket.segments])
 
     def detach(self) -> None:
         self.listener = lambda: None

@@ -228,7 +228,8 @@ class OSS(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._full.zero_grad(set_to_none=set_to_none)
-        self.discard_gradients()
+        if (reducer := self.reducer) is not None:
+            reducer.discard()
 
     @_hooks.around_own_step
     @torch.no_grad()
@@ -347,18 +348,6 @@ class OSS(Optimizer):
         self._reducer = weakref.ref(reducer)
         for listener in list(self.reducer_listeners):
             listener.renew()
-
-    def step_gradients(self) -> list[Tensor]:
-        """Return the gradients that :meth:`step` will use on this worker: under ShardedDataParallel its share of them."""
-        if (reducer := self.reducer) is None:
-            return [p.grad for p in self._params() if p.grad is not None]
-        reducer.finish_reduction()
-        return [f.tensor.grad for f in self.fragments if f.tensor.grad is not None]
-
-    def discard_gradients(self) -> None:
-        """Forget the sharded gradients."""
-        if (reducer := self.reducer) is not None:
-            reducer.discard()
 
     @torch.no_grad()
     def clip_grad_norm(

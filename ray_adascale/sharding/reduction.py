@@ -184,7 +184,7 @@ class GradientReduction:
         self._sending = True
         self._open_buckets()
         self._advance(to_the_end=True)
-        self._discard_norms()  # that was no gradient sample
+        self._forget_norms()  # that was no gradient sample
         self._wait()
 
     def unsent(self) -> bool:
@@ -230,10 +230,9 @@ class GradientReduction:
         held = [bucket for bucket in self.buckets if bucket.held]
         return (f for bucket in held for f in bucket.bucket.fragments if f.tensor.grad is not None)
 
-    def _discard_norms(self) -> None:
-        """Drop the norms of buckets that belong to no gradient sample."""
+    def _forget_norms(self) -> None:
         if (observer := self._bucket_observer()) is not None:
-            observer.local_sq_norms()
+            observer.norms.clear()
 
     # ---- stepped with by the optimizer ---------------------------------------------------------------------------
 
@@ -274,7 +273,7 @@ class GradientReduction:
         self._pass_running = False
         self._in_flight.clear()
         self.reduced = self.overtaken = self.used = False
-        self._discard_norms()  # of a pass that did not come to its end
+        self._forget_norms()  # of a pass that did not come to its end
         for bucket in self.buckets:
             bucket.discard()
         if self.optimizer.world_size == 1:

@@ -104,8 +104,8 @@ class Copies(Sharding):
             )
 
 
-class GradientElsewhere(Tensor):
-    """A tensor without data that raises at any use.
+class GradientStandIn(Tensor):
+    """A gradient that other workers have: a tensor without data that raises at any use, where None would be skipped in silence.
 
     With sharded gradients a parameter's ``.grad`` is None after the last backward pass of a step, since its owner has it.
     ``torch.nn.utils.clip_grad_norm_`` would find no gradient, return 0 and clip nothing.
@@ -124,20 +124,6 @@ class GradientElsewhere(Tensor):
             "run.clip_grad_norm_() or run.clip_grad_value_() in place of torch's, or AdaScaleConfig(grad_clip=...). To read or "
             "change gradients in the loop, use AdaScaleConfig(sharding='oss') or 'none', which leave them whole on each worker."
         )
-
-
-def _mark_gradients_elsewhere(params: Iterable[Tensor]) -> None:
-    """Put a stand-in where a trainable parameter has no gradient."""
-    for p in params:
-        if p.grad is None and p.requires_grad:
-            p.grad = p.new_empty(()).expand(p.shape).as_subclass(GradientElsewhere)
-
-
-def _unmark_gradients(params: Iterable[Tensor]) -> None:
-    """Remove the stand-ins."""
-    for p in params:
-        if type(p.grad) is GradientElsewhere:
-            p.grad = None
 
 
 class Owners(Sharding):
@@ -159,10 +145,14 @@ class Owners(Sharding):
         self._model.follow()  # as its forward pass does, which the loop need not call
 
     def after_last(self) -> None:
-        _mark_gradients_elsewhere(self._params)
+        for p in self._params:
+            if p.grad is None and p.requires_grad:
+                p.grad = p.new_empty(()).expand(p.shape).as_subclass(GradientStandIn)
 
     def before_step(self) -> None:
-        _unmark_gradients(self._params)
+        for p in self._params:
+            if type(p.grad) is GradientStandIn:
+                p.grad = None
 
 
 class Whole(Sharding):
