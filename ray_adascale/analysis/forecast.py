@@ -8,11 +8,9 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from rich import box
 from rich.table import Table
@@ -26,7 +24,6 @@ from ..optim.rules import AUTO, auto_rule_of, make_rule, metric_of, name_of
 from ..recipe import Recipe
 from ..run.observe.advice import forecast_advice
 from ..run.observe.eta import clock_time
-from .plots import number_log_axis, pyplot
 
 _PAYS = 0.5  # share of the first worker's speed that further workers must add to be useful
 _FAR = 16  # S above which a note says that the forecast is rough
@@ -174,33 +171,6 @@ class Forecast:
         if any(row.cost is not None for row in rows):
             columns["cost"] = ["" if row.cost is None else f"{row.cost:,.2f}" for row in rows]
         return columns
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Plot steps and speed-up against workers, to a file in any of matplotlib's formats.
-
-        Raises:
-            ValueError: matplotlib is missing.
-        """
-        plt = pyplot("a plot")
-        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-        workers = [row.workers for row in self.rows]
-        left.plot(workers, [row.steps for row in self.rows], "o-", label="forecast")
-        left.fill_between(
-            workers, [row.low for row in self.rows], [row.high for row in self.rows], alpha=0.2, label="interval"
-        )
-        left.plot(workers, [self.total_steps / row.scale for row in self.rows], "--", color="0.6", label="T / S")
-        left.set(xlabel="workers", ylabel="optimizer steps", xscale="log", yscale="log")
-        right.plot(workers, [row.speedup for row in self.rows], "o-")
-        right.plot(workers, workers, "--", color="0.6", label="one for one")
-        right.set(xlabel="workers", ylabel="speed-up", xscale="log", yscale="log")
-        for axes in (left, right):
-            axes.set_xticks(workers, [str(k) for k in workers])
-            axes.minorticks_off()
-            number_log_axis(axes.yaxis)
-            axes.legend(frameon=False)
-            axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(Path(path), dpi=130)
-        plt.close(figure)
 
 
 def forecast_recipe(

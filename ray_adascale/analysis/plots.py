@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +18,8 @@ _STRETCHES = 60  # equal parts of a run for the means of its loss
 _COLORS = ("#3b7dd8", "#e0702a", "#2f9e5b", "#c2417f", "#8a63d2", "#9a7b1f", "#1a9ba8", "#b5493d", "#6f7f8f")
 
 
-def pyplot(what: str) -> Any:
+def pyplot() -> Any:
     """Return ``matplotlib.pyplot``, for plots to files.
-
-    Args:
-        what: The plot that needs it, for the error.
 
     Raises:
         ValueError: matplotlib is missing.
@@ -32,7 +27,7 @@ def pyplot(what: str) -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ValueError(f"matplotlib is needed for {what}: pip install matplotlib.") from error
+        raise ValueError("matplotlib is needed for a report: pip install matplotlib.") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -56,7 +51,6 @@ class Panel:
 
     Attributes:
         title: The title.
-        slug: The plot's name in the name of the PNG.
         keys: The columns, drawn in different dashes.
         log: Whether the values' axis is logarithmic. Only positive values are drawn then.
         ceiling: A column that is drawn thin and dashed beside the first one.
@@ -65,7 +59,6 @@ class Panel:
     """
 
     title: str
-    slug: str
     keys: tuple[str, ...]
     log: bool = False
     ceiling: str | None = None
@@ -76,21 +69,20 @@ class Panel:
 def make_panels(runs: list[RunTrace]) -> list[Panel]:
     """Return the plots for which at least one run has numbers."""
     metrics = dict.fromkeys(key for run in runs for key in run.metrics)
-    slugs = zip(metrics, _slugs(metrics), strict=True)
     chosen = any(run.changed_its_batch for run in runs)
     resized = any(len({row.get("world_size") for row in run.rows}) > 1 for run in runs)
     panels = [
-        Panel("Training loss, means (single steps faint)", "loss", ("loss",), log=_positive(runs, "loss"), noisy=True),
+        Panel("Training loss, means (single steps faint)", ("loss",), log=_positive(runs, "loss"), noisy=True),
         # Logarithmic for a perplexity, which begins a thousand times as large as it ends.
-        *(Panel(key, slug, (key,), _positive(runs, key, 100), dots=True) for key, slug in slugs),
-        Panel("Learning rate lr(⌊τ⌋), before the gain", "lr", ("lr",)),
-        Panel("Gain r, with its ceiling S dashed", "gain", ("gain",), ceiling="scale"),
-        *([Panel("Scale S, as the run chose it", "scale", ("scale",), log=True)] if chosen else []),
-        *([Panel("Workers", "workers", ("world_size",))] if resized else []),
-        Panel("σ² of one base batch (solid) and μ² (dotted), averaged", "noise", ("sigma2", "mu2"), log=True),
-        Panel("Efficiency r/S", "efficiency", ("efficiency",)),
-        Panel("Steps of the whole run: those taken, and the forecast's for the rest", "forecast", ("steps_expected",)),
-        Panel("Examples per second", "throughput", ("examples_per_s",)),
+        *(Panel(key, (key,), _positive(runs, key, 100), dots=True) for key in metrics),
+        Panel("Learning rate lr(⌊τ⌋), before the gain", ("lr",)),
+        Panel("Gain r, with its ceiling S dashed", ("gain",), ceiling="scale"),
+        *([Panel("Scale S, as the run chose it", ("scale",), log=True)] if chosen else []),
+        *([Panel("Workers", ("world_size",))] if resized else []),
+        Panel("σ² of one base batch (solid) and μ² (dotted), averaged", ("sigma2", "mu2"), log=True),
+        Panel("Efficiency r/S", ("efficiency",)),
+        Panel("Steps of the whole run: those taken, and the forecast's for the rest", ("steps_expected",)),
+        Panel("Examples per second", ("examples_per_s",)),
     ]
     return [p for p in panels if any(np.isfinite(run.column(key)).any() for run in runs for key in p.keys)]
 
@@ -104,12 +96,6 @@ def _positive(runs: list[RunTrace], key: str, ratio: float = 1.0) -> bool:
     """Return whether all values are positive, the largest at least ``ratio`` times the smallest."""
     values = np.concatenate([_line(run, key, dots=True)[1] for run in runs])
     return len(values) == 0 or bool(values.min() > 0 and values.max() >= ratio * values.min())
-
-
-def _slugs(metrics: Iterable[str]) -> list[str]:
-    """Return a name for the PNG of each metric, with numbers added to equal ones."""
-    found = [f"metric-{re.sub(r'[^A-Za-z0-9]+', '-', key).strip('-') or 'x'}" for key in metrics]
-    return [f"{slug}-{found[:i].count(slug) + 1}" if slug in found[:i] else slug for i, slug in enumerate(found)]
 
 
 def _line(run: RunTrace, key: str, *, dots: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -139,27 +125,19 @@ def _stretches(tau: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 def draw_svg(panel: Panel, groups: list[list[RunTrace]]) -> str:
     """Return the plot as SVG text, in the reader's colours and without a legend: the page has one for all plots."""
     text = io.StringIO()
-    with _drawn(panel, groups, ink=_INK) as (figure, _):
+    with drawn(panel, groups) as (figure, _):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
     return svg[max(svg.find("<svg"), 0) :].replace(_INK, "currentColor")
 
 
-def draw_png(panel: Panel, groups: list[list[RunTrace]], path: Path) -> None:
-    """Write the plot as a PNG file, with title and legend."""
-    with _drawn(panel, groups, ink="black") as (figure, axes):
-        axes.set_title(_literal(panel.title))
-        axes.legend(frameon=False, fontsize="small")
-        figure.savefig(path, dpi=150)
-
-
 @contextmanager
-def _drawn(panel: Panel, groups: list[list[RunTrace]], *, ink: str) -> Iterator[tuple[Any, Any]]:
+def drawn(panel: Panel, groups: list[list[RunTrace]]) -> Iterator[tuple[Any, Any]]:
     """Yield figure and axes with the curves of the runs, those of a group in one colour."""
-    plt = pyplot("a report")
-    style = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), ink)
+    plt = pyplot()
+    style = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK)
     # Several SVGs share the page's names.
-    style |= {"svg.fonttype": "none", "svg.hashsalt": panel.slug, "font.family": "sans-serif"}
+    style |= {"svg.fonttype": "none", "svg.hashsalt": panel.title, "font.family": "sans-serif"}
     with plt.rc_context(style):
         figure, axes = plt.subplots(figsize=(6, 3.1), layout="constrained")
         if panel.log:
@@ -176,7 +154,7 @@ def _drawn(panel: Panel, groups: list[list[RunTrace]], *, ink: str) -> Iterator[
         if panel.log:
             number_log_axis(axes.yaxis)
         axes.set(xlabel="effective steps τ", xlim=(0, None))
-        axes.grid(alpha=0.2, color=ink)
+        axes.grid(alpha=0.2, color=_INK)
         axes.spines[["top", "right"]].set_visible(False)
         yield figure, axes
         plt.close(figure)
@@ -189,11 +167,10 @@ def _points(panel: Panel, run: RunTrace, key: str) -> tuple[np.ndarray, np.ndarr
 
 def _draw_group(axes: Any, panel: Panel, runs: list[RunTrace], color: str) -> None:
     """Draw a run; of several that are alike the mean, and a band of one standard deviation to each side."""
-    marker, name = "o" if panel.dots else None, _literal(", ".join(run.label for run in runs))
+    marker = "o" if panel.dots else None
     for dash, key in zip(("-", ":"), panel.keys, strict=False):
         tau, values = _mean(axes, [line for run in runs if len((line := _curve(panel, run, key))[0])], color)
-        label = name if key == panel.keys[0] else None
-        axes.plot(tau, values, dash, marker=marker, ms=3, lw=1.3, color=color, label=label)
+        axes.plot(tau, values, dash, marker=marker, ms=3, lw=1.3, color=color)
     for run in runs:
         if panel.ceiling is not None:
             axes.plot(*_line(run, panel.ceiling, dots=False), "--", lw=0.9, alpha=0.7, color=color)
@@ -215,9 +192,3 @@ def _mean(axes: Any, curves: list[tuple[np.ndarray, np.ndarray]], color: str) ->
     mean, spread = np.mean(each, axis=0), np.std(each, axis=0, ddof=1)
     axes.fill_between(tau, mean - spread, mean + spread, color=color, alpha=0.2, lw=0)
     return tau, mean
-
-
-def _literal(text: str) -> str:
-    """Return the text in a form that matplotlib shows unchanged: without formulas, and not hidden from the legend."""
-    text = text.replace("$", r"\$")
-    return f"\u200b{text}" if text.startswith("_") else text

@@ -22,7 +22,7 @@ from ..forecast.replay import Forecaster
 from ..optim.rules import RULES
 from ..recipe import Recipe
 from ..run.observe.metrics import values_of
-from .plots import color_of, draw_png, draw_svg, make_panels
+from .plots import color_of, draw_svg, make_panels
 from .runs import RunTrace, alike_groups, failure_of, load_run, with_distinct_labels
 
 
@@ -32,7 +32,7 @@ def write_report(
     *,
     recipe: Recipe | None = None,
 ) -> Path:
-    """Write a report of runs as an HTML page, and each of its plots as a PNG beside it (``report-loss.png`` ...).
+    """Write a report of runs as an HTML page.
 
     Args:
         runs: The folder of one run or several; the base run first, if there is one. A mapping gives them labels.
@@ -65,10 +65,8 @@ def write_report(
     if output.is_dir():
         raise ValueError(f"Invalid output {str(output)!r}: a folder. Name the HTML file.")
     output.parent.mkdir(parents=True, exist_ok=True)
-    figures, groups = [], alike_groups(loaded)
-    for panel in make_panels(loaded) if loaded else []:
-        draw_png(panel, groups, output.with_name(f"{output.stem}-{panel.slug}.png"))
-        figures.append((panel.title, draw_svg(panel, groups)))
+    panels, groups = make_panels(loaded) if loaded else [], alike_groups(loaded)
+    figures = [(panel.title, draw_svg(panel, groups)) for panel in panels]
     page = _render(loaded, failures, figures, recipe)
     write_atomically(output, [page.encode()], sync=False)
     return output

@@ -33,7 +33,6 @@ class Forecast(Command):
             synchronisation in its trace; needs ``measure``; may be given again.
         cost_per_worker_hour: Price of a worker's hour in any currency; needs ``measure``.
         json: Print JSON instead of the table.
-        plot: Write a plot as well: .png, .svg or .pdf (needs matplotlib).
     """
 
     recipe: str = option()
@@ -42,7 +41,6 @@ class Forecast(Command):
     run: list[str] = option([], action="append", metavar="RUN")
     cost_per_worker_hour: float | None = option(None, metavar="PRICE")
     json: bool = False
-    plot: str | None = option(None, metavar="FILE")
     others = (AdaScaleConfig,)
     shown = ("per_worker_batch_size", "accumulation", "target_efficiency", "batch_schedule", "rule")
 
@@ -63,8 +61,6 @@ class Forecast(Command):
             throughput=self._throughput(self.measure, recipe, config) if self.measure else None,
             cost_per_worker_hour=self.cost_per_worker_hour,
         )
-        if self.plot:
-            made.plot(self.plot)
         if self.json:
             print(made.to_json())
         else:
@@ -93,7 +89,7 @@ class Forecast(Command):
 
 @dataclass(kw_only=True)
 class Report(Command):
-    """Write one self-contained HTML page about runs, to see whether the schedule held, and its plots as PNG files beside it.
+    """Write one self-contained HTML page about runs, to see whether the schedule held.
 
     ray-adascale report runs/base runs/big --recipe recipe.json -o report.html
 

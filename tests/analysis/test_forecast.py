@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,15 +245,6 @@ def test_table_and_json() -> None:
     assert read["max_useful_workers"] == made.max_useful_workers
     assert read["rows"][1]["seconds"] == 34.375
     assert read["recipe"] == recipe([(0, 3, 1)]).fingerprint
-
-
-def test_plot_and_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    twice = recipe([(0, 3, 0)], repeats=[Repeat(seed=1, score=0.5, noise=probes([(0, 0, 2)]))])
-    forecast_recipe(twice, workers=[1, 4]).plot(tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=r"is needed for a .*: pip install matplotlib"):
-        forecast_recipe(twice, workers=[1, 4]).plot(tmp_path / "plot.png")
 
 
 # ---- a run that chooses its scale ------------------------------------------------------------------------------------

@@ -121,12 +121,7 @@ def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) 
     assert keys == [("#3b7dd8", "base"), ("#e0702a", "scaled"), ("#e0702a", "scaled"), *keys[:2]]
     assert text.index("<h2>Plots</h2>") < text.index('<div class="legend">') < text.index("<figure>")
     assert "Vertical lines" not in text
-    pngs = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
-    assert pngs == [
-        f"report-{name}.png" for name in ("efficiency", "gain", "loss", "lr", "metric-accuracy", "noise", "throughput")
-    ]
-    assert all((tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG") for name in pngs)
-    assert list((tmp_path / "out").glob(".*")) == []
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
 
 
 @pytest.mark.parametrize(
@@ -218,8 +213,8 @@ def test_restarts_and_resizes_are_marked(make: Callable[..., Page], tmp_path: Pa
     ]
     assert page.tables[2][1:] == [["mine", "4 → 8", "", "", "5", "resized"]]
     assert page.tags.count("svg") == 7  # one of them the workers
-    assert (tmp_path / "out" / "report-workers.png").is_file()
     text = (tmp_path / "out" / "report.html").read_text()
+    assert ">Workers</" in text
     assert "Vertical lines" in text
     assert "<h2>Restarts and resizes</h2>" in text
     assert '<th class="text">what</th>' in text
@@ -263,7 +258,6 @@ def test_a_run_that_changed_its_batch(make: Callable[..., Page], tmp_path: Path)
     assert page.headings[:2] == ["Runs", "Forecast and actual"]
     assert page.tables[0][1][1:5] == ["2", "2 … 5.5, mean 5.2", "20", "832"]
     assert page.tables[1][1][1:] == ["2 … 5.5, mean 5.2", "", "", "20", "changed its batch"]
-    assert (tmp_path / "out" / "report-scale.png").is_file()
     assert "Scale S, as the run chose it" in (tmp_path / "out" / "report.html").read_text()
 
 
