@@ -62,7 +62,7 @@ nitpick_ignore_regex = [
         r"py:class",
         r"Module|Optimizer|Path|optional|ScalingRule|BatchSplit|WorkloadFn|ScalingConfig|TrialScheduler|Callback"
         # As autodoc names them when a build reads only the pages that changed.
-        r"|nn\.Module|LRScheduler|Sampling|Backend",
+        r"|nn\.Module|LRScheduler|ExampleSampler|Backend",
     ),
     (r"py:attr", r"[a-z_]+"),
     # Modules that are not part of the public interface; their names appear in type annotations.

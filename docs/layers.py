@@ -103,7 +103,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "deferred wrapper grad_scaler adam_metric step_sums exchange sampling",
         ),
         Package("", "the batch of a step", "batch"),
-        Package("data", "which examples a worker sees next", "order source iterables fetch device sampling cut"),
+        Package("data", "which examples a worker sees next", "order source iterables fetch device sampling head"),
         Package(
             "sharding",
             "where a tensor lives and how it travels",

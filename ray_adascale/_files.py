@@ -293,7 +293,14 @@ def fetched(path: str | os.PathLike[str], *, checkpoints: bool = True) -> Path:
 
 
 def _fetch(system: Any, info: Any, to: Path, without: str) -> None:
-    """Copy a file or folder of a storage. With ``without`` the folder's folders whose names begin so are left out."""
+    """Copy a file or a folder from a storage.
+
+    Args:
+        system: The storage.
+        info: The storage's description of the file or folder.
+        to: The copy.
+        without: Skip the folders inside whose names begin with this text; empty: copy all.
+    """
     import pyarrow.fs
 
     if info.is_file:

@@ -440,7 +440,7 @@ class BatchFollower:
         """Return whether a decision is due at a boundary with this τ."""
         return len(self.plans) > 1 and self._mark_at(tau) != self._mark
 
-    def after_step(self, tau: float, moments: Callable[[], tuple[float, float]]) -> StepPlan:
+    def next_plan(self, tau: float, moments: Callable[[], tuple[float, float]]) -> StepPlan:
         """Return the plan of the next step.
 
         Args:

@@ -104,7 +104,7 @@ SETTINGS: dict[str, Check] = {
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseProbe:
-    """The noise at one step of a base run, from a single probe, neither smoothed nor clipped.
+    """The noise at one step of a base run: one raw measurement, neither smoothed nor clipped.
 
     Attributes:
         effective_steps: τ at the probe, optimizer steps at the base batch.

@@ -23,7 +23,7 @@ from ._torch import leaves
 from ._warn import warn_at_user
 from .config import AdaScaleConfig
 from .data.iterables import own_sampler
-from .data.sampling import Sampling
+from .data.sampling import ExampleSampler
 from .optim.scheduler_checks import check_initial_rates, check_scheduler
 from .optim.wrapper import check_parameters, check_wrappable
 from .recipe import Recipe
@@ -114,7 +114,7 @@ _METRIC = must_be(
 
 
 @dataclass(kw_only=True, eq=False)
-class Pieces:
+class RunInputs:
     """The pieces that every run has, checked. The attributes are those of :class:`Workload`.
 
     Raises:
@@ -125,7 +125,7 @@ class Pieces:
     optimizer: Optimizer
     scheduler: LRScheduler | None = None
     train_dataset: Any
-    sampler: Sampling | None = None
+    sampler: ExampleSampler | None = None
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = field(default=None, metadata=MAYBE_FUNCTION)
     collate_fn: Callable[[list[Any]], Any] | None = field(default=None, metadata=MAYBE_FUNCTION)
     extra_state: Mapping[str, Any] | None = None
@@ -159,7 +159,7 @@ class Pieces:
 
 @hinting
 @dataclass(kw_only=True, eq=False)
-class Workload(Pieces):
+class Workload(RunInputs):
     """The pieces of a training run, in plain torch, exactly as at the base batch. Not wrapped, not moved to a device.
 
     Attributes:

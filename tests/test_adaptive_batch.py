@@ -62,7 +62,7 @@ def follower(efficiency: Any = 0.5, workers: int = 2, **settings: Any) -> Any:
 
 
 def decided(follower: BatchFollower, tau: float, sigma2: float, mu2: float) -> int:
-    plan = follower.after_step(tau, lambda: (sigma2, mu2))
+    plan = follower.next_plan(tau, lambda: (sigma2, mu2))
     return plan.global_batch_size
 
 

@@ -114,7 +114,7 @@ def test_a_batch_begins_at_the_first_boundary_that_has_reached_its_start() -> No
         seen = [it.plan.global_batch_size]
         for tau in taus:
             due, before = it.due_by(tau), it.plan
-            assert it.after_step(tau, lambda: (math.nan, math.nan)) == it.plan
+            assert it.next_plan(tau, lambda: (math.nan, math.nan)) == it.plan
             assert due or it.plan == before
             seen.append(it.plan.global_batch_size)
             again = following(schedule)
@@ -133,7 +133,7 @@ def test_a_step_that_may_end_in_the_second_of_two_equal_batches_is_read() -> Non
     """τ may be at most 6 by then, but it may be 4 as well, where the batch is 32."""
     it = following("0:8,3:32,5:8")
     assert it.due_by(6.0)
-    assert it.after_step(4.0, lambda: (1.0, 1.0)).global_batch_size == 32
+    assert it.next_plan(4.0, lambda: (1.0, 1.0)).global_batch_size == 32
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

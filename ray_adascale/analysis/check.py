@@ -12,7 +12,7 @@ from .._torch import leaves
 from ..batch import BatchSettings
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig, read_settings
-from ..data.cut import examples_of
+from ..data.head import examples_of
 from ..recipe import Recipe
 from ..run.boundary.backend import LocalBackend
 from ..run.loop import Run

@@ -18,7 +18,7 @@ from rich.table import Table
 from .._errors import SettingError
 from ..batch import BatchSettings, StepPlan
 from ..config import AdaScaleConfig, read_settings
-from ..forecast.replay import MOST_STEPS, Forecaster, Steps
+from ..forecast.replay import MOST_STEPS, Forecaster, StepForecast
 from ..forecast.throughput import Throughput
 from ..optim.rules import AUTO, auto_rule_of, make_rule, metric_of, name_of
 from ..recipe import Recipe
@@ -280,7 +280,7 @@ class _Runs:
         self.base = recipe.total_steps * _step_time(throughput, plan)
         """The time of the base run."""
 
-    def on(self, k: int, most_steps: int = MOST_STEPS) -> tuple[Steps, float]:
+    def on(self, k: int, most_steps: int = MOST_STEPS) -> tuple[StepForecast, float]:
         """Return the steps on k workers, and the mean time of one step."""
         found = self._forecaster.following(self._batch, k, most_steps=most_steps)
         plans = found.expected.plans or [self._batch.plan(k)]

@@ -77,7 +77,8 @@ def _help(field: dataclasses.Field[Any], texts: Mapping[str, str], default: str 
     first, *others = re.split(r"(?<=\.) (?=[A-Z])", texts.get(field.name, ""))
     defaults = [text.removeprefix("Default: ").removesuffix(".") for text in others if text.startswith("Default: ")]
     if not defaults and not any(field.default is none for none in (None, False, dataclasses.MISSING)):
-        defaults = ["yes" if field.default is True else f"{field.default:{'g' * isinstance(field.default, float)}}"]
+        default_text = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+        defaults = ["yes" if field.default is True else default_text]
     shown = [default] if default is not None else defaults
     text = f"{first.removesuffix('.')} (default: {shown[0]})" if shown else first.removesuffix(".")
     text = re.sub(r":\w+:`([^`]+)`", r"\1", text)
@@ -110,13 +111,13 @@ def _arguments(field: dataclasses.Field[Any]) -> tuple[list[str], dict[str, Any]
 def _reader(convert: Callable[[str], Any], words: str, *, optional: bool = False) -> Callable[[str], Any]:
     """Return the function that reads a value and names what it must be; where the field may be None, it reads "none" too."""
 
+    expected = f"{words} or none" if optional else words
+
     def read(text: str) -> Any:
         try:
             return None if optional and text == "none" else convert(text)
         except (ValueError, TypeError):
-            raise argparse.ArgumentTypeError(
-                f"invalid value {text!r}. Must be {words}{' or none' * optional}"
-            ) from None
+            raise argparse.ArgumentTypeError(f"invalid value {text!r}. Must be {expected}") from None
 
     return read
 

@@ -117,7 +117,7 @@ class Report(Command):
             for run in with_distinct_labels([load_run(run) for run in runs]):
                 write_events(run, self.tensorboard)
             print(f"Event files are in {self.tensorboard}: tensorboard --logdir {self.tensorboard}")
-        replaced = ", in place of an earlier page" * Path(self.output).is_file()
+        replaced = ", in place of an earlier page" if Path(self.output).is_file() else ""
         print(f"Written to {write_report(runs, self.output, recipe=recipe)}{replaced}")
         return 0
 

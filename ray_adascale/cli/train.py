@@ -219,9 +219,10 @@ def _summary(result: Result, seconds: float) -> str:
     metrics: Any = result.metrics
     own = values_of({key: value for key, value in metrics.items() if key not in {*METRICS, *LEFT}})
     steps = metrics["optimizer_steps"]
+    mean_gain = metrics["progress"] / steps if steps else 1
     return (
-        f"{own}{'; ' * bool(own)}loss {metrics['loss']:.4g}; {steps:,} optimizer steps for "
-        f"{metrics['effective_steps']:,.0f} effective ones, mean gain {metrics['progress'] / steps if steps else 1:.2f}, "
+        f"{f'{own}; ' if own else ''}loss {metrics['loss']:.4g}; {steps:,} optimizer steps for "
+        f"{metrics['effective_steps']:,.0f} effective ones, mean gain {mean_gain:.2f}, "
         f"scale {metrics['scale']:g} at the end; {seconds:.0f} s; {result.return_value['stopped']}"
     )
 

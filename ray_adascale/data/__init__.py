@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from .._torch import leaves
 from .._warn import warn_at_user
-from .cut import examples_of
 from .fetch import stacked
+from .head import examples_of
 from .iterables import IterableSource, RayDataBatches, even_size, fixed_batches, unshared
 from .order import BatchSplit, ExampleOrder
-from .sampling import Sampling
+from .sampling import ExampleSampler
 from .source import BatchSource, MapSource, loader_generator
 
 
@@ -34,7 +34,7 @@ def make_source(
     device: torch.device | None = None,
     length: int | None = None,
     splits_change: bool = False,
-    sampler: Sampling | None = None,
+    sampler: ExampleSampler | None = None,
 ) -> BatchSource:
     """Return the source for a dataset.
 

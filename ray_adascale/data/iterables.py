@@ -21,7 +21,7 @@ from torch.utils.data import (
 from .._warn import warn_at_user, warn_on_first_worker
 from .fetch import epoch_setters
 from .order import BatchSplit, MicroBatch
-from .sampling import Sampling
+from .sampling import ExampleSampler
 from .source import BatchSource
 
 
@@ -261,7 +261,7 @@ def unshared(loader: DataLoader[Any]) -> str | None:
     return None if any(part in name for name in names for part in _OF_RANKS) else type(sampler).__name__
 
 
-def own_sampler(loader: Any) -> Sampling | None:
+def own_sampler(loader: Any) -> ExampleSampler | None:
     """Return the sampler of all examples that the user gave a ``DataLoader`` over a map-style dataset; None without one."""
     if not isinstance(loader, DataLoader) or unshared(loader) is None or type(loader.batch_sampler) is not BatchSampler:
         return None

@@ -173,7 +173,7 @@ def split_evenly(total: int, parts: int) -> list[int]:
     return [size + 1] * larger + [size] * (parts - larger)
 
 
-class StepSampler(Sampler[list[int]]):
+class ExampleStream(Sampler[list[int]]):
     """A batch sampler that yields one worker's micro-batches without end: step by step, within a step pass by pass.
 
     Each step uses B examples of the stream, across the borders of epochs, split as ``split`` says.

@@ -16,7 +16,7 @@ from .._torch import digest_of, generators_kept
 from .._warn import warn_on_first_worker
 from .order import stable_seed
 
-Sampling = Iterable[int] | Callable[[int], Iterable[int]]
+ExampleSampler = Iterable[int] | Callable[[int], Iterable[int]]
 """A torch ``Sampler``, or a function from an epoch, counted from 0, to the indices of its examples."""
 
 _REMEDY = (
@@ -46,7 +46,7 @@ class SampledOrder:
             dataset, or their number changes, or they are not a function of (seed, epoch).
     """
 
-    def __init__(self, sampling: Sampling, size: int, seed: int) -> None:
+    def __init__(self, sampling: ExampleSampler, size: int, seed: int) -> None:
         if getattr(sampling, "num_replicas", 1) != 1 or isinstance(sampling, DistributedSampler):
             raise ValueError(
                 f"Invalid sampler: {kind_of(sampling)} draws one worker's share. Give a sampler of all examples, which is shared "

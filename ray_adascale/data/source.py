@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Sampler
 from .._errors import check_count
 from .device import CopiesAhead, Pinnable, to_device
 from .fetch import Examples, Fetch, Rows, Seeded, has_plain_rows, stacked, state_of
-from .order import BatchSplit, ExampleOrder, MicroBatch, StepSampler, stable_seed
-from .sampling import SampledOrder, Sampling
+from .order import BatchSplit, ExampleOrder, ExampleStream, MicroBatch, stable_seed
+from .sampling import ExampleSampler, SampledOrder
 
 
 def base_steps_per_epoch(length: int | None, base_batch_size: int, *, drop_last: bool) -> float | None:
@@ -173,7 +173,7 @@ class MapSource(BatchSource):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         device: torch.device | None = None,
-        sampler: Sampling | None = None,
+        sampler: ExampleSampler | None = None,
     ) -> None:
         check_count("num_workers", num_workers, 0)
         self._dataset, self._size = dataset, len(dataset)
@@ -181,9 +181,9 @@ class MapSource(BatchSource):
         """The epoch in which the dataset was last looked at, and its state as loader processes have it."""
         self._sampled = None if sampler is None else SampledOrder(sampler, len(dataset), order.seed)
         if self._sampled is None:
-            self.sampler = StepSampler(len(dataset), split, order)
+            self.sampler = ExampleStream(len(dataset), split, order)
         else:
-            self.sampler = StepSampler(self._sampled.length, split, order, epoch_indices=self._sampled.indices)
+            self.sampler = ExampleStream(self._sampled.length, split, order, epoch_indices=self._sampled.indices)
         self.length, self._drop_last = self.sampler.length, order.drop_last
         self._fetch: Fetch = Examples(dataset, stacked if collate_fn is None else collate_fn, self.length)
         if collate_fn is None and has_plain_rows(dataset):
@@ -291,7 +291,7 @@ class _Requests(Sampler[_Request]):
         collated: Whether a function of the user makes the batches, which may leave out examples.
     """
 
-    def __init__(self, sampler: StepSampler, *, to_processes: bool, collated: bool) -> None:
+    def __init__(self, sampler: ExampleStream, *, to_processes: bool, collated: bool) -> None:
         self._sampler = sampler
         self._to_processes = to_processes
         self._collated = collated

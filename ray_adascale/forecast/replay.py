@@ -198,7 +198,7 @@ class Law:
 
 
 @dataclass(frozen=True)
-class Replay:
+class PredictedRun:
     """The result of a replay.
 
     Attributes:
@@ -259,7 +259,7 @@ def replay(
     averaging_window: float = 0.05,
     most_steps: int | None = None,
     follower: BatchFollower | None = None,
-) -> Replay:
+) -> PredictedRun:
     """Replay a run over a noise curve, with the loop's arithmetic.
 
     Args:
@@ -326,10 +326,10 @@ def replay(
         if follower is not None:
             plans.append(follower.plan)
             read = functools.partial(_clipped, variance, square, weight)
-            stepped_at, scale = scale, follower.after_step(tau * stride, read).scale
+            stepped_at, scale = scale, follower.next_plan(tau * stride, read).scale
         pushed = momentum * pushed + (1 - momentum) * r
         moved += pushed
-    return Replay(tau * stride, progress * stride, tuple(taus), tuple(gains), total_steps, stride, tuple(plans))
+    return PredictedRun(tau * stride, progress * stride, tuple(taus), tuple(gains), total_steps, stride, tuple(plans))
 
 
 def _clipped(variance: float, square: float, weight: float) -> tuple[float, float]:
@@ -338,7 +338,7 @@ def _clipped(variance: float, square: float, weight: float) -> tuple[float, floa
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepForecast:
     """The expected steps of a run at one scale.
 
     Attributes:
@@ -347,7 +347,7 @@ class Steps:
         high: Most optimizer steps of the interval.
     """
 
-    expected: Replay
+    expected: PredictedRun
     low: float
     high: float
 
@@ -377,7 +377,7 @@ class Forecaster:
         self._rule = make_rule(rule)
         self._window = averaging_window
         self._curves = noise_curves(recipe)
-        self._found: dict[tuple[float, int], Steps] = {}
+        self._found: dict[tuple[float, int], StepForecast] = {}
         self.seeds = max(len(self._curves) - 1, 1)
         self.measures = self._clock_at(1.0, 4.0) != self._clock_at(4.0, 4.0)
 
@@ -392,14 +392,14 @@ class Forecaster:
         )
         return copy.deepcopy(self._rule)(seen)[1]
 
-    def at(self, scale: float, *, most_steps: int = MOST_STEPS) -> Steps:
+    def at(self, scale: float, *, most_steps: int = MOST_STEPS) -> StepForecast:
         """Return the steps at S; ``most_steps`` as for :func:`replay`."""
         key = scale, most_steps
         if key not in self._found:
             self._found[key] = self._steps(scale, most_steps)
         return self._found[key]
 
-    def following(self, batch: BatchSettings, workers: int, *, most_steps: int = MOST_STEPS) -> Steps:
+    def following(self, batch: BatchSettings, workers: int, *, most_steps: int = MOST_STEPS) -> StepForecast:
         """Return the steps of a run with these settings, on this number of workers.
 
         Raises:
@@ -419,7 +419,7 @@ class Forecaster:
 
     def _steps(
         self, scale: float, most_steps: int, follower: Callable[[], BatchFollower | None] = lambda: None
-    ) -> Steps:
+    ) -> StepForecast:
         replays = [
             replay(
                 curve,
@@ -444,4 +444,4 @@ class Forecaster:
                 self._recipe.total_steps / self._clock_at(gain, max(scales)) for gain in (1.0, max(scales))
             )
             low, high = min(low, max(low / factor, possible[0])), max(high, min(high * factor, possible[1]))
-        return Steps(replays[0], max(low, 1.0), max(high, 1.0))
+        return StepForecast(replays[0], max(low, 1.0), max(high, 1.0))

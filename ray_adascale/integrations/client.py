@@ -230,7 +230,7 @@ class StepLog:
         )
 
     def _resume(self, folder: Path, number: int) -> Trace:
-        """Open the trace of this start, whose first step has this number."""
+        """Open the trace of this start. ``number`` is that of the start's first step."""
         trace = Trace(folder, self._schedule.base_schedule.total_steps)
         trace.first = {"optimizer": class_name(largest_part(self._adascale.wrapped))}
         before = [row for row in joined(files_of(folder)) if row["step"] < number]
@@ -250,7 +250,7 @@ class RecipeRecorder:
     no state, so the run is bit-identical to one without probes.
 
     Args:
-        loss_fn: ``loss_fn(model, batch)``, the mean loss over the batch's examples, of the bare model.
+        loss_fn: ``loss_fn(model, batch)`` is the mean loss over the batch's examples. It is called with the bare model.
         probe_every: Optimizer steps between two probes. Default: as for ``record_recipe``.
     """
 

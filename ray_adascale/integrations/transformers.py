@@ -18,7 +18,7 @@ from transformers.trainer_utils import has_length
 from .._torch import in_eval_mode
 from .._warn import warn_at_user
 from ..config import AdaScaleConfig
-from ..forecast.replay import Replay
+from ..forecast.replay import PredictedRun
 from ..optim.adascale import AdaScale
 from ..optim.tau_schedule import TauSchedule
 from ..recipe import Recipe
@@ -92,7 +92,7 @@ class AdaScaleMixin(_Base):
         self.schedule: TauSchedule | None = None
         self._recipe, self._trace, self._recorder = recipe, trace, recorder
         self._steps: StepLog | None = None
-        self._forecast: Replay | None = None
+        self._forecast: PredictedRun | None = None
         self._normalises: bool | None = None
         self._losses: list[Tensor] = []  # of the present step
         self._warned_of_dropped = False

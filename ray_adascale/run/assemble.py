@@ -23,9 +23,9 @@ from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MapSource
 from ..optim.schedule import BaseSchedule, EffectiveSchedule
 from ..recipe import Recipe
-from ..workload import Pieces, Workload
+from ..workload import RunInputs, Workload
 from .boundary.backend import Backend
-from .boundary.batch import StepBatch
+from .boundary.batch import ChooseBatch
 from .boundary.changes import groups_of
 from .boundary.checkpointing import Checkpointing
 from .boundary.evaluation import Evaluation
@@ -46,7 +46,7 @@ from .unit_weights import UnitWeights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class RunParts:
     """The parts of a run, built and restored from the newest checkpoint.
 
     Attributes:
@@ -84,7 +84,7 @@ class Parts:
     listeners: list[Listener]
 
 
-def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, backend: Backend) -> Parts:
+def assemble(inputs: RunInputs, config: AdaScaleConfig, *, recipe: Recipe | None, backend: Backend) -> RunParts:
     """Build the parts of a run and load the newest checkpoint into them. Collective. The arguments are those of ``Run``.
 
     Raises:
@@ -92,22 +92,22 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     """
     config = read_settings(config).with_recipe(recipe)
     rank, device = backend.rank, backend.device
-    model, optimizer = pieces.model, pieces.optimizer
+    model, optimizer = inputs.model, inputs.optimizer
     config = check_built(model, optimizer, config, recipe)
     warn_of_state_dict_hooks(optimizer)
     warn_of_modes(optimizer)
-    _check_early_stop(config, pieces.evaluate)
-    _check_extra_state(pieces.extra_state or {})
-    source, follower, total_steps = _data_of(pieces, config, backend)
+    _check_early_stop(config, inputs.evaluate)
+    _check_extra_state(inputs.extra_state or {})
+    source, follower, total_steps = _data_of(inputs, config, backend)
     plan = follower.plan
-    schedule, base_schedule = _schedules_of(pieces, config, source, total_steps)
-    advice = check_schedule(pieces.scheduler, base_schedule, config, recipe, plan.global_batch_size)
+    schedule, base_schedule = _schedules_of(inputs, config, source, total_steps)
+    advice = check_schedule(inputs.scheduler, base_schedule, config, recipe, plan.global_batch_size)
 
     module = model.to(device)
     # By the configuration: init_process_group() without a backend leaves the name "undefined", and has NCCL alone on a GPU.
     only_nccl = plan.workers > 1 and "gloo" not in dist.get_backend_config()
     on_cpu = dist.new_group(backend="gloo") if only_nccl else None
-    check_equal(facts_of(pieces, config, source, base_schedule, recipe), plan.workers, on_cpu)
+    check_equal(facts_of(inputs, config, source, base_schedule, recipe), plan.workers, on_cpu)
     wrapped = wrap(module, optimizer, config, plan, device=device, total_steps=total_steps)
     passes = Passes(
         module,
@@ -118,13 +118,13 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         device=device,
         sharding=wrapped.sharding,
     )
-    batch = StepBatch(follower, wrapped.optimizer)
+    batch = ChooseBatch(follower, wrapped.optimizer)
     evaluation = Evaluation(
-        pieces.evaluate,
+        inputs.evaluate,
         module,
         every=config.evaluate_every or total_steps / 10,
         early_stop=config.early_stop,
-        metric=pieces.metric if isinstance(pieces, Workload) else None,
+        metric=inputs.metric if isinstance(inputs, Workload) else None,
     )
     clipping = Clipping(config, recipe, total_steps=total_steps)
     train_state = TrainState(
@@ -135,7 +135,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         schedule=schedule,
         source=source,
         loop=LoopState(),
-        stages=[batch, evaluation, *([] if clipping.expected is None else [clipping.expected])],
+        parts=[batch, evaluation, *([] if clipping.expected is None else [clipping.expected])],
         base_schedule=base_schedule,
         world_size=plan.workers,
         recipe=None if recipe is None else recipe.fingerprint,
@@ -143,11 +143,11 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         device=device,
         frozen=frozen_names(module),
         groups=groups_of(optimizer, wrapped.parameter_names),
-        extra=pieces.extra_state or {},
+        extra=inputs.extra_state or {},
     )
     if backend.keeps_checkpoints:
         train_state.users_state({})  # raises now and not at the first checkpoint
-    start = _start_of(pieces.starting_step, train_state, evaluation)
+    start = _start_of(inputs.starting_step, train_state, evaluation)
     plan, trace, listeners = _resume(backend, config, recipe, train_state, (batch, evaluation), plan, start)
     if trace is not None:  # the metrics are known as the loop begins
         trace.first = {"optimizer": class_name(largest_part(optimizer)), "untrained": evaluation.untrained}
@@ -167,7 +167,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
     checkpointing = Checkpointing(backend, train_state, replicas, trace, every_s=every_s, process_group=on_cpu)
     reporting = Reporting(backend, config.report_every_s, evaluation, checkpointing)
     stages = (batch, Interrupt(backend), evaluation, Preemption(backend), checkpointing, reporting)
-    return Parts(
+    return RunParts(
         backend=backend,
         config=config,
         plan=plan,
@@ -179,7 +179,7 @@ def assemble(pieces: Pieces, config: AdaScaleConfig, *, recipe: Recipe | None, b
         stages=stages,
         evaluation=evaluation,
         clipping=clipping,
-        unit_weights=None if pieces.weight_of is None else UnitWeights(pieces.weight_of, plan.workers, on_cpu),
+        unit_weights=None if inputs.weight_of is None else UnitWeights(inputs.weight_of, plan.workers, on_cpu),
         checkpointing=checkpointing,
         reporting=reporting,
         listeners=listeners,
@@ -191,7 +191,7 @@ def _resume(
     config: AdaScaleConfig,
     recipe: Recipe | None,
     train_state: TrainState,
-    stages: tuple[StepBatch, Evaluation],
+    stages: tuple[ChooseBatch, Evaluation],
     plan: StepPlan,
     start: Callable[[], None] | None,
 ) -> tuple[StepPlan, Trace | None, list[Listener]]:
@@ -235,9 +235,9 @@ def _start_of(step: int, train_state: TrainState, evaluation: Evaluation) -> Cal
     return start if step else None
 
 
-def _data_of(pieces: Pieces, config: AdaScaleConfig, backend: Backend) -> tuple[BatchSource, BatchFollower, int]:
+def _data_of(inputs: RunInputs, config: AdaScaleConfig, backend: Backend) -> tuple[BatchSource, BatchFollower, int]:
     """Return the source of the data with the first batch, the follower that chooses the batches, and T."""
-    dataset, workers = pieces.train_dataset, backend.world_size
+    dataset, workers = inputs.train_dataset, backend.world_size
     plan = config.batch.plan(workers)
     if config.batch.halves(plan):
         _tell_of_two_passes(plan, dataset)
@@ -245,11 +245,11 @@ def _data_of(pieces: Pieces, config: AdaScaleConfig, backend: Backend) -> tuple[
         dataset,
         plan.split(backend.rank),
         ExampleOrder(seed=config.seed, shuffle=config.shuffle, drop_last=config.drop_last),
-        collate_fn=pieces.collate_fn,
+        collate_fn=inputs.collate_fn,
         num_workers=config.num_loader_workers,
         device=backend.device,
         length=_length(config, dataset, workers),
-        sampler=pieces.sampler,
+        sampler=inputs.sampler,
         splits_change=config.batch.changes,
     )
     per_epoch = source.base_steps_per_epoch(plan.base_batch_size)
@@ -280,14 +280,14 @@ def _tell_of_two_passes(plan: StepPlan, dataset: Any) -> None:
 
 
 def _schedules_of(
-    pieces: Pieces, config: AdaScaleConfig, source: BatchSource, total_steps: int
+    inputs: RunInputs, config: AdaScaleConfig, source: BatchSource, total_steps: int
 ) -> tuple[EffectiveSchedule, BaseSchedule]:
     """Return the schedule that drives the optimizer, and the base run's."""
     base_batch_size = config.batch.base_batch_size
     per_epoch = source.base_steps_per_epoch(base_batch_size)
     schedule = EffectiveSchedule(
-        pieces.optimizer,
-        pieces.scheduler,
+        inputs.optimizer,
+        inputs.scheduler,
         unit=config.scheduler_unit,
         base_steps_per_epoch=per_epoch,
         total_steps=total_steps,

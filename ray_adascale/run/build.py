@@ -30,7 +30,7 @@ from ..sharding.oss import OSS
 from ..sharding.partition import has_state
 from ..sharding.sharded_ddp import ShardedDataParallel
 from ..sharding.strategy import Sharding, sharding_of
-from ..workload import Pieces
+from ..workload import RunInputs
 from .observe.advice import warn_of_optimizer, warn_of_schedule, warn_of_step_hooks
 
 
@@ -87,12 +87,12 @@ _NOT_COMPARED = {"seed", "shuffle", "drop_last", "rule", "num_loader_workers"}
 
 
 def facts_of(
-    pieces: Pieces, config: AdaScaleConfig, source: BatchSource, schedule: BaseSchedule, recipe: Recipe | None
+    inputs: RunInputs, config: AdaScaleConfig, source: BatchSource, schedule: BaseSchedule, recipe: Recipe | None
 ) -> dict[str, str]:
     """Return what must be the same on all workers when a run is built, by name."""
     hyperparameters = [
         {key: value for key, value in group.items() if key != "params" and isinstance(value, int | float | str | tuple)}
-        for group in pieces.optimizer.param_groups
+        for group in inputs.optimizer.param_groups
     ]
     curves = schedule.lr_curve
     assert isinstance(curves, LRCurves)
@@ -103,18 +103,18 @@ def facts_of(
             if k not in _NOT_COMPARED and not k.endswith("_s")
         },
         "The rule": name_of(make_rule(config.rule)),
-        "The optimizer": type(pieces.optimizer).__name__,
+        "The optimizer": type(inputs.optimizer).__name__,
         "The list of hyperparameters": repr(hyperparameters),
         "The LR curve": f"of digest {digest_of(torch.from_numpy(curves.rows))}",
         "The list of LR factors": repr(curves.groups),
         "The order of the data": repr(source.state_dict()),
         "The recipe": repr(None if recipe is None else recipe.fingerprint),
-        "starting_step": repr(pieces.starting_step),
-        "The number of parameters": str(len(list(pieces.model.parameters()))),
-        "evaluate": "None" if pieces.evaluate is None else "given",
+        "starting_step": repr(inputs.starting_step),
+        "The number of parameters": str(len(list(inputs.model.parameters()))),
+        "evaluate": "None" if inputs.evaluate is None else "given",
         **{
             f"The parameter {name!r}": f"{tuple(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
-            for name, p in pieces.model.named_parameters()
+            for name, p in inputs.model.named_parameters()
         },
     }
 

@@ -13,7 +13,6 @@ from ..gain import plain_effective_decay
 from ..optim.rules import make_rule, metric_of
 from ..optim.step_result import StepResult
 from ..recipe import Recipe
-from .boundary.stage import Stage
 from .observe.metrics import CLIPPED
 from .passes import Passes
 
@@ -24,7 +23,7 @@ _FIRST = 10
 """Steps that are measured before one may be clipped."""
 
 
-class ExpectedNorm(Stage):
+class ExpectedNorm:
     """Keeps the average of ‖ḡ‖² over effective time at S > 1. Its root is the expected norm, since E‖ḡ‖² = μ² + σ²/S.
 
     A clipped step counts with the norm that it was clipped to. With its own norm, steps that diverge would raise the threshold.

@@ -19,13 +19,13 @@ from ..batch import StepPlan
 from ..checkpoint.rng import separate_streams
 from ..config import AdaScaleConfig
 from ..data.order import MicroBatch
-from ..data.sampling import Sampling
+from ..data.sampling import ExampleSampler
 from ..gain import advanced
 from ..optim.rules import name_of
 from ..optim.step_result import StepResult
 from ..optim.step_sums import constant
 from ..recipe import Recipe
-from ..workload import Pieces, Workload, with_unit
+from ..workload import RunInputs, Workload, with_unit
 from .after_step import AfterStep
 from .assemble import assemble
 from .boundary.backend import Backend, LocalBackend
@@ -97,7 +97,7 @@ class Run:
         dataset: Any,
         config: AdaScaleConfig,
         *,
-        sampler: Sampling | None = None,
+        sampler: ExampleSampler | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None,
         recipe: Recipe | None = None,
@@ -107,7 +107,7 @@ class Run:
         starting_step: int = 0,
         backend: Backend | None = None,
     ) -> None:
-        pieces = Pieces(
+        inputs = RunInputs(
             model=model,
             optimizer=optimizer,
             scheduler=scheduler,
@@ -120,10 +120,12 @@ class Run:
             weight_of=weight_of,
             starting_step=starting_step,
         )
-        self._assemble(pieces, config, recipe, backend)
+        self._assemble(inputs, config, recipe, backend)
 
-    def _assemble(self, pieces: Pieces, config: AdaScaleConfig, recipe: Recipe | None, backend: Backend | None) -> None:
-        parts = assemble(pieces, config, recipe=recipe, backend=LocalBackend() if backend is None else backend)
+    def _assemble(
+        self, inputs: RunInputs, config: AdaScaleConfig, recipe: Recipe | None, backend: Backend | None
+    ) -> None:
+        parts = assemble(inputs, config, recipe=recipe, backend=LocalBackend() if backend is None else backend)
         self.backend, self.config, self.plan = parts.backend, parts.config, parts.plan
         own = parts.train_state
         self.source, self.schedule, self.base_schedule = own.source, own.schedule, own.base_schedule
@@ -137,7 +139,7 @@ class Run:
         """Step counts and metrics so far, as they go into a checkpoint."""
         self.parts, self._replicas = parts, parts.replicas
         """The objects that make up this run."""
-        self._after_step = AfterStep(pieces.after_step, self.module)
+        self._after_step = AfterStep(inputs.after_step, self.module)
         self._extra = ExtraStateHint(own.extra) if own.extra else None
         total, by_recipe = self.total_steps, recipe is not None
         scaler = parts.passes.scaler

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ray_adascale.data import order
-from ray_adascale.data.order import BatchSplit, ExampleOrder, StepSampler, epoch_order, keyed_order
+from ray_adascale.data.order import BatchSplit, ExampleOrder, ExampleStream, epoch_order, keyed_order
 from ray_adascale.data.source import MapSource
 
 PINNED = [82127524, 639465562, 405909408, 62925529, 35198800, 156374658]
@@ -93,7 +93,7 @@ def test_a_run_over_a_billion_examples_holds_no_list_of_them() -> None:
     tracemalloc.start()
     try:
         for shuffle in (True, False):
-            sampler = StepSampler(10**9, BatchSplit(256), ExampleOrder(shuffle=shuffle), position=999_999_900)
+            sampler = ExampleStream(10**9, BatchSplit(256), ExampleOrder(shuffle=shuffle), position=999_999_900)
             batches = iter(sampler)
             first, second = next(batches), next(batches)
             assert len({*first, *second}) > 500  # it runs on into the next epoch

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_adascale.data.order import BatchSplit, ExampleOrder, StepSampler, epoch_order, split_evenly
+from ray_adascale.data.order import BatchSplit, ExampleOrder, ExampleStream, epoch_order, split_evenly
 
 from .stream import stream
 
@@ -42,7 +42,7 @@ def test_an_even_split_puts_the_larger_parts_first(total: int, parts: int) -> No
 
 
 def test_one_iterator_runs_on_over_epochs_and_ignores_a_moved_position() -> None:
-    sampler = StepSampler(7, BatchSplit(4, rank=1, world_size=2, accumulation=2), ExampleOrder(seed=3))
+    sampler = ExampleStream(7, BatchSplit(4, rank=1, world_size=2, accumulation=2), ExampleOrder(seed=3))
     iterator = iter(sampler)
     sampler.position = 100  # what commit() does while a loader has prefetched
     seen = list(itertools.islice(iterator, 20))
@@ -53,4 +53,4 @@ def test_one_iterator_runs_on_over_epochs_and_ignores_a_moved_position() -> None
 
 def test_a_batch_above_an_epoch_is_refused_where_its_rest_is_dropped() -> None:
     with pytest.raises(ValueError, match=r"an epoch has 10 examples.*drop_last=False"):
-        StepSampler(10, BatchSplit(11), ExampleOrder(drop_last=True))
+        ExampleStream(10, BatchSplit(11), ExampleOrder(drop_last=True))

@@ -13,7 +13,7 @@ from ray_adascale import AdaScaleBetasRule, AdaScaleConfig, BetaRule, LEGWRule, 
 from ray_adascale.analysis.forecast import forecast_recipe
 from ray_adascale.batch import BatchFollower
 from ray_adascale.checkpoint.rng import seed_everything
-from ray_adascale.forecast.replay import Forecaster, Law, NoiseCurve, Steps, replay
+from ray_adascale.forecast.replay import Forecaster, Law, NoiseCurve, StepForecast, replay
 from ray_adascale.recipe import Repeat
 from ray_adascale.run.base.base_run import record_recipe
 
@@ -290,7 +290,7 @@ def test_the_interval_is_wider_than_the_seeds_by_its_constant() -> None:
         assert two.high / two.expected.exact_steps == pytest.approx(math.exp(0.04 * doublings))
         assert two.low / two.expected.exact_steps == pytest.approx(math.exp(-0.04 * doublings))
         assert one.high / one.expected.exact_steps == pytest.approx(math.exp(0.1 * doublings))
-    assert Forecaster(alone).at(1) == Steps(Forecaster(alone).at(1).expected, 1000, 1000)
+    assert Forecaster(alone).at(1) == StepForecast(Forecaster(alone).at(1).expected, 1000, 1000)
 
 
 def test_the_interval_holds_each_seed_and_ends_where_gains_do() -> None:

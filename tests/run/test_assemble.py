@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, forecast_recipe
 from ray_adascale.analysis.describe import describe
 from ray_adascale.analysis.report import write_report
-from ray_adascale.run.assemble import Parts, assemble
-from ray_adascale.run.boundary.batch import StepBatch
+from ray_adascale.run.assemble import RunParts, assemble
+from ray_adascale.run.boundary.batch import ChooseBatch
 from ray_adascale.run.boundary.checkpointing import Checkpointing
 from ray_adascale.run.boundary.evaluation import Evaluation
 from ray_adascale.run.boundary.notices import Interrupt, Preemption
@@ -25,14 +25,14 @@ from ray_adascale.run.observe.advice import NoiseWarning, ZeroGradient
 from ray_adascale.run.observe.eta import EtaTracker
 from ray_adascale.run.observe.step import Listener
 from ray_adascale.run.observe.trace import Trace, read_trace
-from ray_adascale.workload import Pieces
+from ray_adascale.workload import RunInputs
 
 from ..samples_of import recipe
 from .test_loop import dataset, model
 
 pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
 
-STAGES = [StepBatch, Interrupt, Evaluation, Preemption, Checkpointing, Reporting]
+STAGES = [ChooseBatch, Interrupt, Evaluation, Preemption, Checkpointing, Reporting]
 
 
 class Watched(LocalBackend):
@@ -48,12 +48,12 @@ class Watched(LocalBackend):
 
 def built(
     backend: LocalBackend | None = None, *, evaluate: Any = None, kind: Any = torch.optim.SGD, **settings: Any
-) -> Parts:
+) -> RunParts:
     net = model()
     defaults: dict[str, Any] = {"base_batch_size": 4, "total_steps": 40}
     optimizer = kind(net.parameters(), lr=0.01)
     return assemble(
-        Pieces(model=net, optimizer=optimizer, train_dataset=dataset(), evaluate=evaluate),
+        RunInputs(model=net, optimizer=optimizer, train_dataset=dataset(), evaluate=evaluate),
         AdaScaleConfig(**(defaults | settings)),
         recipe=None,
         backend=LocalBackend(device="cpu") if backend is None else backend,

@@ -10,7 +10,7 @@ from ...optim.adascale import AdaScale
 from .stage import RunAtBoundary, Stage
 
 
-class StepBatch(Stage):
+class ChooseBatch(Stage):
     """Sets the batch of the next step: the plan that the follower chooses.
 
     Args:
@@ -27,7 +27,7 @@ class StepBatch(Stage):
 
     def act(self, run: RunAtBoundary, flags: int) -> str | None:
         if self.due_by(run.effective_steps):
-            plan = self.follower.after_step(run.effective_steps, self._optimizer.average_moments)
+            plan = self.follower.next_plan(run.effective_steps, self._optimizer.average_moments)
             if plan != run.plan:
                 run.set_plan(plan)
         return None

@@ -131,6 +131,14 @@ class RunAtBoundary(Protocol):
     def report(self, *, save: bool) -> None: ...
 
 
+class HasState(Protocol):
+    """A part of a run with a state of its own in the checkpoints."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
 class Stage:
     """Base class of the objects that act at step boundaries, on all workers together and in one fixed order."""
 

@@ -33,7 +33,7 @@ from ...optim.algorithm import of_other_base_batch
 from ...optim.rules import name_of
 from ...optim.schedule import BaseSchedule, EffectiveSchedule, LRCurves
 from .changes import Groups, compare
-from .stage import LoopState, Stage
+from .stage import HasState, LoopState
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class TrainState:
         schedule: The schedule that drives the optimizer.
         source: The data.
         loop: The loop's own state.
-        stages: The stages of a step boundary that have a state.
+        parts: Further parts of the run that have a state.
         base_schedule: The schedule of the base run.
         world_size: Number of workers.
         recipe: The recipe's fingerprint, or None.
@@ -74,7 +74,7 @@ class TrainState:
     schedule: EffectiveSchedule
     source: BatchSource
     loop: LoopState
-    stages: Sequence[Stage]
+    parts: Sequence[HasState]
     base_schedule: BaseSchedule
     world_size: int
     recipe: str | None
@@ -101,10 +101,10 @@ class TrainState:
         assert isinstance(base.lr_curve, LRCurves)
         out["schedule/lr_curve"] = torch.from_numpy(base.lr_curve.rows)
         out["schedule/lr_groups"] = torch.tensor(base.lr_curve.groups, dtype=torch.float64)
-        of_stages = {key: value for stage in self.stages for key, value in stage.state_dict().items()}
+        of_parts = {key: value for part in self.parts for key, value in part.state_dict().items()}
         return out, {
             **vars(self.loop),
-            **of_stages,
+            **of_parts,
             "stopped": None if self.loop.stopped == INTERRUPTED else self.loop.stopped,
             "effective_steps": self.optimizer.effective_steps,
             "total_steps": base.total_steps,
@@ -181,8 +181,8 @@ class TrainState:
             self.scaler.load_state_dict(saved["scaler"])
         for each in fields(LoopState):
             setattr(self.loop, each.name, saved[each.name])
-        for stage in self.stages:
-            stage.load_state_dict(saved)
+        for part in self.parts:
+            part.load_state_dict(saved)
         self._load_extra(whole, workers)
         self.loop.attempt += 1
         if not self.base_schedule.ended_at(self.optimizer.effective_steps):

@@ -19,7 +19,7 @@ from ..._torch import digest_of, leaves
 from ..._warn import warn_at_user, warn_on_first_worker
 from ...chain import largest_part, parts_of
 from ...checkpoint.per_worker import without_own
-from ...forecast.replay import Replay
+from ...forecast.replay import PredictedRun
 from ...optim.curves import other_length
 from ...optim.rules import AdamScaleRule, AdaScaleRule, ScalingRule, betas_of
 from ...optim.schedule import BaseSchedule
@@ -340,7 +340,7 @@ class NoiseWarning(Listener):
             within one window of the averages after this τ.
     """
 
-    def __init__(self, window: float, forecast: Replay | None, warmed_up: float = 0.0) -> None:
+    def __init__(self, window: float, forecast: PredictedRun | None, warmed_up: float = 0.0) -> None:
         self._window = window
         self._forecast = forecast
         self._warmed_up = warmed_up

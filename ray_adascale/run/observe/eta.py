@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...config import AdaScaleConfig
-from ...forecast.replay import Forecaster, Replay
+from ...forecast.replay import Forecaster, PredictedRun
 from ...optim.rules import make_rule, metric_of
 from ...recipe import Recipe
 from .step import Listener, Step
@@ -59,7 +59,7 @@ def clock_time(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def steps_left(forecast: Replay | None, *, tau: float, total_steps: float, taken: int, scale: float) -> float:
+def steps_left(forecast: PredictedRun | None, *, tau: float, total_steps: float, taken: int, scale: float) -> float:
     """Return the optimizer steps left at τ: the forecast's, or (T − τ)/r̄ without a forecast; ∞ if unknown.
 
     Args:
@@ -90,7 +90,7 @@ class EtaTracker(Listener):
     _FIRST = 3
     """Steps that don't count in the pace, because the first steps are slow."""
 
-    def __init__(self, forecast: Replay | None) -> None:
+    def __init__(self, forecast: PredictedRun | None) -> None:
         self._forecast = forecast
         self.eta = UNKNOWN
         self._timed = 0
@@ -119,7 +119,7 @@ class EtaTracker(Listener):
         return elapsed / self._timed if 0 < self._timed < self._FIRST else math.inf
 
 
-def forecast_run(recipe: Recipe | None, config: AdaScaleConfig, scale: float, workers: int = 1) -> Replay | None:
+def forecast_run(recipe: Recipe | None, config: AdaScaleConfig, scale: float, workers: int = 1) -> PredictedRun | None:
     """Return the forecast of a run; None at S = 1, without a recipe that has noise, and for a rule with Adam's metric.
 
     Args:

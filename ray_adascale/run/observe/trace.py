@@ -80,7 +80,7 @@ class Trace(Listener):
         self._left_out: dict[str, Any] = {}  # the user's metrics of rows left out since the last one that stays
         self._first = True
         self._pending: list[bytes] = []
-        self._last = b""  # a row that is in the file for as long as it is the last one
+        self._last = b""  # the end of a thinned trace: the next write replaces it
         self._failing = False
         self._write()  # makes the file, so that another start takes the next number
         store()  # also where it is kept

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
-from ray_adascale.data.cut import examples_of
+from ray_adascale.data.head import examples_of
 
 Pair = namedtuple("Pair", ["x", "rest"])
 
