@@ -79,7 +79,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[plans.SavePlan]) -> tuple[list[plans.SavePlan], meta.Metadata]:
-        """Make the global plan. Ranks that disagree are refused; DCP would silently keep one rank's version."""
+        """Make the global plan. Ranks that disagree raise an error; DCP would silently keep one rank's version."""
         first: dict[str, plans.WriteItem] = {}
         chunks: dict[meta.MetadataIndex, torch.Size] = {}
         for item in (item for plan in all_plans for item in plan.items):

@@ -64,7 +64,7 @@ class IterableSource(BatchSource):
     Every worker repeats its own iterable without end, so workers with unequal numbers of batches stay in step, with a warning. A
     sampler or
     dataset with ``set_epoch`` (``DistributedSampler``) gets the number of the pass before each pass. A shorter last batch of a
-    pass is skipped with one warning, since B must stay constant. Other batches of another size are refused.
+    pass is skipped with one warning, since B must stay constant. Other batches of another size raise ValueError.
 
     Data with ``state_dict()`` and ``load_state_dict()`` (torchdata's ``StatefulDataLoader``, Hugging Face's iterable datasets)
     store each worker's place themselves, and a run resumes there on the same number of workers. Otherwise a resumed run starts
