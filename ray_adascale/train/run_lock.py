@@ -1,7 +1,7 @@
 """Lock on the folder of a run or a search, on any storage: a second process that would write there gets an error.
 
 Storage such as S3 has no locks. So the owner writes a file with its name and rewrites it every few seconds with another number.
-A second process waits: if the number changes, the owner is alive, and the second process raises ValueError. No clocks are compared.
+A second process waits: if the number changes, the owner is alive, and that process raises ValueError. No clocks are compared.
 tests/train/test_run_lock.py kills an owner, starts two at once, and takes the folder away for a while.
 """
 
