@@ -10,6 +10,9 @@ import pytest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ray_adascale.optim import algorithm, deferred
+from ray_adascale.optim.exchange import Numbers
+
 
 class HostReads(TorchDispatchMode):
     """Counts the operations by which the host learns a value of the device, or sends it one and waits."""
@@ -32,7 +35,10 @@ class HostReads(TorchDispatchMode):
 
 @contextmanager
 def host_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What goes through the dispatcher, and tolist() and numpy(), which on a CPU don't."""
+    """What goes through the dispatcher, and tolist() and numpy(), which on a CPU don't.
+
+    AdaScale's numbers of a step count once: they are on the host, where one copy has brought them.
+    """
     with monkeypatch.context() as patch, HostReads() as mode:
         for name in ("tolist", "numpy"):
             original = getattr(Tensor, name)
@@ -42,4 +48,13 @@ def host_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
                 return _original(self, *args, **kwargs)
 
             patch.setattr(Tensor, name, counted)
+
+        def once(numbers: Numbers, _original: Any = deferred.read) -> dict[str, list[float]]:
+            before = len(mode.found)
+            out: dict[str, list[float]] = _original(numbers)
+            mode.found[before:] = ["read"]
+            return out
+
+        for module in (deferred, algorithm):
+            patch.setattr(module, "read", once)
         yield mode.found

@@ -17,12 +17,14 @@ from .._torch import called_to_make_state, uncompiled
 from .._warn import warn_at_user
 from ..batch import StepPlan
 from ..sharding.gradients import gradients_of
-from .algorithm import AdaScaleAlgorithm, from_numbers, portable
-from .averages import Averages, CountDecay, Smoothing, check_averaging
+from .algorithm import AdaScaleAlgorithm
+from .averaging import Averaging, CountDecay, Smoothing, check_averaging
 from .inferred_passes import InferredPasses
 from .measurement import Measurement
+from .next_state import AdaScaleState
 from .rules import AdaScaleRule, ScalingRule
 from .sampling import MeasuredSteps
+from .saved_state import check_tensors, with_tensors, without_tensors
 from .step_plans import StepPlans
 from .step_result import StepEnd, StepResult
 from .workers import Workers
@@ -71,7 +73,7 @@ class AdaScale(OptimizerWrapper):
         ValueError: An argument is out of its range, the optimizer is wrapped already, or its sharding is not supported.
     """
 
-    _parts = frozenset({"_optimizer", "_gradients", "_passes", "_averages", "_algorithm"})
+    _parts = frozenset({"_optimizer", "_gradients", "_passes", "_algorithm"})
 
     refuses_sharding: ClassVar[str] = (
         "OSS can't shard AdaScale: wrap the other way round, AdaScale(OSS(...)), so that every worker has the same gain."
@@ -136,20 +138,20 @@ class AdaScale(OptimizerWrapper):
             model=model,
         )
         self._passes = InferredPasses(measurement, plans, process_group)
-        self._averages = Averages(
-            1 if single_gain else len(optimizer.param_groups),
-            measurement.device,
+        averaging = Averaging(
             smoothing=CountDecay(passes) if smoothing is None else smoothing,
-            variance_floor=variance_floor,
-            clip_samples=clip == "samples",
+            window=window,
             debias=debias_ewma,
-            sampling=sampling,
+            clip_samples=clip == "samples",
+            variance_floor=variance_floor,
         )
+        num_gains = 1 if single_gain else len(optimizer.param_groups)
         self._algorithm = AdaScaleAlgorithm(
             optimizer,
             self._gradients,
             self._passes,
-            self._averages,
+            averaging,
+            AdaScaleState.empty(num_gains, averaging, measurement.device),
             rule=AdaScaleRule() if rule is None else rule,
             total_steps=total_steps,
             base_batch_size=base_batch_size,
@@ -206,7 +208,7 @@ class AdaScale(OptimizerWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients and the passes of an unfinished or skipped step."""
-        self.discard_samples()
+        self._passes.begin_step()
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -216,7 +218,7 @@ class AdaScale(OptimizerWrapper):
         self._optimizer.add_param_group(param_group)
         self.measurement.renew()
         if not self._single_gain:
-            self._averages.add_gain(self._passes.plans.declared)
+            self._algorithm.add_gain()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state dict, with AdaScale's: tensors in ``"adascale"``, numbers in the first group.
@@ -228,10 +230,7 @@ class AdaScale(OptimizerWrapper):
         """
         self._require_boundary("state_dict")
         _hooks.before_save(self)
-        inner, (numbers, tensors) = self._optimizer.state_dict(), portable(self.statistics_state())
-        first, *others = inner["param_groups"]
-        groups = [{**first, "adascale": numbers}, *others]
-        return _hooks.after_save({**inner, "param_groups": groups, "adascale": tensors}, self)
+        return _hooks.after_save(with_tensors(self._optimizer.state_dict(), self.statistics_state()), self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict`, which is left unchanged. σ² is per base batch, so S and n may differ from the state's.
@@ -242,19 +241,15 @@ class AdaScale(OptimizerWrapper):
         self._require_boundary("load_state_dict")
         self._algorithm.synchronize()
         state_dict = _hooks.before_load(state_dict, self)
-        groups = state_dict["param_groups"]
-        inner = {key: value for key, value in state_dict.items() if key != "adascale"}
-        inner["param_groups"] = [{k: v for k, v in group.items() if k != "adascale"} for group in groups]
-        statistics = from_numbers(groups[0].get("adascale", {}), like=self.statistics_state())
-        statistics |= state_dict.get("adascale", {})
+        inner, statistics = without_tensors(state_dict, like=self.statistics_state())
         if statistics:
-            self._averages.check(statistics)
+            check_tensors(statistics, self._algorithm.state)
         self._optimizer.load_state_dict(inner)
-        if not statistics:
+        if statistics:
+            self.load_statistics_state(statistics)
+        else:
             warn_at_user("The state dict has no AdaScale statistics; the averages and τ start afresh.")
             self._algorithm.restart()
-        else:
-            self.load_statistics_state(statistics)
         self._passes.begin_step()
         _hooks.after_load(self)
 
@@ -287,7 +282,7 @@ class AdaScale(OptimizerWrapper):
     @property
     def smoothing(self) -> float:
         """θ of the moving average over steps."""
-        return self._averages.theta(self.plan)
+        return self._algorithm.averaging.theta(self.plan)
 
     def set_scale(self, scale: float, update_estimate: bool = True) -> None:
         """Change S between steps. The averages stay: σ² is per base batch. ``update_estimate`` is for FairScale's sake only."""
@@ -300,7 +295,7 @@ class AdaScale(OptimizerWrapper):
         self._require_boundary("set_num_gradients_to_accumulate")
         self.set_plan(replace(self._passes.plans.declared, passes=passes))
         if update_smoothing:
-            self._averages.smoothing = CountDecay(passes)
+            self._algorithm.averaging = replace(self._algorithm.averaging, smoothing=CountDecay(passes))
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
         """Divide the accumulated gradients by the number of passes, where the loss was not (``is_scaled_loss=False``)."""
@@ -398,7 +393,7 @@ class AdaScale(OptimizerWrapper):
         A step that torch's own ``GradScaler`` left out is seen (S > 1 or n > 1) once its gradients are cleared.
         """
         self._algorithm.synchronize()
-        return self._algorithm.last
+        return self._algorithm.state.last
 
     @property
     def last_step_known(self) -> bool:
@@ -412,12 +407,13 @@ class AdaScale(OptimizerWrapper):
 
     @effective_steps.setter
     def effective_steps(self, effective_steps: float) -> None:
-        self._algorithm.last = replace(self.last_step, effective_steps=float(effective_steps))
+        last, state = self.last_step, self._algorithm.state
+        self._algorithm.state = replace(state, last=replace(last, effective_steps=float(effective_steps)))
 
     @property
     def known_effective_steps(self) -> float:
         """τ without waiting for the device: it may lack the last step's r, which is at most S (or 1, if larger)."""
-        return self._algorithm.last.effective_steps
+        return self._algorithm.state.last.effective_steps
 
     @property
     def furthest_effective_steps(self) -> float:
@@ -441,11 +437,11 @@ class AdaScale(OptimizerWrapper):
     def statistics_state(self) -> dict[str, Tensor]:
         """Return AdaScale's own state without the wrapped optimizer's: copies on the CPU."""
         self._require_boundary("statistics_state")
-        return self._algorithm.state()
+        return self._algorithm.state_dict()
 
     def load_statistics_state(self, state: dict[str, Tensor]) -> None:
         """Load a :meth:`statistics_state`."""
-        self._algorithm.load(state)
+        self._algorithm.load_state_dict(state)
 
     # ---- the passes of a step ------------------------------------------------------------------------------------
 
@@ -469,11 +465,6 @@ class AdaScale(OptimizerWrapper):
         return self._passes.is_last
 
     @property
-    def accumulating(self) -> bool:
-        """Whether there was a backward pass since the last step, and the step's last pass is yet to come."""
-        return self._passes.accumulating
-
-    @property
     def measurement(self) -> Measurement:
         """The gradient samples of the step under way."""
         return self._passes.measurement
@@ -482,21 +473,6 @@ class AdaScale(OptimizerWrapper):
     def passes(self) -> InferredPasses:
         """The passes of the step under way, and the plans of the steps."""
         return self._passes
-
-    def discard_samples(self) -> None:
-        """Clear the passes of an unfinished or skipped step, and leave gradients unchanged."""
-        self._passes.begin_step()
-
-    def complete_samples(self) -> None:
-        """Mark the step's backward passes as finished; join the pending all-reduce if this worker ran none.
-
-        Call it before any other collective of the step, and before a GradScaler removes the loss scale. :meth:`clip_grad_norm`
-        and :meth:`step` do the same, without the loss scale.
-
-        Raises:
-            RuntimeError: Called after fewer or more backward passes than ``num_gradients_to_accumulate``.
-        """
-        self._passes.complete(scaled=True)
 
     def clip_grad_norm(
         self,

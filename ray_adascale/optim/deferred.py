@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from .exchange import Numbers, Packed
+
 # These classes only, since a subclass may override step(). Adagrad's kernel was never tried on a GPU.
 _FUSED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
+
+
+def read(numbers: Numbers) -> dict[str, list[float]]:
+    """Return numbers that are on the host."""
+    return {name: number.reshape(-1).tolist() for name, number in numbers.items()}
 
 
 class HostCopy:
@@ -25,21 +32,23 @@ class HostCopy:
         numbers: On any device. They must not be changed.
     """
 
-    def __init__(self, numbers: Tensor) -> None:
+    def __init__(self, numbers: Numbers) -> None:
         self._numbers = numbers
         self._event: torch.cuda.Event | None = None
-        if numbers.is_cuda:
+        if next(iter(numbers.values())).is_cuda:
+            packed = Packed.of(numbers)
             # A copy into memory that is not pinned would wait for the whole stream.
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
+            copy = torch.empty(packed.tensor.shape, dtype=packed.tensor.dtype, device="cpu", pin_memory=True)
+            copy.copy_(packed.tensor, non_blocking=True)
+            self._numbers = packed.apart(copy)
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(numbers.device))
+            self._event.record(torch.cuda.current_stream(packed.tensor.device))
 
-    def read(self) -> list[float]:
-        """Wait until the numbers have arrived, and return them."""
+    def read(self) -> dict[str, list[float]]:
+        """Wait until the numbers have arrived, and return them by name."""
         if self._event is not None:
             self._event.synchronize()
-        return self._numbers.tolist()
+        return read(self._numbers)
 
 
 def steps_on_device(kind: type[Optimizer], groups: Sequence[dict[str, Any]]) -> bool:

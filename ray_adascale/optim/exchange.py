@@ -39,15 +39,6 @@ class Packed:
             zip(self.sizes, (self.tensor if tensor is None else tensor).split([*self.sizes.values()]), strict=True)
         )
 
-    def named(self, numbers: list[float]) -> dict[str, list[float]]:
-        """Return the numbers by name, from the tensor's copy on the host."""
-        found: dict[str, list[float]] = {}
-        start = 0
-        for name, size in self.sizes.items():
-            found[name] = numbers[start : start + size]
-            start += size
-        return found
-
 
 class Exchange:
     """One step's numbers that are summed over the workers, in one all-reduce.

@@ -117,7 +117,7 @@ class ShardedGradScaler(_FSDPGradScaler):
         # If no backward pass reached a parameter here, the other workers are in these reductions. The scaler's own all-reduce
         # comes after them.
         if isinstance(optimizer, AdaScale):
-            optimizer.complete_samples()
+            optimizer.passes.complete(scaled=True)
         if oss is not None and oss.reducer is not None:
             oss.reducer.finish_reduction()
         if optimizer not in self._targets:

@@ -110,11 +110,6 @@ class StepSums:
         packed = Packed.of(self.numbers) if self.packed is None else self.packed
         return replace(self, numbers=packed.apart(packed.tensor.cpu()), packed=None)
 
-    def read(self) -> tuple[float, dict[str, float]]:
-        """Return the check of :meth:`sample` and the shared numbers on the host; waits for the device."""
-        here = self.on_host()
-        return float(here.sample(1)[0]), {name: here.numbers[name].item() for name in self.shared_names}
-
     def sample(self, num_gains: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the step's sample of the noise. No host synchronization.
 

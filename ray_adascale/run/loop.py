@@ -392,7 +392,7 @@ class Run:
         if due:  # else step k is read as step k + 1 begins to step
             self._synchronize()
         self._pulse.end_step(self.state.iterations)
-        if due and (reason := self._stages.act(self)) is not None:
+        if due and (reason := self._stages.act(self, self.optimizer.known_effective_steps)) is not None:
             self._finish(reason)
         if self._extra is not None:
             self._extra.compare(stepped=True)
@@ -455,9 +455,10 @@ class Run:
         set_batch(plan, self.optimizer, self.source, self.backend.rank)
 
     def _metrics(self, step: StepResult, loss: float, lr: float) -> dict[str, Any]:
+        moments = step.total_moments() if step.group_sigma2 else self.optimizer.average_moments()  # of a loaded state
         return step_metrics(
             step,
-            self.optimizer.average_moments(),
+            moments,
             self.plan,
             loss=loss,
             lr=lr,

@@ -479,7 +479,7 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
             module.zero_grad()  # which AdaScale does not see
             make_passes(step, now, seen[rank], None)
         if not case.scaled_loss:
-            ada.complete_samples()
+            ada.passes.complete(scaled=True)
             ada.scale_grad_by_num_grads_to_accum()
         if case.clip is not None:
             if scaler is not None:

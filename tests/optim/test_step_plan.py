@@ -91,13 +91,13 @@ def test_an_accumulating_step_is_one_that_lacks_its_last_pass(passes: int) -> No
     model, optimizer = ready(scale=4.0, n=3)
     if passes < 3:
         optimizer.expect_passes(passes)
-    found = [optimizer.accumulating]
+    found = [optimizer.passes.accumulating]
     for x, y in batches(passes, 4):
         (F.cross_entropy(model(x), y) / passes).backward()
-        found.append(optimizer.accumulating)
+        found.append(optimizer.passes.accumulating)
     assert found == [False, *[True] * (passes - 1), False]
     optimizer.step()
-    assert not optimizer.accumulating
+    assert not optimizer.passes.accumulating
 
 
 # ---- the batch -------------------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_adascale.batch import StepPlan
-from ray_adascale.optim.averages import Averages
-from ray_adascale.optim.sampling import MeasuredSteps
+from ray_adascale.optim.averaging import Averaging
+from ray_adascale.optim.exchange import Packed
+from ray_adascale.optim.next_state import AdaScaleState, estimate
 from ray_adascale.optim.step_sums import StepSums
 
 
@@ -45,9 +46,10 @@ class Calls(TorchDispatchMode):
 
 def test_a_step_has_few_operations() -> None:
     """Each is a launch on a GPU, where it takes as long as that of a large one."""
-    mine = Averages(1, smoothing=0.75, variance_floor=0.0, clip_samples=True, debias=True, sampling=MeasuredSteps())
+    how = Averaging(smoothing=0.75, window=None, variance_floor=0.0, clip_samples=True, debias=True)
+    state = AdaScaleState.empty(1, how)
     one = sums(StepPlan(passes=1, workers=2, given_scale=2.0), f64(1.0), f64(2.0))
-    mine.updated_by(one, 1.0)  # makes the constants
+    Packed.of(estimate(state, one, how).numbers)  # makes the constants
     with Calls() as calls:
-        mine.updated_by(one, 1.0)
+        Packed.of(estimate(state, one, how).numbers)
     assert len(calls.names) <= 18, calls.names

@@ -199,12 +199,11 @@ class Stages:
         due = [stage.due_by(tau) for stage in self._following_tau]
         return any(due) or bool(self.sent & ~BoundaryFlags.BUSY)
 
-    def act(self, run: RunAtBoundary) -> str | None:
-        """Let the stages act, if one may have to, until one returns a reason to end the run. Collective.
+    def act(self, run: RunAtBoundary, tau: float) -> str | None:
+        """Let the stages act at τ, if one may have to, until one returns a reason to end the run. Collective.
 
         From T on they don't act: the loop ends the run.
         """
-        tau = run.effective_steps
         due = not run.base_schedule.ended_at(tau) and self.due(tau)
         flags, self.sent = self.sent, BoundaryFlags.NONE
         for stage in self._stages if due else ():

@@ -29,8 +29,8 @@ from ...checkpoint.per_worker import PerWorker
 from ...checkpoint.rng import capture_rng, empty_rng, restore_rng
 from ...data.source import BatchSource
 from ...optim.adascale import AdaScale
-from ...optim.algorithm import of_other_base_batch
 from ...optim.rules import name_of
+from ...optim.saved_state import of_other_base_batch
 from ...optim.schedule import BaseSchedule, EffectiveSchedule, LRCurves
 from .changes import Groups, compare
 from .stage import HasState, LoopState

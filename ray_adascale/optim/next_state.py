@@ -1,0 +1,239 @@
+"""AdaScale on one page: what a step's sums make of the averages, the gain r and the clock τ, as pure functions.
+
+The source and the symbols are those of :mod:`ray_adascale.gain`. A step goes through four functions, in this order:
+
+1. :func:`estimate`: A and C give σ² and μ², these move the averages σ̄² and μ̄², and these give r. It computes with tensors and
+   waits for nothing: a fused optimizer steps with these tensors.
+2. :func:`result`: the same numbers on the host.
+3. :func:`answers`: the rule makes of r the factor on the LR and the increment of τ.
+4. :func:`next_state`: τ, the number of steps, and the effective steps since the last sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..gain import Average, advanced, gain_of_sums
+from .averaging import Averaging
+from .exchange import Numbers
+from .rules import RuleInput, ScalingRule
+from .step_result import StepResult
+from .step_sums import StepSums, constant
+
+_NONE = (math.nan, math.nan)
+
+
+@dataclass(frozen=True)
+class AdaScaleState:
+    """What AdaScale keeps from step to step.
+
+    Attributes:
+        averages: σ̄² and μ̄² of each gain's group.
+        last: The last step, with τ and the number of steps after it.
+        since_sample: Effective steps since the last sample; before the first one 1.
+        non_negative: Whether σ̄² ≥ the floor and μ̄² ≥ 0, because each sample was so.
+    """
+
+    averages: Average
+    last: StepResult = field(default_factory=StepResult)
+    since_sample: float = 1.0
+    non_negative: bool = False
+
+    @classmethod
+    def empty(cls, num_gains: int, averaging: Averaging, device: torch.device | str = "cpu") -> AdaScaleState:
+        """Return the state before the first step."""
+        return cls(Average.empty((2, num_gains), device), non_negative=averaging.clip_samples)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The gain of a step and the averages after it, as tensors.
+
+    Attributes:
+        sums: The step's.
+        averages: σ̄² and μ̄² after the step. They are those before it if it has no sample.
+        finite: Whether the step's gradient is finite; bool, 0-dim.
+        gains: r of each gain's group; then of the whole optimizer, if there are several. None if the step was not measured: the
+            gains are those of the step before, which the host has.
+        numbers: What the host reads: "check", which is finite if the gradient is, and what a caller has shared. Of a measured
+            step also "moments", σ² and μ² of its sample, NaN where there is none; "gains"; "averages"; in some "identity".
+    """
+
+    sums: StepSums
+    averages: Average
+    finite: Tensor
+    gains: Tensor | None
+    numbers: Numbers
+
+
+def estimate(state: AdaScaleState, sums: StepSums, averaging: Averaging) -> Estimate:
+    """Return the gain of a step, and the averages after it. No host synchronization."""
+    check, sample, usable = sums.sample(state.averages.count.numel())  # σ² and μ² from A and C
+    finite = check < math.inf
+    numbers = {"check": check, **sums.shared}
+    if not sums.measured:
+        return Estimate(sums, state.averages, finite, None, numbers)
+    averages = state.averages.to(check.device)
+    moments = constant(math.nan, check.device).expand(2)
+    if sample is not None:
+        moments = sample[:2].reshape(-1) if sample.shape[1] == 1 else sample[:2].sum(dim=1)
+        if usable is not None:
+            moments = moments.masked_fill(~usable, math.nan)
+        if averaging.clip_samples:
+            sample = torch.maximum(sample, averaging.floors(check.device))
+        use = finite if usable is None else finite & usable
+        decay = averaging.decay(sums.plan, state.since_sample)
+        averages = averages.update_packed(sample, decay, debias=averaging.debias, use=use)
+    gains = gains_of(averages, sums.plan.scale, averaging, non_negative=state.non_negative)
+    numbers |= {"moments": moments, "gains": gains, "averages": averages.packed.reshape(-1)}
+    identity = sums.identity
+    if identity is not None:
+        numbers["identity"] = identity
+    return Estimate(sums, averages, finite, gains, numbers)
+
+
+def gains_of(averages: Average, scale: float, averaging: Averaging, *, non_negative: bool) -> Tensor:
+    """Return r of each gain's group; then r of the whole optimizer, if there are several groups.
+
+    Args:
+        averages: σ̄² and μ̄².
+        scale: S.
+        averaging: How they were averaged.
+        non_negative: As in :class:`AdaScaleState`.
+    """
+    total, weight = averages.total, averages.packed[-1:]
+    if total.shape[1] > 1:
+        # The whole has the sum of the groups' averages. Their totals have unequal weights if a group was added later.
+        whole = (total / weight).nan_to_num_(0.0).sum(dim=1, keepdim=True)  # 0/0 of a group without a sample
+        total = torch.cat([total, whole], dim=1)
+        weight = torch.cat([weight, weight.amax(dim=1, keepdim=True).sign()], dim=1)
+    if not non_negative:
+        total = torch.maximum(total, averaging.floors(total.device)[:2] * weight)
+    return gain_of_sums(total[0], total[1], scale)
+
+
+def averaged(numbers: Mapping[str, list[float]]) -> StepResult:
+    """Return a step that has nothing but gains and averages.
+
+    Args:
+        numbers: On the host. "gains": those of :func:`gains_of`. "averages": the totals of each group's σ² and of its μ², and the
+            weights.
+    """
+    gains, packed = numbers["gains"], numbers["averages"]
+    count = len(packed) // 3
+    weights = packed[2 * count :]
+    means = [total / weight if weight > 0 else math.nan for total, weight in zip(packed, weights * 2, strict=False)]
+    return StepResult(gain=gains[-1], group_gains=gains[:count], group_sigma2=means[:count], group_mu2=means[count:])
+
+
+def result(of: Estimate, numbers: Mapping[str, list[float]], known: StepResult) -> StepResult:
+    """Return a step, but for its clock, factor and count.
+
+    Args:
+        of: The step's estimate.
+        numbers: Its numbers on the host.
+        known: What its averages say: :func:`averaged`.
+    """
+    check, (sigma2, mu2) = numbers["check"][0], numbers.get("moments", _NONE)
+    squared_norm = mu2 + sigma2 / of.sums.plan.scale
+    if of.gains is None and "c" in of.sums.numbers:
+        squared_norm = check
+    return replace(
+        known,
+        sigma2=sigma2,
+        mu2=mu2,
+        squared_norm=squared_norm,
+        skipped=not math.isfinite(check),
+        identity=numbers["identity"][0] if "identity" in numbers else 0.0,
+        shared={name: numbers[name][0] for name in of.sums.shared_names},
+    )
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a rule answers for one step.
+
+    Attributes:
+        lr_factors: Factor on the LR of each parameter group.
+        group_increments: Increment of the clock of each parameter group, the exponent of its betas.
+        lr_factor: Factor for the whole optimizer, which is reported.
+        increment: Increment of τ.
+    """
+
+    lr_factors: Sequence[float]
+    group_increments: Sequence[float]
+    lr_factor: float
+    increment: float
+
+
+def answers(
+    rule: ScalingRule,
+    step: StepResult,
+    state: AdaScaleState,
+    *,
+    scale: float,
+    num_groups: int,
+    total_steps: float | None,
+    base_batch_size: float | None,
+) -> Answers:
+    """Return what the rule makes of a step's gains.
+
+    Args:
+        rule: The rule.
+        step: Has the gains.
+        state: Before the step.
+        scale: S.
+        num_groups: Parameter groups. Even with one gain, a rule may have another factor for each.
+        total_steps: T.
+        base_batch_size: B0.
+    """
+
+    def answer(r: float, group: int | None) -> tuple[float, float]:
+        return rule(
+            RuleInput(
+                gain=r,
+                scale=scale,
+                effective_steps=state.last.effective_steps,
+                total_steps=total_steps,
+                base_batch_size=base_batch_size,
+                group=group,
+            )
+        )
+
+    gains = step.group_gains
+    lr_factors, group_increments = zip(*[answer(gains[i % len(gains)], i) for i in range(num_groups)], strict=True)
+    return Answers(lr_factors, group_increments, *answer(step.gain, None))
+
+
+def next_state(
+    state: AdaScaleState, averages: Average, step: StepResult, lr_factor: float, increment: float
+) -> AdaScaleState:
+    """Return the state after a step that was taken.
+
+    Args:
+        state: Before the step.
+        averages: After the step.
+        step: The step on the host.
+        lr_factor: Factor on the LR, for the whole optimizer.
+        increment: Of τ.
+    """
+    sampled = not math.isnan(step.sigma2)
+    tau = advanced(state.last.effective_steps, increment)
+    last = replace(step, effective_steps=tau, steps=state.last.steps + 1, lr_factor=lr_factor)
+    since_sample = increment + (0.0 if sampled else state.since_sample)
+    return AdaScaleState(averages, last, since_sample, state.non_negative)
+
+
+def skipped(state: AdaScaleState, shared: Mapping[str, float]) -> AdaScaleState:
+    """Return the state after a step that was left out: neither averages nor τ change.
+
+    Args:
+        state: Before the step.
+        shared: What a caller has shared in the step.
+    """
+    return replace(state, last=replace(state.last, skipped=True, shared=shared))
