@@ -170,7 +170,6 @@ class StepLog:
         seconds = time.monotonic() - self._since
         return step_metrics(
             self._adascale.last_step,
-            self._adascale.average_moments(),
             self._plan,
             loss=math.nan,
             lr=float(self._lr),

@@ -118,9 +118,7 @@ class AdaScale(OptimizerWrapper):
                 raise ValueError(f"Give scale, or both of {base_batch_size=} and {batch_size=}.")
             scale = batch_size / base_batch_size
         self._gradients = gradients_of(optimizer, model)
-        if process_group is None:
-            process_group = self._gradients.group
-        workers = Workers(world_size, process_group)
+        workers = Workers(world_size, self._gradients.group if process_group is None else process_group)
         window = None if averaging_window is None else averaging_window * (total_steps or 1)
         sampling = MeasuredSteps(window, measure_every)
         self._is_scaled_loss = is_scaled_loss
@@ -131,13 +129,12 @@ class AdaScale(OptimizerWrapper):
             self._gradients,
             plans,
             workers,
-            process_group,
             grad_scaler=grad_scaler,
             to_mean=is_scaled_loss,
             precondition=precondition,
             model=model,
         )
-        self._passes = InferredPasses(measurement, plans, process_group)
+        self._passes = InferredPasses(measurement, plans)
         averaging = Averaging(
             smoothing=CountDecay(passes) if smoothing is None else smoothing,
             window=window,
@@ -353,15 +350,7 @@ class AdaScale(OptimizerWrapper):
             ValueError: The step can't have this number of passes.
         """
         self._algorithm.synchronize()
-        declared, made = self._passes.plans.declared, self._passes.made
-        if isinstance(passes, bool) or not isinstance(passes, int) or not made < passes <= declared.passes:
-            raise ValueError(
-                f"Invalid {passes=}. This step may have {made + 1} to {declared.passes} backward passes: {made} were made, and "
-                f"num_gradients_to_accumulate is {declared.passes}. Call expect_passes() before the last pass begins."
-            )
-        if loss_divided_by is not None and (loss_divided_by < 1 or not self._is_scaled_loss):
-            raise ValueError(f"Invalid {loss_divided_by=}. Must be at least 1, and needs is_scaled_loss=True.")
-        self._passes.expect(declared.shortened(passes, scale, loss_divided_by))
+        self._passes.expect(passes, scale, loss_divided_by, loss_is_divided=self._is_scaled_loss)
 
     @property
     def step_end(self) -> StepEnd | None:
@@ -398,7 +387,7 @@ class AdaScale(OptimizerWrapper):
     @property
     def last_step_known(self) -> bool:
         """Whether the host has the numbers of the last step, so that reading :attr:`last_step` waits for nothing."""
-        return not self._algorithm.pending
+        return self._algorithm.pending is None
 
     @property
     def effective_steps(self) -> float:
@@ -432,7 +421,7 @@ class AdaScale(OptimizerWrapper):
 
     def average_moments(self) -> tuple[float, float]:
         """Return the averaged (σ², μ²), summed over groups; NaN before the first sample."""
-        return self._algorithm.readout(committed=True).total_moments()
+        return self.last_step.total_moments()
 
     def statistics_state(self) -> dict[str, Tensor]:
         """Return AdaScale's own state without the wrapped optimizer's: copies on the CPU."""

@@ -30,7 +30,7 @@ from .next_state import (
     result,
     skipped,
 )
-from .rules import AdaScaleRule, ScalingRule, betas_of
+from .rules import AdaScaleRule, RuleInput, ScalingRule, betas_of
 from .saved_state import check_tensors, ended_of, state_of, tensors_of
 from .step_counts import StepCounts
 from .step_result import StepResult
@@ -79,6 +79,7 @@ class AdaScaleAlgorithm:
     Attributes:
         averaging: May be replaced between steps.
         state: After the last step of which the host has the numbers.
+        pending: A step on the device, of which the host has no numbers yet.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class AdaScaleAlgorithm:
         self._base_batch_size = base_batch_size
         self._estimated: tuple[StepSums, Estimate] | None = None  # the step under way, once its last pass has ended
         self._known: tuple[Average, float, StepResult] | None = None  # read last: averages, S and their gains
-        self._pending: _Pending | None = None
+        self.pending: _Pending | None = None
         self._plan, self._declared = passes.plan, passes.plans.declared  # of the last step, and of full ones then
         self._equal_steps = 0  # in a row, of equal gradient samples; −1 once that was warned of
 
@@ -119,14 +120,9 @@ class AdaScaleAlgorithm:
         self._rule = rule
 
     @property
-    def pending(self) -> bool:
-        """Whether the numbers of the last step are not on the host yet."""
-        return self._pending is not None
-
-    @property
     def furthest(self) -> float:
         """An upper bound of τ, without waiting for the device. No step of AdaScale's rule advances τ by more than S, or 1."""
-        tau, pending = self.state.last.effective_steps, self._pending
+        tau, pending = self.state.last.effective_steps, self.pending
         if pending is None:
             return tau
         most = max(pending.estimate.sums.plan.scale, 1.0) if pending.answers is None else pending.answers.increment
@@ -176,7 +172,7 @@ class AdaScaleAlgorithm:
         else:
             factors = estimated.gains[: estimated.averages.count.numel()].unbind()
             skippable_step(self._inner, skip, lambda: self._step_inner(factors, scale))
-        self._pending = _Pending(estimated, HostCopy(estimated.numbers), answered)
+        self.pending = _Pending(estimated, HostCopy(estimated.numbers), answered)
 
     def _end_step(self) -> None:
         self._estimated = None
@@ -199,15 +195,14 @@ class AdaScaleAlgorithm:
                 skippable_step(self._inner, skip, lambda: self._step_inner(factors, scale))
 
     def _answers(self, step: StepResult, scale: float) -> Answers:
-        return answers(
-            self._rule,
-            step,
-            self.state,
+        whole = RuleInput(
+            gain=step.gain,
             scale=scale,
-            num_groups=len(self._optimizer.param_groups),
+            effective_steps=self.state.last.effective_steps,
             total_steps=self._total_steps,
             base_batch_size=self._base_batch_size,
         )
+        return answers(self._rule, whole, step.group_gains, len(self._optimizer.param_groups))
 
     def _step_inner(self, factors: Sequence[float] | Sequence[Tensor], scale: float) -> None:
         """Step the wrapped optimizer with the LR of each group times its factor.
@@ -318,7 +313,7 @@ class AdaScaleAlgorithm:
 
     def synchronize(self) -> None:
         """Wait for the numbers of a step that was taken on the device, and learn of one that a GradScaler left out."""
-        pending, self._pending = self._pending, None
+        pending, self.pending = self.pending, None
         if pending is not None:
             step = self._read(pending.estimate, pending.copy.read())
             self._advance(pending.estimate, step, pending.answers)
@@ -326,10 +321,10 @@ class AdaScaleAlgorithm:
             self._passes.skipped_by_scaler = False
             self.state = skipped(self.state, {})
 
-    def readout(self, *, committed: bool = False) -> StepResult:
-        """Return what follows from the averages, with the current gradients unless ``committed``; waits for the device."""
+    def readout(self) -> StepResult:
+        """Return what follows from the averages with the current gradients; waits for the device."""
         self.synchronize()
-        sums = None if committed else self._passes.measurement.sums
+        sums = self._passes.measurement.sums
         if sums is not None and sums.measured:
             estimated = self._estimate(sums, on_host=not self._on_device(sums))
             return self._known_at(sums.plan.scale, estimated.averages)
@@ -360,7 +355,7 @@ class AdaScaleAlgorithm:
         self.synchronize()
         averages = self.state.averages
         empty = AdaScaleState.empty(averages.count.numel(), self.averaging, averages.packed.device)
-        self.state = replace(empty, last=replace(self.state.last, gain=1.0, effective_steps=0.0, steps=0))
+        self.state = replace(empty, last=StepResult(lr_factor=self.state.last.lr_factor))
         self._passes.resume(0)
 
     def add_gain(self) -> None:

@@ -35,8 +35,13 @@ class HostCopy:
     def __init__(self, numbers: Numbers) -> None:
         self._numbers = numbers
         self._event: torch.cuda.Event | None = None
-        if next(iter(numbers.values())).is_cuda:
-            packed = Packed.of(numbers)
+        first = next(iter(numbers.values()))
+        if first.is_cuda:
+            packed = (
+                Packed.of(numbers)
+                if len(numbers) > 1
+                else Packed(first.view(-1), dict.fromkeys(numbers, first.numel()))
+            )
             # A copy into memory that is not pinned would wait for the whole stream.
             copy = torch.empty(packed.tensor.shape, dtype=packed.tensor.dtype, device="cpu", pin_memory=True)
             copy.copy_(packed.tensor, non_blocking=True)

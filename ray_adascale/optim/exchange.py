@@ -44,15 +44,14 @@ class Exchange:
     """One step's numbers that are summed over the workers, in one all-reduce.
 
     Args:
-        workers: Tells whether there are several. One worker's numbers are the sums.
-        process_group: The workers.
+        workers: The workers. One worker's numbers are the sums.
 
     Attributes:
         sent: Whether the numbers are on their way.
     """
 
-    def __init__(self, workers: Workers, process_group: dist.ProcessGroup | None) -> None:
-        self._workers, self._group = workers, process_group
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
         self._numbers: dict[str, Tensor] = {}
         self._travelling: tuple[Packed, dist.Work | None] | None = None
         self.sent = False
@@ -66,7 +65,7 @@ class Exchange:
         """Start the all-reduce, if there is a number. A second call does nothing."""
         if self._numbers and not self.sent and self._workers.reduce:
             packed = Packed.of(self._numbers)
-            self._travelling = packed, dist.all_reduce(packed.tensor, group=self._group, async_op=True)
+            self._travelling = packed, dist.all_reduce(packed.tensor, group=self._workers.group, async_op=True)
         self.sent = True
 
     def wait(self) -> tuple[Numbers, Packed | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
 from .._torch import count_of_writes, local_part, without_gradients
 from ..batch import StepPlan
@@ -26,7 +25,6 @@ class InferredPasses:
     Args:
         measurement: Is told.
         plans: Has the plans of the steps.
-        process_group: Workers that reduce gradients together.
 
     Attributes:
         passes: Backward passes so far in this step.
@@ -36,15 +34,12 @@ class InferredPasses:
     _anew: StepPlan | None = None
     """Announced since an exception ended a pass: of the step that begins anew."""
 
-    def __init__(self, measurement: Measurement, plans: StepPlans, process_group: dist.ProcessGroup | None) -> None:
-        self.measurement, self.plans, self._process_group = measurement, plans, process_group
+    def __init__(self, measurement: Measurement, plans: StepPlans) -> None:
+        self.measurement, self.plans = measurement, plans
         self.skipped_by_scaler = self._told = False
         self._stepped_with: tuple[int, int] | None = None
         self._clear_passes()
         measurement.begun_by(cast(PassListener, self))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process_group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -91,8 +86,27 @@ class InferredPasses:
         self.measurement.attach()
         self._watch()
 
-    def expect(self, plan: StepPlan) -> None:
-        """Set the plan of the step under way, or at a step boundary of the next one; the steps after it are full ones."""
+    def expect(self, passes: int, scale: float | None, loss_divided_by: int | None, *, loss_is_divided: bool) -> None:
+        """Shorten the step under way, or at a step boundary the next one; the steps after it are full ones.
+
+        Args:
+            passes: As in :meth:`AdaScale.expect_passes`, also the next two.
+            scale: S of the step.
+            loss_divided_by: Number that the loss of each pass is divided by.
+            loss_is_divided: Whether the loop divides its losses.
+
+        Raises:
+            ValueError: The step can't have this number of passes.
+        """
+        declared, made = self.plans.declared, self.made
+        if isinstance(passes, bool) or not isinstance(passes, int) or not made < passes <= declared.passes:
+            raise ValueError(
+                f"Invalid {passes=}. This step may have {made + 1} to {declared.passes} backward passes: {made} were made, and "
+                f"num_gradients_to_accumulate is {declared.passes}. Call expect_passes() before the last pass begins."
+            )
+        if loss_divided_by is not None and (loss_divided_by < 1 or not loss_is_divided):
+            raise ValueError(f"Invalid {loss_divided_by=}. Must be at least 1, and needs is_scaled_loss=True.")
+        plan = declared.shortened(passes, scale, loss_divided_by)
         if self.measurement.sums is not None:
             self.begin_step()  # of a step that was never taken
         self._anew = plan if self.measurement.passing else None
@@ -153,7 +167,7 @@ class InferredPasses:
 
     @without_gradients
     def on_begin(self, observer: GradientObserver) -> bool:
-        self.measurement.workers.require_group(self._process_group)
+        self.measurement.workers.require_group()
         if self.plans.lacks_samples:
             raise self._no_samples()
         if self.measurement.sums is not None:
@@ -221,7 +235,7 @@ class InferredPasses:
             )
         if measurement.sums is not None:
             return
-        workers.require_group(self._process_group)
+        workers.require_group()
         if measurement.observer is None:
             return
         if self.plans.lacks_samples:

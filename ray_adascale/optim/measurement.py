@@ -41,7 +41,6 @@ class Measurement:
         gradients: Its gradients.
         plans: Has the plans of the steps.
         workers: Workers that share the batch.
-        process_group: Workers that reduce gradients together.
         grad_scaler: Scales the loss.
         to_mean: Divide the gradient, after the last pass, so that it is the mean over the passes. False where the loop does so.
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of.
@@ -65,7 +64,6 @@ class Measurement:
         gradients: StepGradients,
         plans: StepPlans,
         workers: Workers,
-        process_group: dist.ProcessGroup | None,
         *,
         grad_scaler: torch.amp.GradScaler | None,
         to_mean: bool,
@@ -73,8 +71,8 @@ class Measurement:
         model: torch.nn.Module | None,
     ) -> None:
         self._optimizer, self._gradients, self._plans = optimizer, gradients, plans
-        self.workers, self._process_group = workers, process_group
-        self._grad_scaler, self._to_mean, self._precondition, self._model = grad_scaler, to_mean, precondition, model
+        self.workers, self._grad_scaler, self._to_mean = workers, grad_scaler, to_mean
+        self._precondition, self._model = precondition, model
         self.observer: GradientObserver | None = None
         self._notice: Sequence[RemovableHandle] = ()
         self.weights: Sequence[float] | None = None
@@ -90,7 +88,7 @@ class Measurement:
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks, callables and process groups belong to this process.
-        gone = ("observer", "_process_group", "_model", "_exchange", "_begins_passes")
+        gone = ("observer", "_model", "_exchange", "_begins_passes")
         return {**self.__dict__, **dict.fromkeys(gone), "_notice": (), "_unseen": (), "_shared": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -257,7 +255,7 @@ class Measurement:
         self._norms: list[Tensor] = []  # ‖g_i‖² of each pass on this worker, as measured
         self._left: Versions | None = None  # gradients after the last pass, if another follows
         self._final: Versions | None = None  # those that the step was summed with
-        self._exchange = Exchange(self.workers, self._process_group)
+        self._exchange = Exchange(self.workers)
         self.sums: StepSums | None = None
 
     def end_step(self) -> None:
@@ -342,7 +340,7 @@ class Measurement:
         self._measured = True
         sums = self._gather(plan, seen=False, scaled=True)
         if self.under_way and not bool(sums.numbers["complete"] > 0):
-            self._exchange = Exchange(self.workers, self._process_group)
+            self._exchange = Exchange(self.workers)
             return False
         self._complete(sums)
         return True
@@ -415,7 +413,7 @@ class Measurement:
         else:
             own = {}
             rank, world_size = (
-                (dist.get_rank(self._process_group), self.workers.count) if self.workers.reduce else (0, 1)
+                (dist.get_rank(self.workers.group), self.workers.count) if self.workers.reduce else (0, 1)
             )
             found = {"c": observer.reduced_sq_norms(rank, world_size)}
             if self._checked and not type(observer).holds_whole_gradient:
@@ -447,6 +445,6 @@ class Measurement:
         if self.workers.reduce and self._gradients.sharded:
             # Each worker has seen its shards only; all of them must skip the step, or none.
             flag = check.isfinite().float()
-            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._process_group)
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.workers.group)
             check = 1 / flag.double()
         return check

@@ -124,11 +124,16 @@ def averaged(numbers: Mapping[str, list[float]]) -> StepResult:
         numbers: On the host. "gains": those of :func:`gains_of`. "averages": the totals of each group's σ² and of its μ², and the
             weights.
     """
-    gains, packed = numbers["gains"], numbers["averages"]
-    count = len(packed) // 3
-    weights = packed[2 * count :]
-    means = [total / weight if weight > 0 else math.nan for total, weight in zip(packed, weights * 2, strict=False)]
-    return StepResult(gain=gains[-1], group_gains=gains[:count], group_sigma2=means[:count], group_mu2=means[count:])
+    gains, (sigma2, mu2) = numbers["gains"], means_of(numbers["averages"])
+    return StepResult(gain=gains[-1], group_gains=gains[: len(mu2)], group_sigma2=sigma2, group_mu2=mu2)
+
+
+def means_of(averages: list[float]) -> tuple[list[float], list[float]]:
+    """Return each group's σ̄² and μ̄², NaN before its first sample, from the averages as in :func:`averaged`."""
+    count = len(averages) // 3
+    weights = averages[2 * count :]
+    means = [total / weight if weight > 0 else math.nan for total, weight in zip(averages, weights * 2, strict=False)]
+    return means[:count], means[count:]
 
 
 def result(of: Estimate, numbers: Mapping[str, list[float]], known: StepResult) -> StepResult:
@@ -171,43 +176,18 @@ class Answers:
     increment: float
 
 
-def answers(
-    rule: ScalingRule,
-    step: StepResult,
-    state: AdaScaleState,
-    *,
-    scale: float,
-    num_groups: int,
-    total_steps: float | None,
-    base_batch_size: float | None,
-) -> Answers:
+def answers(rule: ScalingRule, whole: RuleInput, group_gains: Sequence[float], num_groups: int) -> Answers:
     """Return what the rule makes of a step's gains.
 
     Args:
         rule: The rule.
-        step: Has the gains.
-        state: Before the step.
-        scale: S.
+        whole: Its input for the whole optimizer.
+        group_gains: r of each gain's group.
         num_groups: Parameter groups. Even with one gain, a rule may have another factor for each.
-        total_steps: T.
-        base_batch_size: B0.
     """
-
-    def answer(r: float, group: int | None) -> tuple[float, float]:
-        return rule(
-            RuleInput(
-                gain=r,
-                scale=scale,
-                effective_steps=state.last.effective_steps,
-                total_steps=total_steps,
-                base_batch_size=base_batch_size,
-                group=group,
-            )
-        )
-
-    gains = step.group_gains
-    lr_factors, group_increments = zip(*[answer(gains[i % len(gains)], i) for i in range(num_groups)], strict=True)
-    return Answers(lr_factors, group_increments, *answer(step.gain, None))
+    inputs = [replace(whole, gain=group_gains[i % len(group_gains)], group=i) for i in range(num_groups)]
+    lr_factors, group_increments = zip(*map(rule, inputs), strict=True)
+    return Answers(lr_factors, group_increments, *rule(whole))
 
 
 def next_state(

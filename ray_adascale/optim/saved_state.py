@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..gain import Average
 from .averaging import Averaging
-from .next_state import AdaScaleState
+from .next_state import AdaScaleState, means_of
 
 _AVERAGES = ("total", "weight", "count")
 
@@ -52,16 +52,19 @@ def check_tensors(tensors: Mapping[str, Tensor], state: AdaScaleState) -> None:
 
 def state_of(tensors: Mapping[str, Tensor], before: AdaScaleState, averaging: Averaging) -> AdaScaleState:
     """Return the state that :func:`tensors_of` hold, on the device of the state before. The tensors are left unchanged."""
-    device, (sigma2, mu2) = before.averages.packed.device, tensors["total"]
+    (sigma2, mu2), averages = tensors["total"], Average.of(*(tensors[name].clone() for name in _AVERAGES))
+    group_sigma2, group_mu2 = means_of(averages.packed.reshape(-1).tolist())
     floor = averaging.variance_floor * tensors["weight"]
     last = replace(
         before.last,
         gain=float(tensors["previous_gain"]),
         effective_steps=float(tensors["effective_steps"]),
         steps=int(tensors["steps"]),
+        group_sigma2=group_sigma2,
+        group_mu2=group_mu2,
     )
     return AdaScaleState(
-        Average.of(*(tensors[name].to(device, copy=True) for name in _AVERAGES)),
+        averages.to(before.averages.packed.device),
         last,
         float(tensors.get("since_sample", tensors["previous_gain"])),
         averaging.clip_samples and bool((sigma2 >= floor).all() and (mu2 >= 0).all()),

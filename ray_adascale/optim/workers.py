@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 from .._errors import check_count
@@ -20,6 +22,7 @@ class Workers:
 
     Attributes:
         count: Number of workers.
+        group: Their process group; None for the default group.
 
     Raises:
         ValueError: ``world_size`` is out of its range, or is not the size of the process group.
@@ -38,25 +41,25 @@ class Workers:
                     f"Invalid {world_size=}: the process group has {workers} workers. Leave it out, or give process_group=, the "
                     "workers that share the batch."
                 )
-        self.count = world_size
+        self.count, self.group = world_size, process_group
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "group": None}  # a process group belongs to its process
 
     @property
     def reduce(self) -> bool:
         """Whether statistics are summed over several workers."""
         return self.count > 1 and _initialized()
 
-    def require_group(self, process_group: dist.ProcessGroup | None) -> None:
+    def require_group(self) -> None:
         """Raise if the process group is not that of the workers. To be called as a backward pass begins, and in a step.
-
-        Args:
-            process_group: Workers that reduce gradients together. None: the default group.
 
         Raises:
             RuntimeError: There are to be several workers, and no process group, or one of another size.
         """
         if self.count == 1 and not self._assumed:
             return
-        found = dist.get_world_size(process_group) if _initialized() else 1
+        found = dist.get_world_size(self.group) if _initialized() else 1
         if found == self.count:
             return
         if self._assumed:

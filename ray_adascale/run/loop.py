@@ -455,10 +455,8 @@ class Run:
         set_batch(plan, self.optimizer, self.source, self.backend.rank)
 
     def _metrics(self, step: StepResult, loss: float, lr: float) -> dict[str, Any]:
-        moments = step.total_moments() if step.group_sigma2 else self.optimizer.average_moments()  # of a loaded state
         return step_metrics(
             step,
-            moments,
             self.plan,
             loss=loss,
             lr=lr,

@@ -114,10 +114,11 @@ def test_two_steps_by_hand_from_their_sums_to_the_clock() -> None:
     assert (step.sigma2, step.mu2, step.squared_norm, step.gain) == (8.0, 2.0, 4.0, 2.5)
 
     def rule(now: RuleInput) -> tuple[float, float]:
-        assert (now.scale, now.total_steps, now.base_batch_size) == (4.0, 100.0, 8.0)
+        assert (now.gain, now.scale, now.total_steps) == (2.5, 4.0, 100.0)
         return now.gain, now.gain + (0.0 if now.group is None else 1.0)
 
-    said = answers(rule, step, start, scale=4.0, num_groups=2, total_steps=100.0, base_batch_size=8.0)
+    whole = RuleInput(gain=step.gain, scale=4.0, effective_steps=0.0, total_steps=100.0, base_batch_size=8.0)
+    said = answers(rule, whole, step.group_gains, 2)
     assert (said.lr_factors, said.group_increments) == ((2.5, 2.5), (3.5, 3.5))
     assert (said.lr_factor, said.increment) == (2.5, 2.5)
     one = next_state(start, of.averages, step, said.lr_factor, said.increment)
@@ -167,8 +168,6 @@ def test_a_step_that_is_not_finite_leaves_averages_and_clock() -> None:
 
 
 def test_the_rule_is_asked_for_each_group_with_its_gain() -> None:
-    step = StepResult(gain=3.0, group_gains=[2.0, 4.0])
-    state = AdaScaleState.empty(2, averaging())
-    said = answers(AdaScaleRule(), step, state, scale=4.0, num_groups=2, total_steps=None, base_batch_size=None)
+    said = answers(AdaScaleRule(), RuleInput(gain=3.0, scale=4.0, effective_steps=0.0), [2.0, 4.0], 2)
     assert (said.lr_factors, said.group_increments) == ((2.0, 4.0), (2.0, 4.0))
     assert (said.lr_factor, said.increment) == (3.0, 3.0)

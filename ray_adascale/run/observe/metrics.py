@@ -72,7 +72,6 @@ replaced."""
 
 def step_metrics(
     step: StepResult,
-    moments: tuple[float, float],
     plan: StepPlan,
     *,
     loss: float,
@@ -84,8 +83,7 @@ def step_metrics(
     """Return the values of a step under :data:`METRICS`.
 
     Args:
-        step: The step's numbers.
-        moments: Averaged σ² and μ² after it; NaN before the first sample.
+        step: The step's numbers, with the averages after it.
         plan: The step's batch.
         loss: Mean over the step's examples, of all workers.
         lr: lr(⌊τ⌋) of the schedule, before the gain.
@@ -93,7 +91,7 @@ def step_metrics(
         examples_per_s: Over all workers.
         probed: σ² and μ² of the last probe, for steps that have one gradient sample; None without one.
     """
-    sigma2, mu2 = moments
+    sigma2, mu2 = step.total_moments()
     if math.isnan(sigma2) and probed is not None:
         sigma2, mu2 = probed
     gain, scale = step.gain, plan.scale

@@ -57,9 +57,9 @@ def test_what_is_no_number_is_refused() -> None:
     ],
 )
 def test_a_steps_metrics(averaged: Any, probed: Any, sigma2: float, mu2: float, noise: float) -> None:
-    step = StepResult(gain=3.0, effective_steps=7.5, steps=3)
+    step = StepResult(gain=3.0, effective_steps=7.5, steps=3, group_sigma2=[averaged[0]], group_mu2=[averaged[1]])
     plan = AdaScaleConfig(base_batch_size=8, total_steps=10, per_worker_batch_size=16).batch.plan(2)
-    found = step_metrics(step, averaged, plan, loss=0.5, lr=0.1, progress=7.0, examples_per_s=90.0, probed=probed)
+    found = step_metrics(step, plan, loss=0.5, lr=0.1, progress=7.0, examples_per_s=90.0, probed=probed)
     assert tuple(found) == tuple(METRICS)
     assert found == pytest.approx(
         {
