@@ -385,7 +385,7 @@ def test_the_host_reads_what_has_arrived_and_nothing_else(monkeypatch: pytest.Mo
         with host_reads(monkeypatch) as found:
             run.backward(F.cross_entropy(run.model(x), y))
             run.step()
-        assert found == ([] if number == 40 else ["tolist"])  # of the step before: r and the loss, in one copy
+        assert found == ([] if number == 40 else ["read"])  # of the step before: r and the loss, in one copy
         assert not run.optimizer.last_step_known
         if number == 41:
             break
