@@ -157,8 +157,7 @@ class AdaScaleAlgorithm:
         if step.skipped:
             self._leave_out(step)
             return
-        answered = self._answers(step, estimated.sums.plan.scale)
-        self._take_step(answered, estimated.sums.plan.scale)
+        answered = self._take_step(step, estimated.sums.plan.scale)
         self._advance(estimated, step, answered)
 
     def _step_on_device(self, estimated: Estimate) -> None:
@@ -167,8 +166,7 @@ class AdaScaleAlgorithm:
         zero, one = (constant(x, estimated.finite.device, torch.float32)[0] for x in (0.0, 1.0))
         skip = torch.where(estimated.finite, zero, one)
         if estimated.gains is None:
-            answered = self._answers(self._known_at(scale, estimated.averages), scale)
-            self._take_step(answered, scale, skip)
+            answered = self._take_step(self._known_at(scale, estimated.averages), scale, skip)
         else:
             factors = estimated.gains[: estimated.averages.count.numel()].unbind()
             skippable_step(self._inner, skip, lambda: self._step_inner(factors, scale))
@@ -178,23 +176,15 @@ class AdaScaleAlgorithm:
         self._estimated = None
         self._passes.end_step()
 
-    def _take_step(self, answered: Answers, scale: float, skip: Tensor | None = None) -> None:
-        """Step the wrapped optimizer as a rule has answered.
+    def _take_step(self, step: StepResult, scale: float, skip: Tensor | None = None) -> Answers:
+        """Step the wrapped optimizer as the rule answers to known gains. Return the answers.
 
         Args:
-            answered: The rule's answers.
+            step: Has the gains.
             scale: S.
             skip: For a fused optimizer: 1 on the device if it has to change nothing.
         """
-        betas, groups, factors = betas_of(self._rule), self._optimizer.param_groups, answered.lr_factors
-        increments = answered.group_increments
-        with nullcontext() if betas is None else betas.applied(groups, self._inner, increments, self._step_counts):
-            if skip is None:
-                self._step_inner(factors, scale)
-            else:
-                skippable_step(self._inner, skip, lambda: self._step_inner(factors, scale))
-
-    def _answers(self, step: StepResult, scale: float) -> Answers:
+        groups, betas = self._optimizer.param_groups, betas_of(self._rule)
         whole = RuleInput(
             gain=step.gain,
             scale=scale,
@@ -202,7 +192,14 @@ class AdaScaleAlgorithm:
             total_steps=self._total_steps,
             base_batch_size=self._base_batch_size,
         )
-        return answers(self._rule, whole, step.group_gains, len(self._optimizer.param_groups))
+        answered = answers(self._rule, whole, step.group_gains, len(groups))
+        factors, increments = answered.lr_factors, answered.group_increments
+        with nullcontext() if betas is None else betas.applied(groups, self._inner, increments, self._step_counts):
+            if skip is None:
+                self._step_inner(factors, scale)
+            else:
+                skippable_step(self._inner, skip, lambda: self._step_inner(factors, scale))
+        return answered
 
     def _step_inner(self, factors: Sequence[float] | Sequence[Tensor], scale: float) -> None:
         """Step the wrapped optimizer with the LR of each group times its factor.

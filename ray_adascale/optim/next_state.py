@@ -75,7 +75,7 @@ def estimate(state: AdaScaleState, sums: StepSums, averaging: Averaging) -> Esti
     """Return the gain of a step, and the averages after it. No host synchronization."""
     check, sample, usable = sums.sample(state.averages.count.numel())  # σ² and μ² from A and C
     finite = check < math.inf
-    numbers = {"check": check, **sums.shared}
+    numbers = {"check": check, **{name: sums.numbers[name] for name in sums.shared_names}}
     if not sums.measured:
         return Estimate(sums, state.averages, finite, None, numbers)
     averages = state.averages.to(check.device)

@@ -90,11 +90,6 @@ class StepSums:
         return self.measured and self.watched and self.plan.num_samples > 1
 
     @property
-    def shared(self) -> Numbers:
-        """The caller's numbers, summed over workers."""
-        return {name: self.numbers[name] for name in self.shared_names} if self.shared_names else {}
-
-    @property
     def identity(self) -> Tensor | None:
         """Difference between Σ w_i⟨g_i, v⟩ and ⟨ḡ, v⟩ over √A, ``[1]``; None in a step that is not checked."""
         if "samples" not in self.numbers or not self.sampled:

@@ -270,7 +270,7 @@ def test_what_every_worker_loads_is_light(start: str) -> None:
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
-LONGEST_FILE, LONGEST_CLASS = 540, 305
+LONGEST_FILE, LONGEST_CLASS = 520, 305
 """Lines of a file, and lines of code of a class."""
 
 
@@ -304,7 +304,7 @@ def test_no_file_and_no_class_is_long(path: Path) -> None:
     assert {name: size for name, size in sizes(source) if size > LONGEST_CLASS} == {}
 
 
-BUDGET = 19_320
+BUDGET = 19_330
 """The most lines of code of the package."""
 
 
