@@ -64,12 +64,12 @@ def make_source(
     if is_map_style(dataset):
         if length is not None and length != len(dataset):
             raise ValueError(f"Invalid {length=}: the dataset has {len(dataset)} examples. Leave length out.")
-        batched = examples_of(dataset[0], sys.maxsize) if isinstance(dataset, list) and dataset else None
+        batched = examples_of(dataset[0], sys.maxsize) if isinstance(dataset, list | tuple) and dataset else None
         entry, rows = batched or (None, 0)
-        if rows > 1 and rows in split.micro_batch_sizes and len([*leaves(entry)]) > 1:
+        if rows > 1 and rows in (*split.micro_batch_sizes, split.global_batch_size) and len([*leaves(entry)]) > 1:
             warn_at_user(
-                f"Each of the {len(dataset)} entries of the list counts as one example, and has tensors of {rows} rows, as many "
-                "as a micro-batch has examples. If they are batches, give DataLoader(entries, batch_size=None)."
+                f"Each of the {len(dataset)} entries of the {type(dataset).__name__} counts as one example, and has tensors of "
+                f"{rows} rows, as many as a batch. If they are batches, give DataLoader(entries, batch_size=None)."
             )
         return MapSource(
             dataset, split, order, collate_fn=collate_fn, num_workers=num_workers, device=device, sampler=sampler

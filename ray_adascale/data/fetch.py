@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+import inspect
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,64 +41,78 @@ class Examples:
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], length: int) -> None:
         self._dataset, self._collate_fn, self._length = dataset, collate_fn, length
-        self._epoch = -1
+        self._epoch, self._splits = -1, False  # whether a batch is fetched epoch by epoch
 
     def __call__(self, position: int, indices: Tensor) -> Any:
-        wanted, examples = indices.tolist(), []
-        setters = epoch_setters(self._dataset)
+        wanted: list[int] = indices.tolist()
+        examples: list[Any] = []
         while wanted:
             epoch, before = divmod(position, self._length)
-            count = self._length - before if setters else len(wanted)
-            if setters and epoch != self._epoch:
-                self._epoch = epoch
+            if epoch != self._epoch:
+                self._epoch, setters = epoch, epoch_setters(self._dataset)
+                self._splits = len(setters) > 0
                 for set_epoch in setters:
                     set_epoch(epoch)
-            examples += self._fetched(wanted[:count])
+            count = self._length - before if self._splits else len(wanted)
+            fetch, part = getattr(self._dataset, "__getitems__", None), wanted[:count]
+            examples += fetch(part) if fetch else [self._dataset[index] for index in part]
             wanted, position = wanted[count:], position + count
         return self._collate_fn(examples)
 
-    def _fetched(self, wanted: list[int]) -> Any:
-        fetch = getattr(self._dataset, "__getitems__", None)
-        return fetch(wanted) if fetch else [self._dataset[index] for index in wanted]
+
+_ENTRIES, _OBJECTS, _ELEMENTS = 100, 10_000, 2**17
+"""Most entries of a list and objects of a dataset that are looked into, and (about) elements of an array that count."""
+
+
+def _held(value: Any) -> Iterator[Iterable[Any]]:
+    """Yield what an object holds: entries; and names and values of attributes, or of the variables around a function."""
+    slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+    named = {name: getattr(value, name, None) for name in slots} | dict(getattr(value, "__dict__", {}))
+    if inspect.isfunction(value):
+        with suppress(ValueError):  # a variable has no value yet
+            named |= inspect.getclosurevars(value).nonlocals
+    if isinstance(value, list | tuple | set | deque):
+        yield value
+    for names in (named, value) if isinstance(value, dict) else (named,):
+        yield from (names, names.values())
+
+
+def _objects(value: Any) -> Iterator[tuple[Any, list[tuple[Any, ...]]]]:
+    """Yield an object and those that it holds, each once, with what each holds."""
+    seen: dict[int, Any] = {}
+    queue = deque([value])
+    while queue and len(seen) < _OBJECTS:
+        each = queue.popleft()
+        if id(each) in seen or each is None or isinstance(each, int | float | complex | str | bytes):
+            continue
+        seen[id(each)] = each
+        held = [*map(tuple, _held(each))]
+        yield each, held
+        for inside in held:
+            queue.extend(inside if isinstance(next(iter(inside), None), Dataset) else inside[:_ENTRIES])
 
 
 def epoch_setters(data: Any) -> list[Callable[[int], object]]:
-    """Return the methods ``set_epoch`` of a dataset or a loader, of its samplers, and of the datasets that it wraps."""
-    wrapped = getattr(data, "datasets", ())
-    parts = [getattr(data, name, None) for name in ("sampler", "batch_sampler", "dataset")]
-    parts += wrapped if isinstance(wrapped, list | tuple) else ()
-    own = getattr(data, "set_epoch", None)
-    return ([own] if callable(own) else []) + [
-        each for part in parts if part is not None for each in epoch_setters(part)
-    ]
+    """Return the methods ``set_epoch`` of a dataset or a loader, and of the samplers, datasets and transforms that it holds."""
+    having = (each for each, _ in _objects(data) if hasattr(type(each), "set_epoch"))
+    return [each.set_epoch for each in having if callable(each.set_epoch)]
 
 
-_ENTRIES, _OBJECTS = 100, 10_000
-"""Most entries of a list, and objects of a dataset, in which a change is looked for."""
+def state_of(value: Any) -> tuple[list[int], object]:
+    """Return numbers that change if an object is changed, or one that it holds; and objects to keep while they count.
 
-
-def state_of(value: Any) -> tuple[list[Any], object]:
-    """Return numbers and texts that change if an object is changed, or one that it holds; and objects to keep while they count.
-
-    An object is known by its identity, a tensor also by the count of writes to it, a short array by its elements.
+    An object is known by its identity and by those of what it holds, a tensor by the count of writes to it, an array by its
+    elements, of a large one by some of them.
     """
-    found: list[Any] = []
-    kept: dict[int, Any] = {}  # so that no new object gets the identity of a lost one
-    queue = deque([value])
-    while queue and len(found) < _OBJECTS:
-        each = queue.popleft()
-        plain = each is None or isinstance(each, int | float | complex | str | bytes)
-        found.append(each if plain else id(each))
-        if plain or id(each) in kept:
-            continue
-        kept[id(each)] = each
-        named = each if isinstance(each, Mapping) else getattr(each, "__dict__", {})
-        listed = each if isinstance(each, list | tuple | set | deque) else ()
-        if isinstance(each, np.ndarray) and each.size <= _ENTRIES:
-            listed = each.tolist()
-        found += [len(named), len(listed), count_of_writes(each) if isinstance(each, Tensor) else 0]
-        for inside in (listed, named, named.values()):
-            queue.extend(itertools.islice(inside, _ENTRIES))
+    found: list[int] = []
+    kept = []  # so that no new object gets the identity of a lost one
+    for each, held in _objects(value):
+        kept.append((each, held))
+        found += [id(each), *(hash(tuple(map(id, inside))) for inside in held)]
+        if isinstance(each, Tensor):
+            found.append(count_of_writes(each))
+        elif isinstance(each, np.ndarray) and each.flags.writeable and not isinstance(each, np.memmap):
+            found.append(hash(each.flat[:: 1 + each.size // _ELEMENTS].tobytes()))
     return found, kept
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +172,8 @@ def split_evenly(total: int, parts: int) -> list[int]:
     return [size + 1] * larger + [size] * (parts - larger)
 
 
-class ExampleStream(Sampler[list[int]]):
-    """A batch sampler that yields one worker's micro-batches without end: step by step, within a step pass by pass.
+class ExampleStream:
+    """Yields one worker's micro-batches without end: step by step, within a step pass by pass.
 
     Each step uses B examples of the stream, across the borders of epochs, split as ``split`` says.
 
@@ -226,10 +225,6 @@ class ExampleStream(Sampler[list[int]]):
         """Return the position after a step that starts at ``position``."""
         batch = self.split.global_batch_size
         return self._step_start(self._step_start(position, batch) + batch, batch)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        # This method is no generator, so that the position is read now and not at the first next().
-        return (self.indices(part).tolist() for part in self.parts(self.position))
 
     def parts(self, position: int) -> Iterator[MicroBatch]:
         """Yield this worker's micro-batches from ``position`` on, without end, by the split at the first request."""

@@ -177,13 +177,11 @@ class MapSource(BatchSource):
     ) -> None:
         check_count("num_workers", num_workers, 0)
         self._dataset, self._size = dataset, len(dataset)
-        self._seen_in: tuple[int, tuple[list[Any], object] | None] = 0, None
+        self._seen_in: tuple[int, tuple[list[int], object] | None] = 0, None
         """The epoch in which the dataset was last looked at, and its state as loader processes have it."""
         self._sampled = None if sampler is None else SampledOrder(sampler, len(dataset), order.seed)
-        if self._sampled is None:
-            self.sampler = ExampleStream(len(dataset), split, order)
-        else:
-            self.sampler = ExampleStream(self._sampled.length, split, order, epoch_indices=self._sampled.indices)
+        drawn = (len(dataset), None) if self._sampled is None else (self._sampled.length, self._sampled.indices)
+        self.sampler = ExampleStream(drawn[0], split, order, epoch_indices=drawn[1])
         self.length, self._drop_last = self.sampler.length, order.drop_last
         self._fetch: Fetch = Examples(dataset, stacked if collate_fn is None else collate_fn, self.length)
         if collate_fn is None and has_plain_rows(dataset):
@@ -213,6 +211,7 @@ class MapSource(BatchSource):
 
     def _begun(self) -> Iterator[Any]:
         """Return the batches from ``position`` on, from processes that have the dataset as it is now."""
+        self._check_length()
         self._seen_in = self.epoch, None if self._loader is None else state_of(self._fetch)
         fetched = (self._fetch(*request) for request in iter(self._requests))
         batches = fetched if self._loader is None else iter(self._loader)
@@ -229,13 +228,16 @@ class MapSource(BatchSource):
         epoch, state = self._seen_in
         if epoch == self.epoch:
             return False
+        self._check_length()
+        self._seen_in = self.epoch, state
+        return state is not None and state_of(self._fetch)[0] != state[0]
+
+    def _check_length(self) -> None:
         if len(self._dataset) != self._size:
             raise ValueError(
                 f"The dataset has {len(self._dataset)} examples in epoch {self.epoch}, and had {self._size} when the run was "
                 "built. Build a new run with it: Run(..., starting_step=...). Or give data without a length, and dataset_length=."
             )
-        self._seen_in = self.epoch, state
-        return state is not None and state_of(self._fetch)[0] != state[0]
 
     def commit(self) -> None:
         self.sampler.position = self.sampler.next_position(self.sampler.position)

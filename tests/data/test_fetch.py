@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 from ray_adascale.data.fetch import state_of
 from ray_adascale.data.order import BatchSplit, ExampleOrder
@@ -33,6 +34,26 @@ class Aging(Dataset[tuple[int, int, float, int]]):
         return index, self.epoch, self.augmentation["strength"], os.getpid()
 
 
+class Held(Dataset[Any]):
+    """A wrapper of one's own, with any name for what it holds, and a way back to itself."""
+
+    def __init__(self, base: Any) -> None:
+        self.base, self.whole = base, self
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.base[index]
+
+
+class Stacked(StackDataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)["data"]
+
+    __getitems__ = None  # type: ignore[assignment]
+
+
 class Batched(Aging):
     def __getitems__(self, indices: list[int]) -> list[tuple[int, int, float, int]]:
         return [self[index] for index in indices]
@@ -46,8 +67,15 @@ def source_of(dataset: Any, workers: int, batch: int = 4) -> MapSource:
 @pytest.mark.parametrize("batch", [4, 25])  # a micro-batch has examples of two epochs, or of four
 @pytest.mark.parametrize(
     "dataset",
-    [Aging(), Batched(), Subset(Aging(20), range(10)), ConcatDataset([Aging(4), Aging(6)])],  # type: ignore[list-item]
-    ids=["getitem", "getitems", "subset", "concat"],
+    [
+        Aging(),
+        Batched(),
+        Subset(Aging(20), range(10)),  # type: ignore[list-item]
+        ConcatDataset([Aging(4), Aging(6)]),
+        Held(Aging()),
+        Stacked(data=Aging()),
+    ],
+    ids=["getitem", "getitems", "subset", "concat", "own wrapper", "stacked"],
 )
 def test_set_epoch_comes_before_the_first_example_of_an_epoch(dataset: Any, batch: int, workers: int) -> None:
     source = source_of(dataset, workers, batch)
@@ -89,6 +117,40 @@ def test_a_dataset_that_grows_is_refused_as_an_epoch_begins(workers: int) -> Non
             data.size = 24
     assert taken == 2
     source.close()
+    data.size = 8
+    built_before = source_of(data, workers)
+    data.size = 24
+    with pytest.raises(ValueError, match="24 examples in epoch 0, and had 8"):
+        iter(built_before)
+
+
+class Slots:
+    __slots__ = ("strength",)
+
+
+def variable() -> tuple[Callable[[], int], Callable[[], None]]:
+    value = 0
+
+    def change() -> None:
+        nonlocal value
+        value += 1
+
+    return lambda: value, change
+
+
+CHANGES = (
+    "",
+    "number",
+    "within",
+    "name",
+    "tensor",
+    "array",
+    "large array",
+    "list",
+    "deep in a list",
+    "slot",
+    "variable",
+)
 
 
 def change(what: str, data: Any) -> None:
@@ -102,23 +164,33 @@ def change(what: str, data: Any) -> None:
         data.weights[3] = 1
     elif what == "array":
         data.array[3] = 1
+    elif what == "large array":
+        data.large[777, 5] = 1
+    elif what == "deep in a list":
+        data.many[50_000] = "x"
+    elif what == "slot":
+        data.slots.strength = 0.5
+    elif what == "variable":
+        data.set_variable()
     elif what == "list":
         data.many.append("x")
     elif what == "object":
         data.weights = data.weights.clone()
 
 
-@pytest.mark.parametrize("what", ["", "number", "within", "name", "tensor", "array", "list", "object"])
+@pytest.mark.parametrize("what", [*CHANGES, "object"])
 def test_a_change_shows_in_the_state_of_a_dataset(what: str) -> None:
     data: Any = Aging()
     data.weights, data.array, data.many = torch.zeros(5), np.zeros(5), ["a"] * 100_000
-    data.itself, data.function, data.unreadable = data, lambda: None, open(os.devnull)  # noqa: SIM115
+    data.large, data.slots, (data.of_variable, data.set_variable) = np.zeros((1000, 10)), Slots(), variable()
+    data.itself, data.function, data.unreadable = data, lambda: unset, open(os.devnull)  # noqa: SIM115
     whole = Subset(data, range(3))
     before = state_of(whole)
     change(what, data)
     assert (state_of(whole)[0] == before[0]) == (what == "")
     assert len(before[0]) < 10_000
     data.unreadable.close()
+    unset = 0
 
 
 def test_processes_live_over_all_epochs_of_a_dataset_that_is_not_changed() -> None:

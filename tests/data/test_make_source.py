@@ -279,6 +279,9 @@ def test_a_list_of_batches_is_told_of_and_a_loader_takes_it() -> None:
     batches = [*zip(x.split(4), y.split(4), strict=True)]
     with pytest.warns(UserWarning, match=r"Each of the 5 entries of the list.*tensors of 4 rows.*batch_size=None\)"):
         make_source(batches, BatchSplit(4), ExampleOrder())
+    for split in (BatchSplit(4, accumulation=2), BatchSplit(8, accumulation=2)):  # batches of a step, or of a pass
+        with pytest.warns(UserWarning, match=r"Each of the 5 entries of the tuple"):
+            make_source(tuple(batches), split, ExampleOrder())
     loader = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     source = make_source(loader, BatchSplit(4), ExampleOrder())
     assert [m.examples for m in take(source, 6)] == [4] * 6
