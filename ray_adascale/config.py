@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from ._errors import SettingError, clip_multiple, typed
-from ._fields import MAYBE_COUNT, by, check_fields, clip, hinting, integer, must_be, optional, positive
+from ._fields import COUNT, MAYBE_COUNT, by, check_fields, clip, hinting, integer, must_be, optional, positive
 from .batch import BatchSettings
 
 if TYPE_CHECKING:  # the options of the command line come from this module, and their help needs no torch
@@ -127,16 +127,16 @@ class AdaScaleConfig:
         ValueError: A field is out of its range.
     """
 
-    base_batch_size: int | None = None
+    base_batch_size: int | None = field(default=None, metadata=MAYBE_COUNT)
     total_steps: int | None = field(default=None, metadata=MAYBE_COUNT)
     total_epochs: float | None = field(default=None, metadata=_MAYBE_POSITIVE)
     scheduler_unit: Literal["step", "epoch"] | None = None
-    per_worker_batch_size: int | None = None
-    accumulation: int = 1
-    global_batch_size: int | None = None
+    per_worker_batch_size: int | None = field(default=None, metadata=MAYBE_COUNT)
+    accumulation: int = field(default=1, metadata=COUNT)
+    global_batch_size: int | None = field(default=None, metadata=MAYBE_COUNT)
     target_efficiency: float | None = None
     batch_schedule: str | Sequence[tuple[float | str, int]] | None = None
-    max_global_batch_size: int | None = None
+    max_global_batch_size: int | None = field(default=None, metadata=MAYBE_COUNT)
     elastic: bool = False
     rule: str | ScalingRule = "auto"
     sharding: Literal["auto", "none", "oss", "zero2", "fsdp2"] = "auto"

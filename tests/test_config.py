@@ -55,6 +55,9 @@ def test_fields_out_of_range_are_named(names: str, refused: list[Any], taken: li
 
 def test_numpys_values_become_pythons() -> None:
     config = AdaScaleConfig(total_steps=np.int64(3), seed=np.int64(3), shuffle=np.bool_(True))  # as from a search space
+    counts = AdaScaleConfig(base_batch_size=8.0, per_worker_batch_size=16.0, accumulation=np.int64(2))  # type: ignore[arg-type]
+    assert "base_batch_size=8, total_steps=None" in repr(counts)
+    assert "per_worker_batch_size=16, accumulation=2," in repr(counts)
     assert [type(value) for value in (config.total_steps, config.seed, config.shuffle)] == [int, int, bool]
 
 

@@ -371,7 +371,7 @@ class AdaScale(OptimizerWrapper):
 
     @sample_weights.setter
     def sample_weights(self, weights: Sequence[float] | None) -> None:
-        self.measurement.weights = weights
+        self.measurement.set_weights(weights)
 
     # ---- the steps so far ----------------------------------------------------------------------------------------
 

@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    CosineAnnealingLR,
-    LRScheduler,
-    MultiStepLR,
-    OneCycleLR,
-    PolynomialLR,
-    SequentialLR,
-)
+from torch.optim import lr_scheduler as L
 
 from .schedule import BaseSchedule
 
@@ -62,17 +54,22 @@ def curve_difference(
 
 
 # The attribute with the length of a torch scheduler, in calls.
-_LENGTHS: dict[type[LRScheduler], str] = {
-    CosineAnnealingLR: "T_max",
-    OneCycleLR: "total_steps",
-    PolynomialLR: "total_iters",
-    MultiStepLR: "milestones",
+_LENGTHS: dict[type[L.LRScheduler], str] = {
+    L.CosineAnnealingLR: "T_max",
+    L.OneCycleLR: "total_steps",
+    L.PolynomialLR: "total_iters",
+    L.MultiStepLR: "milestones",
+    L.StepLR: "step_size",
+    L.LinearLR: "total_iters",
+    L.ConstantLR: "total_iters",
 }
 _SLACK = 0.02
 """Share of T. A smaller difference depends on whether a curve ends at its last step or after it."""
+# Share of T by which the last change of one that goes on after it may come late. A short trial of a long schedule is no mistake.
+_LATE = {L.MultiStepLR: _SLACK, L.StepLR: 1.0, L.LinearLR: 1.0, L.ConstantLR: 1.0}
 
 
-def other_length(scheduler: LRScheduler | None, schedule: BaseSchedule) -> str | None:
+def other_length(scheduler: L.LRScheduler | None, schedule: BaseSchedule) -> str | None:
     """Return a doubt, with both numbers, if the scheduler seems to be made for another length than T; else None.
 
     There is one if a torch scheduler has another length, or changes after T; or if the learning rate is zero relative to its peak
@@ -95,9 +92,9 @@ def other_length(scheduler: LRScheduler | None, schedule: BaseSchedule) -> str |
         else f"Make the schedule for {calls:.4g} {unit}."
     )
     for kind, name, ends in _own_ends(scheduler):
-        late = ends - calls  # after its last milestone a schedule may go on
-        if (late if kind is MultiStepLR else abs(late)) > max(1.0, _SLACK * calls):
-            what = "rises again" if kind is CosineAnnealingLR else "stays constant"
+        late = ends - calls
+        if (late if kind in _LATE else abs(late)) > max(1.0, _LATE.get(kind, _SLACK) * calls):
+            what = "rises again" if kind is L.CosineAnnealingLR else "stays constant"
             then = f"so the learning rate {what} after it" if ends < calls else "so the run ends before it"
             return f"{kind.__name__} has {name} at {ends:g} {unit}, and the run has {length}, {then}. {fix}"
     at_zero = min((_calls_at_zero(curve) for curve in schedule.lr_curve if any(curve)), default=0)
@@ -107,13 +104,13 @@ def other_length(scheduler: LRScheduler | None, schedule: BaseSchedule) -> str |
     return None
 
 
-def _own_ends(scheduler: LRScheduler, begins: int = 0) -> Iterator[tuple[type[LRScheduler], str, float]]:
+def _own_ends(scheduler: L.LRScheduler, begins: int = 0) -> Iterator[tuple[type[L.LRScheduler], str, float]]:
     """Yield the class, the attribute of the length, and the last call of each part that is in use at the end."""
-    if isinstance(scheduler, SequentialLR):
+    if isinstance(scheduler, L.SequentialLR):
         milestones = getattr(scheduler, "_milestones", None)  # torch has no public name for it
         if milestones:
             yield from _own_ends(scheduler._schedulers[-1], begins + milestones[-1])
-    elif isinstance(scheduler, ChainedScheduler):
+    elif isinstance(scheduler, L.ChainedScheduler):
         for part in scheduler._schedulers:
             yield from _own_ends(part, begins)
     elif type(scheduler) in _LENGTHS:
@@ -125,7 +122,7 @@ def _calls_at_zero(curve: Sequence[float]) -> int:
     """Return the number of equal values at the end of a curve, if they are at most a millionth of its peak; else 0."""
     rates = np.asarray(curve)
     peak, last = np.abs(rates).max(), rates[-1]
-    if abs(last) > 1e-6 * peak:
+    if not abs(last) <= 1e-6 * peak:  # nor NaN
         return 0
     different = np.flatnonzero(np.abs(rates - last) > 1e-9 * peak)
     return len(curve) - 1 - int(different[-1]) if len(different) else len(curve)

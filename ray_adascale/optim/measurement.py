@@ -217,6 +217,19 @@ class Measurement:
     def scales_loss(self) -> bool:
         return self._grad_scaler is not None and self._grad_scaler.is_enabled()
 
+    def set_weights(self, weights: Sequence[float] | None) -> None:
+        """Set w of this worker's gradient sample in each pass; None: all 1/n.
+
+        Raises:
+            RuntimeError: The step's last pass has ended, with the weights of before.
+        """
+        late = weights is not None and self.last is not None and not self.passing
+        if late and any(p.grad is not None for p in self.params):
+            raise RuntimeError(
+                "sample_weights was set after the step's last backward pass. Set it before: count its tokens first."
+            )
+        self.weights = weights
+
     # ---- what the caller shares ------------------------------------------------------------------------------------
 
     def share(self, **numbers: Tensor) -> None:

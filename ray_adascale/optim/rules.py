@@ -297,8 +297,8 @@ def make_rule(rule: str | ScalingRule) -> ScalingRule:
         ValueError: ``rule`` is neither a known name nor a callable.
     """
     if isinstance(rule, str):
-        name, _, steps = rule.partition(":")
-        if name not in RULES or (steps and not (steps.isdecimal() and hasattr(RULES[name], "steps"))):
+        name, colon, steps = rule.partition(":")
+        if name not in RULES or (colon and not (steps.isdecimal() and int(steps) and hasattr(RULES[name], "steps"))):
             raise ValueError(f"Invalid {rule=}. Known rules: {', '.join(RULES)}, linear:STEPS; or pass a callable.")
         return RULES[name](**({"steps": int(steps)} if steps else {}))
     if isinstance(rule, type):

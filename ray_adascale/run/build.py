@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -96,6 +96,8 @@ def facts_of(
     ]
     curves = schedule.lr_curve
     assert isinstance(curves, LRCurves)
+    data = source.state_dict()
+    order = data.pop("order", None)
     return {
         **{
             f"AdaScaleConfig.{k}": repr(v)
@@ -107,7 +109,8 @@ def facts_of(
         "The list of hyperparameters": repr(hyperparameters),
         "The LR curve": f"of digest {digest_of(torch.from_numpy(curves.rows))}",
         "The list of LR factors": repr(curves.groups),
-        "The order of the data": repr(source.state_dict()),
+        "The order of the data": repr(data),
+        "The order that the sampler draws, which must follow from (seed, epoch) alone,": repr(order),
         "The recipe": repr(None if recipe is None else recipe.fingerprint),
         "starting_step": repr(inputs.starting_step),
         "The number of parameters": str(len(list(inputs.model.parameters()))),
@@ -176,15 +179,9 @@ def check_schedule(
     """
     if recipe is not None:
         check_recipe(recipe, schedule)
-    check_rule(config, schedule.lr_curve)
+    if (check := getattr(make_rule(config.rule), "check_curve", None)) is not None:  # LEGW warms up by itself
+        check(schedule.lr_curve)
     return warn_of_schedule(scheduler, schedule, batch)
-
-
-def check_rule(config: AdaScaleConfig, curve: Sequence[Sequence[float]]) -> None:
-    """Let the scaling rule warn of a schedule that does the same as the rule: LEGW has a warm-up of its own."""
-    check = getattr(make_rule(config.rule), "check_curve", None)  # a plain callable has none
-    if check is not None:
-        check(curve)
 
 
 def wrap(

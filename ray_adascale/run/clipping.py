@@ -10,11 +10,11 @@ from .._errors import SettingError, clip_multiple
 from ..batch import StepPlan
 from ..config import AdaScaleConfig
 from ..gain import plain_effective_decay
+from ..optim.adascale import AdaScale
 from ..optim.rules import make_rule, metric_of
 from ..optim.step_result import StepResult
 from ..recipe import Recipe
 from .observe.metrics import CLIPPED
-from .passes import Passes
 
 OF_RECIPES = "3x"
 """``grad_clip`` of a run with a recipe, unless the recipe or the run has one: docs/guides/carry-over.md."""
@@ -117,11 +117,11 @@ class Clipping:
         if multiple is not None:
             self.expected = ExpectedNorm(multiple, config.averaging_window * total_steps)
 
-    def clip(self, passes: Passes, plan: StepPlan, moments: Callable[[], tuple[float, float]]) -> None:
+    def clip(self, optimizer: AdaScale, plan: StepPlan, moments: Callable[[], tuple[float, float]]) -> None:
         """Clip the gradient of a step. Collective.
 
         Args:
-            passes: The passes of the step.
+            optimizer: The optimizer of the run.
             plan: The batch of the step.
             moments: As in :meth:`ExpectedNorm.limit`.
         """
@@ -129,7 +129,7 @@ class Clipping:
         if self.expected is not None:
             limit = self.expected.limit(plan.scale, plan.global_batch_size, moments)
         if limit is not None and limit < math.inf:
-            passes.clip(limit)
+            optimizer.clip_grad_norm(limit)
 
     def read(self, step: StepResult) -> dict[str, Any]:
         """Use the numbers of the step that was clipped last. Return what its row in the trace then has."""

@@ -343,14 +343,14 @@ class Run:
         """
         passes = self.parts.passes
         passes.check_backward("run.clip_grad_norm_() comes between run.backward() and run.step().")
-        return passes.clip(max_norm) if passes.is_last else None
+        return self.optimizer.clip_grad_norm(max_norm) if passes.is_last else None
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip each element of the gradient to ±``clip_value`` in a step's last pass, as :meth:`clip_grad_norm_` does."""
         passes = self.parts.passes
         passes.check_backward("run.clip_grad_value_() comes between run.backward() and run.step().")
         if passes.is_last:
-            passes.clip_value(clip_value)
+            self.optimizer.clip_grad_value(clip_value)
 
     def step(self, **metrics: Any) -> bool:
         """End a pass. Call it after each :meth:`backward`.
@@ -385,7 +385,7 @@ class Run:
         if self._replicas.found is not None:
             self._replicas.refuse()
         before, lr = self.optimizer.last_step, self.schedule.lrs[0]
-        self.parts.clipping.clip(self.parts.passes, self.plan, self.optimizer.average_moments)
+        self.parts.clipping.clip(self.optimizer, self.plan, self.optimizer.average_moments)
         self.parts.passes.step()
         self._taken = self._commit(own, before, lr)
         due = self._must_synchronize()

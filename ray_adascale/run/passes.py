@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -37,6 +38,17 @@ _FAILED = (
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def _outside_of_loops() -> Callable[..., None]:
+    """Return a hook that warns if the user's optimizer steps before there is any loop over the run."""
+    steps = itertools.count(1)
+
+    def stepped(*_: object) -> None:
+        if next(steps) == 5:
+            warn_on_first_worker(f"optimizer.step() has run 5 times, and no loop over the run has begun. {_LOOP}")
+
+    return stepped
+
+
 def _refuse_group(param_group: dict[str, Any]) -> None:
     raise RuntimeError(
         "optimizer.add_param_group() was called on the optimizer of a run. A resume would not have the group. Give the optimizer "
@@ -56,7 +68,7 @@ class Passes:
     """Runs the passes of each optimizer step, and the step itself.
 
     The order of calls: for each pass :meth:`begin`, the user's forward pass, :meth:`begin_backward`, :meth:`backward` and
-    :meth:`ends_step`; where the pass ends the step, then :meth:`clip` (optional), :meth:`step` and :meth:`end_step`.
+    :meth:`ends_step`; where the pass ends the step, then :meth:`step` and :meth:`end_step`.
     :meth:`guard` encloses the whole loop.
 
     Args:
@@ -88,6 +100,7 @@ class Passes:
         self.scaler = scaler
         self._guarded = guarded
         guarded.add_param_group = _refuse_group  # type: ignore[method-assign]
+        self._outside = guarded.register_step_post_hook(_outside_of_loops())
         self._dtype = _DTYPES.get(precision)
         self._device = device
         self._sharding, self._alone = sharding, type(sharding) is Sharding
@@ -123,6 +136,7 @@ class Passes:
         """
         self._optimizer.zero_grad()  # gradients of before the loop, or of a loop that was left within a step
         self._failed = False
+        self._outside.remove()
         if lost := self._names.keys() - set(self._module.parameters()):
             _refuse_replaced([name for p, name in self._names.items() if p in lost])
         hook = self._guarded.register_step_pre_hook(self._check_stepping)
@@ -237,7 +251,7 @@ class Passes:
             loss = loss * factor
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        self._optimizer.sample_weights = self._weights
+        self._measurement.weights = self._weights
         self._measurement.begin(self._plans.current if batch.is_last else None)
         try:
             loss.backward()
@@ -280,18 +294,6 @@ class Passes:
             return True
         self._batch = None
         return False
-
-    def clip(self, max_norm: float) -> Tensor:
-        """Clip the unscaled gradient of the step to a norm. Collective.
-
-        Returns:
-            The norm before clipping, on the device.
-        """
-        return self._optimizer.clip_grad_norm(max_norm)
-
-    def clip_value(self, clip_value: float) -> None:
-        """Clip each element of the unscaled gradient of the step."""
-        self._optimizer.clip_grad_value(clip_value)
 
     def step(self) -> None:
         """Take the optimizer step."""

@@ -360,8 +360,8 @@ def _warn_of(winner: BaseResult, ended: list[BaseResult], best: Mapping[str, Any
         warn_at_user(unread_warning(unread))
     diverged = sum(isinstance(trial.error, FloatingPointError) for trial in trials)
     for name, value in best.items() if 2 * diverged >= len(trials) else ():
-        tried = sorted({each for trial in trials if isinstance(each := trial.config.get(name), float)})
-        if len(tried) > 1 and value in (tried[0], tried[-1]):
+        tried = sorted({each for trial in trials if isinstance(each := trial.config.get(name), int | float)})
+        if len(tried) > 1 and any(isinstance(each, float) for each in tried) and value in (tried[0], tried[-1]):
             warn_at_user(
                 f"{diverged} of {len(trials)} trials diverged, and the best has {name}={value:.3g}, at the edge of those tried: "
                 f"search {'below' if value == tried[0] else 'above'} it, too."

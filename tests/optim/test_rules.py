@@ -94,7 +94,7 @@ def test_rules_by_name_and_refused_ones() -> None:
     assert [make_rule(f"{name}:354") for name in ("linear", "sqrt", "unscaled")] == [
         rule(steps=354) for rule in (LinearRule, SquareRootRule, UnscaledRule)
     ]
-    for wrong in ("adascale:354", "linear:x", "linear:-3", "linear:1.5"):
+    for wrong in ("adascale:354", "linear:x", "linear:-3", "linear:1.5", "linear:0", "linear:"):
         with pytest.raises(ValueError, match=f"rule='{wrong}'. Known rules: .*linear:STEPS"):
             make_rule(wrong)
     with pytest.raises(ValueError, match=r"rule=3\. Must be one of"):

@@ -496,6 +496,14 @@ def _to_zero(optimizer: Optimizer, end: int, power: float = 1.0) -> L.LambdaLR:
             "epoch",
             r"milestones at 160 epochs.*10 epochs.*ends before it",
         ),
+        (lambda o: L.StepLR(o, 30), 100, "epoch", r"StepLR has step_size at 30 epochs.*10 epochs.*ends before it"),
+        (
+            lambda o: L.LinearLR(o, 0.1, total_iters=500),
+            100,
+            "step",
+            r"LinearLR has total_iters at 500 steps.*100 steps",
+        ),
+        (lambda o: L.ConstantLR(o, 0.1, total_iters=500), 100, "step", r"ConstantLR has total_iters at 500 steps"),
         (lambda o: _to_zero(o, 600), 3000, "step", r"zero from 600 steps on.*3000 steps.*config\['total_steps'\]"),
         (lambda o: _to_zero(o, 30), 400, "epoch", r"zero from 30 epochs on.*40 epochs \(400 steps\)"),
     ],
@@ -524,6 +532,9 @@ def test_a_schedule_made_for_another_length_is_told_with_both_numbers(
         (lambda o: L.MultiStepLR(o, []), 400, "step"),
         (lambda o: L.CosineAnnealingWarmRestarts(o, 30), 300, "step"),
         (lambda o: L.LambdaLR(o, lambda call: 1.0), 300, "step"),
+        (lambda o: L.LinearLR(o, 0.1, total_iters=5), 300, "step"),
+        (lambda o: L.StepLR(o, 30), 200, "epoch"),  # a trial of 20 epochs
+        (lambda o: L.LambdaLR(o, lambda call: math.nan), 300, "step"),  # whose value has a warning of its own
     ],
 )
 def test_a_schedule_of_the_right_length_or_none_is_taken_as_it_is(

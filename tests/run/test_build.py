@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdamScaleRule, AdaScaleConfig, LEGWRule, Recipe, RuleInput, Run
 from ray_adascale.optim.schedule import BaseSchedule
-from ray_adascale.run.build import _settle_buckets, check_built, check_recipe, check_rule, wrap
+from ray_adascale.run.build import _settle_buckets, check_built, check_recipe, check_schedule, wrap
 
 from ..placement import here
 from ..pool import ProcessPool, fork_server, free_port
@@ -96,10 +96,13 @@ def test_a_rule_says_in_which_metric_it_wants_its_statistics(rule: Any) -> None:
 
 def test_a_rule_is_shown_the_schedules_curve() -> None:
     rule = _OwnRule()
-    check_rule(AdaScaleConfig(base_batch_size=4, total_steps=10, rule=rule), [[0.1, 0.2]])
+    schedule = BaseSchedule(
+        base_batch_size=4, total_steps=2, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1, 0.2]]
+    )
+    check_schedule(None, schedule, AdaScaleConfig(base_batch_size=4, total_steps=2, rule=rule), None, 4)
     assert rule.curves == [[[0.1, 0.2]]]
     with pytest.warns(UserWarning, match="raising the LR"):
-        check_rule(AdaScaleConfig(base_batch_size=4, total_steps=10, rule=LEGWRule(1, 60)), [[0.1, 0.2]])
+        check_schedule(None, schedule, AdaScaleConfig(base_batch_size=4, total_steps=2, rule=LEGWRule(1, 60)), None, 4)
 
 
 @pytest.mark.parametrize(

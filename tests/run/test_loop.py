@@ -276,6 +276,9 @@ def test_a_schedule_that_falls_below_zero_is_warned_of() -> None:
     config = AdaScaleConfig(base_batch_size=4, total_steps=40, scheduler_unit="step")
     with pytest.warns(UserWarning, match=r"The learning rate falls to -0\.03.*End the schedule at 0"):
         Run(net, optimizer, falling, dataset(60), config)
+    unknown = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda call: math.nan if call > 30 else 1.0)
+    with pytest.warns(UserWarning, match=r"The learning rate falls to nan"):
+        Run(net, optimizer, unknown, dataset(60), config)
 
 
 # ---- gradients that are not finite -----------------------------------------------------------------------------------
@@ -705,8 +708,8 @@ def test_a_finished_run_does_nothing_when_started_again(tmp_path: Path) -> None:
 
 def test_a_loader_may_give_the_length_of_an_epoch() -> None:
     loader = DataLoader(dataset(), batch_size=4, shuffle=True)
-    run = make_run(model(), data=loader, total_steps=None, total_epochs=2, scheduler_unit="epoch")
-    assert (run.total_steps, run.base_schedule.base_steps_per_epoch) == (30, 15)
+    run = make_run(model(), data=loader, total_steps=None, total_epochs=4, scheduler_unit="epoch")
+    assert (run.total_steps, run.base_schedule.base_steps_per_epoch) == (60, 15)
     drive(run, stop_after=16)
     assert run.epoch == 1
 

@@ -76,6 +76,24 @@ def plain_loop(model: nn.Module) -> nn.Module:
     return model
 
 
+def test_a_loop_over_ones_own_loader_is_told_of_the_run() -> None:
+    x, y = data().tensors
+    run = make_run(nn.Linear(6, 2))
+
+    def steps(count: int) -> None:
+        for i in range(0, count * BATCH, BATCH):
+            run.optimizer.zero_grad()
+            F.cross_entropy(run.model(x[i : i + BATCH]), y[i : i + BATCH]).backward()
+            run.optimizer.step()
+
+    steps(4)
+    with pytest.warns(
+        UserWarning, match=r"has run 5 times, and no loop over the run.*Loop over the run, not over a loader"
+    ):
+        steps(2)
+    drive(run)
+
+
 def drive(run: Run, in_loop: Callable[[Run], object] = lambda run: None) -> None:
     for x, y in run:
         in_loop(run)

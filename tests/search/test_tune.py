@@ -191,7 +191,7 @@ def test_recipe_says_what_was_found_and_how(searched: Recipe, starts: Path, tmp_
             4,
             r"4 of 6 trials diverged, and the best has lr=0\.001, at the edge of those tried: search below it, too",
         ),
-        (1e-1, 3, r"3 of 6 trials diverged, .* lr=0\.1, .*: search above it, too"),
+        (1, 3, r"3 of 6 trials diverged, .* lr=1, .*: search above it, too"),
         (1e-2, 4, None),  # within
         (1e-3, 2, None),
     ],
@@ -199,7 +199,7 @@ def test_recipe_says_what_was_found_and_how(searched: Recipe, starts: Path, tmp_
 def test_the_best_at_the_edge_of_the_space_is_told_of_if_half_of_the_trials_diverged(
     best: float, failed: int, says: str | None
 ) -> None:
-    lrs = [1e-3, 1e-2, 1e-1, 1e-2, 1e-2, 1e-2]
+    lrs = [1e-3, 1e-2, 1, 1e-2, 1e-2, 1e-2]
     trials = [
         Finished(
             str(i),

@@ -211,6 +211,8 @@ def _warn_of_steps_past(adascale: AdaScale, optimizer: Optimizer, steps: int = 5
     hooks = [each.register_step_post_hook(stepped) for each in (*(part for part, _ in parts_of(optimizer)), *held)]
 
     def own_step(*_: object) -> None:
+        if hooks and all(p.grad is None for group in adascale.param_groups for p in group["params"]):
+            warn_at_user("The first step() finds no gradient. Compute the loss from the model that attach() was given.")
         while hooks:
             hooks.pop().remove()
 

@@ -204,6 +204,14 @@ def test_sums_over_tokens_have_the_gain_of_their_weights() -> None:
     with pytest.raises(RuntimeError, match="Set a weight for each pass before the step's last backward pass"):
         for part in parts:
             loss_of(model, part).backward()
+    adascale.sample_weights = None
+    adascale.zero_grad()
+    for part in parts:
+        loss_of(model, part).backward()
+    with pytest.raises(RuntimeError, match=r"sample_weights was set after the step's last.*count its tokens"):
+        adascale.sample_weights = weights
+    model.zero_grad()  # a loop that leaves the step out
+    adascale.sample_weights = weights
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -376,6 +384,15 @@ def test_a_loop_that_steps_the_bare_optimizer_is_told() -> None:
     model(torch.ones(2, 3)).sum().backward()
     with pytest.warns(UserWarning, match=r"SGD\.step\(\) has run 5 times.*Call step\(\) of the optimizer that attach"):
         [optimizer.step() for _ in range(6)]
+
+
+def test_a_loop_whose_loss_is_of_another_model_is_told() -> None:
+    model, other = nn.Linear(3, 1), nn.Linear(3, 1)
+    adascale, _ = attach(model, SGD(model.parameters(), lr=0.1), None, AdaScaleConfig(base_batch_size=2, total_steps=8))
+    other(torch.ones(2, 3)).sum().backward()
+    with pytest.warns(UserWarning, match=r"finds no gradient\. Compute the loss from the model that attach"):
+        adascale.step()
+    adascale.step()  # once
 
 
 def test_an_epoch_is_that_of_a_run_with_drop_last() -> None:
