@@ -9,14 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import sampler as samplers
 
 from .._warn import warn_at_user, warn_on_first_worker
 from .fetch import epoch_setters
@@ -255,7 +249,7 @@ def unshared(loader: DataLoader[Any]) -> str | None:
     """
     if isinstance(loader.dataset, IterableDataset):
         return None
-    own = type(loader.batch_sampler) not in (BatchSampler, type(None))
+    own = type(loader.batch_sampler) not in (samplers.BatchSampler, type(None))
     sampler: Any = loader.batch_sampler if own else loader.sampler
     names = [name.lower() for name in (*getattr(sampler, "__dict__", ()), type(sampler).__name__)]
     return None if any(part in name for name in names for part in _OF_RANKS) else type(sampler).__name__
@@ -263,9 +257,9 @@ def unshared(loader: DataLoader[Any]) -> str | None:
 
 def own_sampler(loader: Any) -> ExampleSampler | None:
     """Return the sampler of all examples that the user gave a ``DataLoader`` over a map-style dataset; None without one."""
-    if not isinstance(loader, DataLoader) or unshared(loader) is None or type(loader.batch_sampler) is not BatchSampler:
-        return None
-    return None if type(loader.sampler) in (SequentialSampler, RandomSampler) else loader.sampler
+    makes_batches = isinstance(loader, DataLoader) and type(loader.batch_sampler) is samplers.BatchSampler
+    plain = not makes_batches or type(loader.sampler) in (samplers.SequentialSampler, samplers.RandomSampler)
+    return None if plain or unshared(loader) is None else loader.sampler
 
 
 def known_length(dataset: Any, world_size: int) -> int | None:
@@ -273,7 +267,7 @@ def known_length(dataset: Any, world_size: int) -> int | None:
 
     A sampler without the rank draws for its own worker, so with several workers their number is not known.
     """
-    if not isinstance(dataset, DataLoader) or type(dataset.batch_sampler) is not BatchSampler:
+    if not isinstance(dataset, DataLoader) or type(dataset.batch_sampler) is not samplers.BatchSampler:
         return None
     if isinstance(dataset.sampler, DistributedSampler):
         return len(dataset.sampler.dataset)  # type: ignore[arg-type]

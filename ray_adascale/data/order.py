@@ -107,20 +107,17 @@ class MicroBatch:
         return (self.position, self.examples) == (other.position, other.examples)
 
 
-def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool = True) -> Tensor:
+def epoch_order(length: int, *, seed: int, epoch: int) -> Tensor:
     """Return the order of examples in one epoch, a function of the arguments alone.
 
     Args:
         length: Examples in the dataset.
         seed: The run's seed.
         epoch: Counted from 0.
-        shuffle: False gives 0, 1, ..., length − 1.
 
     Returns:
         int64 of shape ``(length,)``, a permutation.
     """
-    if not shuffle:
-        return torch.arange(length)
     return torch.randperm(length, generator=torch.Generator().manual_seed(stable_seed("order", seed, epoch)))
 
 

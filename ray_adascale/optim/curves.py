@@ -86,11 +86,8 @@ def other_length(scheduler: L.LRScheduler | None, schedule: BaseSchedule) -> str
     calls = total / per_call
     unit = "steps" if schedule.scheduler_unit == "step" else "epochs"
     length = f"{total} steps" if unit == "steps" else f"{calls:.4g} epochs ({total} steps)"
-    fix = (
-        f"Make the schedule for {calls:.4g} {unit}: a workload gets it as config['total_steps']."
-        if unit == "steps"
-        else f"Make the schedule for {calls:.4g} {unit}."
-    )
+    hint = ": a workload gets it as config['total_steps']" if unit == "steps" else ""
+    fix = f"Make the schedule for {calls:.4g} {unit}{hint}."
     for kind, name, ends in _own_ends(scheduler):
         late = ends - calls
         if (late if kind in _LATE else abs(late)) > max(1.0, _LATE.get(kind, _SLACK) * calls):

@@ -96,8 +96,6 @@ def facts_of(
     ]
     curves = schedule.lr_curve
     assert isinstance(curves, LRCurves)
-    data = source.state_dict()
-    order = data.pop("order", None)
     return {
         **{
             f"AdaScaleConfig.{k}": repr(v)
@@ -109,8 +107,8 @@ def facts_of(
         "The list of hyperparameters": repr(hyperparameters),
         "The LR curve": f"of digest {digest_of(torch.from_numpy(curves.rows))}",
         "The list of LR factors": repr(curves.groups),
-        "The order of the data": repr(data),
-        "The order that the sampler draws, which must follow from (seed, epoch) alone,": repr(order),
+        "The order of the data": repr({**(data := source.state_dict()), "order": None}),
+        "The order that the sampler draws, which must follow from (seed, epoch) alone,": repr(data.get("order")),
         "The recipe": repr(None if recipe is None else recipe.fingerprint),
         "starting_step": repr(inputs.starting_step),
         "The number of parameters": str(len(list(inputs.model.parameters()))),

@@ -16,7 +16,7 @@ from ray_adascale.data.source import BatchSource
 def stream(length: int, count: int, *, seed: int, shuffle: bool = True) -> list[int]:
     """The first ``count`` examples of a dataset's stream."""
     epochs = -(-count // length)
-    whole = [epoch_order(length, seed=seed, epoch=e, shuffle=shuffle) for e in range(epochs)]
+    whole = [epoch_order(length, seed=seed, epoch=e) if shuffle else torch.arange(length) for e in range(epochs)]
     return torch.cat([*whole, torch.empty(0, dtype=torch.int64)]).tolist()[:count]
 
 

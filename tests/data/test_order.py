@@ -23,7 +23,6 @@ def test_the_order_of_an_epoch_is_a_function_of_seed_and_epoch() -> None:
     assert tuple(epoch_order(50, seed=1, epoch=2).tolist()) == orders[1, 2]
     assert torch.equal(before, torch.get_rng_state())
     assert epoch_order(50, seed=np.int64(1), epoch=2).tolist() == list(orders[1, 2])  # type: ignore[arg-type]
-    assert epoch_order(5, seed=1, epoch=2, shuffle=False).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_the_order_is_the_committed_one() -> None:

@@ -57,7 +57,7 @@ def batches(data: Dataset[Any], *, shuffle: bool = True, collate_fn: Any = None)
     """Yield T batches, in the order of the package: a permutation that depends on seed and epoch."""
     size = len(data)  # type: ignore[arg-type]
     for epoch in range(T * B0 // size):
-        order = epoch_order(size, seed=SEED, epoch=epoch, shuffle=shuffle).tolist()
+        order = epoch_order(size, seed=SEED, epoch=epoch).tolist() if shuffle else [*range(size)]
         # With a generator of its own: a loader draws a seed from the global one otherwise.
         own = torch.Generator()
         yield from DataLoader(data, batch_size=B0, sampler=order, collate_fn=collate_fn, generator=own)
