@@ -273,7 +273,7 @@ def _reducers(sharding: str) -> list[tuple[int, int]]:
     for x, y, _ in run:
         run.backward(F.cross_entropy(run.model(x), y))
         if run.step():
-            reducer = run.model.reducer if sharding == "none" else run.optimizer.wrapped.reducer
+            reducer = run.model.reducer if sharding == "none" else run.optimizer.wrapped.reducer()
             seen.append((id(run.model), id(reducer)))
     assert run.plan.scale > 2
     return seen

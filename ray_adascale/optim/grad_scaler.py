@@ -42,7 +42,7 @@ class _Target:
 def _sharded(optimizer: Optimizer) -> OSS | None:
     """Return the optimizer, or the one that it wraps, if it gets its share of the gradients only; else None."""
     oss = optimizer.wrapped if isinstance(optimizer, AdaScale) else optimizer
-    return oss if isinstance(oss, OSS) and oss.reducer is not None and oss.world_size > 1 else None
+    return oss if isinstance(oss, OSS) and oss.reducer() is not None and oss.world_size > 1 else None
 
 
 class ShardedGradScaler(_FSDPGradScaler):
@@ -105,8 +105,8 @@ class ShardedGradScaler(_FSDPGradScaler):
         if isinstance(optimizer, AdaScale) and not target.stepped:
             optimizer.skip_step()
         oss = _sharded(optimizer)
-        if oss is not None and oss.reducer is not None and not target.stepped:
-            oss.reducer.discard()  # else the next pass would add to those of the overflow
+        if oss is not None and not target.stepped and (reducer := oss.reducer()) is not None:
+            reducer.discard()  # else the next pass would add to those of the overflow
         return result
 
     def _target(self, optimizer: Any) -> Any:
@@ -118,8 +118,8 @@ class ShardedGradScaler(_FSDPGradScaler):
         # comes after them.
         if isinstance(optimizer, AdaScale):
             optimizer.passes.complete(scaled=True)
-        if oss is not None and oss.reducer is not None:
-            oss.reducer.finish_reduction()
+        if oss is not None and (reducer := oss.reducer()) is not None:
+            reducer.finish_reduction()
         if optimizer not in self._targets:
             self._targets[optimizer] = _Target(optimizer)
         return self._targets[optimizer]

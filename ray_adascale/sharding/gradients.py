@@ -156,7 +156,7 @@ class OwnedGradients(StepGradients):
 
     @property
     def sharded(self) -> bool:  # type: ignore[override]
-        return self._oss.reducer is not None and self._oss.world_size > 1
+        return self._oss.reducer() is not None and self._oss.world_size > 1
 
     @property
     def stepped(self) -> Optimizer:
@@ -168,12 +168,12 @@ class OwnedGradients(StepGradients):
     def observe(self, listener: PassListener, wanted: Wanted) -> GradientObserver:
         _refuse(wanted, "the optimizer state of all parameters on every worker, which OSS splits")
         if self.sharded:
-            return cast(GradientReducer, self._oss.reducer).observe(listener, accumulating=not wanted.one_pass)
+            return cast(GradientReducer, self._oss.reducer()).observe(listener, accumulating=not wanted.one_pass)
         return super().observe(listener, wanted)
 
     @property
     def kept(self) -> Sequence[Tensor | None]:
-        if (reducer := self._oss.reducer) is None:
+        if (reducer := self._oss.reducer()) is None:
             return super().kept
         reducer.finish_reduction()
         return [f.tensor.grad for f in self._oss.fragments]
@@ -185,7 +185,7 @@ class OwnedGradients(StepGradients):
         self._oss.clip_grad_value(clip_value)
 
     def discard(self) -> None:
-        if (reducer := self._oss.reducer) is not None:
+        if (reducer := self._oss.reducer()) is not None:
             reducer.discard()
 
 

@@ -118,8 +118,8 @@ class OSS(Optimizer):
         """This worker's share, in parameter order."""
         self._bucket_numel = self._BUCKET_NUMEL if bucket_numel == -1 else bucket_numel
         self._owners = Owners(self.world_size)
-        # The ShardedDataParallel owns its reducer, and this optimizer with it.
-        self._reducer: weakref.ref[GradientReducer] | None = None
+        self.reducer: Callable[[], GradientReducer | None] = lambda: None
+        """Returns what reduces gradients to their owners; None without a ShardedDataParallel, which owns it."""
         self.reducer_listeners: weakref.WeakSet[ReducerListener] = weakref.WeakSet()
         """Called when a ShardedDataParallel is made over this optimizer."""
 
@@ -228,7 +228,7 @@ class OSS(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._full.zero_grad(set_to_none=set_to_none)
-        if (reducer := self.reducer) is not None:
+        if (reducer := self.reducer()) is not None:
             reducer.discard()
 
     @_hooks.around_own_step
@@ -282,7 +282,7 @@ class OSS(Optimizer):
         # Some optimizers keep scalars of their own in the groups.
         copy_hyperparameters(self._shard.param_groups, self.param_groups)
         self._gather()
-        if (reducer := self.reducer) is not None:
+        if (reducer := self.reducer()) is not None:
             reducer.consume()
         self._shares.made, self._shares.collected = True, None
         return loss if result is None else result
@@ -295,7 +295,7 @@ class OSS(Optimizer):
     def _set_gradients(self, *, first: bool) -> None:
         """Set the gradients of this worker's share; the hyperparameters too, if this is the step's first time."""
         self._bind()
-        if (reducer := self.reducer) is not None:
+        if (reducer := self.reducer()) is not None:
             reducer.finish_reduction()
         elif self.world_size > 1:
             for f in self.fragments:
@@ -306,7 +306,7 @@ class OSS(Optimizer):
     def _prepare_evaluation(self) -> None:
         """Before a further evaluation of the model within a step: gather parameters, and clear gradients that were cleared."""
         self._gather()
-        if (reducer := self.reducer) is not None:
+        if (reducer := self.reducer()) is not None:
             reducer.reopen()
         elif self.world_size > 1:
             # Every worker has the whole gradient, and only the owner's optimizer has cleared its share of it.
@@ -332,20 +332,15 @@ class OSS(Optimizer):
 
     # ---- under ShardedDataParallel -------------------------------------------------------------------------------
 
-    @property
-    def reducer(self) -> GradientReducer | None:
-        """The ShardedDataParallel that reduces gradients to their owners, or None."""
-        return None if self._reducer is None else self._reducer()
-
     def attach_reducer(self, reducer: GradientReducer) -> None:
         """Let ``reducer`` set the gradient of each fragment from now on.
 
         Raises:
             ValueError: There is another one already.
         """
-        if self.reducer is not None:
+        if self.reducer() is not None:
             raise ValueError("This OSS has a ShardedDataParallel already; make one OSS for each.")
-        self._reducer = weakref.ref(reducer)
+        self.reducer = weakref.ref(reducer)
         for listener in list(self.reducer_listeners):
             listener.renew()
 
@@ -379,7 +374,7 @@ class OSS(Optimizer):
         params = self._params()
         counted = set(params if filter_params_fn is None else filter_params_fn(params))
         used = False
-        if (reducer := self.reducer) is not None:
+        if (reducer := self.reducer()) is not None:
             used = reducer.consumed
             reducer.finish_reduction()
         shared = reducer is not None and self.world_size > 1
@@ -409,17 +404,17 @@ class OSS(Optimizer):
         Raises:
             RuntimeError: Under ShardedDataParallel, no backward pass came since ``step()``, which has consumed the gradients.
         """
-        shared = self.reducer is not None and self.world_size > 1
-        if self.reducer is not None:
-            if self.reducer.consumed:
+        if (reducer := self.reducer()) is not None:
+            if reducer.consumed:
                 raise RuntimeError("clip_grad_value() after step(). Call it between backward() and step().")
-            self.reducer.finish_reduction()
+            reducer.finish_reduction()
+        shared = reducer is not None and self.world_size > 1
         torch.nn.utils.clip_grad_value_([f.tensor for f in self.fragments] if shared else self._params(), clip_value)
 
     def _own_gradients(self, of: set[Tensor]) -> list[Tensor]:
         """Return this worker's shares of the gradients of some parameters."""
         mine = [f for f in self.fragments if f.param in of]
-        if self.reducer is None:
+        if self.reducer() is None:
             return [f.of(f.param.grad) for f in mine if f.param.grad is not None]
         return [f.tensor.grad for f in mine if f.tensor.grad is not None]
 
