@@ -25,7 +25,7 @@ class NoiseMeter:
         model: The bare model: not wrapped by DDP, not compiled.
         loss_fn: ``loss_fn(model, batch)``, the mean loss over the batch's examples, a scalar.
         batch_size: Examples of a batch on this worker.
-        parameters: Parameters to measure. Default: all of the model. Frozen ones are left out.
+        parameters: Parameters to measure. Default: all of the model. Frozen ones are skipped.
         every: Steps from one measurement to the next, at least 4.
         window: Width of the moving average, in measurements.
         process_group: Workers whose measurements are averaged. Default: the default group, if there is one.

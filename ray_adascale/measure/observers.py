@@ -73,7 +73,7 @@ class Reducing(Protocol):
         """Return whether all of a pass's collectives have been started when its last gradient is there, as far as is known."""
 
     def check_unused(self, unused: Sequence[Tensor]) -> None:
-        """Raise if it can't do without the gradients of some parameters, of which the pass that ends has none."""
+        """Raise if it waits for the gradients of these parameters, which got none in the pass that ends."""
 
     def check_cast(self, params: Sequence[Tensor]) -> None:
         """Raise if it does not follow parameters that were cast or moved."""

@@ -151,7 +151,7 @@ class InferredPasses:
         self.measurement.end_step()
         self.plans.end(sampled=sampled)
         if self.plans.unsampled == _UNSAMPLED:
-            self.measurement.warn_of_unwatched(_UNSAMPLED)
+            self.measurement.warn_of_unseen(_UNSAMPLED)
         if self.measurement.observer is not None:
             self._watch()
             if not self._told:

@@ -171,17 +171,16 @@ class Measurement:
         """Whether the step yields a sample of the noise."""
         return self.sums is not None and self.sums.sampled
 
-    def warn_of_unwatched(self, steps: int) -> None:
+    def warn_of_unseen(self, steps: int) -> None:
         """Warn of the parameters that keep steps from being measured, if there are such."""
-        unwatched = self._unseen
-        if not unwatched:
+        if not self._unseen:
             return
         names: dict[Tensor, str] = {} if self._model is None else {p: n for n, p in self._model.named_parameters()}
-        listing = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in unwatched[:3])
+        listing = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in self._unseen[:3])
         warn_on_first_worker(
             f"The noise of {steps} steps in a row could not be measured, and the gain stays as it was: gradients of "
-            f"{len(unwatched)} parameters were not seen ({listing}). Build AdaScale after the model is on its device and in its "
-            "dtype, and call the model's forward() rather than its parts."
+            f"{len(self._unseen)} parameters were not seen ({listing}). Build AdaScale after the model is on its device and in "
+            "its dtype, and call the model's forward() rather than its parts."
         )
 
     def watch(self, measured: bool) -> None:
@@ -448,7 +447,9 @@ class Measurement:
         return StepSums(plan, {**own, **numbers}, None if own else packed, not self._unseen, seen, tuple(self._shared))
 
     def unseen(self, plan: StepPlan) -> StepSums:
-        """Return the sums of a step without an observer: at n = 1 and S = 1, or after :meth:`unhook`."""
+        """Return the sums of a step that no observer has seen: there is none at n = 1 and S = 1, or its hooks did not run."""
+        if self.observer is not None:
+            self._unseen = self.observer.find_unseen()
         return StepSums(plan, {"check": self._finite(), **self._shared}, shared_names=tuple(self._shared))
 
     def _finite(self) -> Tensor:

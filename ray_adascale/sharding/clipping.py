@@ -1,4 +1,4 @@
-"""Clipping of a gradient of which each worker has a part: the norm of the whole, in one small all-reduce."""
+"""Clip a gradient whose parts are on several workers: the norm of the whole takes one small all-reduce."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def norm_over_workers(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return the p-norm of gradients of which each worker has a part, and a tensor above zero if any worker's flag is true.
+    """Return the p-norm of a gradient whose parts are on several workers, and a tensor above zero if any worker's flag is true.
 
     Collective.
 

@@ -35,7 +35,7 @@ def _renamed(name: str, before: str) -> Callable[..., Any]:
 class Buffers:
     """Memory for reuse: the page faults of a fresh block of some megabytes cost four times the copy into it.
 
-    Holds as many buffers as were in use at a time, each of the largest size requested.
+    Holds the most buffers that were in use at a time, each of the largest size requested.
     """
 
     def __init__(self) -> None:

@@ -90,7 +90,7 @@ class ShardedDataParallel(nn.Module):
             self._broadcast([*(p for p in module.parameters() if p not in known), *module.buffers()])
         optimizer.attach_reducer(self._reduction)
 
-    # ---- what a data-parallel module has -------------------------------------------------------------------------
+    # ---- as in DistributedDataParallel ---------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._world_size > 1:
@@ -186,7 +186,7 @@ class ShardedDataParallel(nn.Module):
         if self._world_size == 1:
             return
         self._params = list(self.module.parameters())
-        # As in DDP, a module that has no buffer yet is left out.
+        # As in DDP, a module that has no buffer yet is skipped.
         self._with_buffers = [part for part in self.module.modules() if any(True for _ in part.buffers(recurse=False))]
         self._trainable = [p.requires_grad for p in self._params]
         self._reduction.refresh()

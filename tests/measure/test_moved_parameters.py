@@ -152,6 +152,27 @@ def test_ddp_does_not_follow_a_cast_in_a_loop_of_ones_own(pool: Any) -> None:
         pool(2).run(_in_a_loop, to_double, "oss", 2)
 
 
+def test_steps_in_a_row_without_a_sample_are_warned_of() -> None:
+    model = make_model(torch.float32)
+    ada = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2, model=model, **OF_A_RUN)
+    data, told = iter(batches(40, 4)), []
+    for step in range(10):
+        if step in (2, 3, 5, 6, 7):  # after its hooks were set
+            model.to(torch.float64 if model[0].weight.dtype is torch.float32 else torch.float32)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                x, y = next(data)
+                (F.cross_entropy(model(x.to(model[0].weight.dtype)), y) / 2).backward()
+            ada.step()
+            ada.zero_grad()
+        told += [(step, str(w.message)) for w in caught if "could not be measured" in str(w.message)]
+    ((step, text),) = told
+    assert step == 7
+    assert "noise of 3 steps in a row" in text
+    assert "4 parameters were not seen (0.weight, 0.bias, 2.weight)" in text
+
+
 # ---- parameters that the optimizer does not have ---------------------------------------------------------------------
 
 
