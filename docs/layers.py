@@ -107,7 +107,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "sharding",
             "where a tensor lives and how it travels",
-            "strategy gradients oss partition share_state collect_state clipping sharded_ddp reduction "
+            "strategy gradients oss partition share_state collect_state sharded_ddp reduction "
             "gradient_bucket observers buckets collectives fsdp2",
         ),
         Package("", "several optimizers as one", "chain"),

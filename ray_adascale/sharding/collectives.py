@@ -1,4 +1,4 @@
-"""Reducing the shards of a buffer to their owners, and gathering them again, in the fastest way of each backend.
+"""Reduce the shards of a buffer to their owners, and gather them again, in the fastest way of each backend; the norm of shards.
 
 Measured on one machine (``benchmarks/studies/pages/collectives.md``): gloo's own reduce-scatter and
 all-gather take up to two and a half times as long as the ways chosen here. These are an all-to-all, after which each owner
@@ -156,3 +156,33 @@ def gather_shards(buffers: Sequence[tuple[Tensor, Sequence[int]]], group: dist.P
     for work in works:
         if work is not None:
             work.wait()
+
+
+def norm_over_workers(
+    grads: Sequence[Tensor],
+    flag: bool,
+    norm_type: float,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return the p-norm of a gradient whose parts are on several workers, and a tensor above zero if any worker's flag is true.
+
+    Collective.
+
+    Args:
+        grads: This worker's part.
+        flag: Sent with the norm.
+        norm_type: p.
+        group: The workers; the default group if None.
+        device: Device of the norm.
+        dtype: Dtype of the norm, the same on all workers. It may not depend on the gradients of one worker.
+    """
+    total = torch.nn.utils.get_total_norm(grads, norm_type).to(device, dtype)
+    largest = norm_type == float("inf")
+    both = torch.stack([total if largest else total**norm_type, torch.full_like(total, float(flag))])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    total, raised = both.unbind()
+    if not largest:
+        total = total ** (1 / norm_type)
+    return total, raised

@@ -24,9 +24,8 @@ from .._torch import called_to_make_state
 from ..chain import OptimizerChain, empty_copy, parts_of
 from ..measure.norms import take_norm
 from .buckets import Bucket, Fragment
-from .clipping import norm_over_workers
 from .collect_state import EVERYONE, collect_state
-from .collectives import gather_shards
+from .collectives import gather_shards, norm_over_workers
 from .observers import GradientReducer, ReducerListener
 from .partition import TORCHS, Owners, check_optimizer, check_shardable, divide, is_elementwise
 from .share_state import NOT_COLLECTED, ShareState, copy_hyperparameters, copy_of, make_state, packed, share_of

@@ -62,7 +62,7 @@ FAULTS: list[tuple[str, str, str]] = [
     ("optim/sampling.py", "1 + number // WINDOW_SAMPLES", "1 + number // (WINDOW_SAMPLES - 1)"),
     # ---- sharding
     ("run/clipping.py", "min(square, self._limit**2)", "square"),
-    ("sharding/clipping.py", "        total = total ** (1 / norm_type)\n", "        total = total * 1.0\n"),
+    ("sharding/collectives.py", "        total = total ** (1 / norm_type)\n", "        total = total * 1.0\n"),
     ("sharding/oss.py", "torch.float64 if wide or group is not self.group else torch.float32", "torch.float32"),
     ("sharding/gradient_bucket.py", "if not all(self._seen[span.index] for span in mine):", "if False:"),
     ("sharding/gradient_bucket.py", "at + span.numel - start)", "at + span.numel - 1 - start)"),
