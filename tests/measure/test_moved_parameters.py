@@ -62,11 +62,16 @@ def replace_one(model: nn.Module) -> None:
 Change = Callable[[nn.Module], None]
 
 
-def run_of(model: nn.Module, sharding: str = "none", passes: int = 1, examples: int = 4) -> Run:
+def run_of(model: nn.Module, sharding: str = "none", passes: int = 1, **settings: Any) -> Run:
     data = batches(64, 4)
     dataset = TensorDataset(torch.cat([x for x, _ in data]).float(), torch.cat([y for _, y in data]))
     config = AdaScaleConfig(
-        base_batch_size=4, per_worker_batch_size=examples, accumulation=passes, total_steps=100, sharding=sharding
+        base_batch_size=4,
+        per_worker_batch_size=4,
+        accumulation=passes,
+        total_steps=100,
+        sharding=sharding,
+        **settings,
     )
     return Run(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), None, dataset, config)
 
@@ -206,7 +211,21 @@ def test_other_models_may_be_built_and_loaded_in_the_loop() -> None:
     assert _in_a_run(build_and_load, "none", 1)[0] == _in_a_run(leave, "none", 1)[0]
 
 
-# ---- passes that nobody tells of, where nothing is measured -----------------------------------------------------------
+# ---- passes that nobody tells of ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [3, 4])  # measured, and not
+@pytest.mark.parametrize("in_pass", [0, 1])
+def test_a_pass_beside_the_runs_own_is_noticed_in_each_step(step: int, in_pass: int) -> None:
+    model = make_model(torch.float32)
+    run = run_of(model, passes=2, measure_every=3)
+    with pytest.raises(RuntimeError, match=r"loss\.backward\(\) was called in the loop beside"):
+        for number, (x, y) in enumerate(run):
+            assert number <= 2 * step + 1
+            run.backward(F.cross_entropy(run.model(x), y))
+            if number == 2 * step + in_pass:
+                model(x).square().sum().backward()
+            run.step()
 
 
 @pytest.mark.parametrize("change", [leave, to_double, copy_data, load])
