@@ -78,7 +78,7 @@ def run(command: str, acts: list[Act], folder: Path) -> tuple[list[str], int]:
     if program == "python":
         words = [str(ROOT / words[0]), *words[1:]]
     else:
-        words = ["-m", "ray_adascale.cli", *words]
+        words = ["-m", "ray_adascale", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
     process = subprocess.Popen(
         [sys.executable, "-u", *words],

@@ -334,7 +334,7 @@ def test_sigterm_ends_the_workers_and_leaves_a_checkpoint_to_resume_from(
     command = [
         sys.executable,
         "-m",
-        "ray_adascale.cli",
+        "ray_adascale",
         "train",
         f"{Path(__file__)}:workload",
         "lr=0.1",
