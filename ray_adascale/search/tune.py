@@ -24,7 +24,8 @@ from .._files import absolute, join, unique_name
 from .._warn import warn_at_user
 from ..recipe import SHARE, Recipe, Repeat
 from ..run.base.base_run import BaseResult, freeze
-from ..train.cluster import portable, quiet_init
+from ..train.cluster import quiet_init
+from ..train.pickling import portable
 from ..train.run_lock import RunLock
 from ..workload import describe_config, unread_warning
 from .repeats import RepeatPlan, best_mean

@@ -29,11 +29,12 @@ from ..run.loop import Run
 from ..run.observe.failure import annotate_exceptions, telling_of_failure
 from ..workload import Workload, WorkloadFn
 from .backend import RayTrainBackend
-from .cluster import WORKER_TIMEOUT_S, build_on_worker, is_local, lacking, portable, quiet_init
+from .cluster import WORKER_TIMEOUT_S, build_on_worker, is_local, lacking, quiet_init
 from .driver_channel import DriverClient, forward_warnings, make_channel
 from .driver_monitor import DriverMonitor
 from .failed_starts import FailedStarts, NextStart
 from .network import with_interface
+from .pickling import portable
 from .ray_record import newest_checkpoint, rename_cut_off_record
 from .retry import RepeatedFailure, RetryPolicy, failure_message
 from .run_lock import RunLock

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
-import pickle
 import random
 import re
-import subprocess
-import sys
 import time
-import types
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 import torch
-from ray import cloudpickle
 
 from ray_adascale import AdaScaleConfig
-from ray_adascale.cli.source import resolve
 from ray_adascale.train import driver_monitor
 from ray_adascale.train.cluster import (
     alive_nodes,
     build_on_worker,
     lacking,
-    pickle_by_value,
-    portable,
     quiet_init,
     start_message,
 )
@@ -38,169 +27,6 @@ from ray_adascale.train.driver_monitor import DriverMonitor
 from ray_adascale.workload import Workload
 
 from ..samples_of import regression
-
-
-def pickled(function: Any) -> bytes:
-    """The function as it is sent, in a dict; its module may be pickled by value again later."""
-    try:
-        return cloudpickle.dumps({"workload": function})
-    finally:
-        module = sys.modules.get(function.__module__)
-        if function.__module__ in cloudpickle.list_registry_pickle_by_value():
-            cloudpickle.unregister_pickle_by_value(module)
-
-
-def at_worker(sent: bytes, then: str = "print(f({}))", **where: Any) -> bytes:
-    """What a process of its own prints that loads the function as ``f``."""
-    code = f"import sys; from ray import cloudpickle as c; f = c.load(sys.stdin.buffer)['workload']; {then}"
-    return subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True, **where).stdout
-
-
-SEND_ON = "sys.stdout.buffer.write(c.dumps({'workload': f}))"
-
-COUNTING = """
-import pathlib
-with (pathlib.Path(__file__).parent / "imports").open("a") as file:
-    file.write("x")
-RATE = 0.5
-param_space = {"lr": RATE}
-def workload(config): return RATE
-"""
-
-
-@pytest.mark.parametrize("name", ["w_counting.py", "w-counting.py"])
-def test_what_a_file_does_at_import_is_done_once_and_on_no_worker(write: Any, tmp_path: Path, name: str) -> None:
-    path = write(name, COUNTING)
-    assert resolve(f"{path}:param_space") == {"lr": 0.5}
-    assert at_worker(pickled(pickle_by_value(resolve(f"{path}:workload"))), cwd=tmp_path) == b"0.5\n"
-    assert (tmp_path / "imports").read_text() == "x"
-
-
-CACHED = """
-import functools
-import random
-import types
-calls = []
-@functools.lru_cache(maxsize=7)
-def data(): calls.append(1); return 0.5
-def workload(config): return data() + data() + len(calls)
-"""
-
-
-def test_a_cached_function_of_the_file_goes_to_the_workers_too(write: Any, tmp_path: Path) -> None:
-    sent = pickled(pickle_by_value(resolve(f"{write('w_cached.py', CACHED)}:workload")))
-    # Train's controller sends it on.
-    then = "f = c.loads(c.dumps(f)); print(f({}), f.__globals__['data'].cache_parameters()['maxsize'])"
-    assert at_worker(sent, then, cwd=tmp_path).split() == [b"2.0", b"7"]
-
-
-NEIGHBOURS = {
-    "w_project/w_mine.py": """
-import w_layers
-from w_parts.heads import WIDTH
-def workload(config):
-    from w_parts.late import late  # loaded nowhere before
-    return w_layers.RATE * WIDTH + late()
-""",
-    "w_project/w_layers.py": "import threading\nLOCK = threading.Lock()\nRATE = 0.5\n",  # which no pickle could hold
-    "w_project/w_parts/__init__.py": "",
-    "w_project/w_parts/heads.py": "WIDTH = 4\n",
-    "w_project/w_parts/late.py": "def late(): return 0\n",
-    "w_project/w_data.py": "raise AssertionError('nobody asked for it')\n",
-}
-
-
-@pytest.mark.parametrize("node", ["the same", "another", "another, with older files"])
-def test_a_file_imports_its_neighbours_on_the_workers_too(write: Any, tmp_path: Path, node: str) -> None:
-    paths = {name: write(name, text) for name, text in NEIGHBOURS.items()}
-    if node != "the same":  # which has only what was loaded here, as its files are not there to be looked for
-        paths["w_project/w_mine.py"].write_text(
-            NEIGHBOURS["w_project/w_mine.py"].replace("from w_parts.late", "def late(): return 0 #")
-        )
-    sent = pickled(portable(resolve(f"{paths['w_project/w_mine.py']}:workload")))
-    if node == "another":
-        (tmp_path / "w_project").rename(tmp_path / "gone")
-    elif node != "the same":
-        paths["w_project/w_layers.py"].write_text("RATE = 7\n")
-    scratch = tmp_path / "scratch"  # of these processes alone: other tests run workers at the same time
-    scratch.mkdir()
-    where: dict[str, Any] = {"cwd": "/", "env": {**os.environ, "TMPDIR": str(scratch)}}
-    if node == "another":  # a trial sends it on to workers of its own
-        sent = at_worker(sent, SEND_ON, **where)
-    assert float(at_worker(sent, **where)) == 2.0
-    assert not list(scratch.iterdir())  # nothing stays
-
-
-PACKAGE = {
-    "w_package/__init__.py": "import threading\nLOCK = threading.Lock()\n",
-    "w_package/mine.py": """
-from .parts.heads import WIDTH
-def workload(config):
-    from .parts.late import late  # loaded nowhere before
-    return WIDTH + late()
-""",
-    "w_package/parts/__init__.py": "",
-    "w_package/parts/heads.py": "from .. import LOCK\nWIDTH = 4\n",
-    "w_package/parts/late.py": "def late(): return 0.5\n",
-    "w_package/env/lib/huge.py": "raise AssertionError('of no package')\n",
-}
-
-
-@pytest.mark.parametrize("spec", ["w_package/mine.py:workload", "w_package.mine:workload"])
-@pytest.mark.parametrize("node", ["the same", "another"])
-def test_a_package_goes_to_the_workers_as_a_whole(
-    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, node: str
-) -> None:
-    for name, text in PACKAGE.items():
-        write(name, text)
-    monkeypatch.chdir(tmp_path)
-    function = portable(resolve(spec))
-    assert function({}) == 4.5
-    sent = cloudpickle.dumps({"workload": function})
-    assert b"of no package" not in sent
-    if node == "another":
-        (tmp_path / "w_package").rename(tmp_path / "gone")
-    assert float(at_worker(sent, cwd="/")) == 4.5
-
-
-def test_the_function_itself_stays_what_it_is() -> None:
-    sent = portable(regression)
-    assert sent.__qualname__ == "regression"
-    assert isinstance(sent({}), Workload)
-
-
-def test_cached_functions_that_can_be_imported_are_pickled_by_name() -> None:
-    assert pickle.loads(pickle.dumps(cached_here)) is cached_here
-
-
-@functools.cache
-def cached_here() -> int:
-    return 1
-
-
-def installed(function: Any, path: str) -> bool:
-    """Whether workers are trusted to import the function's module, were it a file of this path."""
-    module = types.ModuleType("w_installed")
-    module.__file__ = path
-    sys.modules[module.__name__] = module
-    function.__module__ = module.__name__
-    try:
-        assert pickle_by_value(function) is function
-        by_value = module.__name__ in cloudpickle.list_registry_pickle_by_value()
-        if by_value:
-            cloudpickle.unregister_pickle_by_value(module)
-        return not by_value
-    finally:
-        del sys.modules[module.__name__]
-
-
-def test_only_functions_of_plain_files_take_their_code_along() -> None:
-    assert not installed(lambda config: None, "/home/me/digits.py")
-    assert installed(lambda config: None, "/usr/lib/python3/site-packages/digits.py")
-    assert installed(lambda config: None, "/usr/lib/python3/dist-packages/digits.py")
-    # In a package: this file's own.
-    assert pickle_by_value(cached_here) is cached_here
-    assert __name__ not in cloudpickle.list_registry_pickle_by_value()
 
 
 def test_workers_build_the_same_weights_and_go_on_with_random_numbers_of_their_own() -> None:
