@@ -121,7 +121,6 @@ class AdaScale(OptimizerWrapper):
         workers = Workers(world_size, self._gradients.group if process_group is None else process_group)
         window = None if averaging_window is None else averaging_window * (total_steps or 1)
         sampling = MeasuredSteps(window, measure_every)
-        self._is_scaled_loss = is_scaled_loss
         self._single_gain = single_gain
         plans = StepPlans(StepPlan(workers=workers.count), sampling)
         measurement = Measurement(
@@ -154,7 +153,8 @@ class AdaScale(OptimizerWrapper):
             base_batch_size=base_batch_size,
         )
         scale = workers.count * passes if scale is None else scale
-        self._declare(StepPlan(workers=workers.count, passes=passes).at_scale(scale))
+        divisor = None if is_scaled_loss else 1
+        self._passes.declare(StepPlan(workers=workers.count, passes=passes, loss_divisor=divisor).at_scale(scale))
 
     def __repr__(self) -> str:
         return f"AdaScale(scale={self._passes.plan.scale:g}, n={self.num_samples}, {self._optimizer!r})"
@@ -296,7 +296,7 @@ class AdaScale(OptimizerWrapper):
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
         """Divide the accumulated gradients by the number of passes, where the loss was not (``is_scaled_loss=False``)."""
-        if self._is_scaled_loss:
+        if self._passes.plans.declared.loss_divisor is None:
             raise RuntimeError("is_scaled_loss=True says that the loss was divided already.")
         with self.measurement.changing():
             self.measurement.divide_to_mean(self.plan)
@@ -328,10 +328,7 @@ class AdaScale(OptimizerWrapper):
         if plan.workers != self.measurement.workers.count:
             raise ValueError(f"Invalid {plan}: AdaScale was built for {self.measurement.workers.count} workers.")
         self._algorithm.synchronize()
-        self._declare(plan)
-
-    def _declare(self, plan: StepPlan) -> None:
-        self._passes.declare(replace(plan, loss_divisor=None if self._is_scaled_loss else 1))
+        self._passes.declare(replace(plan, loss_divisor=self._passes.plans.declared.loss_divisor))
 
     def expect_passes(self, passes: int, *, scale: float | None = None, loss_divided_by: int | None = None) -> None:
         """Announce that one optimizer step, the one under way or else the next, has fewer backward passes than declared.
@@ -350,7 +347,7 @@ class AdaScale(OptimizerWrapper):
             ValueError: The step can't have this number of passes.
         """
         self._algorithm.synchronize()
-        self._passes.expect(passes, scale, loss_divided_by, loss_is_divided=self._is_scaled_loss)
+        self._passes.expect(passes, scale, loss_divided_by)
 
     @property
     def step_end(self) -> StepEnd | None:

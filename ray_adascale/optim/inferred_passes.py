@@ -86,14 +86,13 @@ class InferredPasses:
         self.measurement.attach()
         self._watch()
 
-    def expect(self, passes: int, scale: float | None, loss_divided_by: int | None, *, loss_is_divided: bool) -> None:
+    def expect(self, passes: int, scale: float | None, loss_divided_by: int | None) -> None:
         """Shorten the step under way, or at a step boundary the next one; the steps after it are full ones.
 
         Args:
             passes: As in :meth:`AdaScale.expect_passes`, also the next two.
             scale: S of the step.
             loss_divided_by: Number that the loss of each pass is divided by.
-            loss_is_divided: Whether the loop divides its losses.
 
         Raises:
             ValueError: The step can't have this number of passes.
@@ -104,7 +103,7 @@ class InferredPasses:
                 f"Invalid {passes=}. This step may have {made + 1} to {declared.passes} backward passes: {made} were made, and "
                 f"num_gradients_to_accumulate is {declared.passes}. Call expect_passes() before the last pass begins."
             )
-        if loss_divided_by is not None and (loss_divided_by < 1 or not loss_is_divided):
+        if loss_divided_by is not None and (loss_divided_by < 1 or declared.loss_divisor is not None):
             raise ValueError(f"Invalid {loss_divided_by=}. Must be at least 1, and needs is_scaled_loss=True.")
         plan = declared.shortened(passes, scale, loss_divided_by)
         if self.measurement.sums is not None:

@@ -32,8 +32,8 @@ from .boundary.backend import Backend, LocalBackend
 from .boundary.checkpointing import warns_if_alone
 from .boundary.stage import BoundaryFlags, Stages, StepReport
 from .build import set_batch
-from .observe.advice import ExtraStateHint, UnreadHyperparameters, warn_of_equal_batches
-from .observe.metrics import SKIPPED, plain_numbers, step_metrics
+from .observe.advice import ExtraStateHint, UnreadHyperparameters
+from .observe.metrics import SKIPPED, plain_numbers
 from .observe.pulse import Phase, Pulse
 from .observe.step import Step
 from .skipped import SkippedSteps
@@ -144,8 +144,6 @@ class Run:
         total, by_recipe = self.total_steps, recipe is not None
         scaler = parts.passes.scaler
         self._skipped = SkippedSteps(self.module, own.loop, scaler, total_steps=total, by_recipe=by_recipe)
-        self._measurement = own.optimizer.measurement
-        self._probed: tuple[float, float] | None = None
         self._taken: Step | None = None  # until it is read
         self._stages = Stages(parts.stages, parts.backend.rank)
         self._loop_seconds = 0.0
@@ -223,12 +221,11 @@ class Run:
 
         For a loop that evaluates by itself and passes the metrics to :meth:`record`.
         """
-        evaluation, furthest = self.parts.evaluation, self.optimizer.furthest_effective_steps
-        if not self.at_boundary or not (self.base_schedule.ended_at(furthest) or evaluation.multiples_by(furthest)):
-            return False
-        tau = self.effective_steps
-        finished = self.base_schedule.ended_at(tau) and evaluation.evaluated_at < tau
-        return finished or evaluation.multiples_by(tau) > 0
+
+        def due(tau: float) -> bool:
+            return self.parts.evaluation.due_in_loop(tau, ended=self.base_schedule.ended_at(tau))
+
+        return self.at_boundary and due(self.optimizer.furthest_effective_steps) and due(self.effective_steps)
 
     @property
     def reported(self) -> bool:
@@ -257,7 +254,7 @@ class Run:
 
     def observe_noise(self, sigma2: float, mu2: float) -> None:
         """Set σ² and μ² from a probe, to be reported for steps that have one gradient sample at S = 1."""
-        self._probed = sigma2, mu2
+        self.parts.reporting.probed = sigma2, mu2
 
     def summary(self) -> dict[str, Any]:
         """Return the last report's metrics, the number of skipped steps, the reason for the end, and the seconds of this loop.
@@ -281,7 +278,7 @@ class Run:
         batches: Iterator[MicroBatch] = iter(self.source)
         if self.parts.unit_weights is not None:
             batches = self.parts.unit_weights.weighted(batches)
-        passes, first = self.parts.passes, True
+        passes = self.parts.passes
         try:
             with passes.guard(), self.backend.watch(self._pulse):
                 if self.state.iterations == 0:
@@ -295,9 +292,6 @@ class Run:
                             "Another loop over the run, in this one, has taken its data: make it one loop."
                         )
                     self._pulse.enter(Phase.PASS)
-                    if first:
-                        warn_of_equal_batches(batch.batch, self.plan.workers, self.backend.device)
-                    first = False
                     passes.begin(batch)
                     yield self.source.on_device(batch.batch, self.backend.device)
                     passes.check_ended()
@@ -329,7 +323,7 @@ class Run:
         passes.begin_backward(loss)
         if passes.is_last:
             alone = self.plan.workers == 1
-            self._measurement.share(**({"loss": passes.loss} if alone else self._shared_numbers(passes.loss)))
+            self.optimizer.measurement.share(**({"loss": passes.loss} if alone else self._shared_numbers(passes.loss)))
             self._pulse.enter(Phase.REDUCTION)
         passes.backward(loss, self.plan)
 
@@ -440,7 +434,8 @@ class Run:
             state.nonfinite = 0
             state.progress = advanced(state.progress, last.gain)
             self.schedule.advance_to(last.effective_steps)
-        metrics = self._metrics(last, taken.user_metrics.get("loss", loss), taken.lr)
+        own_loss = taken.user_metrics.get("loss", loss)
+        metrics = self.parts.reporting.metrics(last, self.plan, loss=own_loss, lr=taken.lr, progress=state.progress)
         state.metrics = {**metrics, **taken.recorded}
         if self.parts.listeners:
             taken.metrics = state.metrics
@@ -454,24 +449,16 @@ class Run:
         self.plan = plan
         set_batch(plan, self.optimizer, self.source, self.backend.rank)
 
-    def _metrics(self, step: StepResult, loss: float, lr: float) -> dict[str, Any]:
-        return step_metrics(
-            step,
-            self.plan,
-            loss=loss,
-            lr=lr,
-            progress=self.state.progress,
-            examples_per_s=self.parts.reporting.examples_per_s,
-            probed=self._probed,
-        )
-
     def _finish(self, why: str) -> None:
         """End the run: evaluate if τ has reached T, report with a checkpoint, call the listeners."""
         if why == TOTAL_STEPS_REACHED:
             self.parts.evaluation.finish(self)
         self.state.stopped = why
-        metrics = self.state.metrics or self._metrics(self.optimizer.last_step, math.nan, self.schedule.lrs[0])
-        self.state.metrics = {**metrics, **self.state.recorded}
+        if not self.state.metrics:  # there was no step
+            last, lr, progress = self.optimizer.last_step, self.schedule.lrs[0], self.state.progress
+            metrics = self.parts.reporting.metrics(last, self.plan, loss=math.nan, lr=lr, progress=progress)
+            self.state.metrics = metrics
+        self.state.metrics = {**self.state.metrics, **self.state.recorded}
         self.parts.checkpointing.saver.finish()
         self.report(save=self.backend.report_policy.save_end)
         for listener in self.parts.listeners:
@@ -483,13 +470,14 @@ class Run:
 
     def step_report(self) -> StepReport:
         """Return the report of this step boundary."""
+        tau, state = self.effective_steps, self.state
         return StepReport(
-            metrics=self.state.metrics,
-            effective_steps=self.effective_steps,
+            metrics=state.metrics,
+            effective_steps=tau,
             schedule=self.base_schedule,
-            stopped=self.stopped,
-            evaluated=self.parts.evaluation.evaluated_at == self.effective_steps,
-            user_keys=tuple(self.state.recorded),
+            stopped=state.stopped,
+            evaluated=self.parts.evaluation.evaluated_at == tau,
+            user_keys=tuple(state.recorded),
         )
 
     def report(self, *, save: bool) -> None:

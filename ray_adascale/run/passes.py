@@ -18,7 +18,7 @@ from ..batch import StepPlan
 from ..data.order import MicroBatch
 from ..optim.adascale import AdaScale
 from ..sharding.strategy import Sharding
-from .observe.advice import warn_of_micro_batch, warn_of_written_buffers, written_buffers
+from .observe.advice import warn_of_equal_batches, warn_of_micro_batch, warn_of_written_buffers, written_buffers
 
 _DEPENDS_ON_NOTHING = (
     "In run.backward(loss): the loss depends on no trainable parameter. Was it computed under torch.no_grad() or "
@@ -157,8 +157,9 @@ class Passes:
         """Begin the pass of a micro-batch."""
         if batch.pass_index == 0:
             self._weights = []
-            if self._steps == 0 and self._optimizer.plan.num_samples > 1:
-                self._buffers = written_buffers(self._module)
+            if self._steps == 0:
+                warn_of_equal_batches(batch.batch, self._optimizer.plan.workers, self._device)
+                self._buffers = written_buffers(self._module) if self._optimizer.plan.num_samples > 1 else {}
             if self._measurement.observer is not None:
                 self._measurement.refresh()
         self._batch = batch

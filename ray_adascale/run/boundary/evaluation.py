@@ -97,6 +97,15 @@ class Evaluation(Stage):
         """Return the number of multiples of the interval between the last evaluation and this τ."""
         return effective_steps // self._every - max(self.evaluated_at, 0.0) // self._every
 
+    def due_in_loop(self, effective_steps: float, *, ended: bool) -> bool:
+        """Return whether a loop that evaluates by itself has to by this τ.
+
+        Args:
+            effective_steps: τ.
+            ended: Whether τ has reached T.
+        """
+        return (ended and self.evaluated_at < effective_steps) or self.multiples_by(effective_steps) > 0
+
     def due_by(self, effective_steps: float) -> bool:
         return self._evaluate is not None and self.multiples_by(effective_steps) > 0
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from ...batch import StepPlan
+from ...optim.step_result import StepResult
+from ..observe.metrics import step_metrics
 from .backend import Backend
 from .checkpointing import Checkpointing
 from .evaluation import Evaluation
@@ -28,6 +32,8 @@ class Reporting(Stage):
         self._examples = 0
         self.reported_step = -1
         """Number of the optimizer step that was reported last; −1 before the first report of this start."""
+        self.probed: tuple[float, float] | None = None
+        """σ² and μ² of the last probe, for steps that have one gradient sample at S = 1."""
 
     def flags(self) -> int:
         return BoundaryFlags.REPORT if self._timer.due else BoundaryFlags.NONE
@@ -64,7 +70,7 @@ class Reporting(Stage):
         """Count the examples of an optimizer step."""
         self._examples += examples
 
-    @property
-    def examples_per_s(self) -> float:
-        """Examples per second over all workers, since the last report."""
-        return self._examples / max(self._timer.elapsed, 1e-9)
+    def metrics(self, step: StepResult, plan: StepPlan, *, loss: float, lr: float, progress: float) -> dict[str, Any]:
+        """Return :func:`.step_metrics`, with the examples per second since the last report."""
+        per_s = self._examples / max(self._timer.elapsed, 1e-9)
+        return step_metrics(step, plan, loss=loss, lr=lr, progress=progress, examples_per_s=per_s, probed=self.probed)
