@@ -20,9 +20,9 @@ from .deferred import HostCopy, read, skippable_step, steps_on_device
 from .inferred_passes import InferredPasses
 from .next_state import (
     AdaScaleState,
-    Answers,
     Estimate,
-    answers,
+    RuleOutput,
+    apply_rule,
     averaged,
     estimate,
     gains_of,
@@ -52,12 +52,12 @@ class _Pending:
     Attributes:
         estimate: The step's.
         copy: Brings its numbers to the host.
-        answers: Of the rule, if the host knew the gain before the step.
+        output: The rule's, if the host knew the gain before the step.
     """
 
     estimate: Estimate
     copy: HostCopy
-    answers: Answers | None = None
+    output: RuleOutput | None = None
 
 
 class AdaScaleAlgorithm:
@@ -125,7 +125,7 @@ class AdaScaleAlgorithm:
         tau, pending = self.state.last.effective_steps, self.pending
         if pending is None:
             return tau
-        most = max(pending.estimate.sums.plan.scale, 1.0) if pending.answers is None else pending.answers.increment
+        most = max(pending.estimate.sums.plan.scale, 1.0) if pending.output is None else pending.output.increment
         return advanced(tau, most)
 
     # ---- a step --------------------------------------------------------------------------------------------------
@@ -157,27 +157,27 @@ class AdaScaleAlgorithm:
         if step.skipped:
             self._leave_out(step)
             return
-        answered = self._take_step(step, estimated.sums.plan.scale)
-        self._advance(estimated, step, answered)
+        output = self._take_step(step, estimated.sums.plan.scale)
+        self._advance(estimated, step, output)
 
     def _step_on_device(self, estimated: Estimate) -> None:
         """Take a step whose gain the host does not know, or of which only the device knows whether its gradient is finite."""
-        scale, answered = estimated.sums.plan.scale, None
+        scale, output = estimated.sums.plan.scale, None
         zero, one = (constant(x, estimated.finite.device, torch.float32)[0] for x in (0.0, 1.0))
         skip = torch.where(estimated.finite, zero, one)
         if estimated.gains is None:
-            answered = self._take_step(self._known_at(scale, estimated.averages), scale, skip)
+            output = self._take_step(self._known_at(scale, estimated.averages), scale, skip)
         else:
             factors = estimated.gains[: estimated.averages.count.numel()].unbind()
             skippable_step(self._inner, skip, lambda: self._step_inner(factors, scale))
-        self.pending = _Pending(estimated, HostCopy(estimated.numbers), answered)
+        self.pending = _Pending(estimated, HostCopy(estimated.numbers), output)
 
     def _end_step(self) -> None:
         self._estimated = None
         self._passes.end_step()
 
-    def _take_step(self, step: StepResult, scale: float, skip: Tensor | None = None) -> Answers:
-        """Step the wrapped optimizer as the rule answers to known gains. Return the answers.
+    def _take_step(self, step: StepResult, scale: float, skip: Tensor | None = None) -> RuleOutput:
+        """Step the wrapped optimizer with known gains, as the rule says. Return the rule's output.
 
         Args:
             step: Has the gains.
@@ -192,14 +192,14 @@ class AdaScaleAlgorithm:
             total_steps=self._total_steps,
             base_batch_size=self._base_batch_size,
         )
-        answered = answers(self._rule, whole, step.group_gains, len(groups))
-        factors, increments = answered.lr_factors, answered.group_increments
+        output = apply_rule(self._rule, whole, step.group_gains, len(groups))
+        factors, increments = output.lr_factors, output.group_increments
         with nullcontext() if betas is None else betas.applied(groups, self._inner, increments, self._step_counts):
             if skip is None:
                 self._step_inner(factors, scale)
             else:
                 skippable_step(self._inner, skip, lambda: self._step_inner(factors, scale))
-        return answered
+        return output
 
     def _step_inner(self, factors: Sequence[float] | Sequence[Tensor], scale: float) -> None:
         """Step the wrapped optimizer with the LR of each group times its factor.
@@ -280,19 +280,19 @@ class AdaScaleAlgorithm:
             self._known = averages, scale, averaged(numbers)
         return self._known[2]
 
-    def _advance(self, of: Estimate, step: StepResult, answered: Answers | None) -> None:
+    def _advance(self, of: Estimate, step: StepResult, output: RuleOutput | None) -> None:
         """Advance the clock by a step that was taken, unless the device has skipped it.
 
         Args:
             of: The step's estimate.
             step: The step.
-            answered: The rule's answers; None if the gain is both.
+            output: The rule's; None if the gain is both factor and increment.
         """
         if step.skipped:
             self.state = skipped(self.state, step.shared)
             return
         self._check_samples(step)
-        factor, increment = (step.gain, step.gain) if answered is None else (answered.lr_factor, answered.increment)
+        factor, increment = (step.gain, step.gain) if output is None else (output.lr_factor, output.increment)
         self.state = next_state(self.state, of.averages, step, factor, increment)
 
     def _check_samples(self, step: StepResult) -> None:
@@ -313,7 +313,7 @@ class AdaScaleAlgorithm:
         pending, self.pending = self.pending, None
         if pending is not None:
             step = self._read(pending.estimate, pending.copy.read())
-            self._advance(pending.estimate, step, pending.answers)
+            self._advance(pending.estimate, step, pending.output)
         if self._passes.skipped_by_scaler:
             self._passes.skipped_by_scaler = False
             self.state = skipped(self.state, {})

@@ -1,11 +1,11 @@
-"""AdaScale on one page: what a step's sums make of the averages, the gain r and the clock τ, as pure functions.
+"""AdaScale on one page, as pure functions: from a step's sums to the averages, the gain r and the clock τ.
 
 The source and the symbols are those of :mod:`ray_adascale.gain`. A step goes through four functions, in this order:
 
 1. :func:`estimate`: A and C give σ² and μ², these move the averages σ̄² and μ̄², and these give r. It computes with tensors and
    waits for nothing: a fused optimizer steps with these tensors.
 2. :func:`result`: the same numbers on the host.
-3. :func:`answers`: the rule makes of r the factor on the LR and the increment of τ.
+3. :func:`apply_rule`: the rule turns r into the factor on the LR and the increment of τ.
 4. :func:`next_state`: τ, the number of steps, and the effective steps since the last sample.
 """
 
@@ -25,7 +25,7 @@ from .rules import RuleInput, ScalingRule
 from .step_result import StepResult
 from .step_sums import StepSums, constant
 
-_NONE = (math.nan, math.nan)
+_NO_SAMPLE = (math.nan, math.nan)
 
 
 @dataclass(frozen=True)
@@ -136,32 +136,32 @@ def means_of(averages: list[float]) -> tuple[list[float], list[float]]:
     return means[:count], means[count:]
 
 
-def result(of: Estimate, numbers: Mapping[str, list[float]], known: StepResult) -> StepResult:
+def result(estimated: Estimate, numbers: Mapping[str, list[float]], gains: StepResult) -> StepResult:
     """Return a step, but for its clock, factor and count.
 
     Args:
-        of: The step's estimate.
+        estimated: The step's estimate.
         numbers: Its numbers on the host.
-        known: What its averages say: :func:`averaged`.
+        gains: The gains and averages after the step: :func:`averaged`.
     """
-    check, (sigma2, mu2) = numbers["check"][0], numbers.get("moments", _NONE)
-    squared_norm = mu2 + sigma2 / of.sums.plan.scale
-    if of.gains is None and "c" in of.sums.numbers:
+    check, (sigma2, mu2) = numbers["check"][0], numbers.get("moments", _NO_SAMPLE)
+    squared_norm = mu2 + sigma2 / estimated.sums.plan.scale
+    if estimated.gains is None and "c" in estimated.sums.numbers:
         squared_norm = check
     return replace(
-        known,
+        gains,
         sigma2=sigma2,
         mu2=mu2,
         squared_norm=squared_norm,
         skipped=not math.isfinite(check),
         identity=numbers["identity"][0] if "identity" in numbers else 0.0,
-        shared={name: numbers[name][0] for name in of.sums.shared_names},
+        shared={name: numbers[name][0] for name in estimated.sums.shared_names},
     )
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What a rule answers for one step.
+class RuleOutput:
+    """Output of a scaling rule for one step.
 
     Attributes:
         lr_factors: Factor on the LR of each parameter group.
@@ -176,8 +176,8 @@ class Answers:
     increment: float
 
 
-def answers(rule: ScalingRule, whole: RuleInput, group_gains: Sequence[float], num_groups: int) -> Answers:
-    """Return what the rule makes of a step's gains.
+def apply_rule(rule: ScalingRule, whole: RuleInput, group_gains: Sequence[float], num_groups: int) -> RuleOutput:
+    """Return the output of a rule for a step with these gains.
 
     Args:
         rule: The rule.
@@ -187,7 +187,7 @@ def answers(rule: ScalingRule, whole: RuleInput, group_gains: Sequence[float], n
     """
     inputs = [replace(whole, gain=group_gains[i % len(group_gains)], group=i) for i in range(num_groups)]
     lr_factors, group_increments = zip(*map(rule, inputs), strict=True)
-    return Answers(lr_factors, group_increments, *rule(whole))
+    return RuleOutput(lr_factors, group_increments, *rule(whole))
 
 
 def next_state(

@@ -1,4 +1,4 @@
-"""A step through the pure functions: σ² and μ², averages, gain, the rule's answers, and the clock, with hand-worked numbers."""
+"""A step through the pure functions: σ² and μ², averages, gain, the rule's output, and the clock, with hand-worked numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ray_adascale.batch import StepPlan
 from ray_adascale.optim.averaging import Averaging
 from ray_adascale.optim.next_state import (
     AdaScaleState,
-    answers,
+    apply_rule,
     averaged,
     estimate,
     gains_of,
@@ -118,10 +118,10 @@ def test_two_steps_by_hand_from_their_sums_to_the_clock() -> None:
         return now.gain, now.gain + (0.0 if now.group is None else 1.0)
 
     whole = RuleInput(gain=step.gain, scale=4.0, effective_steps=0.0, total_steps=100.0, base_batch_size=8.0)
-    said = answers(rule, whole, step.group_gains, 2)
-    assert (said.lr_factors, said.group_increments) == ((2.5, 2.5), (3.5, 3.5))
-    assert (said.lr_factor, said.increment) == (2.5, 2.5)
-    one = next_state(start, of.averages, step, said.lr_factor, said.increment)
+    output = apply_rule(rule, whole, step.group_gains, 2)
+    assert (output.lr_factors, output.group_increments) == ((2.5, 2.5), (3.5, 3.5))
+    assert (output.lr_factor, output.increment) == (2.5, 2.5)
+    one = next_state(start, of.averages, step, output.lr_factor, output.increment)
     assert (one.last.effective_steps, one.last.steps, one.last.lr_factor, one.since_sample) == (2.5, 1, 2.5, 2.5)
     assert (start.last.effective_steps, start.averages.weight.item()) == (0.0, 0.0)  # what it was made of stays
 
@@ -168,6 +168,6 @@ def test_a_step_that_is_not_finite_leaves_averages_and_clock() -> None:
 
 
 def test_the_rule_is_asked_for_each_group_with_its_gain() -> None:
-    said = answers(AdaScaleRule(), RuleInput(gain=3.0, scale=4.0, effective_steps=0.0), [2.0, 4.0], 2)
-    assert (said.lr_factors, said.group_increments) == ((2.0, 4.0), (2.0, 4.0))
-    assert (said.lr_factor, said.increment) == (3.0, 3.0)
+    output = apply_rule(AdaScaleRule(), RuleInput(gain=3.0, scale=4.0, effective_steps=0.0), [2.0, 4.0], 2)
+    assert (output.lr_factors, output.group_increments) == ((2.0, 4.0), (2.0, 4.0))
+    assert (output.lr_factor, output.increment) == (3.0, 3.0)
