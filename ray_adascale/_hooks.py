@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 from torch.optim import Optimizer
@@ -49,18 +49,17 @@ def before_save(*optimizers: Optimizer) -> None:
 
 def after_save(state_dict: dict[str, Any], *optimizers: Optimizer) -> dict[str, Any]:
     """Call the hooks of ``register_state_dict_post_hook``; return the state dict, which they may replace."""
-    for optimizer in optimizers:
-        for hook in optimizer._optimizer_state_dict_post_hooks.values():
-            answer = hook(optimizer, state_dict)
-            state_dict = state_dict if answer is None else answer
-    return state_dict
+    return _replaced(state_dict, optimizers, "_optimizer_state_dict_post_hooks")
 
 
 def before_load(state_dict: dict[str, Any], *optimizers: Optimizer) -> dict[str, Any]:
     """Call the hooks of ``register_load_state_dict_pre_hook`` with a shallow copy; return it, or what they replace it by."""
-    state_dict = state_dict.copy()
+    return _replaced(state_dict.copy(), optimizers, "_optimizer_load_state_dict_pre_hooks")
+
+
+def _replaced(state_dict: dict[str, Any], optimizers: Iterable[Optimizer], registry: str) -> dict[str, Any]:
     for optimizer in optimizers:
-        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        for hook in getattr(optimizer, registry).values():
             answer = hook(optimizer, state_dict)
             state_dict = state_dict if answer is None else answer
     return state_dict

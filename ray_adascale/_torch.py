@@ -207,6 +207,14 @@ def generators_kept(devices: Iterable[int] = ()) -> Iterator[None]:
             np.random.set_state(numpy)  # noqa: NPY002
 
 
+def reshard(module: nn.Module) -> None:
+    """Let FSDP2's modules hold their shards. A forward pass may leave whole weights, and what is written to those is lost."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # as in is_dtensor()
+    for part in module.modules():
+        if fsdp is not None and isinstance(part, fsdp.FSDPModule):
+            part.reshard()
+
+
 @contextmanager
 def modes_kept(module: nn.Module) -> Iterator[None]:
     """Restore the mode of a module and of all modules in it on exit, through ``train()``, from the root down.
@@ -218,6 +226,7 @@ def modes_kept(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        reshard(module)
         for part, training in modes:
             if part.training != training:
                 part.train(training)
@@ -227,5 +236,6 @@ def modes_kept(module: nn.Module) -> Iterator[None]:
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
     """Put a module in eval mode, and restore the modes as :func:`modes_kept` does."""
     with modes_kept(module):
+        reshard(module)
         module.eval()
         yield

@@ -175,12 +175,7 @@ class OptimizerChain(Optimizer):
         """
         state_dict = _hooks.before_load(state_dict, self)
         saved = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if [len(group["params"]) for group in saved] != sizes:
-            raise ValueError(
-                f"The state dict has parameter groups of {[len(group['params']) for group in saved]} parameters, the chain of "
-                f"{sizes} parameters."
-            )
+        check_sizes(saved, self.param_groups)
         everywhere = {i for group in saved for i in group["params"]}
         added = state_dict.get("members", [{}] * len(self._optimizers))
         for (member, numbers), more in zip(self.parts(), added, strict=True):
@@ -284,6 +279,19 @@ class _States(MutableMapping[Any, Any]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
+
+
+def check_sizes(saved: Iterable[dict[str, Any]], groups: Iterable[dict[str, Any]]) -> None:
+    """Check that the groups of a state dict are those of an optimizer, by their numbers of parameters.
+
+    Raises:
+        ValueError: They are not.
+    """
+    theirs, own = ([len(group["params"]) for group in each] for each in (saved, groups))
+    if theirs != own:
+        raise ValueError(
+            f"The state dict has parameter groups of {theirs} parameters, the optimizer of {own} parameters."
+        )
 
 
 def parts_of(optimizer: Optimizer) -> list[tuple[Optimizer, list[int]]]:

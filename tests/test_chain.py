@@ -179,7 +179,7 @@ def test_state_of_other_groups_is_refused() -> None:
     saved = make(make_model()).state_dict()
     other = make_model()
     chain = OptimizerChain([Muon([other[2].weight]), AdamW([other[4].bias, other[2].bias])])
-    with pytest.raises(ValueError, match=r"groups of \[2, 2, 2\] parameters, the chain of \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"groups of \[2, 2, 2\] parameters, the optimizer of \[1, 2\]"):
         chain.load_state_dict(saved)
     with pytest.raises(ValueError, match=r"Invalid param_groups: 1 groups\. .* have 2"):
         chain.param_groups = [{"params": []}]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Muon, Optimizer
 
 from .._torch import is_dtensor
+from .._warn import warn_at_user
 from ..chain import SEVERAL_OPTIMIZERS, needs_closure, parts_of
 from ..sharding.oss import OSS
 
@@ -46,6 +47,7 @@ class OptimizerWrapper(Optimizer):
         self.has_step_hooks = False
         """Whether a hook was ever registered on a step of this optimizer, and not on the wrapped one's."""
         super().__setstate__({})  # gives the hook registries and step profiling of Optimizer, without owning groups
+        _warn_of_steps_past(self)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         self.has_step_hooks = True
@@ -111,6 +113,32 @@ class OptimizerWrapper(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         super().__setstate__({})
+
+
+def _warn_of_steps_past(wrapper: OptimizerWrapper, steps: int = 5) -> None:
+    """Warn once if a loop steps the wrapped optimizer, or one that it holds as SAM does, and never the wrapper."""
+    optimizer, taken = wrapper.wrapped, 0
+
+    def stepped(each: Optimizer, *_: object) -> None:
+        nonlocal taken
+        taken += 1
+        if taken == steps:
+            name = next((f"optimizer.{name}" for name, value in vars(optimizer).items() if value is each), None)
+            how = f"Attach the one inside: inner, schedule = attach(model, {name}, ...); {name} = inner."
+            warn_at_user(
+                f"{type(each).__name__}.step() has run {steps} times, and step() of the AdaScale around it not once: weights "
+                f"move without the gain, τ stays at {wrapper.effective_steps:g}, and the schedule at its start. "
+                f"{how if name else 'Call step() of what attach() or AdaScale() returned.'}"
+            )
+
+    def own_step(*_: object) -> None:
+        while hooks:
+            hooks.pop().remove()
+        wrapper.has_step_hooks = len(wrapper._optimizer_step_pre_hooks) + len(wrapper._optimizer_step_post_hooks) > 1
+
+    held = [value for value in vars(optimizer).values() if isinstance(value, Optimizer) and type(optimizer) is not OSS]
+    hooks = [each.register_step_post_hook(stepped) for each in (*(part for part, _ in parts_of(optimizer)), *held)]
+    wrapper.register_step_pre_hook(own_step)
 
 
 def check_parameters(model: nn.Module, optimizer: Optimizer, *, alone: bool) -> None:

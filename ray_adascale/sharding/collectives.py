@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import as_bytes, global_rank
+from .._torch import as_bytes, global_rank, without_gradients
 
 _TAG = 7_451  # of these point-to-point messages, against the user's own
 
@@ -186,3 +186,17 @@ def norm_over_workers(
     if not largest:
         total = total ** (1 / norm_type)
     return total, raised
+
+
+@without_gradients
+def send_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Send rank 0's values to all workers, those of one dtype and device in one message. Collective."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for alike in kinds.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
+        dist.broadcast(as_bytes(flat), global_rank(group, 0), group=group)
+        for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+            tensor.copy_(part.view(tensor.shape))

@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from .collectives import send_from_first
+
 # Smallest number of elements of a block that is gathered by itself: smaller ones are not worth a message of their own.
 _BLOCK_NUMEL = 1 << 20
 
@@ -26,15 +28,15 @@ def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torc
     """
     if isinstance(model, FSDPModule):
         return
-    if optimizer.state:
+    if any(optimizer.state.values()):
         raise ValueError("The optimizer has state already. Shard the model before its first step, or fully_shard it.")
+    optimizer.state.clear()  # schedule-free optimizers make empty entries, which would keep the whole parameters
     names = {param: name for name, param in model.named_parameters()}
     for group in optimizer.param_groups:
         if any(param not in names for param in group["params"]):
             raise ValueError("sharding='fsdp2' needs an optimizer of the model's parameters alone.")
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.detach(), 0)
+    for tensor in [*model.parameters(), *model.buffers()]:  # one by one: together they would need the memory twice
+        send_from_first([tensor])
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for container in reversed(list(model.modules())):  # the innermost first
         for block in container.children() if isinstance(container, nn.ModuleList | nn.Sequential) else ():

@@ -21,7 +21,7 @@ from torch.optim import SGD, Optimizer
 
 from .. import _hooks
 from .._torch import called_to_make_state
-from ..chain import OptimizerChain, empty_copy, parts_of
+from ..chain import OptimizerChain, check_sizes, empty_copy, parts_of
 from ..measure.norms import take_norm
 from .buckets import Bucket, Fragment
 from .collect_state import EVERYONE, collect_state
@@ -458,11 +458,7 @@ class OSS(Optimizer):
         """
         state_dict = _hooks.before_load(state_dict, self, self._full)
         saved, saved_groups = state_dict["state"], state_dict["param_groups"]
-        saved_sizes, sizes = ([len(each["params"]) for each in groups] for groups in (saved_groups, self.param_groups))
-        if saved_sizes != sizes:
-            raise ValueError(
-                f"The state dict has parameter groups of {saved_sizes} parameters, the optimizer of {sizes} parameters."
-            )
+        check_sizes(saved_groups, self.param_groups)
         where = dict(zip(self._params(), [i for group in saved_groups for i in group["params"]], strict=True))
         for group, other in zip(self.param_groups, saved_groups, strict=True):
             group.update({k: copy_of(v) for k, v in other.items() if k != "params"})

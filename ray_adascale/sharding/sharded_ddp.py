@@ -8,15 +8,16 @@ owners while the backward pass goes on. After it every worker holds 1/N of the g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from .._torch import as_bytes, global_rank, without_gradients
+from .._torch import as_bytes, global_rank
+from .collectives import send_from_first
 from .oss import OSS
 from .reduction import GradientReduction
 
@@ -87,7 +88,7 @@ class ShardedDataParallel(nn.Module):
                     bucket.bind()
                 dist.broadcast(as_bytes(bucket.flat), global_rank(self._group, 0), group=self._group)
             known = {p for bucket in optimizer.buckets for p in bucket.params}
-            self._broadcast([*(p for p in module.parameters() if p not in known), *module.buffers()])
+            send_from_first([*(p for p in module.parameters() if p not in known), *module.buffers()], self._group)
         optimizer.attach_reducer(self._reduction)
 
     # ---- as in DistributedDataParallel ---------------------------------------------------------------------------
@@ -99,7 +100,9 @@ class ShardedDataParallel(nn.Module):
             if self.training and torch.is_grad_enabled():
                 # Once a step: a second forward pass before the backward pass needs the buffers of the first unchanged.
                 if self.broadcast_buffers and self._sent_at != self._reduction.reductions:
-                    self._broadcast([b for part in self._with_buffers for b in part.buffers(recurse=False)])
+                    send_from_first(
+                        [b for part in self._with_buffers for b in part.buffers(recurse=False)], self._group
+                    )
                 self._sent_at = self._reduction.reductions
         return self.module(*inputs, **kwargs)
 
@@ -158,7 +161,7 @@ class ShardedDataParallel(nn.Module):
             blocking: Accepted for FairScale's sake; the buffers have arrived when this returns.
         """
         if self._world_size > 1:
-            self._broadcast(list(self.module.buffers()))
+            send_from_first(list(self.module.buffers()), self._group)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -201,19 +204,6 @@ class ShardedDataParallel(nn.Module):
         """Refresh if a parameter was frozen, unfrozen, or added to the optimizer."""
         if [p.requires_grad for p in self._params] != self._trainable or not self._reduction.has_all_buckets:
             self.refresh_trainable()
-
-    @without_gradients
-    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Send rank 0's values to all, those of one dtype and device in one message."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in tensors:
-            if tensor.numel():
-                kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for alike in kinds.values():
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
-            dist.broadcast(as_bytes(flat), global_rank(self._group, 0), group=self._group)
-            for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
 
 
 ShardedDDP = ShardedDataParallel

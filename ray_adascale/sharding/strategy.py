@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import listed
+from .collectives import send_from_first
 from .sharded_ddp import ShardedDataParallel
 
 _NOT_CALLED = (
@@ -160,8 +161,21 @@ class Whole(Sharding):
 
     copies = False
 
+    def __init__(self, model: nn.Module, module: nn.Module) -> None:
+        super().__init__(model, module)
+        saved = {id(value) for value in module.state_dict(keep_vars=True).values()}
+        self._buffers = [name for name, b in module.named_buffers() if id(b) in saved]
+        self._sent = False
+
     def in_pass(self, last: bool) -> None:
         self._model.set_requires_gradient_sync(last)
+        if not self._sent:  # as DistributedDataParallel does, but without buffers that no checkpoint has, such as masks
+            self._sent = True
+            self._model.reshard()  # an evaluation in the loop leaves it whole, and an optimizer's eval() changes its shards
+            send_from_first([self._module.get_buffer(name) for name in self._buffers])
+
+    def before_step(self) -> None:
+        self._sent = False
 
 
 def sharding_of(model: nn.Module, module: nn.Module, kind: str) -> Sharding:

@@ -27,7 +27,7 @@ class Row:
     mean_mu2: float
     lrs: list[float]  # that each group stepped with
     seen: list[list[list[int]]]  # [worker][pass]: the examples
-    evaluated: bool = False  # whether an evaluation came after the step
+    score: float | None = None  # of the evaluation after the step
 
 
 @functools.cache

@@ -85,6 +85,9 @@ class Case:
         batches: Batch schedule: (τ, examples) pairs.
         efficiency: Target of a batch that follows the noise. The model is given the batch of each step.
         evaluate: Effective steps between evaluations; None for none.
+        quiet: Step from which on dropout and batch norm are in eval mode. The loop puts them there, and before everything else in
+            later starts; None: never.
+        looks: The loop itself evaluates before every step of this multiple, by ``eval()`` and ``train()``; None: never.
         bare_model: The loop calls ``run.module`` in place of ``run.model``.
         smoothing: Bare: θ; None for max(1 − n/1000, 0).
         effective: Bare: average over effective time instead.
@@ -129,6 +132,8 @@ class Case:
     batches: tuple[tuple[int, int], ...] = ()
     efficiency: float | None = None
     evaluate: float | None = None
+    quiet: int | None = None
+    looks: int | None = None
     bare_model: bool = False
     smoothing: float | None = None
     effective: bool = False
@@ -257,8 +262,42 @@ class _Branch(nn.Module):
         return self.out(h + self.extra(h) if x[0, 0] > 0 else h)
 
 
+class _Merging(nn.Linear):
+    """A LoRA layer: in eval mode its update is in its weight, and train mode puts back the weight as it was."""
+
+    merged: Tensor | None = None
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.a, self.b = nn.Parameter(torch.randn(2, sizes[0]) / 2), nn.Parameter(torch.randn(sizes[1], 2) / 2)
+
+    def train(self, mode: bool = True) -> _Merging:
+        weight = self.weight.data
+        if mode and self.merged is not None:
+            weight.copy_(self.merged)
+            self.merged = None
+        elif not mode and self.merged is None:
+            self.merged = weight.clone()
+            weight.add_(self.b.data @ self.a.data)
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.merged is not None else super().forward(x) + x @ self.a.T @ self.b.T
+
+
+class _Merges(nn.Sequential):
+    """Layers whose ``train()`` does work, and dropout, which is to be in eval mode: its examples can't be compared."""
+
+    def __init__(self) -> None:
+        super().__init__(_Merging(6, 5), nn.Tanh(), nn.Dropout(), _Merging(5, 3))
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 NETS = {
     "mlp": _Mlp,
+    "merges": _Merges,
     "hooked": _Hooked,
     "conv": _Conv,
     "norm": _Norm,
@@ -273,6 +312,20 @@ def net(case: Case) -> nn.Module:
     torch.manual_seed(3)
     module = NETS[case.net]()
     return module.to(getattr(torch, case.dtype))
+
+
+def make_quiet(case: Case, module: nn.Module, step: int) -> None:
+    """Put dropout and batch norm in eval mode, if they are in this step."""
+    for part in module.modules():
+        if case.quiet is not None and step >= case.quiet and isinstance(part, nn.BatchNorm1d | nn.Dropout):
+            part.eval()
+
+
+def score_of(case: Case, module: nn.Module) -> float:
+    """Return the mean loss of the first examples, for a module in eval mode."""
+    assert not any(part.training for part in module.modules())
+    assert not torch.is_grad_enabled()
+    return float(loss_of(case, module, *dataset(case)[:16][:3]))
 
 
 def loss_of(case: Case, model: nn.Module, x: Tensor, tokens: Tensor, y: Tensor) -> Tensor:

@@ -121,14 +121,18 @@ def difference(case: Case, rows: list[Row], wanted: Any, found: list[Row], weigh
         # Low precision can put the clocks on two sides of a number at which LR, batch, evaluation or end change.
         if rounding > 1e-6 and math.floor(2 * a.tau) != math.floor(2 * b.tau):
             return None
-        if a.evaluated != b.evaluated:
-            return f"step {i}: evaluated is {b.evaluated}, expected {a.evaluated}"
+        if (a.score is None) != (b.score is None) or not _near(a.score or 0.0, b.score or 0.0, _of_score(a, rounding)):
+            return f"step {i}: the score is {b.score}, expected {a.score}"
     if len(rows) != len(found):
         return f"{len(found)} steps, expected {len(rows)}"
     off = float(np.abs(wanted - weights).max())
     if not off <= tol * max(1.0, float(np.abs(wanted).max())):
         return f"weights differ by up to {off:.3g}"
     return None
+
+
+def _of_score(row: Row, rounding: float) -> float:
+    return 10 * rounding * (1 + abs(row.score or 0.0))
 
 
 def _near(a: float, b: float, tol: float) -> bool:

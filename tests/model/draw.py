@@ -138,6 +138,12 @@ def allowed(case: Case) -> bool:
         case.hooked is None or ("fsdp2" not in shardings and not {case.hooked, *starts} & {*case.frozen}),
         # several workers start again; an iterable has no place to go back to; and forward passes that are repeated move buffers
         case.caught is None or (not shardings and not case.iterable and case.net != "norm"),
+        # a loop of the run's own; dropout's examples can't be compared
+        not base_run or default("looks"),
+        case.net != "merges" or case.quiet == 0,
+        # FSDP2 leaves whole weights after an evaluation in the loop, and what train() writes to these is lost
+        case.net != "merges" or case.looks is None or "fsdp2" not in shardings,
+        case.net in ("merges", "norm") or default("quiet"),
         # only Run saves and loads a model
         case.net != "hooked" or run,
         case.added is None or (shardings <= {"zero2"} and not several and default("frozen", "scheduler", "changes")),
@@ -237,17 +243,18 @@ def _any_case(rng: random.Random) -> Case:
             "batches": maybe(0.1, batches, ()),
             "efficiency": maybe(0.1, rng.choice((0.4, 0.6, 0.8, 1.0)), None),
             "bare_model": maybe(0.05, True, False),
-            "evaluate": maybe(0.2, rng.choice((1.0, 2.5)), None),
+            "evaluate": maybe(0.3, rng.choice((1.0, 2.5)), None),
         }
         if more["batches"] or more["efficiency"] or more["iterable"]:
             legs = [replace(leg, batch=None, per_worker=leg.per_worker or base) for leg in legs]
     else:
         more = {"probe_every": rng.randint(1, 4)}
+    kind = rng.choice(tuple(NETS))
     return Case(
         client=client,
         legs=tuple(legs),
         via=rng.choice(("state_dict", "dcp")) if bare and len(legs) > 1 else "checkpoint",
-        net=rng.choice(tuple(NETS)),
+        net=kind,
         optimizer=optimizer,
         momentum=momentum if sgd else 0.0,
         nesterov=nesterov,
@@ -278,6 +285,8 @@ def _any_case(rng: random.Random) -> Case:
         drop_last=maybe(0.25, not bare, False),
         shuffle=maybe(0.9, True, False),
         measure_every=maybe(0.25, rng.choice((1, 2, 3)), None) if run or more.get("effective") else None,
+        quiet=0 if kind == "merges" else maybe(0.4, rng.randint(0, 4), None) if kind == "norm" else None,
+        looks=maybe(0.2, rng.randint(1, 3), None) if not base_run else None,
         **more,
     )
 
@@ -376,6 +385,8 @@ def values(case: Case) -> dict[str, str]:
         "loaders": str(case.loaders),
         "evaluate": str(case.evaluate is not None),
         "bare model": str(case.bare_model),
+        "quiet": "no" if case.quiet is None else "at first" if case.quiet == 0 else "later",
+        "looks": str(case.looks is not None),
     }
 
 

@@ -46,7 +46,20 @@ from ray_adascale.sharding.oss import OSS
 from ray_adascale.sharding.sharded_ddp import ShardedDataParallel
 
 from .base import Row, calls_at, examples_of, own_batches
-from .case import Case, Leg, added_group, dataset, frozen_names, in_wide_precision, loss_of, net, optimizers, scheduler
+from .case import (
+    Case,
+    Leg,
+    added_group,
+    dataset,
+    frozen_names,
+    in_wide_precision,
+    loss_of,
+    make_quiet,
+    net,
+    optimizers,
+    scheduler,
+    score_of,
+)
 
 Pools = Callable[[int], Any]
 
@@ -84,13 +97,13 @@ _Result = tuple[list[Row], Tensor, Tensor]
 
 
 def _same(results: list[_Result]) -> list[Row]:
-    """Return the rows with the examples of all workers. All other numbers must be the same on all workers."""
+    """Return the rows with the examples of all workers, and rank 0's scores. Other numbers must be the same on all workers."""
     first, weights, _ = results[0]
     joined = []
     for i, row in enumerate(first):
         seen = [rows[i].seen[0] for rows, *_ in results]
         for rank, (rows, *_) in enumerate(results):
-            a, b = ({**vars(r), "seen": None} for r in (row, rows[i]))
+            a, b = ({**vars(r), "seen": None, "score": r.score is None} for r in (row, rows[i]))
             assert repr(a) == repr(b), f"step {i}: rank {rank} has {b}, rank 0 {a}"
         joined.append(Row(**{**vars(row), "seen": seen}))
     for rank, (rows, theirs, _) in enumerate(results):
@@ -149,6 +162,16 @@ def _freeze(case: Case, module: nn.Module, step: int) -> None:
         p.requires_grad_(name not in frozen)
 
 
+def _look(case: Case, model: nn.Module, step: int) -> None:
+    """Evaluate as a user's loop does, with what it is called by in training, and go on in train mode."""
+    if case.looks is not None and step % case.looks == 0:
+        model.eval()
+        with torch.no_grad():
+            score_of(case, model)
+        model.train()
+        make_quiet(case, model, step)
+
+
 def _hook(module: nn.Module) -> None:
     next(module.parameters()).register_hook(lambda grad: 3 * grad)
 
@@ -189,13 +212,13 @@ class _Watch:
 
 
 def _row(
-    optimizer: AdaScale, lrs: list[float], seen: list[list[int]], evaluated: bool = False, skipped: bool = False
+    optimizer: AdaScale, lrs: list[float], seen: list[list[int]], score: float | None = None, skipped: bool = False
 ) -> Row:
     last, nan = optimizer.last_step, math.nan
     if last.skipped or skipped:
-        return Row(True, last.gain, last.effective_steps, nan, nan, nan, nan, [], [seen], evaluated)
+        return Row(True, last.gain, last.effective_steps, nan, nan, nan, nan, [], [seen], score)
     means = optimizer.average_moments()
-    return Row(False, last.gain, last.effective_steps, last.sigma2, last.mu2, *means, lrs, [seen], evaluated)
+    return Row(False, last.gain, last.effective_steps, last.sigma2, last.mu2, *means, lrs, [seen], score)
 
 
 def _weights(module: nn.Module) -> Tensor:
@@ -216,6 +239,7 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
     leg = case.legs[number]
     module, optimizer, schedule = _built(case, leg)
     _freeze(case, module, 0)  # the program's, at each start; the loop changes it
+    make_quiet(case, module, taken)
     if case.hooked is not None and case.hooked < taken:
         _hook(module)
     config = AdaScaleConfig(
@@ -245,12 +269,10 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
         report_every_s=math.inf,
     )
     backend = LocalBackend(folder if len(case.legs) > 1 else None, device="cpu")
-    evaluations: list[bool] = []
+    scores: list[float] = []
 
     def evaluate(bare: nn.Module) -> dict[str, float]:
-        assert not bare.training
-        assert not torch.is_grad_enabled()
-        evaluations.append(True)
+        scores.append(score_of(case, bare))
         return {"score": 1.0}
 
     data: Any = dataset(case)
@@ -268,7 +290,10 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
         for x, tokens, y, index in run:
             step, fails = taken + len(rows), caught == (taken + len(rows), len(seen))
             if not seen:
-                evaluations.clear()  # of the untrained model
+                scores.clear()  # of the untrained model
+                if step == case.quiet:
+                    make_quiet(case, module, step)
+                _look(case, run.module, step)
                 if frozen_names(case, step) != frozen_names(case, step - 1):
                     _freeze(case, module, step)
                 if step == case.hooked and (case.caught is None or caught is not None or case.caught[0] != step):
@@ -280,8 +305,8 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
                 run.backward(_poisoned(case, step, not seen, loss))
             seen.append(index.tolist())
             if run.step():
-                rows.append(_row(run.optimizer, watch.lrs, seen, bool(evaluations)))
-                seen, evaluations[:] = [], []
+                rows.append(_row(run.optimizer, watch.lrs, seen, *scores))
+                seen, scores[:] = [], []
                 if len(rows) == leg.steps and run.stopped is None and run.effective_steps < run.total_steps:
                     if number + 1 < len(case.legs):
                         run.save_checkpoint()
@@ -292,8 +317,8 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
     except _PlantedError:
         seen = []
         train()
-    if evaluations:
-        rows[-1] = replace(rows[-1], evaluated=True)
+    if scores:
+        rows[-1] = replace(rows[-1], score=scores[-1])
     return rows, _weights(run.module), _buffers(run.module)
 
 
@@ -313,6 +338,7 @@ class _Batches:
 def _base_run(case: Case, number: int, taken: int, folder: str) -> _Result:
     leg = case.legs[number]
     module, optimizer, schedule = _built(case, leg)
+    make_quiet(case, module, 0)
     lrs: list[list[float]] = []
     parts = optimizer.optimizers if isinstance(optimizer, OptimizerChain) else [optimizer]
     parts[0].register_step_pre_hook(lambda *_: lrs.append([float(group["lr"]) for group in optimizer.param_groups]))
@@ -370,6 +396,7 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
     rank = dist.get_rank() if leg.workers > 1 else 0
     module, optimizer, schedule = _built(case, leg)
     _freeze(case, module, taken)
+    make_quiet(case, module, taken)
     if case.hooked is not None and case.hooked < taken:
         _hook(module)
     precondition = adam_preconditioner(optimizer) if case.rule == "adamscale" else None
@@ -471,6 +498,9 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
         now = short.get(step, passes)
         seen, position = examples_of(case, position, leg.workers * now * leg.per_worker, leg.workers, now)
         _freeze(case, module, step)
+        if step == case.quiet:
+            make_quiet(case, module, step)
+        _look(case, module, step)
         if step == case.hooked:
             _hook(module)
         try:

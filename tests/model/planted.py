@@ -68,6 +68,11 @@ FAULTS: list[tuple[str, str, str]] = [
     ("sharding/gradient_bucket.py", "at + span.numel - start)", "at + span.numel - 1 - start)"),
     ("sharding/oss.py", "f.tensor.grad = None if f.param.grad is None else f.of(f.param.grad)",
      "f.tensor.grad = torch.zeros_like(f.tensor) if f.param.grad is None else f.of(f.param.grad)"),
+    # ---- modes
+    ("_torch.py", "                part.train(training)\n", "                part.training = training\n"),
+    ("_torch.py", "for part, training in modes:", "for part, training in modes[:1]:"),
+    ("_torch.py", "part.reshard()", "pass"),
+    ("sharding/strategy.py", "send_from_first([self._module.get_buffer(name) for name in self._buffers])", "pass"),
     # ---- run/passes, run/schedule
     ("run/passes.py", "plan.num_samples * batch.examples / (plan.global_batch_size * plan.passes)",
      "1 / plan.passes"),

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .adam_betas import step_with_betas
 from .base import Row, Shape, base_hyperparameters, calls_at, examples_of, shape_of
-from .case import Case, Leg, added_group, dataset, frozen_names, loss_of, net, optimizers
+from .case import Case, Leg, added_group, dataset, frozen_names, loss_of, make_quiet, net, optimizers, score_of
 
 Vector = NDArray[np.float64]
 Gradient = dict[Tensor, Tensor | None]
@@ -329,6 +329,7 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             averages.set_n(full_n)
             averages.smoothing = max(1 - full_n / 1000, 0.0) if case.smoothing is None else case.smoothing
             frozen = frozen_names(case, step)
+            make_quiet(case, module, step)
             of_leg = leg.workers > 1 and leg.sharding == "zero2"
             # One step in k is measured. k grows by one in 50 steps, while 50 measured steps of the largest advance, S, fill the
             # window.
@@ -402,14 +403,24 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
                 member.step()
             tau += increment  # or the whole number that the sum equals but for rounding
             tau = round(tau) if abs(tau - round(tau)) < 1e-12 * tau else tau
+            score = None
             if case.evaluate and (tau // case.evaluate > evaluated_at // case.evaluate or tau >= leg.total):
-                evaluated_at = tau
+                evaluated_at, score = tau, evaluation(case, module, step)
             values = averages.sigma2.value, averages.mu2.value
             means = [math.nan if value is None else float(np.maximum(value, 0).sum()) for value in values]
             lrs = [group["lr"] for group in groups]
-            rows.append(Row(False, r, tau, *noise, *means, lrs, seen, evaluated_at == tau > 0))
+            rows.append(Row(False, r, tau, *noise, *means, lrs, seen, score))
     of_weights = [*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]
     return rows, np.concatenate([p.detach().double().numpy().ravel() for p in of_weights])
+
+
+def evaluation(case: Case, module: nn.Module, step: int) -> float:
+    """The loss of some examples in eval mode; then all modules are in train mode, except the quiet ones."""
+    with torch.no_grad():
+        score = score_of(case, module.eval())
+    module.train()
+    make_quiet(case, module, step)
+    return score
 
 
 def probe(case: Case, module: nn.Module, batches: list[list[int]]) -> tuple[float, float]:

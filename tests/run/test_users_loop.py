@@ -31,6 +31,7 @@ from ray_adascale import (
     Run,
     attach,
 )
+from ray_adascale._torch import is_dtensor
 from ray_adascale.data.order import epoch_order
 from ray_adascale.optim.tau_schedule import TauSchedule
 from ray_adascale.run.boundary import checkpointing
@@ -153,6 +154,31 @@ def test_a_model_whose_train_method_does_work_trains_as_in_a_plain_loop() -> Non
         torch.testing.assert_close(layer.weight, weight)  # a merge and its inverse round
 
 
+def _lora_trained(sharding: str, evaluates: bool) -> Tensor:
+    """The weights of LoRA layers, with evaluations that run the model."""
+    model = lora_model()[:3]
+    x, y = data().tensors
+
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        assert net[0].merged  # type: ignore[index]
+        return {"score": F.cross_entropy(net(x), y).item()}
+
+    size = BATCH // (dist.get_world_size() if dist.is_initialized() else 1)
+    settings = {"per_worker_batch_size": size, "rule": "unscaled", "sharding": sharding, "evaluate_every": 2.5}
+    run = make_run(model, **settings, **({"evaluate": evaluate} if evaluates else {}))
+    drive(run)
+    whole = (p.full_tensor() if is_dtensor(p) else p for p in run.module.parameters())
+    return torch.cat([p.detach().reshape(-1) for p in whole])
+
+
+def test_what_a_train_method_writes_is_kept_under_every_sharding(pool: Any) -> None:
+    """An evaluation under FSDP2 left the root's weights whole, and what train() wrote to those was lost: merged for good."""
+    expected = _lora_trained("none", False)
+    for sharding in ("none", "zero2", "fsdp2"):
+        for found in pool(2).run(_lora_trained, sharding, True):
+            torch.testing.assert_close(found, expected)
+
+
 def test_a_linear_probe_trains_in_eval_mode_with_one_warning() -> None:
     model, expected = transfer_model().eval(), transfer_model().eval()
     with pytest.warns(UserWarning, match="All modules of the model are in eval mode") as caught:
@@ -211,23 +237,29 @@ class Codebook(nn.Module):
         return self.norm(self.linear(x - self.codes))
 
 
-def _told_of_buffers(sharding: str, accumulation: int, per_worker: int) -> list[str]:
+def _told_of_buffers(sharding: str, accumulation: int, per_worker: int) -> tuple[list[str], Tensor]:
+    """The warnings, and the codes at the end."""
     torch.manual_seed(1)
     run = make_run(Codebook(), sharding=sharding, accumulation=accumulation, per_worker_batch_size=per_worker)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         drive(run)
-    return [text for each in told if "changes the buffer" in (text := str(each.message))]
+    return [text for each in told if "changes the buffer" in (text := str(each.message))], run.module.get_buffer(
+        "codes"
+    )
 
 
 def test_a_buffer_that_each_forward_pass_changes_is_told_of_once(pool: Any) -> None:
     text = "The forward pass changes the buffer 'codes' in each micro-batch; the base run changes it once a step"
-    for sharding in ("none", "zero2"):
-        first, other = pool(2).run(_told_of_buffers, sharding, 1, BATCH)
+    expected = [codes for _, codes in pool(2).run(_told_of_buffers, "none", 1, BATCH)]
+    for sharding in ("none", "zero2", "fsdp2"):
+        (first, codes), (other, others) = pool(2).run(_told_of_buffers, sharding, 1, BATCH)
         assert [each.startswith(text) for each in first] == [True]
         assert other == []
-    assert len(_told_of_buffers("none", 2, BATCH)) == 1
-    assert _told_of_buffers("none", 1, BATCH) == []  # as in the base run
+        for found, codes_of_ddp in zip((codes, others), expected, strict=True):  # rank 0's to all before each step
+            torch.testing.assert_close(found, codes_of_ddp)
+    assert len(_told_of_buffers("none", 2, BATCH)[0]) == 1
+    assert _told_of_buffers("none", 1, BATCH)[0] == []  # as in the base run
 
 
 def _average_with_batch_norm(folder: str) -> tuple[list[Tensor], list[Tensor]]:

@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..._errors import SettingError, check_count, clip_multiple
 from ..._torch import is_dtensor
 from ..._warn import warn_at_user
-from ...chain import parts_of
 from ...config import AdaScaleConfig, read_settings
 from ...data.source import base_steps_per_epoch
 from ...optim.adascale import AdaScale
@@ -128,7 +127,7 @@ def attach(
         base_batch_size=plan.base_batch_size,
     )
     schedule.plan = plan
-    _warn_of_steps_past(adascale, optimizer)
+    _warn_of_no_gradient(adascale)
     if starting_step:
         adascale.effective_steps = starting_step
         schedule.step()
@@ -191,32 +190,15 @@ def _refuse_uncounted_passes(adascale: AdaScale, steps: int = 10) -> None:
     adascale.register_step_pre_hook(before)
 
 
-def _warn_of_steps_past(adascale: AdaScale, optimizer: Optimizer, steps: int = 5) -> None:
-    """Warn once if the loop steps the bare optimizer, or one that it holds as SAM does, and never the one from attach()."""
-    taken = 0
+def _warn_of_no_gradient(adascale: AdaScale) -> None:
+    """Warn if the first step finds no gradient."""
+    first = iter([True])
 
-    def stepped(each: Optimizer, *_: object) -> None:
-        nonlocal taken
-        taken += 1
-        if taken == steps:
-            held = next((f"optimizer.{name}" for name, value in vars(optimizer).items() if value is each), None)
-            how = f"Attach the one inside: inner, schedule = attach(model, {held}, ...); {held} = inner."
-            warn_at_user(
-                f"{type(each).__name__}.step() has run {steps} times, and step() of the one from attach() not once: weights move "
-                f"without the gain, τ stays at {adascale.effective_steps:g}, and the schedule at its start. "
-                f"{how if held else 'Call step() of the optimizer that attach() returned.'}"
-            )
-
-    held = (value for value in vars(optimizer).values() if isinstance(value, Optimizer))
-    hooks = [each.register_step_post_hook(stepped) for each in (*(part for part, _ in parts_of(optimizer)), *held)]
-
-    def own_step(*_: object) -> None:
-        if hooks and all(p.grad is None for group in adascale.param_groups for p in group["params"]):
+    def before(*_: object) -> None:
+        if next(first, False) and all(p.grad is None for group in adascale.param_groups for p in group["params"]):
             warn_at_user("The first step() finds no gradient. Compute the loss from the model that attach() was given.")
-        while hooks:
-            hooks.pop().remove()
 
-    adascale.register_step_pre_hook(own_step)
+    adascale.register_step_pre_hook(before)
 
 
 def _check_model(model: nn.Module) -> None:

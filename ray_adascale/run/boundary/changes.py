@@ -20,6 +20,9 @@ from ...optim.schedule import BaseSchedule, LRCurves
 _OF_THE_CURVE = frozenset({"lr", "initial_lr", "min_lr", "max_lr"})
 _MOVED_BY_SCHEDULERS = _OF_THE_CURVE | {"momentum", "betas", "base_momentum", "max_momentum"}
 
+_WITH_STATE = {"amsgrad": ("Adam", "AdamW"), "centered": ("RMSprop",), "momentum": ("RMSprop",)}
+"""Hyperparameters that can't be turned on later in these classes: each step needs state of the steps before."""
+
 Groups = Sequence[Mapping[str, Any]]
 
 
@@ -68,7 +71,7 @@ def compare(saved: checkpoint.Saved, schedule: BaseSchedule, groups: Groups) -> 
         groups: The program's :func:`groups_of`.
 
     Raises:
-        ValueError: The optimizer of a parameter is of another class than it was.
+        ValueError: The optimizer of a parameter is of another class than it was, or needs state that it had not.
     """
     before, values = saved.state["groups"], saved.state["param_groups"]
     holder = {name: i for i, group in enumerate(before) for name in group["parameters"]}
@@ -79,10 +82,14 @@ def compare(saved: checkpoint.Saved, schedule: BaseSchedule, groups: Groups) -> 
     phrases: dict[str, list[int]] = {}
     for g, i in pairs:
         now, was = groups[g], before[i]
-        if now["optimizer"] != was["optimizer"]:
-            raise ValueError(_other_class(saved, was["optimizer"], now))
+        name = now["optimizer"]
+        if name != was["optimizer"]:
+            raise ValueError(_other_class(saved, was["optimizer"], name, now["parameters"]))
         for key, value in now["hyperparameters"].items():
             if key in was["hyperparameters"] and (old := was["hyperparameters"][key]) != value:
+                if value and not old and name in _WITH_STATE.get(key, ()):
+                    without, with_it = f"{name}({key}={old!r})", f"{name}({key}={value!r})"
+                    raise ValueError(_other_class(saved, without, with_it, now["parameters"]))
                 changed[g].add(key)
                 phrases.setdefault(f"{key} is {value!r}, was {old!r}", []).append(g)
     of_schedule = changes_since(
@@ -98,11 +105,11 @@ def compare(saved: checkpoint.Saved, schedule: BaseSchedule, groups: Groups) -> 
     return Changes(of_schedule, texts, kept)
 
 
-def _other_class(saved: checkpoint.Saved, was: str, group: Mapping[str, Any]) -> str:
-    now, tau = group["optimizer"], saved.state["effective_steps"]
+def _other_class(saved: checkpoint.Saved, was: str, now: str, parameters: Sequence[str]) -> str:
+    tau = saved.state["effective_steps"]
     return (
-        f"The program builds {now}, and the checkpoint {saved.folder.name} has state of {was} for {listed(group['parameters'])}. "
-        f"It means nothing to {now}. Build {was} as before. To change the optimizer, start a new run under another name from its "
+        f"The program builds {now}, and the checkpoint {saved.folder.name} has state of {was} for {listed(parameters)}. "
+        f"{now} can't step with it. Build {was} as before. To change the optimizer, start a new run under another name from its "
         f"weights: model.load_state_dict(ray_adascale.load_weights({str(saved.folder)!r})) and starting_step={tau:.0f}."
     )
 
@@ -128,12 +135,10 @@ def saved_schedule(state: Mapping[str, Any], curves: Mapping[str, Tensor]) -> Ba
 def changes_since(was: BaseSchedule, now: BaseSchedule) -> list[str]:
     """Return the differences in base batch, T, unit and LR curve, a phrase each."""
     changed = [
-        f"{name} is {getattr(now, name)}, was {getattr(was, name)}"
-        for name in ("base_batch_size", "total_steps")
+        f"{name} is {getattr(now, name)!r}, was {getattr(was, name)!r}"
+        for name in ("base_batch_size", "total_steps", "scheduler_unit")
         if getattr(now, name) != getattr(was, name)
     ]
-    if was.scheduler_unit != now.scheduler_unit:
-        changed.append(f"scheduler_unit is {now.scheduler_unit!r}, was {was.scheduler_unit!r}")
     difference = curve_difference(was.lr_curve, now.lr_curve)
     if difference is not None:
         changed.append(f"the learning-rate curve differs: {difference}")

@@ -370,6 +370,9 @@ def test_an_optimizer_whose_own_steps_go_past_the_wrapper_is_warned_of() -> None
         sam_steps(adascale, model, 8)  # type: ignore[arg-type]
     assert len(told) == 1
     model, sam = built()
+    with pytest.warns(UserWarning, match=rf"step\(\) of the AdaScale around it not once.*{advice}"):
+        sam_steps(AdaScale(sam, num_gradients_to_accumulate=2), model, 8)  # type: ignore[arg-type]
+    model, sam = built()
     expected = sam_steps(sam, model, 8)
     model, sam = built()  # as the warning says
     sam.base_optimizer, schedule = attach(model, sam.base_optimizer, None, config)
@@ -382,7 +385,7 @@ def test_a_loop_that_steps_the_bare_optimizer_is_told() -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     attach(model, optimizer, None, AdaScaleConfig(base_batch_size=10, total_steps=8))
     model(torch.ones(2, 3)).sum().backward()
-    with pytest.warns(UserWarning, match=r"SGD\.step\(\) has run 5 times.*Call step\(\) of the optimizer that attach"):
+    with pytest.warns(UserWarning, match=r"SGD\.step\(\) has run 5 times.*Call step\(\) of what attach"):
         [optimizer.step() for _ in range(6)]
 
 
