@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 from torch.optim import Optimizer
@@ -42,34 +42,31 @@ def around_own_step(step: _Step) -> _Step:
 
 def before_save(*optimizers: Optimizer) -> None:
     """Call the hooks of ``register_state_dict_pre_hook``, in this order of the optimizers."""
-    for optimizer in optimizers:
-        for hook in optimizer._optimizer_state_dict_pre_hooks.values():
-            hook(optimizer)
+    _called("_optimizer_state_dict_pre_hooks", optimizers)
 
 
 def after_save(state_dict: dict[str, Any], *optimizers: Optimizer) -> dict[str, Any]:
     """Call the hooks of ``register_state_dict_post_hook``; return the state dict, which they may replace."""
-    return _replaced(state_dict, optimizers, "_optimizer_state_dict_post_hooks")
+    return _called("_optimizer_state_dict_post_hooks", optimizers, state_dict)[0]
 
 
 def before_load(state_dict: dict[str, Any], *optimizers: Optimizer) -> dict[str, Any]:
     """Call the hooks of ``register_load_state_dict_pre_hook`` with a shallow copy; return it, or what they replace it by."""
-    return _replaced(state_dict.copy(), optimizers, "_optimizer_load_state_dict_pre_hooks")
-
-
-def _replaced(state_dict: dict[str, Any], optimizers: Iterable[Optimizer], registry: str) -> dict[str, Any]:
-    for optimizer in optimizers:
-        for hook in getattr(optimizer, registry).values():
-            answer = hook(optimizer, state_dict)
-            state_dict = state_dict if answer is None else answer
-    return state_dict
+    return _called("_optimizer_load_state_dict_pre_hooks", optimizers, state_dict.copy())[0]
 
 
 def after_load(*optimizers: Optimizer) -> None:
     """Call the hooks of ``register_load_state_dict_post_hook``."""
+    _called("_optimizer_load_state_dict_post_hooks", optimizers)
+
+
+def _called(registry: str, optimizers: Iterable[Optimizer], *states: dict[str, Any]) -> Sequence[dict[str, Any]]:
+    """Call each hook of a registry with its optimizer and the state dict, if there is one; return it, or its replacement."""
     for optimizer in optimizers:
-        for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-            hook(optimizer)
+        for hook in getattr(optimizer, registry).values():
+            answer = hook(optimizer, *states)
+            states = (answer,) if states and answer is not None else states
+    return states
 
 
 def without_load_hooks(share: Optimizer) -> Optimizer:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Muon, Optimizer
 
+from .._errors import listed
 from .._torch import is_dtensor
 from .._warn import warn_at_user
 from ..chain import SEVERAL_OPTIMIZERS, needs_closure, parts_of
@@ -165,10 +166,9 @@ def check_parameters(model: nn.Module, optimizer: Optimizer, *, alone: bool) -> 
         )
     left_out = [name for p, name in own.items() if p.requires_grad and p not in given]
     if alone and left_out:
-        few = ", ".join(map(repr, left_out[:3])) + (", ..." if len(left_out) > 3 else "")
         raise ValueError(
-            f"{len(left_out)} trainable parameters of the model are in no parameter group: {few}. Give them to the optimizer, or "
-            "freeze what is not to be trained: part.requires_grad_(False)."
+            f"No parameter group has {listed(left_out)}, which the model trains. Give them to the optimizer, or freeze what is "
+            "not to be trained: part.requires_grad_(False)."
         )
 
 

@@ -51,11 +51,6 @@ class Buffers:
     def give_back(self, buffer: Tensor) -> None:
         self._free.setdefault((buffer.dtype, buffer.device), []).append(buffer)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the free buffers."""
-        return sum(buffer.nbytes for free in self._free.values() for buffer in free)
-
 
 class Reduction:
     """A pending sum over workers. Every worker gets its own shard of the sum.

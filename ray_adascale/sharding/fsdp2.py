@@ -24,7 +24,7 @@ def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torc
     with rank 0's values. A model to which ``fully_shard`` was applied already is left unchanged.
 
     Raises:
-        ValueError: The optimizer has state already, or parameters that are not the model's.
+        ValueError: The optimizer has state already.
     """
     if isinstance(model, FSDPModule):
         return
@@ -32,9 +32,6 @@ def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torc
         raise ValueError("The optimizer has state already. Shard the model before its first step, or fully_shard it.")
     optimizer.state.clear()  # schedule-free optimizers make empty entries, which would keep the whole parameters
     names = {param: name for name, param in model.named_parameters()}
-    for group in optimizer.param_groups:
-        if any(param not in names for param in group["params"]):
-            raise ValueError("sharding='fsdp2' needs an optimizer of the model's parameters alone.")
     for tensor in [*model.parameters(), *model.buffers()]:  # one by one: together they would need the memory twice
         send_from_first([tensor])
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

@@ -319,7 +319,7 @@ def test_a_trainable_parameter_that_no_group_has_is_named(how: str) -> None:
     model = transfer_model().requires_grad_(True)
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
     with pytest.raises(
-        ValueError, match=r"^4 trainable parameters .* no parameter group: '0\.0\.weight', '0\.0\.bias', .*freeze"
+        ValueError, match=r"^No parameter group has 4 parameters: '0\.0\.weight', '0\.0\.bias', .*freeze"
     ):
         built(how, model, optimizer)
     model[0].requires_grad_(False)

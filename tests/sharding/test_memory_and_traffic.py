@@ -44,7 +44,7 @@ def _held(name: str) -> dict[str, int]:
         "params": len(list(model.parameters())),
         "buckets": len(buckets),
         "largest": max(4 * bucket.bucket.numel for bucket in buckets),
-        "scratch": ddp._reduction._memory.nbytes,
+        "scratch": sum(buffer.nbytes for free in ddp._reduction._memory._free.values() for buffer in free),
     }
 
 

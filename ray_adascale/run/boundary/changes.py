@@ -106,11 +106,11 @@ def compare(saved: checkpoint.Saved, schedule: BaseSchedule, groups: Groups) -> 
 
 
 def _other_class(saved: checkpoint.Saved, was: str, now: str, parameters: Sequence[str]) -> str:
-    tau = saved.state["effective_steps"]
     return (
         f"The program builds {now}, and the checkpoint {saved.folder.name} has state of {was} for {listed(parameters)}. "
         f"{now} can't step with it. Build {was} as before. To change the optimizer, start a new run under another name from its "
-        f"weights: model.load_state_dict(ray_adascale.load_weights({str(saved.folder)!r})) and starting_step={tau:.0f}."
+        f"weights: model.load_state_dict(ray_adascale.load_weights({str(saved.folder)!r})) and starting_step="
+        f"{saved.state['effective_steps']:.0f}."
     )
 
 

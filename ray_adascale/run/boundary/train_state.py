@@ -20,7 +20,7 @@ from ... import checkpoint
 from ..._errors import listed
 from ..._torch import unwrapped_name
 from ..._version import __version__
-from ..._warn import warn_at_user
+from ..._warn import warn_at_user, warn_on_first_worker
 from ...batch import StepPlan
 from ...checkpoint.files import put_together
 from ...checkpoint.model import frozen_names, load_model, model_state, shared_state
@@ -223,8 +223,9 @@ class TrainState:
                 loaded.add(name)
         for name, state in saved.items():
             if name not in self.extra:
-                if self.rank == 0:
-                    warn_at_user(f"The checkpoint's extra_state {name!r} is not loaded: the run has none of this name.")
+                warn_on_first_worker(
+                    f"The checkpoint's extra_state {name!r} is not loaded: the run has none of this name."
+                )
                 continue
             prefix = f"{_EXTRA}{name}/"
             tensors = {f"{prefix}{key}": value for key, value in whole.tensors(prefix).items()}
@@ -251,9 +252,8 @@ class TrainState:
                 f"{what} Restore the settings, start a new run under another name, or accept them with "
                 "AdaScaleConfig(accept_changes=True), which is --accept-changes on the command line."
             )
-        if self.rank == 0:
-            tau = whole.state["effective_steps"]
-            warn_at_user(f"{what} Accepted: it goes on at effective step {tau:.1f} with the new settings.")
+        tau = whole.state["effective_steps"]
+        warn_on_first_worker(f"{what} Accepted: it goes on at effective step {tau:.1f} with the new settings.")
 
 
 def load_rng(saved: checkpoint.Saved, rank: int, device: torch.device) -> None:
