@@ -157,8 +157,7 @@ def check_parameters(model: nn.Module, optimizer: Optimizer, *, alone: bool) -> 
     given = {p for group in optimizer.param_groups for p in group["params"]}
     if any(map(is_dtensor, given)):
         return
-    foreign = sum(p not in own for p in given)
-    if foreign:
+    if foreign := sum(p not in own for p in given):
         raise ValueError(
             f"{foreign} of the optimizer's {len(given)} parameters are not in the model, so steps would not train it. Build the "
             "optimizer from model.parameters() after the model is final: after deepcopy, .to() of another kind of tensor and "

@@ -165,17 +165,14 @@ class Whole(Sharding):
         super().__init__(model, module)
         saved = {id(value) for value in module.state_dict(keep_vars=True).values()}
         self._buffers = [name for name, b in module.named_buffers() if id(b) in saved]
-        self._sent = False
+        self._begins = True
 
     def in_pass(self, last: bool) -> None:
         self._model.set_requires_gradient_sync(last)
-        if not self._sent:  # as DistributedDataParallel does, but without buffers that no checkpoint has, such as masks
-            self._sent = True
+        if self._begins:  # as DistributedDataParallel does, but without buffers that no checkpoint has, such as masks
             self._model.reshard()  # an evaluation in the loop leaves it whole, and an optimizer's eval() changes its shards
             send_from_first([self._module.get_buffer(name) for name in self._buffers])
-
-    def before_step(self) -> None:
-        self._sent = False
+        self._begins = last
 
 
 def sharding_of(model: nn.Module, module: nn.Module, kind: str) -> Sharding:

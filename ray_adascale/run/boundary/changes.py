@@ -81,15 +81,14 @@ def compare(saved: checkpoint.Saved, schedule: BaseSchedule, groups: Groups) -> 
     changed: list[set[str]] = [set() for _ in groups]
     phrases: dict[str, list[int]] = {}
     for g, i in pairs:
-        now, was = groups[g], before[i]
-        name = now["optimizer"]
+        now, was, name = groups[g], before[i], groups[g]["optimizer"]
         if name != was["optimizer"]:
             raise ValueError(_other_class(saved, was["optimizer"], name, now["parameters"]))
         for key, value in now["hyperparameters"].items():
             if key in was["hyperparameters"] and (old := was["hyperparameters"][key]) != value:
                 if value and not old and name in _WITH_STATE.get(key, ()):
-                    without, with_it = f"{name}({key}={old!r})", f"{name}({key}={value!r})"
-                    raise ValueError(_other_class(saved, without, with_it, now["parameters"]))
+                    was_built, built = f"{name}({key}={old!r})", f"{name}({key}={value!r})"
+                    raise ValueError(_other_class(saved, was_built, built, now["parameters"]))
                 changed[g].add(key)
                 phrases.setdefault(f"{key} is {value!r}, was {old!r}", []).append(g)
     of_schedule = changes_since(

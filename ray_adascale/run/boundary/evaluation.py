@@ -88,8 +88,7 @@ class Evaluation(Stage):
             )
         if log and metrics:
             _log.info("The untrained model: %s.", values_of(metrics))
-        unknown = [name for name, value in metrics.items() if isinstance(value, float) and math.isnan(value)]
-        if unknown:
+        if unknown := [name for name, value in metrics.items() if isinstance(value, float) and math.isnan(value)]:
             warn_on_first_worker(f"evaluate returned NaN for the untrained model: {', '.join(map(repr, unknown))}.")
         return metrics
 

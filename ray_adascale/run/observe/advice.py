@@ -157,8 +157,7 @@ def warn_of_modes(optimizer: Optimizer) -> None:
 def warn_of_step_hooks(optimizer: Optimizer) -> None:
     """Warn if the optimizer that is to be sharded has hooks around its step."""
     parts = [optimizer, *(part for part, _ in parts_of(optimizer))]
-    own = any(part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks for part in parts)
-    if own or global_step_hooks():
+    if global_step_hooks() or any(p._optimizer_step_pre_hooks or p._optimizer_step_post_hooks for p in parts):
         warn_on_first_worker(
             f"{type(optimizer).__name__} has hooks around its step. With sharded state they see this worker's shard of the "
             "parameters and gradients, before the workers gather the shards. Use after_step= for an average of the weights, "
