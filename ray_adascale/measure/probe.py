@@ -149,13 +149,10 @@ class BatchSamples:
             ValueError: As for :meth:`begin`.
         """
         held = list(dict.fromkeys(_held(self._model, nn.Module.named_parameters).values()))
-        wanted = {id(p) for p in (self._model.parameters() if parameters is None else parameters)}
-        if parameters is not None:
-            known = {id(p) for p in held}
-            for i, p in enumerate(parameters):
-                if id(p) not in known:
-                    raise ValueError(f"Invalid parameters[{i}] of shape {tuple(p.shape)}: not one of the model's.")
-        trainable = [p for p in held if p.requires_grad and id(p) in wanted]
+        wanted = set(self._model.parameters() if parameters is None else parameters)
+        if parameters is not None and (foreign := wanted.difference(held)):
+            raise ValueError(f"Invalid parameters: {len(foreign)} of them are not the model's.")
+        trainable = [p for p in held if p.requires_grad and p in wanted]
         if not trainable:
             raise ValueError("Invalid parameters: none is trainable, so there is no gradient to probe.")
         return trainable

@@ -76,12 +76,12 @@ FAULTS: list[tuple[str, str, str]] = [
     # ---- run/passes, run/schedule
     ("run/passes.py", "plan.num_samples * batch.examples / (plan.global_batch_size * plan.passes)",
      "1 / plan.passes"),
-    ("run/passes.py", "self._optimizer.sample_weights = self._weights", "self._optimizer.sample_weights = None"),
+    ("run/passes.py", "self._measurement.weights = self._weights", "self._measurement.weights = None"),
     ("run/passes.py", "self.scaler.unscale_(self._optimizer)  # here", "pass  # here"),
     ("optim/schedule.py", "calls = self._calls_before(math.floor(effective_steps))",
      "calls = self._calls_before(round(effective_steps))"),
-    ("optim/schedule.py", "return _floor(step / self._base_steps_per_epoch)",
-     "return _floor((step + 1) / self._base_steps_per_epoch)"),
+    ("optim/schedule.py", "return whole_number(step / self._base_steps_per_epoch)",
+     "return whole_number((step + 1) / self._base_steps_per_epoch)"),
     # ---- data/order
     ("data/order.py", "return [size + 1] * larger + [size] * (parts - larger)",
      "return [size] * (parts - larger) + [size + 1] * larger"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -36,39 +36,29 @@ def groups_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[dict[st
     Returns:
         For each group its optimizer's class, the names of its parameters, and its hyperparameters but the LR.
     """
+    kinds = {g: type(part).__name__ for part, numbers in parts_of(optimizer) for g in numbers}
     found = []
-    for part, numbers in parts_of(optimizer):
-        for g in numbers:
-            group = optimizer.param_groups[g]
-            values = {key: value for key, value in entries_of(group).items() if key not in _OF_THE_CURVE}
-            named = [names[p] for p in group["params"]]
-            found.append((g, {"optimizer": type(part).__name__, "parameters": named, "hyperparameters": values}))
-    return json.loads(json.dumps([group for _, group in sorted(found, key=lambda item: item[0])]))  # lists for tuples
+    for g, group in enumerate(optimizer.param_groups):
+        values = {key: value for key, value in entries_of(group).items() if key not in _OF_THE_CURVE}
+        named = [names[p] for p in group["params"]]
+        found.append({"optimizer": kinds[g], "parameters": named, "hyperparameters": values})
+    return json.loads(json.dumps(found))  # lists for tuples
 
 
-@dataclass(frozen=True)
-class Changes:
-    """What was changed in a program since its checkpoint.
-
-    Attributes:
-        schedule: Changes of the schedule, a phrase each.
-        groups: Changes of hyperparameters, a phrase each.
-        kept: For each present group the hyperparameters to load: those that the program has not changed. They may have moved
-            since the start, by a scheduler, in the loop or in the optimizer's step.
-    """
-
-    schedule: list[str]
-    groups: list[str]
-    kept: list[dict[str, Any]]
-
-
-def compare(saved: checkpoint.Saved, schedule: BaseSchedule, groups: Groups) -> Changes:
+def compare(
+    saved: checkpoint.Saved, schedule: BaseSchedule, groups: Groups
+) -> tuple[list[str], list[str], list[dict[str, Any]]]:
     """Compare a program with a checkpoint. Parameters are matched by name, whatever the order of the groups.
 
     Args:
         saved: The checkpoint.
         schedule: The program's schedule.
         groups: The program's :func:`groups_of`.
+
+    Returns:
+        Changes of the schedule, a phrase each, and those of hyperparameters. And for each present group the hyperparameters to
+        load: those that the program has not changed. They may have moved since the start, by a scheduler, in the loop or in the
+        optimizer's step.
 
     Raises:
         ValueError: The optimizer of a parameter is of another class than it was, or needs state that it had not.
@@ -101,7 +91,7 @@ def compare(saved: checkpoint.Saved, schedule: BaseSchedule, groups: Groups) -> 
         kept[g].update({key: value for key, value in values[i].items() if key not in changed[g] | moved})
     of = {text: [name for g in numbers for name in groups[g]["parameters"]] for text, numbers in phrases.items()}
     texts = [text if len(of[text]) == len(holder) else f"{text}, for {listed(of[text])}" for text in phrases]
-    return Changes(of_schedule, texts, kept)
+    return of_schedule, texts, kept
 
 
 def _other_class(saved: checkpoint.Saved, was: str, now: str, parameters: Sequence[str]) -> str:

@@ -157,21 +157,21 @@ class TrainState:
         """
         whole = checkpoint.Saved(folder)
         saved = whole.state
-        changes = compare(whole, self.base_schedule, self.groups)
+        of_schedule, of_groups, kept = compare(whole, self.base_schedule, self.groups)
         now, before = name_of(self.optimizer.rule), saved["rule"]
         of_rule = [] if now == before else [f"rule is {now!r}, was {before!r}"]
-        self._check_accepted(whole, changes.schedule + changes.groups + of_rule, accept_changes)
+        self._check_accepted(whole, of_schedule + of_groups + of_rule, accept_changes)
         statistics = whole.tensors("adascale/")
         load_model(whole, self.module)
         self._load_requires_grad(saved)
         load_optimizer(whole, self.optimizer, self.parameter_names)
-        if changes.schedule:  # the new settings apply from this τ on
+        if of_schedule:  # the new settings apply from this τ on
             self.schedule.load_state_dict({"calls": self.schedule.due(saved["effective_steps"])})
             ratio = saved["plan"]["base_batch_size"] / self.base_schedule.base_batch_size
             statistics = of_other_base_batch(statistics, ratio)
         else:
             self.schedule.load_state_dict(saved["schedule"])
-        load_hyperparameters(self.optimizer, changes.kept)
+        load_hyperparameters(self.optimizer, kept)
         self.optimizer.load_statistics_state(statistics)
         workers: int = saved["plan"]["workers"]
         if workers == self.world_size and (place := whole.tensors(f"data/{self.rank}/")):

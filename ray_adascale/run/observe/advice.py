@@ -145,8 +145,7 @@ def warn_of_state_dict_hooks(optimizer: Optimizer) -> None:
 
 def warn_of_modes(optimizer: Optimizer) -> None:
     """Warn if the optimizer has a ``train()`` and ``eval()``, as schedule-free ones have."""
-    names = [type(part).__name__ for part, _ in parts_of(optimizer) if callable(getattr(part, "eval", None))]
-    if names:
+    if names := [type(part).__name__ for part, _ in parts_of(optimizer) if callable(getattr(part, "eval", None))]:
         warn_on_first_worker(
             f"{names[0]} has an eval() of its own, which changes the weights. In evaluate= call optimizer.eval() first and "
             "optimizer.train() last, on every worker. Checkpoints and load_weights() have the weights of train(). To save those "
