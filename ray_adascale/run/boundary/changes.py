@@ -24,6 +24,7 @@ _WITH_STATE = {"amsgrad": ("Adam", "AdamW"), "centered": ("RMSprop",), "momentum
 """Hyperparameters that can't be turned on later in these classes: each step needs state of the steps before."""
 
 Groups = Sequence[Mapping[str, Any]]
+Values = dict[str, Any]
 
 
 def groups_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[dict[str, Any]]:
@@ -47,7 +48,7 @@ def groups_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[dict[st
 
 def compare(
     saved: checkpoint.Saved, schedule: BaseSchedule, groups: Groups
-) -> tuple[list[str], list[str], list[dict[str, Any]]]:
+) -> tuple[list[str], list[str], list[Values]]:
     """Compare a program with a checkpoint. Parameters are matched by name, whatever the order of the groups.
 
     Args:
@@ -86,7 +87,7 @@ def compare(
         _with_groups(schedule, [g for g, _ in pairs]),
     )
     moved = _MOVED_BY_SCHEDULERS if of_schedule else frozenset()
-    kept: list[dict[str, Any]] = [{} for _ in groups]
+    kept: list[Values] = [{} for _ in groups]
     for g, i in pairs:
         kept[g].update({key: value for key, value in values[i].items() if key not in changed[g] | moved})
     of = {text: [name for g in numbers for name in groups[g]["parameters"]] for text, numbers in phrases.items()}
