@@ -163,8 +163,7 @@ def check_parameters(model: nn.Module, optimizer: Optimizer, *, alone: bool) -> 
             "optimizer from model.parameters() after the model is final: after deepcopy, .to() of another kind of tensor and "
             "replaced layers."
         )
-    left_out = [name for p, name in own.items() if p.requires_grad and p not in given]
-    if alone and left_out:
+    if alone and (left_out := [name for p, name in own.items() if p.requires_grad and p not in given]):
         raise ValueError(
             f"No parameter group has {listed(left_out)}, which the model trains. Give them to the optimizer, or freeze what is "
             "not to be trained: part.requires_grad_(False)."

@@ -24,7 +24,7 @@ _WITH_STATE = {"amsgrad": ("Adam", "AdamW"), "centered": ("RMSprop",), "momentum
 """Hyperparameters that can't be turned on later in these classes: each step needs state of the steps before."""
 
 Groups = Sequence[Mapping[str, Any]]
-Values = dict[str, Any]
+Comparison = tuple[list[str], list[str], list[dict[str, Any]]]
 
 
 def groups_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[dict[str, Any]]:
@@ -46,9 +46,7 @@ def groups_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[dict[st
     return json.loads(json.dumps(found))  # lists for tuples
 
 
-def compare(
-    saved: checkpoint.Saved, schedule: BaseSchedule, groups: Groups
-) -> tuple[list[str], list[str], list[Values]]:
+def compare(saved: checkpoint.Saved, schedule: BaseSchedule, groups: Groups) -> Comparison:
     """Compare a program with a checkpoint. Parameters are matched by name, whatever the order of the groups.
 
     Args:
@@ -87,7 +85,7 @@ def compare(
         _with_groups(schedule, [g for g, _ in pairs]),
     )
     moved = _MOVED_BY_SCHEDULERS if of_schedule else frozenset()
-    kept: list[Values] = [{} for _ in groups]
+    kept: list[dict[str, Any]] = [{} for _ in groups]
     for g, i in pairs:
         kept[g].update({key: value for key, value in values[i].items() if key not in changed[g] | moved})
     of = {text: [name for g in numbers for name in groups[g]["parameters"]] for text, numbers in phrases.items()}
