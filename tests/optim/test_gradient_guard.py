@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -223,6 +224,19 @@ def test_a_loop_that_goes_on_after_a_failed_pass_must_clear_the_step(at: int) ->
     assert torch.equal(train(True), train(None))
     with pytest.raises(RuntimeError, match=r"ended in an exception.*optimizer\.zero_grad\(\)"):
         train(False)
+
+
+@pytest.mark.parametrize("every", [1, 2])  # the step is measured, or not
+def test_a_step_right_after_a_failed_last_pass_is_refused(every: int) -> None:
+    model, data = make_model(), iter(batches(4, 4))
+    ada = wrapped(model, passes=2, measure_every=every)
+    for fails in (False, True):
+        (loss_of(model, *next(data), False) / 2).backward()
+        with pytest.raises(OutOfMemory) if fails else nullcontext():
+            (loss_of(model, *next(data), fails) / 2).backward()
+        with pytest.raises(RuntimeError, match="ended in an exception") if fails else nullcontext():
+            ada.step()
+        ada.zero_grad()
 
 
 @pytest.mark.parametrize("again", [True, False])
