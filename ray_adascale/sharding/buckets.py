@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._torch import without_gradients
+
 # Where each parameter begins: matrix kernels want aligned weights.
 _ALIGN_BYTES = 64
 
@@ -154,13 +156,11 @@ class Bucket:
                 spans.append(Span(i, max(start - offset, 0), max(end - start, 0)))
         return spans
 
-    def bound(self) -> bool:
-        """Whether the parameters are still views of the buffer (``param.data = ...`` and ``model.to()`` move them)."""
-        return [p.data_ptr() for p in self.params] == self._addresses
-
-    @torch.no_grad()
+    @without_gradients
     def bind(self) -> None:
-        """(Re)make the parameters views of the buffer, with their present values."""
+        """Make the parameters views of the buffer, with their values: ``param.data = ...`` and ``model.to()`` move them."""
+        if [p.data_ptr() for p in self.params] == self._addresses:
+            return
         first = self.params[0]
         if any((p.dtype, p.device) != (first.dtype, first.device) for p in self.params):
             raise RuntimeError(

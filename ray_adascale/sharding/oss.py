@@ -288,8 +288,7 @@ class OSS(Optimizer):
 
     def _bind(self) -> None:
         for bucket in self.buckets:
-            if not bucket.bound():
-                bucket.bind()
+            bucket.bind()
 
     def _set_gradients(self, *, first: bool) -> None:
         """Set the gradients of this worker's share; the hyperparameters too, if this is the step's first time."""

@@ -84,8 +84,7 @@ class ShardedDataParallel(nn.Module):
         self.refresh_trainable()
         if sync_models_at_startup and self._world_size > 1:
             for bucket in optimizer.buckets:
-                if not bucket.bound():
-                    bucket.bind()
+                bucket.bind()
                 dist.broadcast(as_bytes(bucket.flat), global_rank(self._group, 0), group=self._group)
             known = {p for bucket in optimizer.buckets for p in bucket.params}
             send_from_first([*(p for p in module.parameters() if p not in known), *module.buffers()], self._group)

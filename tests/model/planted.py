@@ -37,6 +37,8 @@ FAULTS: list[tuple[str, str, str]] = [
     ("optim/next_state.py", "whole = (total / weight).nan_to_num_(0.0).sum(dim=1, keepdim=True)", "whole = total[:, :1]"),
     ("optim/next_state.py", "averaging.decay(sums.plan, state.since_sample)",
      "averaging.decay(sums.plan, state.last.gain)"),
+    ("optim/saved_state.py", 'float(tensors.get("since_sample", tensors["previous_gain"]))', "1.0"),
+    ("optim/saved_state.py", 'for k in ("previous_gain", "since_sample") if k', 'for k in ("previous_gain",) if k'),
     ("optim/inferred_passes.py", "self.plans.end(sampled=sampled)", "self.plans.resume(self.plans.ended, 0)"),
     ("sharding/reduction.py", "if (hook_observer := self._hook_observer()) is not None:",
      "if self.syncing and (hook_observer := self._hook_observer()) is not None:"),

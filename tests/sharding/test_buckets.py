@@ -34,13 +34,16 @@ def test_binds_again_after_the_data_was_put_elsewhere(rank: int) -> None:
     params[0].is_bias = True  # type: ignore[attr-defined]
     bucket = Bucket(params, [0, 0, 0], None, rank, 2)
     fragments = [f.tensor for f in bucket.fragments]
-    assert bucket.bound()
+    flat = bucket.flat
+    bucket.bind()
+    assert bucket.flat is flat
     params[0].data = torch.full((5,), 3.0)
     params[2].data = torch.tensor(7.0)
     params[1].requires_grad_(False)
-    assert not bucket.bound()
     bucket.bind()
-    assert bucket.bound()
+    assert bucket.flat is not flat
+    bucket.bind()
+    assert {p.untyped_storage().data_ptr() for p in params} == {bucket.flat.untyped_storage().data_ptr()}
     assert [p.sum().item() for p in params] == [15, 12, 7]
     # The same objects, since the optimizer's state hangs on them; with the new values.
     for f, before in zip(bucket.fragments, fragments, strict=True):
