@@ -40,8 +40,6 @@ FAULTS: list[tuple[str, str, str]] = [
     ("optim/saved_state.py", 'float(tensors.get("since_sample", tensors["previous_gain"]))', "1.0"),
     ("optim/saved_state.py", 'for k in ("previous_gain", "since_sample") if k', 'for k in ("previous_gain",) if k'),
     ("optim/inferred_passes.py", "self.plans.end(sampled=sampled)", "self.plans.resume(self.plans.ended, 0)"),
-    ("sharding/reduction.py", "if (hook_observer := self._hook_observer()) is not None:",
-     "if self.syncing and (hook_observer := self._hook_observer()) is not None:"),
     ("optim/next_state.py", "use = finite if usable is None else finite & usable", "use = finite"),
     ("batch.py", "self.scale * passes / self.passes", "self.scale"),
     ("optim/step_sums.py", "c = c / plan.multiple_of_mean**2", "c = c / plan.multiple_of_mean"),
