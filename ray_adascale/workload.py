@@ -61,9 +61,7 @@ def unread_warning(unread: Mapping[str, str | None]) -> str:
     return f"The workload has not read {names} of its config, so that changes nothing. Correct the name, or leave {them} out."
 
 
-_LENGTH_UNKNOWN = (
-    "With total_epochs T is not known yet. Give total_steps (--total-steps), or read config.get('total_steps', 1000)."
-)
+_NO_T = "With total_epochs T is not known yet. Give total_steps (--total-steps), or read config.get('total_steps', 9)."
 
 
 class _Config(dict[str, Any]):
@@ -82,7 +80,7 @@ class _Config(dict[str, Any]):
         return super().__getitem__(key)
 
     def __missing__(self, key: str) -> Any:
-        with noted(lambda: _LENGTH_UNKNOWN if key == "total_steps" else ""):
+        with noted(lambda: _NO_T if key == "total_steps" else f"A hyperparameter that is missing: {key}=VALUE."):
             return self._injected[key]
 
     # dict's own methods read the values without __getitem__, and so do ** and dict() with dict's own iterator.

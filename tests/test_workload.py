@@ -187,6 +187,9 @@ def test_a_length_that_is_not_known_yet_says_what_to_give() -> None:
         build(lambda config: config["total_steps"], {}, AdaScaleConfig(base_batch_size=4, total_epochs=2.5))
     (note,) = caught.value.__notes__
     assert note.startswith("With total_epochs T is not known yet. Give total_steps (--total-steps)")
+    with pytest.raises(KeyError, match="width") as caught:
+        build(lambda config: config["width"], {}, AdaScaleConfig(base_batch_size=4, total_epochs=2.5))
+    assert caught.value.__notes__ == ["A hyperparameter that is missing: width=VALUE."]
 
 
 def test_what_is_given_comes_before_what_the_settings_say_and_t_may_be_unknown() -> None:

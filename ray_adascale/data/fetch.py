@@ -94,8 +94,9 @@ def _objects(value: Any) -> Iterator[tuple[Any, list[tuple[Any, ...]]]]:
 
 def epoch_setters(data: Any) -> list[Callable[[int], object]]:
     """Return the methods ``set_epoch`` of a dataset or a loader, and of the samplers, datasets and transforms that it holds."""
-    having = (each for each, _ in _objects(data) if hasattr(type(each), "set_epoch"))
-    return [each.set_epoch for each in having if callable(each.set_epoch)]
+    return [
+        each.set_epoch for each, _ in _objects(data) if hasattr(type(each), "set_epoch") and callable(each.set_epoch)
+    ]
 
 
 def state_of(value: Any) -> tuple[list[int], object]:

@@ -260,8 +260,6 @@ class Passes:
             self._failed = True
             if not loss.requires_grad:
                 error.add_note(_DEPENDS_ON_NOTHING)
-            elif self._sharding.note:
-                error.add_note(self._sharding.note)
             raise
         self._measurement.end()  # torch.autograd.grad() in the loop's loss is no pass
         self._backward_done = True

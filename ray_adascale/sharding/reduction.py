@@ -77,6 +77,12 @@ class GradientReduction:
             if param.requires_grad and param not in self._handles:
                 self._handles[param] = param.register_post_accumulate_grad_hook(_hook(self, *self._place[param]))
 
+    def hook_last(self) -> None:
+        """Let this reduction's hooks run after those that were registered since, which find and may change the gradients."""
+        while self._handles:
+            self._handles.popitem()[1].remove()
+        self.refresh()
+
     # ---- a backward pass -----------------------------------------------------------------------------------------
 
     def on_gradient(self, bucket: GradientBucket, index: int) -> None:

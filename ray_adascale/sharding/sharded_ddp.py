@@ -78,6 +78,7 @@ class ShardedDataParallel(nn.Module):
         self._group = optimizer.group
         self._world_size = optimizer.world_size
         self._reduction = GradientReduction(optimizer, torch.float16 if reduce_fp16 else None)
+        self.hook_last = self._reduction.hook_last
         self._params: list[nn.Parameter] = []
         self._trainable: list[bool] = []
         self._sent_at = -1  # the number of reductions when buffers were last sent

@@ -39,8 +39,6 @@ class Sharding:
 
     copies = True
     """Whether each worker has a copy of the weights."""
-    note = ""
-    """A note on an error in a backward pass."""
 
     def __init__(self, model: nn.Module, module: nn.Module) -> None:
         self._model, self._module, self._reached = cast(Any, model), module, False
@@ -130,16 +128,14 @@ class GradientStandIn(Tensor):
 class Owners(Sharding):
     """ShardedDataParallel: each gradient is with its owner after the last pass (``sharding="zero2"``)."""
 
-    note = (
-        "With sharding='zero2' gradients leave their parameters during the backward pass. For hooks that read p.grad "
-        "(register_post_accumulate_grad_hook) use sharding='oss', and for hooks that change gradients Tensor.register_hook."
-    )
-
     def __init__(self, model: ShardedDataParallel, module: nn.Module) -> None:
         super().__init__(model, module)
-        self._params = list(module.parameters())
+        self._params, self._hooked = list(module.parameters()), False
 
     def in_pass(self, last: bool) -> AbstractContextManager[object] | None:
+        if not self._hooked:  # the user's hooks are registered by now
+            self._model.hook_last()
+            self._hooked = True
         return None if last else self._model.no_sync()
 
     def before_last(self) -> None:
