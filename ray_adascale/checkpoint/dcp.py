@@ -35,7 +35,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .._torch import unwrapped_name
 from . import files as disk
 from .files import CheckpointError, FileDigest, TensorShard
 
@@ -280,8 +279,6 @@ def read_index(
     tensors: dict[str, meta.TensorStorageMetadata] = {}
     stored: dict[meta.MetadataIndex, _StoredChunk] = {}
     for key, entry in disk.read_json(directory, manifest[disk.TENSORS]).items():
-        if not key.startswith(("extra/", "extra_of/", "model.extra/")):  # whose names are in the state as well
-            key = unwrapped_name(key)  # older checkpoints have the names of the wrapped model
         try:
             tensors[key], chunks = _decode_tensor(key, entry, manifest)
         except (KeyError, TypeError, ValueError) as e:

@@ -302,16 +302,3 @@ def test_a_checkpoint_in_the_background_has_the_tensors_as_they_were_when_it_beg
     loaded = {"x": torch.empty(6)}
     checkpoint.Saved(tmp_path / "one").load(loaded)
     assert torch.equal(loaded["x"], torch.arange(6.0))
-
-
-def test_a_checkpoint_with_the_names_of_a_compiled_model_has_those_of_the_model(tmp_path: Path) -> None:
-    """As checkpoints were before the names were stripped as they are saved."""
-    value = torch.arange(3.0)
-    keys = ["model/_orig_mod.0.weight", "optim/_orig_mod.0.weight/exp_avg", "extra/average/_orig_mod.0.weight"]
-    checkpoint.save(tmp_path / "one", dict.fromkeys(keys, value), state={})
-    index = checkpoint.Saved(tmp_path / "one").index
-    assert set(index) == {"model/0.weight", "optim/0.weight/exp_avg", "extra/average/_orig_mod.0.weight"}
-    into = {key: torch.zeros(3) for key in index}
-    checkpoint.Saved(tmp_path / "one").load(into)
-    assert all(torch.equal(tensor, value) for tensor in into.values())
-    assert torch.equal(checkpoint.load_weights(tmp_path / "one")["0.weight"], value)
