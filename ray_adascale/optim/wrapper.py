@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, cast
@@ -118,27 +119,28 @@ class OptimizerWrapper(Optimizer):
 
 def _warn_of_steps_past(wrapper: OptimizerWrapper, steps: int = 5) -> None:
     """Warn once if a loop steps the wrapped optimizer, or one that it holds as SAM does, and never the wrapper."""
-    optimizer, taken = wrapper.wrapped, 0
+    optimizer, taken, outer = wrapper.wrapped, 0, weakref.ref(wrapper)
+    names = {id(value): f"optimizer.{name}" for name, value in vars(optimizer).items()}
+    inside = () if isinstance(optimizer, OSS) else (v for v in vars(optimizer).values() if isinstance(v, Optimizer))
 
     def stepped(each: Optimizer, *_: object) -> None:
         nonlocal taken
         taken += 1
-        if taken == steps:
-            name = next((f"optimizer.{name}" for name, value in vars(optimizer).items() if value is each), None)
+        if taken == steps and (around := outer()) is not None:
+            name = names.get(id(each))
             how = f"Attach the one inside: inner, schedule = attach(model, {name}, ...); {name} = inner."
             warn_at_user(
                 f"{type(each).__name__}.step() has run {steps} times, and step() of the AdaScale around it not once: weights "
-                f"move without the gain, τ stays at {wrapper.effective_steps:g}, and the schedule at its start. "
+                f"move without the gain, τ stays at {around.effective_steps:g}, and the schedule at its start. "
                 f"{how if name else 'Call step() of what attach() or AdaScale() returned.'}"
             )
 
-    def own_step(*_: object) -> None:
+    def own_step(around: OptimizerWrapper, *_: object) -> None:
         while hooks:
             hooks.pop().remove()
-        wrapper.has_step_hooks = len(wrapper._optimizer_step_pre_hooks) + len(wrapper._optimizer_step_post_hooks) > 1
+        around.has_step_hooks = len(around._optimizer_step_pre_hooks) + len(around._optimizer_step_post_hooks) > 1
 
-    held = [value for value in vars(optimizer).values() if isinstance(value, Optimizer) and type(optimizer) is not OSS]
-    hooks = [each.register_step_post_hook(stepped) for each in (*(part for part, _ in parts_of(optimizer)), *held)]
+    hooks = [each.register_step_post_hook(stepped) for each in (*(part for part, _ in parts_of(optimizer)), *inside)]
     wrapper.register_step_pre_hook(own_step)
 
 
