@@ -120,19 +120,18 @@ class OptimizerWrapper(Optimizer):
 def _warn_of_steps_past(wrapper: OptimizerWrapper, steps: int = 5) -> None:
     """Warn once if a loop steps the wrapped optimizer, or one that it holds as SAM does, and never the wrapper."""
     optimizer, taken, outer = wrapper.wrapped, 0, weakref.ref(wrapper)
-    names = {id(value): f"optimizer.{name}" for name, value in vars(optimizer).items()}
+    inner = "Attach the one inside: inner, schedule = attach(model, optimizer.{0}, ...); optimizer.{0} = inner."
+    advice = {id(value): inner.format(name) for name, value in vars(optimizer).items()}
     inside = () if isinstance(optimizer, OSS) else (v for v in vars(optimizer).values() if isinstance(v, Optimizer))
 
     def stepped(each: Optimizer, *_: object) -> None:
         nonlocal taken
         taken += 1
         if taken == steps and (around := outer()) is not None:
-            name = names.get(id(each))
-            how = f"Attach the one inside: inner, schedule = attach(model, {name}, ...); {name} = inner."
             warn_at_user(
                 f"{type(each).__name__}.step() has run {steps} times, and step() of the AdaScale around it not once: weights "
                 f"move without the gain, τ stays at {around.effective_steps:g}, and the schedule at its start. "
-                f"{how if name else 'Call step() of what attach() or AdaScale() returned.'}"
+                f"{advice.get(id(each), 'Call step() of what attach() or AdaScale() returned.')}"
             )
 
     def own_step(around: OptimizerWrapper, *_: object) -> None:
