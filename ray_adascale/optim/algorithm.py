@@ -321,7 +321,7 @@ class AdaScaleAlgorithm:
     def readout(self) -> StepResult:
         """Return what follows from the averages with the current gradients; waits for the device."""
         self.synchronize()
-        sums = self._passes.measurement.sums
+        sums = self._passes.measurement.step.sums
         if sums is not None and sums.measured:
             estimated = self._estimate(sums, on_host=not self._on_device(sums))
             return self._known_at(sums.plan.scale, estimated.averages)

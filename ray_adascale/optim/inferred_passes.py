@@ -58,27 +58,27 @@ class InferredPasses:
     @property
     def plan(self) -> StepPlan:
         """Plan of the step under way, as known so far; between steps, the plan of a full step."""
-        return self.measurement.last or self.plans.current
+        return self.measurement.step.last or self.plans.current
 
     @property
     def at_boundary(self) -> bool:
         """Whether there was no backward pass since the last step."""
-        return not self.measurement.under_way
+        return not self.measurement.step.under_way
 
     @property
     def is_last(self) -> bool:
         """Whether the backward pass that has ended last is the last one of its step."""
-        return self.plan.passes == 1 or (self.measurement.under_way and self.measurement.last is not None)
+        return self.plan.passes == 1 or (self.measurement.step.under_way and self.measurement.step.last is not None)
 
     @property
     def accumulating(self) -> bool:
         """Whether there was a backward pass, and the step's last is yet to come."""
-        return self.measurement.under_way and self.measurement.last is None
+        return self.measurement.step.under_way and self.measurement.step.last is None
 
     @property
     def made(self) -> int:
         """Backward passes of the step under way; none of a step that was never taken, or that an exception has broken off."""
-        return self.passes if self.measurement.sums is None and not self.measurement.passing else 0
+        return self.passes if self.measurement.step.sums is None and not self.measurement.step.passing else 0
 
     def declare(self, plan: StepPlan) -> None:
         """Set the plan of the steps from the next one on. At a step boundary."""
@@ -106,9 +106,9 @@ class InferredPasses:
         if loss_divided_by is not None and (loss_divided_by < 1 or declared.loss_divisor is not None):
             raise ValueError(f"Invalid {loss_divided_by=}. Must be at least 1, and needs is_scaled_loss=True.")
         plan = declared.shortened(passes, scale, loss_divided_by)
-        if self.measurement.sums is not None:
+        if self.measurement.step.sums is not None:
             self.begin_step()  # of a step that was never taken
-        self._anew = plan if self.measurement.passing else None
+        self._anew = plan if self.measurement.step.passing else None
         self.plans.expect(plan)
 
     def resume(self, ended: int, unsampled: int = 0) -> None:
@@ -130,13 +130,13 @@ class InferredPasses:
             raise RuntimeError(CLEARED[True])
         if not self._told:
             measurement.refresh()
-        if measurement.under_way or (measurement.observer is not None and measurement.exchanging):
-            self.skipped_by_scaler |= measurement.sums is not None and measurement.scales_loss
+        if measurement.step.under_way or (measurement.observer is not None and measurement.step.exchange.sent):
+            self.skipped_by_scaler |= measurement.step.sums is not None and measurement.scales_loss
             self._clear_passes()
 
     def _clear_passes(self) -> None:
         self._anew = None
-        if self.measurement.under_way:
+        if self.measurement.step.under_way:
             self.plans.expect(None)  # else it is of a step yet to begin: gradients may be cleared before it
         self.passes = 0
         self._too_many = self._uncleared = self._broken = False
@@ -169,7 +169,7 @@ class InferredPasses:
         self.measurement.workers.require_group()
         if self.plans.lacks_samples:
             raise self._no_samples()
-        if self.measurement.sums is not None:
+        if self.measurement.step.sums is not None:
             # A complete step was never taken, as after an overflow that a GradScaler found. Were its gradients cleared since?
             too_many = self._has_gradients(observer)
             self.skipped_by_scaler |= self.measurement.scales_loss and not too_many
@@ -178,7 +178,7 @@ class InferredPasses:
         elif self._stepped_with is not None and self._stepped_with == self._first_gradient():
             self._uncleared = self._has_gradients(observer)
         self._stepped_with = None
-        if self.measurement.passing:
+        if self.measurement.step.passing:
             # An exception has ended the pass before. Were its gradients cleared since, and those of the step's earlier passes?
             self._broken |= self._has_gradients(observer)
             if not self._broken:
@@ -216,7 +216,7 @@ class InferredPasses:
             RuntimeError: Passes are missing, there were too many, or the gradients of the step before were not cleared.
         """
         measurement, workers = self.measurement, self.measurement.workers
-        if self._broken or measurement.passing:
+        if self._broken or measurement.step.passing:
             raise RuntimeError(
                 "A backward pass of this step has ended in an exception, and has left incomplete gradients. Where the loop "
                 "catches it, call optimizer.zero_grad(), and make all backward passes of the step again."
@@ -232,7 +232,7 @@ class InferredPasses:
                 "The gradients of the last step were not cleared before the next backward pass, which has added to them. Call "
                 "optimizer.zero_grad() after each step()."
             )
-        if measurement.sums is not None:
+        if measurement.step.sums is not None:
             return
         workers.require_group()
         if measurement.observer is None:
@@ -254,7 +254,7 @@ class InferredPasses:
     def finish(self) -> StepSums:
         """Return the sums of the step, once it is :meth:`complete`."""
         self.complete()
-        sums = self.measurement.sums
+        sums = self.measurement.step.sums
         return self.measurement.unseen(self.plan) if sums is None else self.measurement.checked(sums)
 
     def _no_samples(self) -> RuntimeError:

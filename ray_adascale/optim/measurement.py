@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,35 @@ from .step_sums import OWN, StepSums, constant, mean_sq_norm
 from .workers import Workers
 
 
+@dataclass(eq=False)
+class StepUnderWay:
+    """The passes of a step up to now.
+
+    Attributes:
+        exchange: The step's numbers that are summed over the workers.
+        under_way: Whether there was a pass since the last step.
+        passing: Whether a pass has begun and not ended. Between passes: an exception has ended it.
+        local_ended: Whether the pass has ended on this worker; reduced gradients may be on their way.
+        last: The step's plan, once its last pass has begun.
+        measured: Whether the pass is measured.
+        norms: ‖g_i‖² of each pass on this worker, as measured.
+        left: The gradients after the last pass, if another follows.
+        final: The gradients that the step was summed with.
+        sums: The sums of the step, once its last pass has ended.
+    """
+
+    exchange: Exchange
+    under_way: bool = False
+    passing: bool = False
+    local_ended: bool = False
+    last: StepPlan | None = None
+    measured: bool = False
+    norms: list[Tensor] = field(default_factory=list)
+    left: Versions | None = None
+    final: Versions | None = None
+    sums: StepSums | None = None
+
+
 class Measurement:
     """Keeps the norms that an observer measures in the passes it is told of, and sums them over workers.
 
@@ -49,11 +78,9 @@ class Measurement:
     Attributes:
         observer: Measures the norms; None where there is nothing to measure.
         weights: w of this worker's gradient sample in each pass; None: all 1/n.
-        under_way: Whether there was a pass since the last step.
-        passing: Whether a pass has begun and not ended. Between passes: an exception has ended it.
+        step: The step under way.
         foreign: Whether gradients were accumulated in a pass that nobody has told of, as by ``loss.backward()`` beside the
             loop's own backward pass. ``autograd.grad`` accumulates none.
-        sums: The sums of the step, once its last pass has ended.
         replicated: Numbers of the last complete step that each worker took from its own copy of the reduced gradient: C per
             parameter group as measured, or the norm of one gradient; None without copies.
     """
@@ -88,7 +115,7 @@ class Measurement:
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks, callables and process groups belong to this process.
-        gone = ("observer", "_model", "_exchange", "_begins_passes")
+        gone = ("observer", "_model", "step", "_begins_passes")
         return {**self.__dict__, **dict.fromkeys(gone), "_notice": (), "_unseen": (), "_shared": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -114,7 +141,7 @@ class Measurement:
 
         def notice(param: Tensor) -> None:
             if (measurement := ref()) is not None:
-                measurement.foreign |= not measurement.passing
+                measurement.foreign |= not measurement.step.passing
 
         if self._told and self.observer is None:
             self._notice = on_pass(self.params, notice)
@@ -162,14 +189,9 @@ class Measurement:
             self.observer.refresh()
 
     @property
-    def exchanging(self) -> bool:
-        """Whether numbers of the step are on their way."""
-        return self._exchange.sent
-
-    @property
     def sampled(self) -> bool:
         """Whether the step yields a sample of the noise."""
-        return self.sums is not None and self.sums.sampled
+        return self.step.sums is not None and self.step.sums.sampled
 
     def warn_of_unseen(self, steps: int) -> None:
         """Warn of the parameters that keep steps from being measured, if there are such."""
@@ -222,7 +244,7 @@ class Measurement:
         Raises:
             RuntimeError: The step's last pass has ended, with the weights of before.
         """
-        late = weights is not None and self.last is not None and not self.passing
+        late = weights is not None and self.step.last is not None and not self.step.passing
         if late and any(p.grad is not None for p in self.params):
             raise RuntimeError(
                 "sample_weights was set after the step's last backward pass. Set it before: count its tokens first."
@@ -252,23 +274,16 @@ class Measurement:
         alone = observer is not None and not self._plans.measured and type(observer).holds_whole_gradient
         if self._shared and alone and self.workers.reduce:
             with torch.no_grad():
-                self._exchange.add(self._shared)
-                self._exchange.send()
+                self.step.exchange.add(self._shared)
+                self.step.exchange.send()
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Forget the passes since the last step."""
-        self.under_way = False
-        self.last: StepPlan | None = None  # the plan, once the step's last pass has begun
-        self._measured = self.passing = self._local_ended = False
+        self.step = StepUnderWay(Exchange(self.workers))
         if self._checked and self.observer is not None:
             cast(Identity, self.observer.identity).begin(True)
-        self._norms: list[Tensor] = []  # ‖g_i‖² of each pass on this worker, as measured
-        self._left: Versions | None = None  # gradients after the last pass, if another follows
-        self._final: Versions | None = None  # those that the step was summed with
-        self._exchange = Exchange(self.workers)
-        self.sums: StepSums | None = None
 
     def end_step(self) -> None:
         """Forget the step: it was taken, or is left out for good."""
@@ -282,30 +297,30 @@ class Measurement:
         Args:
             last: The step's plan, if the pass is its last; else None.
         """
-        self._measured = self._plans.measured
+        self.step.measured = self._plans.measured
         if self.observer is not None:
             if self._told:
-                self.observer.ignore(not self._measured)
-            if self._left is not None and not self.passing:
-                check_between(self._left, versions(self.gradients), told=self._told)
-        self.under_way = self.passing = True
-        self.last, self._local_ended = last, False
+                self.observer.ignore(not self.step.measured)
+            if self.step.left is not None and not self.step.passing:
+                check_between(self.step.left, versions(self.gradients), told=self._told)
+        self.step.under_way = self.step.passing = True
+        self.step.last, self.step.local_ended = last, False
 
     def on_begin(self, observer: GradientObserver) -> bool:
-        self.foreign |= not self.passing
-        return self.passing and self.last is not None
+        self.foreign |= not self.step.passing
+        return self.step.passing and self.step.last is not None
 
     @without_gradients
     def on_local(self, observer: GradientObserver) -> None:
         """End the pass on this worker: take its norm, and send what is known. Reduced gradients may still be on their way."""
-        if not self.passing or self._local_ended:
+        if not self.step.passing or self.step.local_ended:
             return
-        self._local_ended = True
-        if self._measured and (self.last is None or self.last.num_samples > 1):
-            self._norms.append(observer.local_sq_norms())
-        if self.last is not None and observer.holds_whole_gradient and not self._exchange.sent:
+        self.step.local_ended = True
+        if self.step.measured and (self.step.last is None or self.step.last.num_samples > 1):
+            self.step.norms.append(observer.local_sq_norms())
+        if self.step.last is not None and observer.holds_whole_gradient and not self.step.exchange.sent:
             # Only A is still in parts. Sent now, it travels behind the last gradients, which are awaited anyway.
-            self._send({}, self.last, seen=True)
+            self._send({}, self.step.last, seen=True)
 
     def on_reduced(self, observer: GradientObserver) -> None:
         """Called at the end of a pass. :meth:`end` follows, if it was told of."""
@@ -313,16 +328,16 @@ class Measurement:
     def end(self) -> None:
         """End the pass. Collective, if it is the step's last."""
         if self.observer is not None:
-            if self._measured and not self._local_ended:
-                self._norms.append(self._no_norms())
-            if self.last is not None:
-                self.finish(self.last)
-            elif self._measured and (self._told or self._measured_steps):
+            if self.step.measured and not self.step.local_ended:
+                self.step.norms.append(self._no_norms())
+            if self.step.last is not None:
+                self.finish(self.step.last)
+            elif self.step.measured and (self._told or self._measured_steps):
                 # Not in its first step, where DDP may rebuild its buckets.
-                self._left = versions(self.gradients)
+                self.step.left = versions(self.gradients)
             if self._told:
                 self.observer.ignore(False)
-        self.passing = False
+        self.step.passing = False
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -349,16 +364,16 @@ class Measurement:
         Returns:
             Whether the step has ended. If not, no worker has seen all passes, and further ones may come.
         """
-        self._measured = True
+        self.step.measured = True
         sums = self._gather(plan, seen=False, scaled=True)
-        if self.under_way and not bool(sums.numbers["complete"] > 0):
-            self._exchange = Exchange(self.workers)
+        if self.step.under_way and not bool(sums.numbers["complete"] > 0):
+            self.step.exchange = Exchange(self.workers)
             return False
         self._complete(sums)
         return True
 
     def _complete(self, sums: StepSums) -> StepSums:
-        self.sums = sums
+        self.step.sums = sums
         if self._to_mean:
             self.divide_to_mean(sums.plan)
         self.accept_gradients()
@@ -366,7 +381,7 @@ class Measurement:
 
     def accept_gradients(self) -> None:
         """Take the step's gradients as they are now: a change of our own has kept them finite."""
-        self._final = self._versions()
+        self.step.final = self._versions()
 
     def _versions(self) -> Versions:
         return versions(self._gradients.kept)
@@ -374,10 +389,10 @@ class Measurement:
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Return a context in which this package changes the gradients of a complete step, and keeps them finite."""
-        if self.sums is not None:
-            self.checked(self.sums)
+        if self.step.sums is not None:
+            self.checked(self.step.sums)
         yield
-        if self.sums is not None:
+        if self.step.sums is not None:
             self.accept_gradients()
 
     @without_gradients
@@ -386,10 +401,10 @@ class Measurement:
 
         Collective, if gradients are sharded and were changed.
         """
-        if self._final is None or self._final == self._versions():
+        if self.step.final is None or self.step.final == self._versions():
             return sums
         sums = replace(sums, numbers={**sums.numbers, "late": self._finite()}, packed=None)
-        self.sums = sums
+        self.step.sums = sums
         self.accept_gradients()
         return sums
 
@@ -400,10 +415,10 @@ class Measurement:
 
     def _send(self, numbers: Numbers, plan: StepPlan, *, seen: bool) -> None:
         """Start the step's all-reduce: ``numbers``, what is shared; if it is measured A, and whether all passes were seen."""
-        device, exchange = self.device, self._exchange
+        device, exchange = self.device, self.step.exchange
         exchange.add(numbers)
-        if self._measured:
-            local = mean_sq_norm(plan, self._norms, self.weights) if self._norms else self._no_norms()
+        if self.step.measured:
+            local = mean_sq_norm(plan, self.step.norms, self.weights) if self.step.norms else self._no_norms()
             exchange.add({"a": local, "complete": constant(float(seen), device)})
             if self._checked:
                 # DDP and our own reduction take the mean over workers, and passes add up.
@@ -420,7 +435,7 @@ class Measurement:
         if observer.holds_whole_gradient:
             # Equal to the last bit on all workers, as their weights are: each takes C from its own copy.
             own = {"c": observer.reduced_sq_norms(0, 1)}
-            if not self._exchange.sent:
+            if not self.step.exchange.sent:
                 self._send({}, plan, seen=seen)
         else:
             own = {}
@@ -431,7 +446,7 @@ class Measurement:
             if self._checked and not type(observer).holds_whole_gradient:
                 found["reduced"] = observer.reduced_product().to(self.device)
             self._send(found, plan, seen=seen)
-        numbers, packed = self._exchange.wait()
+        numbers, packed = self.step.exchange.wait()
         if self.workers.reduce:
             self.replicated = own.get("c")
             if not own and type(observer).holds_whole_gradient:
@@ -443,7 +458,7 @@ class Measurement:
         if scaled and self._grad_scaler is not None and self.scales_loss:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
             own["loss_scale"] = self._grad_scaler.scale(constant(1.0, self.device))
-        self._unseen = observer.find_unseen() if self._measured else ()
+        self._unseen = observer.find_unseen() if self.step.measured else ()
         return StepSums(plan, {**own, **numbers}, None if own else packed, not self._unseen, seen, tuple(self._shared))
 
     def unseen(self, plan: StepPlan) -> StepSums:

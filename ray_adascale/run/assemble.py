@@ -33,8 +33,8 @@ from .boundary.notices import Interrupt, Preemption
 from .boundary.replicas import Replicas
 from .boundary.reporting import Reporting
 from .boundary.stage import LoopState, Stage
-from .boundary.train_state import TrainState, log_start
-from .build import check_built, check_equal, check_schedule, facts_of, set_batch, wrap
+from .boundary.train_state import HasState, TrainState, log_start
+from .build import Wrapped, check_built, check_equal, check_schedule, facts_of, set_batch, wrap
 from .clipping import Clipping
 from .observe.advice import NoiseWarning, ZeroGradient, class_name, warn_of_modes, warn_of_state_dict_hooks
 from .observe.eta import EtaTracker, forecast_run
@@ -104,9 +104,7 @@ def assemble(inputs: RunInputs, config: AdaScaleConfig, *, recipe: Recipe | None
     advice = check_schedule(inputs.scheduler, base_schedule, config, recipe, plan.global_batch_size)
 
     module = model.to(device)
-    # By the configuration: init_process_group() without a backend leaves the name "undefined", and has NCCL alone on a GPU.
-    only_nccl = plan.workers > 1 and "gloo" not in dist.get_backend_config()
-    on_cpu = dist.new_group(backend="gloo") if only_nccl else None
+    on_cpu = _cpu_group(plan.workers)
     check_equal(facts_of(inputs, config, source, base_schedule, recipe), plan.workers, on_cpu)
     wrapped = wrap(module, optimizer, config, plan, device=device, total_steps=total_steps)
     passes = Passes(
@@ -127,26 +125,8 @@ def assemble(inputs: RunInputs, config: AdaScaleConfig, *, recipe: Recipe | None
         metric=inputs.metric if isinstance(inputs, Workload) else None,
     )
     clipping = Clipping(config, recipe, total_steps=total_steps)
-    train_state = TrainState(
-        module=module,
-        optimizer=wrapped.optimizer,
-        parameter_names=wrapped.parameter_names,
-        scaler=wrapped.scaler,
-        schedule=schedule,
-        source=source,
-        loop=LoopState(),
-        parts=[batch, evaluation, *([] if clipping.expected is None else [clipping.expected])],
-        base_schedule=base_schedule,
-        world_size=plan.workers,
-        recipe=None if recipe is None else recipe.fingerprint,
-        rank=rank,
-        device=device,
-        frozen=frozen_names(module),
-        groups=groups_of(optimizer, wrapped.parameter_names),
-        extra=inputs.extra_state or {},
-    )
-    if backend.keeps_checkpoints:
-        train_state.users_state({})  # raises now and not at the first checkpoint
+    parts: list[HasState] = [batch, evaluation, *([] if clipping.expected is None else [clipping.expected])]
+    train_state = _train_state_of(inputs, wrapped, module, source, (schedule, base_schedule), parts, recipe, backend)
     start = _start_of(inputs.starting_step, train_state, evaluation)
     plan, trace, listeners = _resume(backend, config, recipe, train_state, (batch, evaluation), plan, start)
     if trace is not None:  # the metrics are known as the loop begins
@@ -184,6 +164,52 @@ def assemble(inputs: RunInputs, config: AdaScaleConfig, *, recipe: Recipe | None
         reporting=reporting,
         listeners=listeners,
     )
+
+
+def _cpu_group(workers: int) -> dist.ProcessGroup | None:
+    """Return the workers' process group for tensors on the CPU; None if the default group has them too."""
+    # By the configuration: init_process_group() without a backend leaves the name "undefined", and has NCCL alone on a GPU.
+    only_nccl = workers > 1 and "gloo" not in dist.get_backend_config()
+    return dist.new_group(backend="gloo") if only_nccl else None
+
+
+def _train_state_of(
+    inputs: RunInputs,
+    wrapped: Wrapped,
+    module: nn.Module,
+    source: BatchSource,
+    schedules: tuple[EffectiveSchedule, BaseSchedule],
+    parts: list[HasState],
+    recipe: Recipe | None,
+    backend: Backend,
+) -> TrainState:
+    """Return what a checkpoint of the run holds.
+
+    Raises:
+        ValueError: The user's own state can't be saved.
+    """
+    schedule, base_schedule = schedules
+    train_state = TrainState(
+        module=module,
+        optimizer=wrapped.optimizer,
+        parameter_names=wrapped.parameter_names,
+        scaler=wrapped.scaler,
+        schedule=schedule,
+        source=source,
+        loop=LoopState(),
+        parts=parts,
+        base_schedule=base_schedule,
+        world_size=backend.world_size,
+        recipe=None if recipe is None else recipe.fingerprint,
+        rank=backend.rank,
+        device=backend.device,
+        frozen=frozen_names(module),
+        groups=groups_of(inputs.optimizer, wrapped.parameter_names),
+        extra=inputs.extra_state or {},
+    )
+    if backend.keeps_checkpoints:
+        train_state.users_state({})  # raises now and not at the first checkpoint
+    return train_state
 
 
 def _resume(
