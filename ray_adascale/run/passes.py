@@ -100,7 +100,7 @@ class Passes:
         self.scaler = scaler
         self._guarded = guarded
         guarded.add_param_group = _refuse_group  # type: ignore[method-assign]
-        self._outside = guarded.register_step_post_hook(_outside_of_loops())
+        self._outside = optimizer.register_step_post_hook(_outside_of_loops())
         self._dtype = _DTYPES.get(precision)
         self._device = device
         self._sharding, self._alone = sharding, type(sharding) is Sharding
