@@ -141,8 +141,9 @@ def allowed(case: Case) -> bool:
         # a loop of the run's own; dropout's examples can't be compared
         not base_run or default("looks"),
         case.net != "merges" or case.quiet == 0,
-        # FSDP2 leaves whole weights after an evaluation in the loop, and what train() writes to these is lost
-        case.net != "merges" or case.looks is None or "fsdp2" not in shardings,
+        # FSDP2 leaves whole weights after an evaluation in the loop, and what train() writes to these is lost; autocast, which
+        # is around the loop's body up to run.backward(), keeps copies of the merged weights for the training pass
+        case.net != "merges" or case.looks is None or ("fsdp2" not in shardings and case.precision == "fp32"),
         case.net in ("merges", "norm") or default("quiet"),
         # only Run saves and loads a model
         case.net != "hooked" or run,

@@ -293,11 +293,13 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
                 scores.clear()  # of the untrained model
                 if step == case.quiet:
                     make_quiet(case, module, step)
-                _look(case, run.module, step)
                 if frozen_names(case, step) != frozen_names(case, step - 1):
                     _freeze(case, module, step)
                 if step == case.hooked and (case.caught is None or caught is not None or case.caught[0] != step):
                     _hook(module)
+                _look(
+                    case, run.module, step
+                )  # last: under FSDP2 it leaves whole weights, and what is set on these is lost
             loss = loss_of(case, run.module if case.bare_model else run.model, x, tokens, y)
             if fails:
                 caught = None
