@@ -41,6 +41,11 @@ def accumulator_of(leaf: Tensor) -> Any:
             leaf.requires_grad_(False)
 
 
+def is_hooked(leaf: Tensor) -> bool:
+    """Whether somebody has registered a hook on a leaf's gradient. torch has no public name for this."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
 def on_pass(params: Sequence[Tensor], called: Callable[[Tensor], None]) -> list[RemovableHandle]:
     """Call a function in each backward pass that accumulates a gradient of the first or the last trainable parameter.
 

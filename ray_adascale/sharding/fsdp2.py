@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from .._warn import warn_on_first_worker
+from ..measure.autograd import is_hooked
 from .collectives import send_from_first
 
 # Smallest number of elements of a block that is gathered by itself: smaller ones are not worth a message of their own.
@@ -32,6 +34,11 @@ def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torc
         raise ValueError("The optimizer has state already. Shard the model before its first step, or fully_shard it.")
     optimizer.state.clear()  # schedule-free optimizers make empty entries, which would keep the whole parameters
     names = {param: name for name, param in model.named_parameters()}
+    if hooked := [name for param, name in names.items() if is_hooked(param)]:
+        warn_on_first_worker(
+            f"fully_shard makes new parameters, and the hooks on {hooked[0]} (one of {len(hooked)}) are lost with the old one. "
+            'sharding="zero2" keeps hooks on parameters.'
+        )
     for tensor in [*model.parameters(), *model.buffers()]:  # one by one: together they would need the memory twice
         send_from_first([tensor])
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

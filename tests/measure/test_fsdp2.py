@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ray_adascale import AdaScale
 from ray_adascale.measure import fsdp2
+from ray_adascale.measure.autograd import is_hooked
+from ray_adascale.sharding.fsdp2 import shard_model
 
 from ..model.reference_run import ReferenceAdaScale
 from ..placement import here
@@ -581,3 +584,26 @@ def read_divide_factor() -> None:
     assert _divide_factor(net) is None
     net.set_gradient_divide_factor(3.0)
     assert _divide_factor(net) == 3.0
+
+
+def _hooked(which: str) -> tuple[list[str], bool]:
+    model = Net()
+    if which == "tensor":
+        model.head.weight.register_hook(lambda grad: 3 * grad)
+    elif which == "accumulated":
+        model.head.weight.register_post_accumulate_grad_hook(lambda param: None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shard_model(model, optimizer, torch.device("cpu"))
+    return [str(w.message) for w in caught], is_hooked(model.head.weight)
+
+
+@pytest.mark.parametrize("which", ["none", "tensor", "accumulated"])
+def test_hooks_on_parameters_that_fully_shard_replaces_are_told_of(pool: Any, which: str) -> None:
+    (first, still), (second, _) = pool(2).run(_hooked, which)
+    assert not still  # else torch keeps them, and the warning is wrong
+    assert [
+        text.startswith("fully_shard makes new parameters, and the hooks on head.weight (one of 1)") for text in first
+    ] == ([] if which == "none" else [True])
+    assert second == []
