@@ -20,11 +20,80 @@ from .collectives import Buffers, Reduction
 _MOST_PATTERNS = 16  # of parameters with a gradient: flags that are kept
 
 
+class BufferLayout:
+    """Where the gradients of a bucket lie in their buffer: as the parameters in the bucket, with flags.
+
+    Each shard ends with one flag per parameter: the number of workers with a gradient. So an owner can tell, without another
+    message, which parameters no worker used, and does not step those.
+
+    Args:
+        bucket: The parameters.
+
+    Attributes:
+        own: This worker's spans.
+        own_size: Elements of this worker's shard, without its flags.
+        bounds: ``world_size + 1`` borders of the shards with their flags.
+        flags: Position of each flag.
+        flag_params: The parameter of each flag.
+        segments: (parameter group, from, to) of all elements.
+        own_segments: Those of this worker's shard, counted from its first element.
+        pieces: (parameter, from, to) in memory order, from = −1 for all of it; or (−1, 0, zeros).
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        spans_of = [bucket.spans(rank) for rank in range(bucket.world_size)]
+        sizes = [b - a for a, b in itertools.pairwise(bucket.bounds)]
+        most = max(len(spans) for spans in spans_of)
+        ends = [
+            size + (most if bucket.equal_shards else len(spans)) for spans, size in zip(spans_of, sizes, strict=True)
+        ]
+        self.own, self.own_size = spans_of[bucket.rank], sizes[bucket.rank]
+        self.bounds = [0, *itertools.accumulate(ends)]
+        # Each worker's spans, with their first elements in the buffer.
+        places = [
+            [(span, bucket.offsets[span.index] + span.start - low + start) for span in spans]
+            for spans, low, start in zip(spans_of, bucket.bounds, self.bounds, strict=False)
+        ]
+        self.flags = [
+            start + size + i
+            for spans, size, start in zip(spans_of, sizes, self.bounds, strict=False)
+            for i in range(len(spans))
+        ]
+        self.flag_params = [span.index for spans in spans_of for span in spans]
+        everywhere = list(itertools.chain.from_iterable(places))
+        self.segments = self._segments(everywhere, 0)
+        self.own_segments = self._segments(places[bucket.rank], self.bounds[bucket.rank])
+        self.pieces = self._plan(everywhere)
+
+    def _segments(self, places: list[tuple[Span, int]], start: int) -> list[tuple[int, int, int]]:
+        """Return (parameter group, from, to) of spans, counted from ``start``, in as few runs as possible."""
+        segments: list[tuple[int, int, int]] = []
+        for span, at in places:
+            if span.numel:
+                g = self._bucket.groups[span.index]
+                first = segments.pop()[1] if segments and segments[-1][0] == g else at - start
+                segments.append((g, first, at + span.numel - start))
+        return segments
+
+    def _plan(self, places: list[tuple[Span, int]]) -> list[tuple[int, int, int]]:
+        """Return the buffer's parts: (parameter, from, to) in memory order, from = −1 for all of it; or (−1, 0, zeros)."""
+        pieces: list[tuple[int, int, int]] = []
+        position = 0
+        for span, at in places:
+            if span.numel:
+                if at > position:
+                    pieces.append((-1, 0, at - position))
+                whole = span.numel == self._bucket.params[span.index].numel()
+                pieces.append((span.index, -1 if whole else span.start, span.start + span.numel))
+                position = at + span.numel
+        if position < self.bounds[-1]:
+            pieces.append((-1, 0, self.bounds[-1] - position))
+        return pieces
+
+
 class GradientBucket:
     """The gradients of one bucket's parameters on their way to the owners.
-
-    The buffer has the bucket's layout, and in addition each shard ends with one flag per parameter: the number of workers with
-    a gradient. So an owner can tell, without another message, which parameters no worker used, and does not step those.
 
     Args:
         bucket: The parameters.
@@ -33,7 +102,7 @@ class GradientBucket:
         buffers: Source of memory that is needed during a pass only.
 
     Attributes:
-        segments: (parameter group, start, end) of the elements in the result of :meth:`collect`.
+        layout: Of the result of :meth:`collect`.
         arrived: Whether each parameter has its gradient in the running pass.
         missing: Number of trainable parameters without their gradient.
         active: Whether workers exchange this bucket: the same on all.
@@ -51,34 +120,11 @@ class GradientBucket:
         self._group = group
         self._buffers = buffers
         self._wire_dtype = wire_dtype
-        self._spans = [bucket.spans(rank) for rank in range(bucket.world_size)]
-        sizes = [b - a for a, b in itertools.pairwise(bucket.bounds)]
-        most = max(len(spans) for spans in self._spans)
-        ends = [
-            size + (most if bucket.equal_shards else len(spans)) for spans, size in zip(self._spans, sizes, strict=True)
-        ]
-        self._bounds = [0, *itertools.accumulate(ends)]
-        self._own_size = sizes[bucket.rank]
-        # Each worker's spans, with their first elements in the buffer of gradients.
-        places = [
-            [(span, bucket.offsets[span.index] + span.start - low + start) for span in spans]
-            for spans, low, start in zip(self._spans, bucket.bounds, self._bounds, strict=False)
-        ]
-        device = bucket.flat.device
-        flags = [
-            start + size + i
-            for spans, size, start in zip(self._spans, sizes, self._bounds, strict=False)
-            for i in range(len(spans))
-        ]
-        self._flag_positions = torch.tensor(flags, dtype=torch.int64, device=device)
-        self._flag_params = [span.index for spans in self._spans for span in spans]
+        self.layout = BufferLayout(bucket)
+        self._flag_positions = torch.tensor(self.layout.flags, dtype=torch.int64, device=bucket.flat.device)
         self._flags: dict[tuple[bool, ...], Tensor] = {}  # by the parameters with a gradient
-        everywhere = list(itertools.chain.from_iterable(places))
-        self.segments = self._segments(everywhere, 0)
-        self._own_segments = self._segments(places[bucket.rank], self._bounds[bucket.rank])
-        self._pieces = self._plan(everywhere)
-        zeros = max((end for index, _, end in self._pieces if index < 0), default=0)
-        self._zeros = torch.zeros(zeros, dtype=bucket.flat.dtype, device=device)
+        zeros = max((end for index, _, end in self.layout.pieces if index < 0), default=0)
+        self._zeros = torch.zeros(zeros, dtype=bucket.flat.dtype, device=bucket.flat.device)
         self._parts: list[Tensor] = []  # of the shard, for each fragment
         self._norms: list[tuple[int, Tensor]] | None = None
         layouts = [
@@ -107,31 +153,6 @@ class GradientBucket:
         """Whether gradients of earlier passes are still on this worker."""
         return self.accumulated is not None or any(p.grad is not None for p in self.bucket.params)
 
-    def _segments(self, places: list[tuple[Span, int]], start: int) -> list[tuple[int, int, int]]:
-        """Return (parameter group, from, to) of spans, counted from ``start``, in as few runs as possible."""
-        segments: list[tuple[int, int, int]] = []
-        for span, at in places:
-            if span.numel:
-                g = self.bucket.groups[span.index]
-                first = segments.pop()[1] if segments and segments[-1][0] == g else at - start
-                segments.append((g, first, at + span.numel - start))
-        return segments
-
-    def _plan(self, places: list[tuple[Span, int]]) -> list[tuple[int, int, int]]:
-        """Return the buffer's parts: (parameter, from, to) in memory order, from = −1 for all of it; or (−1, 0, zeros)."""
-        pieces: list[tuple[int, int, int]] = []
-        position = 0
-        for span, at in places:
-            if span.numel:
-                if at > position:
-                    pieces.append((-1, 0, at - position))
-                whole = span.numel == self.bucket.params[span.index].numel()
-                pieces.append((span.index, -1 if whole else span.start, span.start + span.numel))
-                position = at + span.numel
-        if position < self._bounds[-1]:
-            pieces.append((-1, 0, self._bounds[-1] - position))
-        return pieces
-
     @without_gradients
     def collect(self, *, keep: bool) -> Tensor:
         """Return this worker's gradients in one buffer, with flags of zero; the parameters' ``.grad`` are None afterwards.
@@ -155,12 +176,12 @@ class GradientBucket:
         self._zeros = self._zeros.to(flat)  # the model may have been cast or moved
         parts = [
             flats[index] if start < 0 else (self._zeros if index < 0 else flats[index])[start:end]
-            for index, start, end in self._pieces
+            for index, start, end in self.layout.pieces
         ]
         if keep:
             return torch.cat(parts)
-        self._taken = self._buffers.take(self._bounds[-1], flat.dtype, flat.device)
-        return torch.cat(parts, out=self._taken[: self._bounds[-1]])
+        self._taken = self._buffers.take(self.layout.bounds[-1], flat.dtype, flat.device)
+        return torch.cat(parts, out=self._taken[: self.layout.bounds[-1]])
 
     def release(self) -> None:
         """Give back the buffer that :meth:`collect` took."""
@@ -178,7 +199,7 @@ class GradientBucket:
             summand.mul_(1 / self.bucket.world_size)
         wire = summand.to(wire_dtype)
         self._wire = wire
-        self._work = Reduction(wire, self._bounds, self._group, self._buffers)
+        self._work = Reduction(wire, self.layout.bounds, self._group, self._buffers)
 
     def _flags_of(self, seen: tuple[bool, ...], like: Tensor) -> Tensor:
         """Return the flags of all shards, like a tensor; kept, since making them copies from the host, with a wait."""
@@ -186,7 +207,9 @@ class GradientBucket:
         if flags is None or flags.dtype is not like.dtype or flags.device != like.device:
             if len(self._flags) == _MOST_PATTERNS:
                 self._flags.clear()
-            flags = torch.tensor([float(seen[i]) for i in self._flag_params], dtype=like.dtype, device=like.device)
+            flags = torch.tensor(
+                [float(seen[i]) for i in self.layout.flag_params], dtype=like.dtype, device=like.device
+            )
             self._flags[seen] = flags
         return flags
 
@@ -197,7 +220,8 @@ class GradientBucket:
         assert self._wire is not None
         flat = self.bucket.flat
         if self.shard is None or (self.shard.dtype, self.shard.device) != (flat.dtype, flat.device):
-            self.shard = flat.new_empty(self._bounds[self.bucket.rank + 1] - self._bounds[self.bucket.rank])
+            start, end = self.layout.bounds[self.bucket.rank :][:2]
+            self.shard = flat.new_empty(end - start)
             self._parts = self._parts_of(self.shard)
             self.held = False
         fresh = torch.empty_like(self.shard) if self.held else self.shard
@@ -210,11 +234,11 @@ class GradientBucket:
         self.held = True
         self._work = self._wire = self.accumulated = None
         used = [True] * len(self.bucket.fragments)
-        mine = self._spans[self.bucket.rank]
+        mine, own_size = self.layout.own, self.layout.own_size
         if not all(self._seen[span.index] for span in mine):
             # Only in this case the host must read the flags, and waits: another worker may have used a parameter that this one
             # did not, and the optimizer must skip one that no worker used.
-            used = (self.shard[self._own_size : self._own_size + len(mine)] != 0).tolist()
+            used = (self.shard[own_size : own_size + len(mine)] != 0).tolist()
         self._seen = [False] * len(self.bucket.params)
         for fragment, part, has in zip(self.bucket.fragments, self._parts, used, strict=True):
             fragment.tensor.grad = part if has else None
@@ -230,13 +254,13 @@ class GradientBucket:
         for i, (fragment, part) in enumerate(zip(self.bucket.fragments, self._parts, strict=True)):
             if fragment.tensor.grad is None:
                 part.zero_()
-                self.shard[self._own_size + i] = 0
+                self.shard[self.layout.own_size + i] = 0
 
     def own_norms(self) -> list[tuple[int, Tensor]]:
         """Return (parameter group, norm) of this worker's shard of the reduced gradient."""
         assert self.shard is not None
         if self._norms is None:
-            self._norms = take_group_norms([(g, self.shard[start:end]) for g, start, end in self._own_segments])
+            self._norms = take_group_norms([(g, self.shard[start:end]) for g, start, end in self.layout.own_segments])
         return self._norms
 
     def _parts_of(self, shard: Tensor) -> list[Tensor]:

@@ -111,7 +111,7 @@ class BucketObserver(_OwnedShards):
     def add_bucket(self, bucket: GradientBucket, flat: Tensor) -> None:
         """Take the norms of one bucket of a gradient sample."""
         if self.measures:
-            self.norms += take_group_norms([(g, flat[start:end]) for g, start, end in bucket.segments])
+            self.norms += take_group_norms([(g, flat[start:end]) for g, start, end in bucket.layout.segments])
 
     def detach(self) -> None:
         self.listener = lambda: None
