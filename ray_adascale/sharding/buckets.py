@@ -196,7 +196,7 @@ class Bucket:
                 fragment.tensor.data = self._part(fragment).copy_(fragment.tensor)
 
 
-def _dense_strides(tensor: Tensor) -> list[int]:
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides of a tensor's memory order, without holes and overlaps."""
     order = memory_order(tensor) or tuple(range(tensor.dim()))
     strides = [0] * tensor.dim()
@@ -204,7 +204,7 @@ def _dense_strides(tensor: Tensor) -> list[int]:
     for d in reversed(order):
         strides[d] = step
         step *= max(tensor.shape[d], 1)
-    return strides
+    return tuple(strides)
 
 
 def make_buckets(

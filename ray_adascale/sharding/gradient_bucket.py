@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -127,11 +126,6 @@ class GradientBucket:
         self._zeros = torch.zeros(zeros, dtype=bucket.flat.dtype, device=bucket.flat.device)
         self._parts: list[Tensor] = []  # of the shard, for each fragment
         self._norms: list[tuple[int, Tensor]] | None = None
-        layouts = [
-            torch.empty_strided(p.shape, strides, device="meta")
-            for p, strides in zip(bucket.params, bucket.strides, strict=True)
-        ]
-        self._plain = [layout.is_contiguous() for layout in layouts]
         self.shard: Tensor | None = None
         self.held = False
         self.accumulated: Tensor | None = None
@@ -162,17 +156,15 @@ class GradientBucket:
         """
         flat = self.bucket.flat
         flats: list[Tensor] = []
-        for i, (p, plain) in enumerate(zip(self.bucket.params, self._plain, strict=True)):
+        for i, (p, strides) in enumerate(zip(self.bucket.params, self.bucket.strides, strict=True)):
             grad = p.grad
             if grad is None:
                 flats.append(torch.zeros(p.numel(), dtype=flat.dtype, device=flat.device))
                 continue
             p.grad = None
             self._seen[i] = True
-            if plain and grad.dtype is flat.dtype and grad.layout is torch.strided and grad.is_contiguous():
-                flats.append(grad.view(-1))
-            else:
-                flats.append(_laid_out(grad, flat, self.bucket.strides[i]))
+            alike = grad.layout is torch.strided and grad.dtype is flat.dtype and grad.stride() == strides
+            flats.append(grad.view(-1) if alike and grad.is_contiguous() else _laid_out(grad, flat, strides))
         self._zeros = self._zeros.to(flat)  # the model may have been cast or moved
         parts = [
             flats[index] if start < 0 else (self._zeros if index < 0 else flats[index])[start:end]
@@ -280,11 +272,11 @@ class GradientBucket:
             fragment.tensor.grad = None
 
 
-def _laid_out(grad: Tensor, flat: Tensor, strides: Sequence[int]) -> Tensor:
+def _laid_out(grad: Tensor, flat: Tensor, strides: tuple[int, ...]) -> Tensor:
     """Return a gradient of any layout and dtype in the memory layout of its parameter in a bucket's buffer ``flat``; 1-D."""
     grad = grad.detach()
     if grad.is_sparse:
         grad = grad.to_dense()
-    if grad.stride() != tuple(strides) or grad.dtype != flat.dtype:
+    if grad.stride() != strides or grad.dtype != flat.dtype:
         grad = torch.empty_strided(grad.shape, strides, dtype=flat.dtype, device=flat.device).copy_(grad)
     return memory_view(grad)
