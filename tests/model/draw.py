@@ -139,7 +139,7 @@ def allowed(case: Case) -> bool:
         # several workers start again; an iterable has no place to go back to; and forward passes that are repeated move buffers
         case.caught is None or (not shardings and not case.iterable and case.net != "norm"),
         # a loop of the run's own; dropout's examples can't be compared
-        not base_run or default("looks"),
+        not base_run or (default("looks") and case.quiet in (None, 0)),
         case.net != "merges" or case.quiet == 0,
         # FSDP2 leaves whole weights after an evaluation in the loop, and what train() writes to these is lost; autocast, which
         # is around the loop's body up to run.backward(), keeps copies of the merged weights for the training pass
