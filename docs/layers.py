@@ -100,7 +100,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "how weights move, and at which learning rate",
             "tau_schedule curves schedule scheduler_checks adascale algorithm step_result step_plans "
             "measurement inferred_passes gradient_guard workers averaging next_state saved_state effective_average "
-            "rules betas step_counts deferred wrapper grad_scaler adam_metric step_sums exchange sampling",
+            "rules betas bias_correction deferred wrapper grad_scaler adam_metric step_sums exchange sampling",
         ),
         Package("", "the batch of a step", "batch"),
         Package("data", "which examples a worker sees next", "order source iterables fetch device sampling head"),

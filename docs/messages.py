@@ -20,7 +20,7 @@ GROUPS = {
     "Building a workload or a run": "workload chain data run.assemble run.build optim.schedule optim.scheduler_checks "
     "optim.curves optim.rules optim.betas optim.wrapper optim.workers __init__",
     "In the loop": "run optim gain measure _torch _hooks _warn",
-    "Checkpoints and resumes": "checkpoint run.boundary optim.step_counts _files",
+    "Checkpoints and resumes": "checkpoint run.boundary optim.bias_correction _files",
     "A search": "search run.base.base_run run.base.base_noise",
     "A run on Ray": "train",
     "Sharding": "sharding",

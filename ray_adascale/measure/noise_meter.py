@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._errors import check_count
 from ..gain import Average, plain_noise_scale
-from .probe import SAMPLES, BatchSamples
+from .probe import PROBE_SAMPLES, BatchSamples
 
 
 class NoiseMeter:
@@ -49,7 +49,7 @@ class NoiseMeter:
             raise ValueError(f"Invalid {window=}. Must be at least 1.")
         self._samples, self._params = BatchSamples(model, loss_fn), parameters
         self._device = self._samples.trainable(parameters)[0].device
-        self._size, self._every = check_count("batch_size", batch_size), check_count("every", every, SAMPLES)
+        self._size, self._every = check_count("batch_size", batch_size), check_count("every", every, PROBE_SAMPLES)
         self._decay, self._group = 1 - 1 / window, process_group
         self._average = Average.empty((2, 1))
         self._step = 0

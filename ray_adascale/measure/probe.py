@@ -24,7 +24,7 @@ from .._torch import generators_kept, modes_kept
 from ..gain import gradient_moments
 from .norms import take_norms
 
-SAMPLES = 4
+PROBE_SAMPLES = 4
 """n, batches of a measurement."""
 
 
@@ -69,7 +69,9 @@ class BatchSamples:
         ValueError: The model is wrapped.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], samples: int = SAMPLES) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], samples: int = PROBE_SAMPLES
+    ) -> None:
         if isinstance(model, DistributedDataParallel):
             raise ValueError("Invalid model: wrapped in DistributedDataParallel. Probe the bare one, model.module.")
         self._model, self._loss_fn, self._samples = model, loss_fn, samples

@@ -16,6 +16,7 @@ from .._warn import warn_on_first_worker
 from ..gain import Average, advanced
 from ..sharding.gradients import StepGradients
 from .averaging import Averaging
+from .bias_correction import BiasCorrectionCounters
 from .deferred import HostCopy, read, skippable_step, steps_on_device
 from .inferred_passes import InferredPasses
 from .next_state import (
@@ -32,7 +33,6 @@ from .next_state import (
 )
 from .rules import AdaScaleRule, RuleInput, ScalingRule, betas_of
 from .saved_state import check_tensors, ended_of, state_of, tensors_of
-from .step_counts import StepCounts
 from .step_result import StepResult
 from .step_sums import StepSums, constant
 
@@ -97,7 +97,7 @@ class AdaScaleAlgorithm:
         self._optimizer, self._gradients, self._inner = optimizer, gradients, gradients.stepped
         self._passes = passes
         self.averaging, self.state = averaging, state
-        self._step_counts = StepCounts(self._inner)
+        self._step_counts = BiasCorrectionCounters(self._inner)
         self.rule = rule
         self._total_steps = total_steps
         self._base_batch_size = base_batch_size

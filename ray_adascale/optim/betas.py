@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import SGD, Adam, Adamax, Muon, Optimizer
 
 from ..chain import OptimizerChain, parts_of
+from .bias_correction import BiasCorrectionCounters
 from .deferred import fill_momentum
-from .step_counts import StepCounts
 
 # Their bias correction is 1 − β^step alone, so a step count in effective steps makes it exact. AdamW is an Adam. NAdam, RAdam
 # and SparseAdam count otherwise.
@@ -136,7 +136,7 @@ class BetaRule:
         groups: Sequence[dict[str, Any]],
         optimizer: Optimizer,
         increments: Sequence[float],
-        step_counts: StepCounts,
+        step_counts: BiasCorrectionCounters,
     ) -> Iterator[None]:
         """Change the betas for the optimizer step in the context; restore them afterwards, also if the step raises.
 
@@ -163,7 +163,7 @@ class BetaRule:
         numbers: Sequence[int],
         groups: Sequence[dict[str, Any]],
         increments: Sequence[float],
-        step_counts: StepCounts,
+        step_counts: BiasCorrectionCounters,
     ) -> Iterator[None]:
         """Change the betas of a plain optimizer, see :meth:`applied`."""
         exponents: dict[int, float] = {}

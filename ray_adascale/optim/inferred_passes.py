@@ -119,7 +119,7 @@ class InferredPasses:
 
     def _watch(self) -> None:
         """Let the hooks take norms in a step that is measured."""
-        self.measurement.watch(self.plans.measured)
+        self.measurement.measure(self.plans.measured)
 
     # ---- the passes of a step ------------------------------------------------------------------------------------
 

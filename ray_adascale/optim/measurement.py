@@ -170,7 +170,7 @@ class Measurement:
         self.attach()
         listener = self._begins_passes()
         if listener is not None and listener is not cast(PassListener, self):
-            self.watch(self._plans.measured)
+            self.measure(self._plans.measured)
 
     def detach(self) -> None:
         """Remove the observer."""
@@ -205,7 +205,7 @@ class Measurement:
             "its dtype, and call the model's forward() rather than its parts."
         )
 
-    def watch(self, measured: bool) -> None:
+    def measure(self, measured: bool) -> None:
         """Let the hooks take norms from now on, or notice passes alone."""
         if self.observer is None:
             return

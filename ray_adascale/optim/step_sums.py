@@ -67,16 +67,16 @@ class StepSums:
             there is one. Without an observer "check", which is finite if the gradients are, in place of "c". "late", likewise,
             where the loop has changed gradients after the last pass. And what the caller shares, by its names.
         packed: All numbers in one tensor, where they travelled so; else None.
-        watched: Whether every gradient of the step was watched. Else "c" has a gradient that "a" lacks.
-        seen_here: Whether this worker saw all passes, so that "complete" is not 0.
+        all_measured: Whether the norm of every gradient of the step was measured. Else "c" has a gradient that "a" lacks.
+        saw_all_passes: Whether this worker saw all passes, so that "complete" is not 0.
         shared_names: The names that a caller has shared.
     """
 
     plan: StepPlan
     numbers: Numbers
     packed: Packed | None = None
-    watched: bool = False
-    seen_here: bool = False
+    all_measured: bool = False
+    saw_all_passes: bool = False
     shared_names: tuple[str, ...] = ()
 
     @property
@@ -87,7 +87,7 @@ class StepSums:
     @property
     def sampled(self) -> bool:
         """Whether the step yields a sample of the noise."""
-        return self.measured and self.watched and self.plan.num_samples > 1
+        return self.measured and self.all_measured and self.plan.num_samples > 1
 
     @property
     def identity(self) -> Tensor | None:
@@ -96,7 +96,7 @@ class StepSums:
             return None
         difference = (self.numbers["samples"] - self.numbers["reduced"]).abs() / self.plan.multiple_of_mean
         relative = difference / self.numbers["a"].sum().sqrt()
-        return relative if self.seen_here else relative * (self.numbers["complete"] > 0)
+        return relative if self.saw_all_passes else relative * (self.numbers["complete"] > 0)
 
     def on_host(self) -> StepSums:
         """Return the sums on the CPU, after one copy, which waits for the device; this object if they are there."""
@@ -134,7 +134,7 @@ class StepSums:
             a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
         if not self.sampled:
             return (a + c).sum(), None, None
-        usable = None if self.seen_here else self.numbers["complete"][0] > 0
+        usable = None if self.saw_all_passes else self.numbers["complete"][0] > 0
         ones = constant(1.0, c.device).expand(num_gains)
         sample = torch.stack([*gradient_moments(a, c, scale=plan.scale, count=plan.num_samples), ones])
         return sample.sum(), sample, usable

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, SparseAdam
 
 from ray_adascale import AdaScale, AdaScaleBetasRule, AdaScaleRule, BetaRule
+from ray_adascale.optim.bias_correction import BiasCorrectionCounters
 from ray_adascale.optim.rules import betas_of
-from ray_adascale.optim.step_counts import StepCounts
 
 from ..classifier import backward, batches, make_model, two_groups, weights
 from ..model.adam_betas import adam_with_changing_betas
@@ -137,7 +137,7 @@ def test_the_bias_correction_is_that_of_the_product_of_the_betas(doubles: None, 
     given[1][0] = given[1][3] = given[1][4] = None  # it begins late, and pauses
     params = [nn.Parameter(start.clone()) for start in starts]
     optimizer: Any = cls(params, lr=0.1, betas=(0.9, 0.99), **options)  # type: ignore[call-arg]
-    step_counts = StepCounts(optimizer)
+    step_counts = BiasCorrectionCounters(optimizer)
     seen = []
     for k, e in enumerate(EXPONENTS):
         for p, of_one in zip(params, given, strict=True):
@@ -167,7 +167,7 @@ def test_a_beta_that_a_schedule_moves_has_torchs_bias_correction_of_the_same_eff
     for e in (2.0, 1.0):
         p = nn.Parameter(torch.tensor([1.0]))
         optimizer = Adam([p], lr=0.0, betas=moved[0], eps=0.0)
-        step_counts = StepCounts(optimizer)
+        step_counts = BiasCorrectionCounters(optimizer)
         for betas in moved:
             optimizer.param_groups[0]["betas"] = betas
             for last in range(1 if e == 2 else 2):
@@ -189,7 +189,7 @@ def test_momentum_moves_as_in_the_steps_that_a_step_stands_for(doubles: None) ->
     for exponents in ((2.0, 3.0), (1.0,) * 5):
         p = nn.Parameter(torch.tensor([1.0]))
         optimizer = SGD([p], lr=0.1, momentum=0.5)
-        step_counts = StepCounts(optimizer)
+        step_counts = BiasCorrectionCounters(optimizer)
         for e in exponents:
             p.grad = torch.tensor([4.0])
             with BetaRule(momentum=True).applied(optimizer.param_groups, optimizer, [e], step_counts):
@@ -363,6 +363,6 @@ def test_a_scalar_parameters_average_is_no_count() -> None:
     p: Tensor = nn.Parameter(torch.tensor(2.0))
     optimizer = Lion([p])
     p.grad = torch.tensor(1.0)
-    with BetaRule().applied(optimizer.param_groups, optimizer, [2.0], StepCounts(optimizer)):
+    with BetaRule().applied(optimizer.param_groups, optimizer, [2.0], BiasCorrectionCounters(optimizer)):
         optimizer.step()
     assert float(optimizer.state[p]["m"]) == pytest.approx(1 - 0.99**2, rel=1e-6)

@@ -22,12 +22,12 @@ def sums(
     c: Tensor,
     a: Tensor,
     *,
-    watched: bool = True,
+    all_measured: bool = True,
     complete: int = 1,
     seen: bool = True,
     **more: Tensor,
 ) -> StepSums:
-    return StepSums(shape, {"c": c, "a": a, "complete": f64(complete), **more}, None, watched, seen)
+    return StepSums(shape, {"c": c, "a": a, "complete": f64(complete), **more}, None, all_measured, seen)
 
 
 class Calls(TorchDispatchMode):

@@ -7,12 +7,12 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-from ...measure.probe import SAMPLES, BatchSamples
+from ...measure.probe import PROBE_SAMPLES, BatchSamples
 from ...recipe import NoiseProbe, probe_steps
 from ...workload import Workload
 from ..loop import Run
 
-noise_steps = partial(probe_steps, passes=SAMPLES - 1)
+noise_steps = partial(probe_steps, passes=PROBE_SAMPLES - 1)
 """The steps of a base run on one worker at which the noise is measured, by extra passes."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-class StepCounts:
+class BiasCorrectionCounters:
     """Divides ``state["step"]`` of an optimizer's parameters for a step, by one exponent for each parameter group.
 
     The counts of a group become views of one tensor, which is divided and multiplied. The optimizer may put other tensors in
@@ -29,8 +29,10 @@ class StepCounts:
         # By the number of the group: the addresses of its counts, and the tensors that hold them.
         self._packed: dict[int, tuple[list[int], list[Tensor]]] = {}
 
-    def __reduce__(self) -> tuple[type[StepCounts], tuple[Optimizer]]:
-        return StepCounts, (self._optimizer,)  # the copy of an optimizer has counts at other addresses, and no hook
+    def __reduce__(self) -> tuple[type[BiasCorrectionCounters], tuple[Optimizer]]:
+        return BiasCorrectionCounters, (
+            self._optimizer,
+        )  # the copy of an optimizer has counts at other addresses, and no hook
 
     @contextmanager
     def divided(self, exponents: Mapping[int, float]) -> Iterator[None]:

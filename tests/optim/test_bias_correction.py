@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from ray_adascale import AdaScale, AdaScaleBetasRule, OptimizerChain
-from ray_adascale.optim.step_counts import StepCounts
+from ray_adascale.optim.bias_correction import BiasCorrectionCounters
 
 from ..classifier import backward, batches, make_model, weights
 
@@ -76,7 +76,7 @@ CHANGES: dict[str, Any] = {f.__name__: f for f in (reloaded, moved, replaced, re
 @pytest.mark.parametrize("change", CHANGES)
 def test_counts_are_those_of_a_loop_bit_for_bit(options: dict[str, Any], change: str) -> None:
     ours, theirs = (make([[3, 1, 4], [1, 5]], **options) for _ in range(2))
-    counts = StepCounts(ours)
+    counts = BiasCorrectionCounters(ours)
     # A parameter's first gradient comes late, and it pauses; later a whole group does.
     missing = [(1,), (1, 4), (), (2,), (), (3, 4), (0,), ()]
     for step, absent in enumerate(missing):
@@ -105,7 +105,7 @@ def test_a_count_keeps_its_dtype() -> None:
     give(optimizer, 0)
     optimizer.step()
     other_dtype(optimizer)
-    with StepCounts(optimizer).divided({0: 3.0}):
+    with BiasCorrectionCounters(optimizer).divided({0: 3.0}):
         steps = [state["step"].clone() for state in optimizer.state.values()]
     assert [step.dtype for step in steps] == [torch.float32, torch.float64, torch.float32]
     assert [float(step) for step in steps] == pytest.approx([1 / 3] * 3, rel=1e-6)
@@ -212,7 +212,7 @@ class Replacing(AdamW):
 
 def test_an_optimizer_that_makes_new_counts_is_refused() -> None:
     optimizer = Replacing([nn.Parameter(torch.ones(3))])
-    counts = StepCounts(optimizer)
+    counts = BiasCorrectionCounters(optimizer)
     give(optimizer, 0)
     optimizer.step()
     give(optimizer, 1)
