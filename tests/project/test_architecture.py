@@ -270,7 +270,7 @@ def test_what_every_worker_loads_is_light(start: str) -> None:
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
-LONGEST_FILE, LONGEST_CLASS = 508, 290
+LONGEST_FILE, LONGEST_CLASS = 508, 285
 """Lines of a file, and lines of code of a class."""
 
 
