@@ -20,6 +20,7 @@ from .bias_correction import BiasCorrectionCounters
 from .deferred import HostCopy, read, skippable_step, steps_on_device
 from .inferred_passes import InferredPasses
 from .next_state import (
+    MOST_SKIPPED,
     AdaScaleState,
     Estimate,
     RuleOutput,
@@ -248,8 +249,16 @@ class AdaScaleAlgorithm:
         self._end_step()
 
     def _leave_out(self, step: StepResult) -> None:
-        self.state = skipped(self.state, step.shared)
+        self._skip(step.shared)
         self._gradients.discard()
+
+    def _skip(self, shared: Mapping[str, float]) -> None:
+        self.state = skipped(self.state, shared)
+        if self.state.skips > MOST_SKIPPED:
+            raise FloatingPointError(
+                f"The gradient was not finite in {self.state.skips} optimizer steps in a row, so effective_steps stays at "
+                f"{self.state.last.effective_steps:.1f}. Lower the learning rate, clip gradients, or check the data."
+            )
 
     # ---- what becomes of a step ----------------------------------------------------------------------------------
 
@@ -289,7 +298,7 @@ class AdaScaleAlgorithm:
             output: The rule's; None if the gain is both factor and increment.
         """
         if step.skipped:
-            self.state = skipped(self.state, step.shared)
+            self._skip(step.shared)
             return
         self._check_samples(step)
         factor, increment = (step.gain, step.gain) if output is None else (output.lr_factor, output.increment)
@@ -316,7 +325,7 @@ class AdaScaleAlgorithm:
             self._advance(pending.estimate, step, pending.output)
         if self._passes.skipped_by_scaler:
             self._passes.skipped_by_scaler = False
-            self.state = skipped(self.state, {})
+            self._skip({})
 
     def readout(self) -> StepResult:
         """Return what follows from the averages with the current gradients; waits for the device."""

@@ -26,6 +26,8 @@ from .step_result import StepResult
 from .step_sums import StepSums, constant
 
 _NO_SAMPLE = (math.nan, math.nan)
+MOST_SKIPPED = 50
+"""Most steps in a row that may be skipped."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,14 @@ class AdaScaleState:
         last: The last step, with τ and the number of steps after it.
         since_sample: Effective steps since the last sample; before the first one 1.
         non_negative: Whether σ̄² ≥ the floor and μ̄² ≥ 0, because each sample was so.
+        skips: Steps in a row, up to now, that were skipped in this process.
     """
 
     averages: Average
     last: StepResult = field(default_factory=StepResult)
     since_sample: float = 1.0
     non_negative: bool = False
+    skips: int = 0
 
     @classmethod
     def empty(cls, num_gains: int, averaging: Averaging, device: torch.device | str = "cpu") -> AdaScaleState:
@@ -216,4 +220,4 @@ def skipped(state: AdaScaleState, shared: Mapping[str, float]) -> AdaScaleState:
         state: Before the step.
         shared: What a caller has shared in the step.
     """
-    return replace(state, last=replace(state.last, skipped=True, shared=shared))
+    return replace(state, last=replace(state.last, skipped=True, shared=shared), skips=state.skips + 1)

@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from .._warn import warn_on_first_worker
+from ..optim.next_state import MOST_SKIPPED
 from .boundary.stage import LoopState
 
 _MOST_OVERFLOWS = 40
 """Skipped steps in a row that a loss scale may need to adapt: it begins at 2¹⁶ and halves."""
-_MOST_SKIPPED = 50
-"""Skipped steps in a row that end the run."""
 
 
 class SkippedSteps:
@@ -69,7 +68,7 @@ class SkippedSteps:
                 "evaluations return NaN. Keep such examples out of the data, or set the buffers anew in the loop (batch norm: "
                 "module.reset_running_stats())."
             )
-        if in_a_row >= _MOST_SKIPPED:
+        if in_a_row >= MOST_SKIPPED:
             loss_scale = 1.0 if self._scaler is None else self._scaler.get_scale()
             raise FloatingPointError(
                 f"The gradient was not finite in {in_a_row} optimizer steps in a row, up to step {step} at effective step "

@@ -351,3 +351,29 @@ def test_take_step_calls_the_hooks_of_the_wrapper(register: str) -> None:
     adascale.take_step()
     assert called == [adascale]
     assert adascale.steps == 2
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["host", "device"])
+def test_a_loop_of_ones_own_ends_where_no_gradient_is_finite(fused: bool) -> None:
+    """Else ``while not schedule.finished`` would never end, since τ stays."""
+    model = nn.Linear(2, 1)
+    adascale = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), scale=2.0, num_gradients_to_accumulate=2
+    )
+
+    def step(value: float) -> float:
+        for _ in "ab":
+            model(torch.full((1, 2), value)).sum().div(2).backward()
+        adascale.step()
+        adascale.zero_grad()
+        return adascale.effective_steps
+
+    for _ in range(50):
+        assert step(math.nan) == 0
+    assert step(1.0) > 0  # the count begins anew
+    for _ in range(50):
+        step(math.nan)
+    with pytest.raises(
+        FloatingPointError, match=r"not finite in 51 optimizer steps in a row, so effective_steps stays at 1\.0"
+    ):
+        step(math.nan)
