@@ -304,7 +304,7 @@ def test_no_file_and_no_class_is_long(path: Path) -> None:
     assert {name: size for name, size in sizes(source) if size > LONGEST_CLASS} == {}
 
 
-BUDGET = 19_264
+BUDGET = 19_274
 """The most lines of code of the package."""
 
 
