@@ -26,8 +26,8 @@ CLEARED = {
     True: "Gradients were cleared between the passes of an optimizer step, so all micro-batches but the step's last would be "
     "lost. Delete optimizer.zero_grad() or model.zero_grad() from the loop: run.step() clears the gradients after each step.",
     False: "Gradients were cleared between the passes of an optimizer step, so the earlier ones would be lost. Call "
-    "optimizer.zero_grad() once a step, after optimizer.step(); the number of passes is AdaScaleConfig(accumulation=...), or "
-    "num_gradients_to_accumulate.",
+    "optimizer.zero_grad() once a step, after optimizer.step(), and before a step that is repeated after an exception. The "
+    "number of passes is AdaScaleConfig(accumulation=...), or num_gradients_to_accumulate.",
 }
 _CHANGED = {
     True: "Gradients were changed between the passes of an optimizer step, and the next passes would add to changed gradients. "

@@ -508,7 +508,9 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
         try:
             make_passes(step, now, seen[rank], case.caught)
         except _PlantedError:
-            module.zero_grad()  # which AdaScale does not see
+            # A pass that has failed before any gradient was accumulated has not begun for AdaScale, which has to be told.
+            begun = ada.passes.measurement.step.passing
+            (module if begun else ada).zero_grad()  # AdaScale does not see the module's
             make_passes(step, now, seen[rank], None)
         if not case.scaled_loss:
             ada.passes.complete(scaled=True)
