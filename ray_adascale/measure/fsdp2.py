@@ -190,7 +190,7 @@ class FSDP2Observer(HookObserver):
         return self._sums(take_group_norms(shards))
 
     def find_unseen(self) -> list[Tensor]:
-        """Return the parameters whose module's forward was never called, and hook them: the next step is measured."""
+        """Return the parameters whose module's forward was never called. Hook them, so that the next step measures them."""
         params = [p for params in self.groups for p in params if p.grad is not None]
         late = [p for p in params if p not in self._whole]
         if late:

@@ -115,7 +115,7 @@ class GradientObserver(ABC):
         """Return this worker's share of ``‖ḡ‖²`` per group, float64 ``[groups]``; the shares of all workers add up to it."""
 
     def find_unseen(self) -> Sequence[Tensor]:
-        """Return the parameters whose gradients were not measured in the step that ends, the same on all workers."""
+        """Return the parameters of this step whose gradients were not measured. All workers return the same."""
         return ()
 
     identity: Identity | None = None
@@ -123,7 +123,7 @@ class GradientObserver(ABC):
 
     def reduced_product(self) -> Tensor:
         """Return ⟨ḡ, v⟩ of the reduced gradient that this worker holds; float64, 0-dim."""
-        raise NotImplementedError  # with `identity` alone
+        raise NotImplementedError  # called only where there is an `identity`
 
     def measure(self, measures: bool) -> None:
         """Measure gradient samples from the next pass on, or leave them out: hooks stay, and notice passes alone."""

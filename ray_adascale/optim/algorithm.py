@@ -158,11 +158,10 @@ class AdaScaleAlgorithm:
         if step.skipped:
             self._leave_out(step)
             return
-        output = self._take_step(step, estimated.sums.plan.scale)
-        self._advance(estimated, step, output)
+        self._advance(estimated, step, self._take_step(step, estimated.sums.plan.scale))
 
     def _step_on_device(self, estimated: Estimate) -> None:
-        """Take a step whose gain the host does not know, or of which only the device knows whether its gradient is finite."""
+        """Step before the host has the step's numbers. The device skips a gradient that is not finite."""
         scale, output = estimated.sums.plan.scale, None
         zero, one = (constant(x, estimated.finite.device, torch.float32)[0] for x in (0.0, 1.0))
         skip = torch.where(estimated.finite, zero, one)

@@ -65,7 +65,8 @@ _LENGTHS: dict[type[L.LRScheduler], str] = {
 }
 _SLACK = 0.02
 """Share of T. A smaller difference depends on whether a curve ends at its last step or after it."""
-# Share of T by which the last change of one that goes on after it may come late. A short trial of a long schedule is no mistake.
+# The last change of these schedules may come after the end of the run, by at most this share of T. A short trial of a long
+# schedule is no mistake.
 _LATE = {L.MultiStepLR: _SLACK, L.StepLR: 1.0, L.LinearLR: 1.0, L.ConstantLR: 1.0}
 
 
@@ -119,7 +120,7 @@ def _calls_at_zero(curve: Sequence[float]) -> int:
     """Return the number of equal values at the end of a curve, if they are at most a millionth of its peak; else 0."""
     rates = np.asarray(curve)
     peak, last = np.abs(rates).max(), rates[-1]
-    if not abs(last) <= 1e-6 * peak:  # nor NaN
+    if np.isnan(peak) or abs(last) > 1e-6 * peak:
         return 0
     different = np.flatnonzero(np.abs(rates - last) > 1e-9 * peak)
     return len(curve) - 1 - int(different[-1]) if len(different) else len(curve)

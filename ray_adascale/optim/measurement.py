@@ -108,7 +108,7 @@ class Measurement:
         self._unhooked = self.foreign = self._checked = self._told = False
         self._measured_steps = 0  # of this start
         self._wanted: Wanted | None = None  # of the observer
-        self._unseen: Sequence[Tensor] = ()  # parameters whose gradients the last step did not measure
+        self._unseen: Sequence[Tensor] = ()  # parameters of the last step whose gradients were not measured
         self._begins_passes = weakref.ref(cast(PassListener, self))
         self.clear()
         gradients.listen(self)

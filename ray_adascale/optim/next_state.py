@@ -141,7 +141,7 @@ def means_of(averages: list[float]) -> tuple[list[float], list[float]]:
 
 
 def result(estimated: Estimate, numbers: Mapping[str, list[float]], gains: StepResult) -> StepResult:
-    """Return a step, but for its clock, factor and count.
+    """Return the step on the host. :func:`next_state` adds τ, the LR factor and the number of steps.
 
     Args:
         estimated: The step's estimate.

@@ -111,7 +111,8 @@ def warn_of_schedule(scheduler: LRScheduler | None, schedule: BaseSchedule, batc
         batch: B, examples.
     """
     found = [other_length(scheduler, schedule)]
-    if not (lowest := float(np.min([np.min(curve) for curve in schedule.lr_curve]))) >= 0:  # NaN
+    lowest = float(np.min([np.min(curve) for curve in schedule.lr_curve]))
+    if math.isnan(lowest) or lowest < 0:
         found.append(f"The learning rate falls to {lowest:.3g}, and below 0 a step goes uphill. End the schedule at 0.")
     base = schedule.base_batch_size
     length = math.inf if schedule.base_steps_per_epoch is None else schedule.base_steps_per_epoch * base
