@@ -98,8 +98,8 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "optim",
             "how weights move, and at which learning rate",
-            "tau_schedule curves schedule scheduler_checks adascale algorithm step_result step_plans "
-            "measurement inferred_passes gradient_guard workers averaging next_state saved_state effective_average "
+            "tau_schedule curves schedule scheduler_checks adascale algorithm step_result current_step "
+            "gradient_guard workers averaging next_state saved_state effective_average "
             "rules betas bias_correction deferred wrapper grad_scaler adam_metric step_sums exchange sampling",
         ),
         Package("", "the batch of a step", "batch"),

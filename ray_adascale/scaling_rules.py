@@ -140,7 +140,7 @@ class ScalingRuleBase:
         """
         adp = self._initialized()
         # The others are for a `step()` after a `with model.no_sync():` block, where the first flag is up again.
-        if not adp.require_backward_grad_sync or not adp.pass_reduces or adp.gns.statistics.passes.accumulating:
+        if not adp.require_backward_grad_sync or not adp.pass_reduces or adp.gns.statistics.current.accumulating:
             return None
         self._stepping = True
         try:

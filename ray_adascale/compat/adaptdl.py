@@ -111,7 +111,7 @@ class NoiseScale:
             # The passes of this worker reached no parameter, so nothing has counted them. Those of other workers did.
             self.scale = self.accum_scale * self.forward_passes
             self.statistics.expect_passes(self.forward_passes, scale=self.scale, loss_divided_by=1)
-            self.statistics.passes.complete(scaled=True)
+            self.statistics.current.complete(scaled=True)
         self.forward_passes = 0
         before, self.statistics.rule = self.statistics.rule, rule
         try:
@@ -122,7 +122,7 @@ class NoiseScale:
     @property
     def should_zero_grad(self) -> bool:
         """Whether no gradients are being accumulated: the last backward pass that reached a parameter completed a step."""
-        return not self.statistics.passes.accumulating
+        return not self.statistics.current.accumulating
 
     def reset_accumulation(self, *args: Any, **kwargs: Any) -> None:
         """Clear gradients, and forget the passes of an unfinished step."""
@@ -132,7 +132,7 @@ class NoiseScale:
     def clear_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Clear gradients. The forward pass of the step may have run already: it counts."""
         self._zero_grad(*args, **kwargs)
-        self.statistics.passes.begin_step()
+        self.statistics.current.begin_step()
 
     def set_accum_scale(self, accum_scale: float) -> None:
         """Change :attr:`accum_scale` after a change of the micro-batch; from the next backward pass on.
@@ -315,7 +315,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         """
         if state["name"] != self.name:
             raise ValueError(f"The training state is of name={state['name']!r}, this model's is {self.name!r}.")
-        self.gns.statistics.passes.begin_step()
+        self.gns.statistics.current.begin_step()
         self.gns.statistics.load_statistics_state(state["statistics"])
         self.module.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])

@@ -19,13 +19,11 @@ from ..batch import StepPlan
 from ..sharding.gradients import gradients_of
 from .algorithm import AdaScaleAlgorithm
 from .averaging import Averaging, CountDecay, Smoothing, check_averaging
-from .inferred_passes import InferredPasses
-from .measurement import Measurement
+from .current_step import CurrentStep
 from .next_state import AdaScaleState
 from .rules import AdaScaleRule, ScalingRule
 from .sampling import MeasuredSteps
 from .saved_state import check_tensors, with_tensors, without_tensors
-from .step_plans import StepPlans
 from .step_result import StepEnd, StepResult
 from .workers import Workers
 from .wrapper import OptimizerWrapper, check_parameters
@@ -122,18 +120,15 @@ class AdaScale(OptimizerWrapper):
         window = None if averaging_window is None else averaging_window * (total_steps or 1)
         sampling = MeasuredSteps(window, measure_every)
         self._single_gain = single_gain
-        plans = StepPlans(StepPlan(workers=workers.count), sampling)
-        measurement = Measurement(
-            optimizer,
+        self._passes = CurrentStep(
             self._gradients,
-            plans,
+            sampling,
             workers,
             grad_scaler=grad_scaler,
             to_mean=is_scaled_loss,
             precondition=precondition,
             model=model,
         )
-        self._passes = InferredPasses(measurement, plans)
         averaging = Averaging(
             smoothing=CountDecay(passes) if smoothing is None else smoothing,
             window=window,
@@ -147,7 +142,7 @@ class AdaScale(OptimizerWrapper):
             self._gradients,
             self._passes,
             averaging,
-            AdaScaleState.empty(num_gains, averaging, measurement.device),
+            AdaScaleState.empty(num_gains, averaging, self._gradients.device),
             rule=AdaScaleRule() if rule is None else rule,
             total_steps=total_steps,
             base_batch_size=base_batch_size,
@@ -213,7 +208,7 @@ class AdaScale(OptimizerWrapper):
         self._require_boundary("add_param_group")
         self._algorithm.synchronize()
         self._optimizer.add_param_group(param_group)
-        self.measurement.renew()
+        self._passes.renew()
         if not self._single_gain:
             self._algorithm.add_gain()
 
@@ -284,26 +279,26 @@ class AdaScale(OptimizerWrapper):
     def set_scale(self, scale: float, update_estimate: bool = True) -> None:
         """Change S between steps. The averages stay: σ² is per base batch. ``update_estimate`` is for FairScale's sake only."""
         self._require_boundary("set_scale")
-        self.set_plan(self._passes.plans.declared.at_scale(scale))
+        self.set_plan(self._passes.declared.at_scale(scale))
 
     def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int, update_smoothing: bool = True) -> None:
         """Change the backward passes per step, and θ to max(1 − n/1000, 0)."""
         passes = check_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
         self._require_boundary("set_num_gradients_to_accumulate")
-        self.set_plan(replace(self._passes.plans.declared, passes=passes))
+        self.set_plan(replace(self._passes.declared, passes=passes))
         if update_smoothing:
             self._algorithm.averaging = replace(self._algorithm.averaging, smoothing=CountDecay(passes))
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
         """Divide the accumulated gradients by the number of passes, where the loss was not (``is_scaled_loss=False``)."""
-        if self._passes.plans.declared.loss_divisor is None:
+        if self._passes.declared.loss_divisor is None:
             raise RuntimeError("is_scaled_loss=True says that the loss was divided already.")
-        with self.measurement.changing():
-            self.measurement.divide_to_mean(self.plan)
+        with self._passes.changing():
+            self._passes.divide_to_mean(self.plan)
 
     def unhook(self) -> None:
         """Stop watching gradients; ``step()`` goes on with the averages unchanged."""
-        self.measurement.unhook()
+        self._passes.unhook()
 
     # ---- the batch of a step -------------------------------------------------------------------------------------
 
@@ -325,10 +320,10 @@ class AdaScale(OptimizerWrapper):
             RuntimeError: Called between a backward pass and the step that it leads to.
         """
         self._require_boundary("set_plan")
-        if plan.workers != self.measurement.workers.count:
-            raise ValueError(f"Invalid {plan}: AdaScale was built for {self.measurement.workers.count} workers.")
+        if plan.workers != self._passes.workers.count:
+            raise ValueError(f"Invalid {plan}: AdaScale was built for {self._passes.workers.count} workers.")
         self._algorithm.synchronize()
-        self._passes.declare(replace(plan, loss_divisor=self._passes.plans.declared.loss_divisor))
+        self._passes.declare(replace(plan, loss_divisor=self._passes.declared.loss_divisor))
 
     def expect_passes(self, passes: int, *, scale: float | None = None, loss_divided_by: int | None = None) -> None:
         """Announce that one optimizer step, the one under way or else the next, has fewer backward passes than declared.
@@ -355,20 +350,20 @@ class AdaScale(OptimizerWrapper):
 
         Called as each pass begins that is not the declared last; returns :meth:`StepPlan.shortened` of :attr:`plan`, or None.
         """
-        return self._passes.plans.step_end
+        return self._passes.step_end
 
     @step_end.setter
     def step_end(self, step_end: StepEnd | None) -> None:
-        self._passes.plans.step_end = step_end
+        self._passes.step_end = step_end
 
     @property
     def sample_weights(self) -> Sequence[float] | None:
         """w of this worker's gradient sample in each pass, where micro-batches are unequal; None: all 1/n."""
-        return self.measurement.weights
+        return self._passes.weights
 
     @sample_weights.setter
     def sample_weights(self, weights: Sequence[float] | None) -> None:
-        self.measurement.set_weights(weights)
+        self._passes.set_weights(weights)
 
     # ---- the steps so far ----------------------------------------------------------------------------------------
 
@@ -443,7 +438,7 @@ class AdaScale(OptimizerWrapper):
     @property
     def at_boundary(self) -> bool:
         """Whether this is a step boundary: no backward pass since the last step."""
-        return self._passes.at_boundary
+        return not self._passes.step.under_way
 
     @property
     def is_last_pass(self) -> bool:
@@ -451,13 +446,8 @@ class AdaScale(OptimizerWrapper):
         return self._passes.is_last
 
     @property
-    def measurement(self) -> Measurement:
-        """The gradient samples of the step under way."""
-        return self._passes.measurement
-
-    @property
-    def passes(self) -> InferredPasses:
-        """The passes of the step under way, and the plans of the steps."""
+    def current(self) -> CurrentStep:
+        """The step under way: its plan, its passes and its gradient samples."""
         return self._passes
 
     def clip_grad_norm(
@@ -483,7 +473,7 @@ class AdaScale(OptimizerWrapper):
             ValueError: The wrapped optimizer is no OSS, and there is a filter or a process group.
         """
         self._passes.complete("clip_grad_norm")
-        with self.measurement.changing():
+        with self._passes.changing():
             return self._gradients.clip_norm(
                 self._params, max_norm, norm_type, filter_params_fn=filter_params_fn, process_group=process_group
             )
@@ -491,7 +481,7 @@ class AdaScale(OptimizerWrapper):
     def clip_grad_value(self, clip_value: float) -> None:
         """Clip each element of the gradient of the next step, as :meth:`clip_grad_norm` clips its norm. The gain stays."""
         self._passes.complete("clip_grad_value")
-        with self.measurement.changing():
+        with self._passes.changing():
             self._gradients.clip_value(self._params, clip_value)
 
     def _require_boundary(self, what: str) -> None:

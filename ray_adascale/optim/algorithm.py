@@ -18,7 +18,7 @@ from ..sharding.gradients import StepGradients
 from .averaging import Averaging
 from .bias_correction import BiasCorrectionCounters
 from .deferred import HostCopy, read, skippable_step, steps_on_device
-from .inferred_passes import InferredPasses
+from .current_step import CurrentStep
 from .next_state import (
     MOST_SKIPPED,
     AdaScaleState,
@@ -87,7 +87,7 @@ class AdaScaleAlgorithm:
         self,
         optimizer: Optimizer,
         gradients: StepGradients,
-        passes: InferredPasses,
+        passes: CurrentStep,
         averaging: Averaging,
         state: AdaScaleState,
         *,
@@ -105,7 +105,7 @@ class AdaScaleAlgorithm:
         self._estimated: tuple[StepSums, Estimate] | None = None  # the step under way, once its last pass has ended
         self._known: tuple[Average, float, StepResult] | None = None  # read last: averages, S and their gains
         self.pending: _Pending | None = None
-        self._plan, self._declared = passes.plan, passes.plans.declared  # of the last step, and of full ones then
+        self._plan, self._declared = passes.plan, passes.declared  # of the last step, and of full ones then
         self._equal_steps = 0  # in a row, of equal gradient samples; −1 once that was warned of
 
     @property
@@ -139,7 +139,7 @@ class AdaScaleAlgorithm:
         """
         self.synchronize()
         sums = self._passes.finish()
-        self._plan, self._declared = sums.plan, self._passes.plans.declared
+        self._plan, self._declared = sums.plan, self._passes.declared
         on_device = self._on_device(sums)
         estimated = self._estimate(sums, on_host=not on_device)
         if on_device:
@@ -275,7 +275,7 @@ class AdaScaleAlgorithm:
             return result(of, numbers, self._known_at(scale, of.averages))
         step = result(of, numbers, averaged(numbers))
         self._known = of.averages, scale, step
-        observer = self._passes.measurement.observer
+        observer = self._passes.observer
         if observer is not None and observer.identity is not None and not step.skipped:
             observer.identity.check(step.identity)
         return step
@@ -329,11 +329,11 @@ class AdaScaleAlgorithm:
     def readout(self) -> StepResult:
         """Return what follows from the averages with the current gradients; waits for the device."""
         self.synchronize()
-        sums = self._passes.measurement.step.sums
+        sums = self._passes.step.sums
         if sums is not None and sums.measured:
             estimated = self._estimate(sums, on_host=not self._on_device(sums))
             return self._known_at(sums.plan.scale, estimated.averages)
-        same = self._declared is self._passes.plans.declared
+        same = self._declared is self._passes.declared
         plan = sums.plan if sums is not None else self._plan if same else self._passes.plan  # a step may be shorter
         return self._known_at(plan.scale, self.state.averages)
 
@@ -342,7 +342,7 @@ class AdaScaleAlgorithm:
     def state_dict(self) -> dict[str, Tensor]:
         """Return averages, clock and the numbers of steps: copies on the CPU."""
         self.synchronize()
-        return tensors_of(self.state, self._passes.plans.ended, self._passes.plans.unsampled)
+        return tensors_of(self.state, self._passes.ended, self._passes.unsampled)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Load a :meth:`state_dict`, which is left unchanged.
@@ -365,7 +365,7 @@ class AdaScaleAlgorithm:
 
     def add_gain(self) -> None:
         """Add a gain, of a parameter group that was added to the optimizer."""
-        averages = self.averaging.with_gain(self.state.averages, self._passes.plans.declared)
+        averages = self.averaging.with_gain(self.state.averages, self._passes.declared)
         self.state = replace(self.state, averages=averages)
 
 

@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-
-from .workers import Workers
 
 Numbers = Mapping[str, Tensor]
 """Numbers by name: float64, 0-dim or 1-D, on one device."""
@@ -38,42 +35,3 @@ class Packed:
         return dict(
             zip(self.sizes, (self.tensor if tensor is None else tensor).split([*self.sizes.values()]), strict=True)
         )
-
-
-class Exchange:
-    """One step's numbers that are summed over the workers, in one all-reduce.
-
-    Args:
-        workers: The workers. One worker's numbers are the sums.
-
-    Attributes:
-        sent: Whether the numbers are on their way.
-    """
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-        self._numbers: dict[str, Tensor] = {}
-        self._travelling: tuple[Packed, dist.Work | None] | None = None
-        self.sent = False
-
-    def add(self, numbers: Numbers) -> None:
-        """Add numbers before they are sent. All workers add the same names."""
-        assert not self.sent
-        self._numbers.update(numbers)
-
-    def send(self) -> None:
-        """Start the all-reduce, if there is a number. A second call does nothing."""
-        if self._numbers and not self.sent and self._workers.reduce:
-            packed = Packed.of(self._numbers)
-            self._travelling = packed, dist.all_reduce(packed.tensor, group=self._workers.group, async_op=True)
-        self.sent = True
-
-    def wait(self) -> tuple[Numbers, Packed | None]:
-        """Return the sums by name; and all in one tensor, where they have travelled so."""
-        self.send()
-        if self._travelling is None:
-            return self._numbers, None
-        packed, work = self._travelling
-        if work is not None:
-            work.wait()
-        return packed.apart(), packed

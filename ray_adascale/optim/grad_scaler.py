@@ -117,7 +117,7 @@ class ShardedGradScaler(_FSDPGradScaler):
         # If no backward pass reached a parameter here, the other workers are in these reductions. The scaler's own all-reduce
         # comes after them.
         if isinstance(optimizer, AdaScale):
-            optimizer.passes.complete(scaled=True)
+            optimizer.current.complete(scaled=True)
         if oss is not None and (reducer := oss.reducer()) is not None:
             reducer.finish_reduction()
         if optimizer not in self._targets:

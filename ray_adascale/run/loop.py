@@ -323,7 +323,7 @@ class Run:
         passes.begin_backward(loss)
         if passes.is_last:
             alone = self.plan.workers == 1
-            self.optimizer.measurement.share(**({"loss": passes.loss} if alone else self._shared_numbers(passes.loss)))
+            self.optimizer.current.share(**({"loss": passes.loss} if alone else self._shared_numbers(passes.loss)))
             self._pulse.enter(Phase.REDUCTION)
         passes.backward(loss, self.plan)
 

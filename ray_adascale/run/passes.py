@@ -96,7 +96,7 @@ class Passes:
         sharding: Sharding,
     ) -> None:
         self._module = module
-        self._optimizer, self._measurement, self._plans = optimizer, optimizer.measurement, optimizer.passes.plans
+        self._optimizer, self._current = optimizer, optimizer.current
         self.scaler = scaler
         self._guarded = guarded
         guarded.add_param_group = _refuse_group  # type: ignore[method-assign]
@@ -142,11 +142,11 @@ class Passes:
         hook = self._guarded.register_step_pre_hook(self._check_stepping)
         parameters = register_module_parameter_registration_hook(self._check_parameter)
         self._guarded.add_param_group = _refuse_group  # type: ignore[method-assign]
-        self._optimizer.passes.told(True)
+        self._current.told(True)
         try:
             yield
         finally:
-            self._optimizer.passes.told(False)
+            self._current.told(False)
             hook.remove()
             parameters.remove()
             vars(self._guarded).pop("add_param_group", None)  # which an inner loop has restored
@@ -160,8 +160,8 @@ class Passes:
             if self._steps == 0:
                 warn_of_equal_batches(batch.batch, self._optimizer.plan.workers, self._device)
                 self._buffers = written_buffers(self._module) if self._optimizer.plan.num_samples > 1 else {}
-            if self._measurement.observer is not None:
-                self._measurement.refresh()
+            if self._current.observer is not None:
+                self._current.refresh()
         self._batch = batch
         self._backward_done = False
         self._weights.append(batch.weight)
@@ -194,8 +194,8 @@ class Passes:
         Raises:
             RuntimeError: It has.
         """
-        found = self._measurement.foreign
-        if first and self._measurement.observer is None:
+        found = self._current.foreign
+        if first and self._current.observer is None:
             for p in self._params:
                 found |= p.grad is not None
         if found:
@@ -252,8 +252,8 @@ class Passes:
             loss = loss * factor
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        self._measurement.weights = self._weights
-        self._measurement.begin(self._plans.current if batch.is_last else None)
+        self._current.weights = self._weights
+        self._current.begin(self._current.current if batch.is_last else None)
         try:
             loss.backward()
         except Exception as error:
@@ -261,13 +261,13 @@ class Passes:
             if not loss.requires_grad:
                 error.add_note(_DEPENDS_ON_NOTHING)
             raise
-        self._measurement.end()  # torch.autograd.grad() in the loop's loss is no pass
+        self._current.end()  # torch.autograd.grad() in the loop's loss is no pass
         self._backward_done = True
         if not batch.is_last:
             self._traffic.close()
             return
         if self.scaler is not None:
-            with self._measurement.changing():
+            with self._current.changing():
                 self.scaler.unscale_(self._optimizer)  # here, so that the loop sees and clips the true gradient
         if self._steps == 0 or not self._alone:
             self._sharding.after_last()

@@ -96,9 +96,27 @@ class StepGradients:
         return [group["params"] for group in self._optimizer.param_groups]
 
     @property
+    def num_groups(self) -> int:
+        return len(self._optimizer.param_groups)
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    @property
+    def own(self) -> list[Tensor | None]:
+        """The gradients of the parameters, wherever those of the step are."""
+        return [p.grad for group in self._optimizer.param_groups for p in group["params"]]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the statistics."""
+        return next((p.device for group in self._optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+
+    @property
     def kept(self) -> Sequence[Tensor | None]:
         """The tensors in which the step's gradients are, as the loop may change them."""
-        return [p.grad for group in self._optimizer.param_groups for p in group["params"]]
+        return self.own
 
     def of_step(self) -> list[Tensor]:
         """Return the gradients that the optimizer will use on this worker."""

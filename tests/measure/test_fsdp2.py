@@ -453,7 +453,7 @@ def test_unhook_leaves_nothing_and_a_users_reduce_scatter_is_never_touched(pool:
 def dropped() -> None:
     net, adascale = ready()
     one_step(net, adascale)
-    gone = weakref.ref(adascale), weakref.ref(adascale.measurement.observer)
+    gone = weakref.ref(adascale), weakref.ref(adascale.current.observer)
     del adascale
     gc.collect()
     assert [ref() for ref in gone] == [None, None]

@@ -52,7 +52,7 @@ def test_two_threads_whose_hooks_come_first_begin_one_pass(monkeypatch: pytest.M
     monkeypatch.setattr(observers, "queue_end_of_backward", queued.append)
     model = make_model()
     adascale = ready(model)
-    observer = adascale.measurement.observer
+    observer = adascale.current.observer
     assert isinstance(observer, observers.HookObserver)
     clear = observer.samples.clear
 
@@ -226,7 +226,7 @@ def test_a_step_before_its_last_pass_is_refused_on_all_ranks(pool: Pool) -> None
 
 def test_a_gradient_that_is_not_there_any_more_counts_as_zero() -> None:
     model = make_model()
-    observer = ready(model).measurement.observer
+    observer = ready(model).current.observer
     assert observer is not None
     for p in model.parameters():
         p.grad = torch.ones_like(p)

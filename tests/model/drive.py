@@ -509,11 +509,11 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
             make_passes(step, now, seen[rank], case.caught)
         except _PlantedError:
             # A pass that has failed before any gradient was accumulated has not begun for AdaScale, which has to be told.
-            begun = ada.passes.measurement.step.passing
+            begun = ada.current.step.passing
             (module if begun else ada).zero_grad()  # AdaScale does not see the module's
             make_passes(step, now, seen[rank], None)
         if not case.scaled_loss:
-            ada.passes.complete(scaled=True)
+            ada.current.complete(scaled=True)
             ada.scale_grad_by_num_grads_to_accum()
         if case.clip is not None:
             if scaler is not None:

@@ -172,14 +172,14 @@ def test_a_lone_sample_that_is_not_finite_is_left_out_at_any_step(bad: float) ->
 
 def test_a_step_with_one_gradient_sample_is_refused_with_what_to_do() -> None:
     model, adascale = ready(scale=4.0, n=1)
-    assert adascale.passes.plans.lacks_samples
+    assert adascale.current.lacks_samples
     with pytest.raises(RuntimeError, match=r"One gradient sample a step at scale 4 .*num_gradients_to_accumulate=2"):
         backward(model, batches(1, 4))
     with pytest.raises(RuntimeError, match="One gradient sample a step"):
         adascale.step()  # with gradients that were set by hand
     adascale.zero_grad()
     adascale.set_num_gradients_to_accumulate(2)
-    assert not adascale.passes.plans.lacks_samples
+    assert not adascale.current.lacks_samples
     backward(model, batches(2, 4))
     adascale.step()
     assert adascale.gain() > 1
@@ -333,7 +333,7 @@ def test_bookkeeping_holds_no_gradients() -> None:
     adascale.step()
     held = [
         value
-        for holder in (adascale, adascale.measurement.observer)
+        for holder in (adascale, adascale.current.observer)
         for value in vars(holder).values()
         if isinstance(value, Tensor) and value.numel() > len(adascale.param_groups) * 2
     ]

@@ -40,7 +40,7 @@ def _steps_against_reference(sharded: bool, passes: int, view: bool, shares: boo
         scale=scale,
         num_gradients_to_accumulate=passes,
     )
-    observer = adascale.measurement.observer
+    observer = adascale.current.observer
     assert observer is not None
     assert observer.holds_whole_gradient is not shares
     reference = ReferenceAdaScale(scale=scale, n=world * passes)

@@ -99,7 +99,7 @@ def _power_sgd(passes: int, late: bool) -> float:
         for i in range(passes):
             ddp(torch.randn(4, 60) + step + i).square().mean().div(passes).backward()
         # A is sent after all collectives of the hook.
-        assert not adascale.measurement.observer._sent_early  # type: ignore[union-attr]
+        assert not adascale.current.observer._sent_early  # type: ignore[union-attr]
         adascale.step()
         adascale.zero_grad()
     return adascale.gain()

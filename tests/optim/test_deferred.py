@@ -273,7 +273,7 @@ def _reads(
         watch: AbstractContextManager[list[str]] = host_reads(monkeypatch) if step == 2 else nullcontext([])
         with watch as found:
             if row is not None:
-                adascale.measurement.share(first=row[0], second=row[1])
+                adascale.current.share(first=row[0], second=row[1])
             backward(model, data)
             adascale.step()
             adascale.zero_grad()
@@ -316,7 +316,7 @@ def test_a_step_that_is_left_out_changes_nothing_and_returns_what_was_shared(fus
     adascale = wrapped(model, fused=fused)
     train(adascale, model, batches(4))
     before, clock, at = weights(model).clone(), adascale.effective_steps, adascale.average_moments()
-    adascale.measurement.share(number=torch.tensor(7.0))
+    adascale.current.share(number=torch.tensor(7.0))
     backward(model, batches(2))
     adascale.skip_step()
     assert adascale.last_step.skipped

@@ -71,7 +71,7 @@ def _train(
         if step in overflows and rank == world - 1:
             loss = loss * float("inf")
         if adascale:
-            outer.measurement.share(number=torch.tensor(step * 10.0 + rank))
+            outer.current.share(number=torch.tensor(step * 10.0 + rank))
         scaler.scale(loss).backward()
         if clip:
             scaler.unscale_(outer)

@@ -89,7 +89,7 @@ def test_a_step_between_has_the_gain_of_the_averages() -> None:
     data = iter(batches(20, 4))
     moments = []
     for step in range(7):
-        assert ada.passes.plans.measured == (step % 3 == 0)
+        assert ada.current.measured == (step % 3 == 0)
         before, lr_r = weights(model).clone(), 0.05 * ada.gain()
         backward(model, [next(data), next(data)])
         squared = sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None)
@@ -156,15 +156,15 @@ def test_the_state_has_the_place_in_the_series() -> None:
     ada.unhook()
     again = fresh()
     again.load_state_dict(state)
-    assert not again.measurement.observer.measures  # type: ignore[union-attr] # the third is not measured
+    assert not again.current.observer.measures  # type: ignore[union-attr] # the third is not measured
     backward(model, [next(data), next(data)])
     again.step()
-    assert again.measurement.observer.measures  # type: ignore[union-attr]
+    assert again.current.observer.measures  # type: ignore[union-attr]
     # A state of before there was a series: all of its steps were measured.
     del state["adascale"]["ended"], state["param_groups"][0]["adascale"]["ended"]
     again.zero_grad()
     again.load_state_dict(state)
-    assert again.passes.plans.ended == 2
+    assert again.current.ended == 2
 
 
 def make(model: torch.nn.Module, passes: int = 2, **settings: Any) -> AdaScale:
@@ -198,7 +198,7 @@ def test_a_step_that_yields_no_sample_is_measured_again_and_counts_for_the_whole
         if number == 3:
             ada.expect_passes(1)
         samples = [sample_gradient(model, batch, ada.param_groups) for batch in chunk]
-        assert ada.passes.plans.measured == (number in (0, 3, 4, 6))
+        assert ada.current.measured == (number in (0, 3, 4, 6))
         backward(model, chunk)
         twin.scale = 1.0 if number == 3 else 2.0
         measured = number in (0, 4, 6)
@@ -340,7 +340,7 @@ def _collectives(sharded: bool, payload: bool) -> list[tuple[int, Any]]:
     for step in range(6):
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
             if payload:
-                ada.measurement.share(rank=torch.tensor(float(rank)), ten=torch.tensor(10.0))
+                ada.current.share(rank=torch.tensor(float(rank)), ten=torch.tensor(10.0))
             sent = reduced.call_count
             backward(net, [data[2 * step + rank]])
             ada.step()

@@ -91,13 +91,13 @@ def test_an_accumulating_step_is_one_that_lacks_its_last_pass(passes: int) -> No
     model, optimizer = ready(scale=4.0, n=3)
     if passes < 3:
         optimizer.expect_passes(passes)
-    found = [optimizer.passes.accumulating]
+    found = [optimizer.current.accumulating]
     for x, y in batches(passes, 4):
         (F.cross_entropy(model(x), y) / passes).backward()
-        found.append(optimizer.passes.accumulating)
+        found.append(optimizer.current.accumulating)
     assert found == [False, *[True] * (passes - 1), False]
     optimizer.step()
-    assert not optimizer.passes.accumulating
+    assert not optimizer.current.accumulating
 
 
 # ---- the batch -------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def _summed() -> list[Any]:
     out: list[Any] = []
     for step, (x, y) in enumerate(batches(3, 4)):
         if step < 2:
-            optimizer.measurement.share(rank=torch.tensor(rank + 1.0), step=torch.tensor(10.0 * step))
+            optimizer.current.share(rank=torch.tensor(rank + 1.0), step=torch.tensor(10.0 * step))
         F.cross_entropy(ddp(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -154,7 +154,7 @@ def test_shared_numbers_are_summed_over_workers_and_are_of_one_step(pool: Any) -
 def test_a_shared_number_has_no_dimension_and_a_name_of_its_own(numbers: dict[str, Tensor]) -> None:
     _, optimizer = ready()
     with pytest.raises(ValueError, match="Must be 0-dim, and not"):
-        optimizer.measurement.share(**numbers)
+        optimizer.current.share(**numbers)
 
 
 # ---- the result ------------------------------------------------------------------------------------------------------

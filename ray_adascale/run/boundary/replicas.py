@@ -147,7 +147,7 @@ class Replicas:
         if self._steps == 2:
             self._check_late_buffers()
         if self._pieces:
-            norms = self._optimizer.measurement.replicated
+            norms = self._optimizer.current.replicated
             norm = self._zero if norms is None else norms[0] if len(norms) == 1 else norms.sum()
             bits = self._pieces[self._steps % len(self._pieces)].sum()
             if bits is None:

@@ -1,0 +1,685 @@
+"""The optimizer step under way: its plan, its backward passes, the norms measured in them, and their sums over the workers.
+
+Two kinds of loops drive a :class:`CurrentStep`. ``Run`` tells of its passes: :meth:`~CurrentStep.begin`, the backward pass,
+:meth:`~CurrentStep.end`. A loop of the user's tells nothing: autograd shows where passes begin and end, and they are counted and
+checked here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from .._torch import Versions, count_of_writes, local_part, versions, without_gradients
+from .._warn import warn_on_first_worker
+from ..batch import StepPlan
+from ..measure.autograd import on_pass
+from ..measure.identity import Identity, due
+from ..measure.norms import finite_check, take_norm
+from ..measure.observers import GradientObserver
+from ..sharding.gradients import Preconditioner, StepGradients, Wanted
+from .exchange import Numbers, Packed
+from .gradient_guard import CLEARED, check_between
+from .sampling import MeasuredSteps
+from .step_result import StepEnd
+from .step_sums import OWN, StepSums, constant, mean_sq_norm
+from .workers import Workers
+
+_UNSAMPLED = 3
+"""Measured steps in a row without a sample before a warning."""
+
+
+@dataclass(eq=False)
+class Progress:
+    """The passes of a step up to now. Replaced whole as a step ends or is cleared.
+
+    Attributes:
+        passes: Backward passes so far, in a loop that does not tell.
+        under_way: Whether there was a pass since the last step.
+        passing: Whether a pass has begun and not ended. Between passes: an exception has ended it.
+        local_ended: Whether the pass has ended on this worker; reduced gradients may be on their way.
+        last: The step's plan, once its last pass has begun.
+        measured: Whether the pass is measured.
+        norms: ‖g_i‖² of each pass on this worker, as measured.
+        left: The gradients after the last pass, if another follows.
+        final: The gradients that the step was summed with.
+        numbers: Numbers to be summed over the workers.
+        sent: Whether the all-reduce has begun.
+        travelling: The numbers on their way.
+        sums: The sums of the step, once its last pass has ended.
+        fault: What is wrong with the gradients: "too many", "uncleared" or "broken"; empty for nothing.
+        anew: Announced since an exception ended a pass: the plan of the step that begins anew.
+    """
+
+    passes: int = 0
+    under_way: bool = False
+    passing: bool = False
+    local_ended: bool = False
+    last: StepPlan | None = None
+    measured: bool = False
+    norms: list[Tensor] = field(default_factory=list)
+    left: Versions | None = None
+    final: Versions | None = None
+    numbers: dict[str, Tensor] = field(default_factory=dict)
+    sent: bool = False
+    travelling: tuple[Packed, dist.Work | None] | None = None
+    sums: StepSums | None = None
+    fault: str = ""
+    anew: StepPlan | None = None
+
+
+class CurrentStep:
+    """The step under way.
+
+    Args:
+        gradients: The gradients, by their kind of sharding.
+        sampling: Decides which steps are measured.
+        workers: Workers that share the batch.
+        grad_scaler: Scales the loss.
+        to_mean: Divide the gradient, after the last pass, so that it is the mean over the passes. False where the loop does so.
+        precondition: Maps (parameter, gradient) to the tensor that norms are taken of.
+        model: The model, whose names a warning has.
+
+    Attributes:
+        declared: Plan of a full step.
+        current: The step's plan, as known so far.
+        ended: Steps that have ended, with those that were left out.
+        unsampled: Measured steps in a row, up to now, that have yielded no sample. The next step is then measured too.
+        measured: Whether the step is measured.
+        step_end: Decides which pass is a step's last, for loops that do not tell; None: the declared number of passes does.
+        observer: Measures the norms; None where there is nothing to measure.
+        weights: w of this worker's gradient sample in each pass; None: all 1/n.
+        step: Its passes up to now.
+        foreign: Whether gradients were accumulated in a pass that nobody has told of.
+        replicated: Numbers of the last complete step that each worker took from its own copy of the reduced gradient.
+        skipped_by_scaler: Whether a GradScaler left out the last complete step, as the clearing of its gradients shows.
+    """
+
+    def __init__(
+        self,
+        gradients: StepGradients,
+        sampling: MeasuredSteps,
+        workers: Workers,
+        *,
+        grad_scaler: torch.amp.GradScaler | None,
+        to_mean: bool,
+        precondition: Preconditioner | None,
+        model: torch.nn.Module | None,
+    ) -> None:
+        self._gradients, self._sampling, self.workers = gradients, sampling, workers
+        self._grad_scaler, self._to_mean, self._precondition, self._model = grad_scaler, to_mean, precondition, model
+        self.step_end: StepEnd | None = None
+        self.observer: GradientObserver | None = None
+        self.weights: Sequence[float] | None = None
+        self.replicated: Tensor | None = None
+        self._told = self.foreign = self.skipped_by_scaler = self._unhooked = self._checked = False
+        self._notice: Sequence[RemovableHandle] = ()
+        self._shared: dict[str, Tensor] = {}
+        self._measured_steps = 0  # of this start
+        self._wanted: Wanted | None = None  # of the observer
+        self._unseen: Sequence[Tensor] = ()  # parameters of the last step whose gradients were not measured
+        self._stepped_with: tuple[int, int] | None = None
+        self.declared = StepPlan(workers=workers.count)
+        self.step = Progress()
+        self._next(0, 0)
+        gradients.listen(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Hooks, callables and process groups belong to this process.
+        gone = {"observer": None, "_model": None, "step": None, "_notice": (), "_unseen": (), "_shared": {}}
+        return {**self.__dict__, **gone}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.step = Progress()
+        self.declare(self.declared)
+
+    # ---- the plan ------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> StepPlan:
+        """Plan of the step under way, as known so far; between steps, the plan of a full step."""
+        return self.step.last or self.current
+
+    @property
+    def lacks_samples(self) -> bool:
+        """Whether the steps to come can't measure their noise: they have one gradient sample at S ≠ 1."""
+        return self.declared.scale != 1 and self.declared.num_samples == 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the backward pass that has ended last is the last one of its step."""
+        return self.plan.passes == 1 or (self.step.under_way and self.step.last is not None)
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether there was a backward pass, and the step's last is yet to come."""
+        return self.step.under_way and self.step.last is None
+
+    def told(self, told: bool) -> None:
+        """Leave it to the loop to tell of its passes, or infer them again. At a step boundary."""
+        self._told, self.foreign = told, False
+        self._notice_foreign()
+        self._watch()
+
+    def declare(self, plan: StepPlan) -> None:
+        """Set the plan of the steps from the next one on. At a step boundary."""
+        self.declared = plan
+        self._next(self.ended, self.unsampled)
+        self._attach()
+        self._watch()
+
+    def expect(self, passes: int, scale: float | None, loss_divided_by: int | None) -> None:
+        """Shorten the step under way, or at a step boundary the next one; the steps after it are full ones.
+
+        Args:
+            passes: As in :meth:`AdaScale.expect_passes`, also the next two.
+            scale: S of the step.
+            loss_divided_by: Number that the loss of each pass is divided by.
+
+        Raises:
+            ValueError: The step can't have this number of passes.
+        """
+        declared, step = self.declared, self.step
+        made = step.passes if step.sums is None and not step.passing else 0
+        if isinstance(passes, bool) or not isinstance(passes, int) or not made < passes <= declared.passes:
+            raise ValueError(
+                f"Invalid {passes=}. This step may have {made + 1} to {declared.passes} backward passes: {made} were made, and "
+                f"num_gradients_to_accumulate is {declared.passes}. Call expect_passes() before the last pass begins."
+            )
+        if loss_divided_by is not None and (loss_divided_by < 1 or declared.loss_divisor is not None):
+            raise ValueError(f"Invalid {loss_divided_by=}. Must be at least 1, and needs is_scaled_loss=True.")
+        plan = declared.shortened(passes, scale, loss_divided_by)
+        if step.sums is not None:
+            self.begin_step()  # of a step that was never taken
+        self.step.anew = plan if self.step.passing else None
+        self.current = plan
+
+    def resume(self, ended: int, unsampled: int = 0) -> None:
+        """Continue after a number of steps that have ended, and measured ones without a sample. At a step boundary."""
+        self.begin_step()
+        self._next(ended, unsampled)
+        self._watch()
+
+    def _next(self, ended: int, unsampled: int) -> None:
+        self.ended, self.unsampled, self.current = ended, unsampled, self.declared
+        self.measured = unsampled > 0 or self._sampling.measures(ended, self.declared)
+
+    # ---- the observer --------------------------------------------------------------------------------------------
+
+    @property
+    def params(self) -> list[Tensor]:
+        return self._gradients.params
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the statistics."""
+        return self._gradients.device
+
+    @property
+    def scales_loss(self) -> bool:
+        return self._grad_scaler is not None and self._grad_scaler.is_enabled()
+
+    def _notice_foreign(self) -> None:
+        """Notice passes that nobody tells of also where there is no observer."""
+        for handle in self._notice:
+            handle.remove()
+        self._notice, ref = (), weakref.ref(self)
+
+        def notice(param: Tensor) -> None:
+            if (current := ref()) is not None:
+                current.foreign |= not current.step.passing
+
+        if self._told and self.observer is None:
+            self._notice = on_pass(self.params, notice)
+
+    def _attach(self) -> None:
+        """Install an observer, unless one fits already. A step with a single sample at S = 1 needs none."""
+        if self._unhooked:
+            return
+        self._gradients.check()
+        plan = self.declared
+        several, one_pass = plan.num_samples > 1, plan.passes == 1
+        needed = several or plan.scale != 1
+        wanted = Wanted(self.workers.count, several, one_pass, self._precondition)
+        if needed and self.observer is not None and wanted == self._wanted:
+            return
+        self._detach()
+        if needed:
+            self._wanted, self.observer = wanted, self._gradients.observe(self, wanted)
+            self.observer.measure(False)
+        self._notice_foreign()
+
+    def renew(self) -> None:
+        """Install another observer: a parameter group was added, or an OSS has now a ShardedDataParallel, which calls this."""
+        self._detach()
+        self._attach()
+        if not self._told:
+            self._watch()
+
+    def _detach(self) -> None:
+        if self.observer is not None:
+            self.observer.detach()
+        self.observer, self._checked = None, False
+
+    def unhook(self) -> None:
+        """Stop watching for good."""
+        self._detach()
+        self._unhooked = True
+
+    def refresh(self) -> None:
+        """Watch parameters that were cast or moved. Called before the forward pass of a step, if the loop tells."""
+        if self.observer is not None:
+            self.observer.refresh()
+
+    def _watch(self) -> None:
+        """Let the hooks take norms in a step that is measured, and notice passes alone in others."""
+        if self.observer is None:
+            return
+        if self.observer.measures != self.measured:
+            self.observer.measure(self.measured)
+        if (identity := self.observer.identity) is not None:
+            checked = self.measured and due(self.ended, on_cpu=self.device.type == "cpu")
+            if checked or self._checked:
+                identity.begin(checked)
+            self._checked = checked
+
+    def set_weights(self, weights: Sequence[float] | None) -> None:
+        """Set w of this worker's gradient sample in each pass; None: all 1/n.
+
+        Raises:
+            RuntimeError: The step's last pass has ended, with the weights of before.
+        """
+        late = weights is not None and self.step.last is not None and not self.step.passing
+        if late and any(p.grad is not None for p in self.params):
+            raise RuntimeError(
+                "sample_weights was set after the step's last backward pass. Set it before: count its tokens first."
+            )
+        self.weights = weights
+
+    def share(self, **numbers: Tensor) -> None:
+        """Sum numbers over the workers in this step's all-reduce. Called before the step's last pass, on all workers alike.
+
+        If the step is not measured, and each worker takes the norm of the reduced gradient by itself, the numbers travel from now
+        on, while the gradients are computed. Their sums are ``last_step.shared``.
+
+        Args:
+            **numbers: 0-dim each.
+
+        Raises:
+            ValueError: A number is not 0-dim, or has a name of the statistics' own.
+        """
+        device, observer = self.device, self.observer
+        self._shared = {}
+        for name, number in numbers.items():
+            if number.dim() or name in OWN:
+                raise ValueError(f"Invalid {name} of shape {tuple(number.shape)}. Must be 0-dim, and not {OWN}.")
+            self._shared[name] = number.to(device, torch.float64)
+        alone = observer is not None and not self.measured and type(observer).holds_whole_gradient
+        if self._shared and alone and self.workers.reduce:
+            with torch.no_grad():
+                self.step.numbers.update(self._shared)
+                self._start()
+
+    # ---- the passes ----------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Clear the passes since the last step."""
+        if self._told and self.accumulating:
+            raise RuntimeError(CLEARED[True])
+        if not self._told:
+            self.refresh()
+        if self.step.under_way or (self.observer is not None and self.step.sent):
+            self.skipped_by_scaler |= self.step.sums is not None and self.scales_loss
+            self._clear()
+
+    def _clear(self) -> None:
+        if self.step.under_way:
+            self.current = self.declared  # else it is of a step yet to begin: gradients may be cleared before it
+        self._forget()
+
+    def _forget(self) -> None:
+        self.step = Progress()
+        if self._checked and self.observer is not None:
+            cast(Identity, self.observer.identity).begin(True)
+
+    def end_step(self) -> None:
+        """End the step: it was taken, or is left out for good."""
+        sampled = self.observer is None or (self.step.sums is not None and self.step.sums.sampled)
+        self._measured_steps += self.measured
+        self._forget()
+        self._shared = {}
+        self._next(self.ended + 1, self.unsampled + 1 if self.measured and not sampled else 0)
+        if self.unsampled == _UNSAMPLED:
+            self._warn_of_unseen(_UNSAMPLED)
+        if self.observer is not None:
+            self._watch()
+            if not self._told:
+                self._stepped_with = self._first_gradient()
+
+    def begin(self, last: StepPlan | None) -> None:
+        """Begin a pass, before or at its first gradient.
+
+        Args:
+            last: The step's plan, if the pass is its last; else None.
+        """
+        step = self.step
+        step.measured = self.measured
+        if self.observer is not None:
+            if self._told:
+                self.observer.ignore(not step.measured)
+            if step.left is not None and not step.passing:
+                check_between(step.left, versions(self._gradients.own), told=self._told)
+        step.under_way = step.passing = True
+        step.last, step.local_ended = last, False
+
+    @without_gradients
+    def on_begin(self, observer: GradientObserver) -> bool:
+        """Begin a pass at its first gradient, unless the loop has; return whether it is the step's last."""
+        if self._told:
+            self.foreign |= not self.step.passing
+            return self.step.passing and self.step.last is not None
+        self.workers.require_group()
+        if self.lacks_samples:
+            raise self._no_samples()
+        if self.step.sums is not None:
+            # A complete step was never taken, as after an overflow that a GradScaler found. Were its gradients cleared since?
+            too_many = self._has_gradients(observer)
+            self.skipped_by_scaler |= self.scales_loss and not too_many
+            self._clear()
+            self.step.fault = "too many" if too_many else ""
+        elif self._stepped_with is not None and self._stepped_with == self._first_gradient():
+            if self._has_gradients(observer):
+                self.step.fault = "uncleared"
+        self._stepped_with = None
+        if self.step.passing:
+            # An exception has ended the pass before. Were its gradients cleared since, and those of the step's earlier passes?
+            if self.step.fault == "broken" or self._has_gradients(observer):
+                self.step.fault = "broken"
+            else:
+                anew = self.step.anew
+                self._clear()
+                self.current = self.declared if anew is None else anew
+        number = self.step.passes + 1
+        last = self.current if number >= self.current.passes else self.step_end and self.step_end(number)
+        self.begin(last or None)
+        return last is not None
+
+    @without_gradients
+    def on_local(self, observer: GradientObserver) -> None:
+        """End the pass on this worker: take its norm, and send what is known. Reduced gradients may still be on their way."""
+        step = self.step
+        step.passes += not self._told
+        if not step.passing or step.local_ended:
+            return
+        step.local_ended = True
+        if step.measured and (step.last is None or step.last.num_samples > 1):
+            step.norms.append(observer.local_sq_norms())
+        if step.last is not None and observer.holds_whole_gradient and not step.sent:
+            # Only A is still in parts. Sent now, it travels behind the last gradients, which are awaited anyway.
+            self._send({}, step.last, seen=True)
+
+    def on_reduced(self, observer: GradientObserver) -> None:
+        if not self._told:
+            self.end()
+
+    def end(self) -> None:
+        """End the pass. Collective, if it is the step's last."""
+        step = self.step
+        if self.observer is not None:
+            if step.measured and not step.local_ended:
+                step.norms.append(self._no_norms())
+            if step.last is not None:
+                self._finish(step.last)
+            elif step.measured and (self._told or self._measured_steps):
+                # Not in its first step, where DDP may rebuild its buckets.
+                step.left = versions(self._gradients.own)
+            if self._told:
+                self.observer.ignore(False)
+        step.passing = False
+
+    def _has_gradients(self, observer: GradientObserver) -> bool:
+        """Whether gradients other than zero are left. Waits for the device."""
+        grads = observer.gradients_left(self.params)
+        return any(bool(take_norm(local_part(grad.detach())) != 0) for grad in grads)
+
+    def _first_gradient(self) -> tuple[int, int] | None:
+        """Return the address and the number of writes of the first gradient; None without one. Clearing changes them."""
+        grad = next((p.grad for p in self.params if p.grad is not None), None)
+        if grad is None:
+            return None
+        address = local_part(grad).data_ptr() if grad.layout is torch.strided else 0
+        return address, count_of_writes(grad)
+
+    # ---- the end of a step ---------------------------------------------------------------------------------------
+
+    def complete(self, caller: str = "step", *, scaled: bool = False) -> None:
+        """Take part in the reduction that is still under way on other workers, if there is one: no further pass comes.
+
+        It must be called before any other collective of the step.
+
+        Args:
+            caller: Method that an error names.
+            scaled: Whether the gradients still have the loss scale, if there is one. torch's scaler has removed it before a step.
+
+        Raises:
+            RuntimeError: Passes are missing, there were too many, or the gradients of the step before were not cleared.
+        """
+        if self.step.passing or self.step.fault:
+            raise RuntimeError(
+                _FAULTS["broken" if self.step.passing else self.step.fault].format(passes=self.plan.passes)
+            )
+        if self.step.sums is not None:
+            return
+        self.workers.require_group()
+        if self.observer is None:
+            return
+        if self.lacks_samples:
+            raise self._no_samples()
+        lacks_passes = self.accumulating
+        if not self.measured:
+            if lacks_passes:
+                raise self._too_early(caller)
+            self._finish(self.plan, scaled=scaled)
+        elif self.workers.reduce:
+            # A backward pass reached no parameter here: a sample of zero. The others are in the reduction already.
+            if not self._join(self.plan):
+                raise self._too_early(caller)  # no worker has seen all passes, so that was not the reason
+        elif lacks_passes:
+            raise self._too_early(caller)
+
+    def finish(self) -> StepSums:
+        """Return the sums of the step, once it is :meth:`complete`."""
+        self.complete()
+        return self._unobserved(self.plan) if self.step.sums is None else self._looked_at_again(self.step.sums)
+
+    @without_gradients
+    def _finish(self, plan: StepPlan, *, scaled: bool = True) -> None:
+        """Sum the step's numbers over the workers, once its last pass has ended. Collective."""
+        self._complete(self._gather(plan, seen=True, scaled=scaled))
+
+    @without_gradients
+    def _join(self, plan: StepPlan) -> bool:
+        """End a step whose last pass this worker has not seen: the others may wait for its part. Collective.
+
+        Returns:
+            Whether the step has ended. If not, no worker has seen all passes, and further ones may come.
+        """
+        self.step.measured = True
+        sums = self._gather(plan, seen=False, scaled=True)
+        if self.step.under_way and not bool(sums.numbers["complete"] > 0):
+            self.step.numbers, self.step.sent, self.step.travelling = {}, False, None
+            return False
+        self._complete(sums)
+        return True
+
+    def _complete(self, sums: StepSums) -> None:
+        self.step.sums = sums
+        if self._to_mean:
+            self.divide_to_mean(sums.plan)
+        self._accept_gradients()
+
+    def _accept_gradients(self) -> None:
+        """Take the step's gradients as they are now: a change of our own has kept them finite."""
+        self.step.final = versions(self._gradients.kept)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Return a context in which this package changes the gradients of a complete step, and keeps them finite."""
+        if self.step.sums is not None:
+            self._looked_at_again(self.step.sums)
+        yield
+        if self.step.sums is not None:
+            self._accept_gradients()
+
+    @without_gradients
+    def _looked_at_again(self, sums: StepSums) -> StepSums:
+        """Return the sums, with another look whether gradients are finite if the loop has changed them since.
+
+        Collective, if gradients are sharded and were changed.
+        """
+        if self.step.final is None or self.step.final == versions(self._gradients.kept):
+            return sums
+        self.step.sums = sums = replace(sums, numbers={**sums.numbers, "late": self._finite()}, packed=None)
+        self._accept_gradients()
+        return sums
+
+    def divide_to_mean(self, plan: StepPlan) -> None:
+        """Divide the gradients that the passes add up to, so that they are ḡ."""
+        if plan.multiple_of_mean != 1 and (grads := self._gradients.of_step()):
+            torch._foreach_div_(grads, plan.multiple_of_mean)
+
+    # ---- the sums over the workers -------------------------------------------------------------------------------
+
+    def _send(self, numbers: Mapping[str, Tensor], plan: StepPlan, *, seen: bool) -> None:
+        """Start the step's all-reduce: ``numbers``, what is shared; if it is measured A, and whether all passes were seen."""
+        out, device = self.step.numbers, self.device
+        out.update(numbers)
+        if self.step.measured:
+            out["a"] = mean_sq_norm(plan, self.step.norms, self.weights) if self.step.norms else self._no_norms()
+            out["complete"] = constant(float(seen), device)
+            if self._checked:
+                # DDP and our own reduction take the mean over workers, and passes add up.
+                samples = cast(Identity, cast(GradientObserver, self.observer).identity).of_samples(device)
+                out["samples"] = samples / self.workers.count
+        out.update(self._shared)
+        self._start()
+
+    def _start(self) -> None:
+        step = self.step
+        if step.numbers and not step.sent and self.workers.reduce:
+            packed = Packed.of(step.numbers)
+            step.travelling = packed, dist.all_reduce(packed.tensor, group=self.workers.group, async_op=True)
+        step.sent = True
+
+    def _wait(self) -> tuple[Numbers, Packed | None]:
+        self._start()
+        if self.step.travelling is None:
+            return self.step.numbers, None
+        packed, work = self.step.travelling
+        if work is not None:
+            work.wait()
+        return packed.apart(), packed
+
+    def _no_norms(self) -> Tensor:
+        return torch.zeros(self._gradients.num_groups, dtype=torch.float64, device=self.device)
+
+    def _gather(self, plan: StepPlan, *, seen: bool, scaled: bool) -> StepSums:
+        observer = cast(GradientObserver, self.observer)
+        whole, several = type(observer).holds_whole_gradient, self.workers.reduce
+        own: dict[str, Tensor] = {}
+        if observer.holds_whole_gradient:
+            # Equal to the last bit on all workers, as their weights are: each takes C from its own copy.
+            own["c"] = observer.reduced_sq_norms(0, 1)
+            if not self.step.sent:
+                self._send({}, plan, seen=seen)
+        else:
+            rank, world_size = (dist.get_rank(self.workers.group), self.workers.count) if several else (0, 1)
+            found = {"c": observer.reduced_sq_norms(rank, world_size)}
+            if self._checked and not whole:
+                found["reduced"] = observer.reduced_product().to(self.device)
+            self._send(found, plan, seen=seen)
+        numbers, packed = self._wait()
+        if several:
+            self.replicated = own.get("c")
+            if not own and whole:
+                # Workers took shares of C. The smallest gradient, which all of them have, stands for it.
+                grads = [p.grad for p in self.params if p.grad is not None]
+                self.replicated = take_norm(min(grads, key=Tensor.numel)).double().view(1) if grads else None
+        if self._checked and whole:
+            own["reduced"] = observer.reduced_product().to(self.device).view(1)
+        if scaled and self._grad_scaler is not None and self.scales_loss:
+            # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
+            own["loss_scale"] = self._grad_scaler.scale(constant(1.0, self.device))
+        self._unseen = observer.find_unseen() if self.step.measured else ()
+        return StepSums(plan, {**own, **numbers}, None if own else packed, not self._unseen, seen, tuple(self._shared))
+
+    def _unobserved(self, plan: StepPlan) -> StepSums:
+        """Return the sums of a step that no observer has seen: there is none at n = 1 and S = 1, or its hooks did not run."""
+        if self.observer is not None:
+            self._unseen = self.observer.find_unseen()
+        return StepSums(plan, {"check": self._finite(), **self._shared}, shared_names=tuple(self._shared))
+
+    def _finite(self) -> Tensor:
+        """Return a number that is finite if the step's gradients are. Collective, if they are sharded."""
+        device, grads = self.device, self._gradients.of_step()
+        check = finite_check(grads, device) if grads else torch.ones(1, dtype=torch.float64, device=device)
+        if self.workers.reduce and self._gradients.sharded:
+            # Each worker has seen its shards only; all of them must skip the step, or none.
+            flag = check.isfinite().float()
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.workers.group)
+            check = 1 / flag.double()
+        return check
+
+    # ---- faults --------------------------------------------------------------------------------------------------
+
+    def _no_samples(self) -> RuntimeError:
+        return RuntimeError(
+            f"One gradient sample a step at scale {self.declared.scale:g} tells nothing of the noise, so the gain is "
+            "unknown. Make two backward passes of half the size: AdaScale(..., num_gradients_to_accumulate=2), or "
+            "AdaScaleConfig(accumulation=2, per_worker_batch_size=half of it)."
+        )
+
+    def _too_early(self, caller: str) -> RuntimeError:
+        if self.step_end is not None:
+            return RuntimeError(
+                f"{caller}() after backward pass {self.step.passes} of a step, which has further ones by its settings. Call it after "
+                "the last pass. With Lightning's manual optimization the passes are AdaScaleConfig(accumulation=...), or those "
+                "of expect_passes(); with AdaptiveDataParallel the last pass is the one that is not under no_sync()."
+            )
+        return RuntimeError(
+            f"{caller}() after {self.step.passes} of {self.plan.passes} backward passes. Call it after the last one. If a step has "
+            f"fewer, as the last of an epoch may, call expect_passes({self.step.passes}) before its last pass; if all have, "
+            "set_num_gradients_to_accumulate() first."
+        )
+
+    def _warn_of_unseen(self, steps: int) -> None:
+        """Warn of the parameters that keep steps from being measured, if there are such."""
+        if not self._unseen:
+            return
+        names: dict[Tensor, str] = {} if self._model is None else {p: n for n, p in self._model.named_parameters()}
+        listing = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in self._unseen[:3])
+        warn_on_first_worker(
+            f"The noise of {steps} steps in a row could not be measured, and the gain stays as it was: gradients of "
+            f"{len(self._unseen)} parameters were not seen ({listing}). Build AdaScale after the model is on its device and in "
+            "its dtype, and call the model's forward() rather than its parts."
+        )
+
+
+_FAULTS = {
+    "broken": "A backward pass of this step has ended in an exception, and has left incomplete gradients. Where the loop "
+    "catches it, call optimizer.zero_grad(), and make all backward passes of the step again.",
+    "too many": "Gradients of more than {passes} backward passes were added up before step(), so the gain is not "
+    "known. Add the losses and call backward() once, or set_num_gradients_to_accumulate() to the number of passes "
+    "(AdaptiveDataParallel: all but the last under no_sync()).",
+    "uncleared": "The gradients of the last step were not cleared before the next backward pass, which has added to them. Call "
+    "optimizer.zero_grad() after each step().",
+}
