@@ -31,6 +31,7 @@ _INTERVAL = 0.25
 """Effective steps between decisions, as a share of the averages' window: the averages change no faster."""
 _STEADY = 1.2
 """Smallest ratio of the wanted batch to the present one at which the batch changes."""
+_BELOW = 1 - 1e-12
 _GROWTH = 2.0
 """Largest ratio by which one decision enlarges the batch, since the averages still hold the noise of the smaller one."""
 
@@ -439,6 +440,15 @@ class BatchFollower:
     def due_by(self, tau: float) -> bool:
         """Return whether a decision is due at a boundary with this τ."""
         return len(self.plans) > 1 and self._mark_at(tau) != self._mark
+
+    def next_tau(self) -> float:
+        """Return a τ before which no decision is due."""
+        schedule = self._settings.schedule
+        if len(self.plans) == 1 or (schedule is not None and self._mark + 1 == len(schedule.starts)):
+            return math.inf
+        if schedule is None:
+            return (self._mark + 1) * self._interval * _BELOW
+        return schedule.starts[self._mark + 1] * (self._total_steps if schedule.shares else 1) * _BELOW
 
     def next_plan(self, tau: float, moments: Callable[[], tuple[float, float]]) -> StepPlan:
         """Return the plan of the next step.

@@ -22,11 +22,11 @@ class ChooseBatch(Stage):
         self.follower = follower
         self._optimizer = optimizer
 
-    def due_by(self, effective_steps: float) -> bool:
-        return self.follower.due_by(effective_steps)
+    def next_tau(self) -> float:
+        return self.follower.next_tau()
 
     def act(self, run: RunAtBoundary, flags: int) -> str | None:
-        if self.due_by(run.effective_steps):
+        if self.follower.due_by(run.effective_steps):
             plan = self.follower.next_plan(run.effective_steps, self._optimizer.average_moments)
             if plan != run.plan:
                 run.set_plan(plan)

@@ -23,7 +23,7 @@ from ...checkpoint.ranks import Ranks
 from ..observe.trace import Trace
 from .backend import Backend
 from .replicas import Replicas
-from .stage import BoundaryFlags, IntervalTimer, RunAtBoundary, Stage, StepReport
+from .stage import ALWAYS, BoundaryFlags, IntervalTimer, RunAtBoundary, Stage, StepReport
 from .train_state import TrainState
 
 Content = tuple[dict[str, Any], dict[str, Any]]
@@ -216,18 +216,21 @@ class Checkpointing(Stage):
         self._train_state = train_state
         self._replicas = replicas
         self._trace = trace
-        self._timer = IntervalTimer(every_s)
+        self.timer = self._interval = IntervalTimer(every_s)
 
     def flags(self) -> int:
         if self.saver.busy:
             return BoundaryFlags.BUSY
-        return BoundaryFlags.CHECKPOINT if self.saver.in_flight or self._timer.due else BoundaryFlags.NONE
+        if not self.saver.in_flight:
+            self.timer = self._interval
+        return BoundaryFlags.CHECKPOINT if self.saver.in_flight or self._interval.due else BoundaryFlags.NONE
 
     def act(self, run: RunAtBoundary, flags: int) -> str | None:
         if flags & BoundaryFlags.BUSY:
             return None
         if self.saver.in_flight:
             self.saver.finish()
+            self.timer = ALWAYS if self._backend.uploading else self._interval
         elif self._backend.report_policy.in_background and flags & BoundaryFlags.CHECKPOINT and not run.reported:
             self.begin(run)
         return None
@@ -236,7 +239,8 @@ class Checkpointing(Stage):
         """Begin a checkpoint in the background. Collective."""
         self._replicas.compare()
         self.saver.begin(self._boundary(run), lambda: self._content(run.plan), run.step_report())
-        self._timer.restart()
+        self._interval.restart()
+        self.timer = ALWAYS
 
     def saves_with_report(self, flags: int) -> bool:
         """Return whether a checkpoint that the run waits for is due."""
@@ -254,7 +258,7 @@ class Checkpointing(Stage):
 
     def restart_interval(self) -> None:
         """Begin a new interval after a checkpoint was reported."""
-        self._timer.restart()
+        self._interval.restart()
 
     def _boundary(self, run: RunAtBoundary) -> Boundary:
         return Boundary(run.state.iterations, run.effective_steps, run.schedule.lrs[0])

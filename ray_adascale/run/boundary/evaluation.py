@@ -15,7 +15,7 @@ from ..._warn import warn_on_first_worker
 from ...checkpoint.rng import capture_rng, restore_rng
 from ...config import EarlyStop
 from ..observe.metrics import plain_numbers, values_of
-from .stage import BoundaryFlags, RunAtBoundary, Stage
+from .stage import ALWAYS, BoundaryFlags, RunAtBoundary, Stage
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ class Evaluation(Stage):
         self.best_at = -1.0
         self.evaluated_step = -1
         self.untrained: dict[str, Any] = {}
+        if early_stop is not None:
+            self.timer = ALWAYS
 
     def try_out(self, device: torch.device, *, log: bool = False) -> dict[str, Any]:
         """Evaluate the untrained model, so that a mistake in ``evaluate`` shows before the first step.
@@ -104,6 +106,11 @@ class Evaluation(Stage):
             ended: Whether τ has reached T.
         """
         return (ended and self.evaluated_at < effective_steps) or self.multiples_by(effective_steps) > 0
+
+    def next_tau(self) -> float:
+        if self._evaluate is None:
+            return math.inf
+        return (max(self.evaluated_at, 0.0) // self._every + 1) * self._every * (1 - 1e-12)
 
     def due_by(self, effective_steps: float) -> bool:
         return self._evaluate is not None and self.multiples_by(effective_steps) > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from .backend import Backend
-from .stage import BoundaryFlags, IntervalTimer, RunAtBoundary, Stage
+from .stage import ALWAYS, BoundaryFlags, IntervalTimer, RunAtBoundary, Stage
 from .train_state import INTERRUPTED
 
 _log = logging.getLogger(__name__)
@@ -16,6 +16,8 @@ class Interrupt(Stage):
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        if type(backend).stop_requested is not Backend.stop_requested:
+            self.timer = ALWAYS
 
     def flags(self) -> int:
         return BoundaryFlags.STOP if self._backend.stop_requested else BoundaryFlags.NONE
@@ -35,15 +37,15 @@ class Preemption(Stage):
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._notice: str | None = None
-        self._timer = IntervalTimer(backend.preemption_poll_s)
+        self.timer = IntervalTimer(backend.preemption_poll_s)
 
     def flags(self) -> int:
-        return BoundaryFlags.POLL if self._timer.due else BoundaryFlags.NONE
+        return BoundaryFlags.POLL if self.timer.due else BoundaryFlags.NONE
 
     def act(self, run: RunAtBoundary, flags: int) -> str | None:
         if not flags & BoundaryFlags.POLL:
             return None
-        self._timer.restart()
+        self.timer.restart()
         notice, before = self._backend.preemption_notice(), self._notice
         self._notice = notice
         if notice is not None and notice != before:

@@ -28,7 +28,7 @@ class Reporting(Stage):
         self._backend = backend
         self._evaluation = evaluation
         self._checkpointing = checkpointing
-        self._timer = IntervalTimer(every_s)
+        self.timer = IntervalTimer(every_s)
         self._examples = 0
         self.reported_step = -1
         """Number of the optimizer step that was reported last; −1 before the first report of this start."""
@@ -36,7 +36,7 @@ class Reporting(Stage):
         """σ² and μ² of the last probe, for steps that have one gradient sample at S = 1."""
 
     def flags(self) -> int:
-        return BoundaryFlags.REPORT if self._timer.due else BoundaryFlags.NONE
+        return BoundaryFlags.REPORT if self.timer.due else BoundaryFlags.NONE
 
     def act(self, run: RunAtBoundary, flags: int) -> str | None:
         if run.reported:
@@ -60,7 +60,7 @@ class Reporting(Stage):
         folder = self._checkpointing.save(run) if save else None
         self._backend.report(run.step_report(), folder)
         self.reported_step = run.state.iterations
-        self._timer.restart()
+        self.timer.restart()
         self._examples = 0
         if save:
             self._checkpointing.restart_interval()
@@ -72,5 +72,5 @@ class Reporting(Stage):
 
     def metrics(self, step: StepResult, plan: StepPlan, *, loss: float, lr: float, progress: float) -> dict[str, Any]:
         """Return :func:`.step_metrics`, with the examples per second since the last report."""
-        per_s = self._examples / max(self._timer.elapsed, 1e-9)
+        per_s = self._examples / max(self.timer.elapsed, 1e-9)
         return step_metrics(step, plan, loss=loss, lr=lr, progress=progress, examples_per_s=per_s, probed=self.probed)

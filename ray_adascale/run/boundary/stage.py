@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,6 +97,7 @@ class IntervalTimer:
     def restart(self) -> None:
         """Begin a new interval now."""
         self._began = time.monotonic()
+        self.ends_at = self._began + self._seconds
 
     @property
     def elapsed(self) -> float:
@@ -105,7 +107,10 @@ class IntervalTimer:
     @property
     def due(self) -> bool:
         """Whether the interval has passed."""
-        return time.monotonic() - self._began >= self._seconds
+        return time.monotonic() >= self.ends_at
+
+
+NEVER, ALWAYS = IntervalTimer(math.inf), IntervalTimer(-math.inf)
 
 
 class RunAtBoundary(Protocol):
@@ -142,9 +147,12 @@ class HasState(Protocol):
 class Stage:
     """Base class of the objects that act at step boundaries, on all workers together and in one fixed order."""
 
-    def due_by(self, effective_steps: float) -> bool:
-        """Return whether this stage may have to act by this τ, so that the host must read the step now."""
-        return False
+    timer: IntervalTimer = NEVER
+    """From its end on the stage is asked for its :meth:`flags`."""
+
+    def next_tau(self) -> float:
+        """Return a τ before which this stage does not have to act for τ's sake."""
+        return math.inf
 
     def flags(self) -> int:
         """Return this worker's :class:`BoundaryFlags`. Of other workers than rank 0 only BUSY counts."""
@@ -183,21 +191,19 @@ class Stages:
     def __init__(self, stages: Sequence[Stage], rank: int) -> None:
         self._stages, self.sent = stages, BoundaryFlags.NONE
         self._counted = ~BoundaryFlags.NONE if rank == 0 else BoundaryFlags.BUSY
-        # Most stages have no flag, or don't follow τ, and needn't be asked in each step.
-        self._flagging = [stage for stage in stages if type(stage).flags is not Stage.flags]
-        self._following_tau = [stage for stage in stages if type(stage).due_by is not Stage.due_by]
+        self._next_tau = min(stage.next_tau() for stage in stages)
 
     def flags(self) -> int:
         """Return this worker's flags. Other workers than rank 0 send BUSY only."""
-        flags = BoundaryFlags.NONE
-        for stage in self._flagging:
-            flags |= stage.flags()
+        now, flags = time.monotonic(), BoundaryFlags.NONE
+        for stage in self._stages:
+            if now >= stage.timer.ends_at:
+                flags |= stage.flags()
         return flags & self._counted
 
     def due(self, tau: float) -> bool:
         """Return whether a stage may have to act by τ, or by the flags that were read."""
-        due = [stage.due_by(tau) for stage in self._following_tau]
-        return any(due) or bool(self.sent & ~BoundaryFlags.BUSY)
+        return tau >= self._next_tau or bool(self.sent & ~BoundaryFlags.BUSY)
 
     def act(self, run: RunAtBoundary, tau: float) -> str | None:
         """Let the stages act at τ, if one may have to, until one returns a reason to end the run. Collective.
@@ -206,7 +212,10 @@ class Stages:
         """
         due = not run.base_schedule.ended_at(tau) and self.due(tau)
         flags, self.sent = self.sent, BoundaryFlags.NONE
-        for stage in self._stages if due else ():
+        if not due:
+            return None
+        for stage in self._stages:
             if (reason := stage.act(run, flags)) is not None:
                 return reason
+        self._next_tau = min(stage.next_tau() for stage in self._stages)
         return None
