@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -22,6 +23,15 @@ from .oss import OSS
 _IN_FLIGHT, _IN_FLIGHT_ON_GPU = 1, 3
 
 
+class State(Enum):
+    """Where the gradients of a step are."""
+
+    EMPTY = "on this worker, if there are any"
+    PASSING = "a pass that goes through the buckets is running"
+    REDUCED = "with their owners"
+    OVERTAKEN = "with their owners, and a pass under no_sync() came after"
+
+
 class GradientReduction:
     """Sends the gradients of an optimizer's parameters to their owners: a :class:`GradientReducer`.
 
@@ -31,18 +41,17 @@ class GradientReduction:
 
     Attributes:
         syncing: Whether the passes to come send gradients; False under ``no_sync()``.
-        reduced: Whether the gradients are with their owners.
-        overtaken: Whether a pass under ``no_sync()`` came after they were reduced.
-        used: Whether a step has used the gradients, and no hook has noticed a backward pass on this worker since.
+        state: Where the gradients are.
+        used: Whether a step has used the gradients, and no hook has noticed a backward pass on this worker since. It may still
+            have to join the others' reduction.
     """
 
     def __init__(self, optimizer: OSS, wire_dtype: torch.dtype | None) -> None:
         self.optimizer = optimizer
         self.syncing, self.reductions = True, 0
-        self.reduced = self.overtaken = self.used = False
+        self.state, self.used = State.EMPTY, False
         self._wire_dtype = wire_dtype
         self._sending = True  # the running pass
-        self._pass_running = False
         self.buckets: list[GradientBucket] = []
         """In the order of the optimizer's buckets."""
         self._place: dict[Tensor, tuple[GradientBucket, int]] = {}
@@ -83,6 +92,11 @@ class GradientReduction:
             self._handles.popitem()[1].remove()
         self.refresh()
 
+    @property
+    def reduced(self) -> bool:
+        """Whether the gradients are with their owners."""
+        return self.state in (State.REDUCED, State.OVERTAKEN)
+
     # ---- a backward pass -----------------------------------------------------------------------------------------
 
     def on_gradient(self, bucket: GradientBucket, index: int) -> None:
@@ -94,7 +108,7 @@ class GradientReduction:
                 "with torch.autograd.grad(..., create_graph=True) and then call backward() without create_graph, or use "
                 'DistributedDataParallel (sharding="none" or "oss").'
             )
-        if not self._pass_running and not self._start_pass():
+        if self.state is not State.PASSING and not self._start_pass():
             return  # adds up in .grad
         if bucket.arrived[index]:
             if bucket.launched:
@@ -120,10 +134,10 @@ class GradientReduction:
         sending = last_pass and self.syncing
         observer = self._bucket_observer()
         if not sending and observer is None:
-            self.overtaken = self.reduced
+            self.state = State.OVERTAKEN if self.reduced else State.EMPTY
             return False
         refuse_compiled()
-        self._pass_running, self._sending = True, sending
+        self._before, self.state, self._sending = self.state, State.PASSING, sending
         if observer is not None and (listener := observer.listener()) is not None:
             listener.on_begin(observer)
         self._open_buckets()
@@ -167,7 +181,7 @@ class GradientReduction:
 
     def _end_pass(self) -> None:
         self._advance(to_the_end=True)
-        self._pass_running = False
+        self.state = State.OVERTAKEN if self._before in (State.REDUCED, State.OVERTAKEN) else State.EMPTY
         observer = self._bucket_observer()
         listener = None if observer is None else observer.listener()
         if observer is not None and listener is not None:
@@ -180,7 +194,7 @@ class GradientReduction:
     def _wait(self) -> None:
         while self._in_flight:
             self._in_flight.popleft().wait()
-        self.reduced, self.overtaken = True, False
+        self.state = State.REDUCED
         self.reductions += 1
 
     # ---- without a backward pass ---------------------------------------------------------------------------------
@@ -260,7 +274,7 @@ class GradientReduction:
             return
         if not self.reduced:
             self.reduce()
-        elif self.overtaken and self.unsent():
+        elif self.state is State.OVERTAKEN and self.unsent():
             raise RuntimeError(
                 "There are gradients of a backward pass under no_sync() after those that were reduced, and the step would "
                 "leave them out. Call reduce() of the ShardedDataParallel before clipping and step(), or make the step's "
@@ -269,16 +283,15 @@ class GradientReduction:
 
     def reopen(self) -> None:
         """Prepare for further backward passes before the optimizer's step has ended."""
-        self.reduced = False
+        self.state = State.EMPTY
         for bucket in self.buckets:
             bucket.reopen()
 
     def discard(self) -> None:
         """Forget the gradients, reduced or not."""
-        # After an exception in a pass autograd drops the callback that was queued for the pass's end.
-        self._pass_running = False
+        # Also after an exception in a pass, where autograd drops the callback that was queued for the pass's end.
+        self.state, self.used = State.EMPTY, False
         self._in_flight.clear()
-        self.reduced = self.overtaken = self.used = False
         self._forget_norms()  # of a pass that did not come to its end
         for bucket in self.buckets:
             bucket.discard()
