@@ -79,6 +79,11 @@ TORCH_LAYERS: list[list[Package]] = [
             "what acts at a step boundary",
             "evaluation batch notices checkpointing reporting train_state changes replicas backend stage",
         ),
+        Package(
+            "run.guards",
+            "what looks for mistakes of the program around a run",
+            "each_step first_steps guard users_optimizer",
+        ),
         Package("run.observe", "what only observes a run", "advice trace failure pulse metrics eta step"),
     ],
     [
@@ -99,22 +104,22 @@ TORCH_LAYERS: list[list[Package]] = [
             "optim",
             "how weights move, and at which learning rate",
             "tau_schedule curves schedule scheduler_checks adascale algorithm step_result current_step "
-            "gradient_guard workers averaging next_state saved_state effective_average "
+            "guards workers averaging next_state saved_state effective_average "
             "rules betas bias_correction deferred wrapper grad_scaler adam_metric step_sums exchange sampling",
         ),
         Package("", "the batch of a step", "batch"),
         Package("data", "which examples a worker sees next", "order source iterables fetch device sampling head"),
+        Package("sharding.kinds", "what each kind of sharding does in a step", "state kind ddp zero2 fsdp2"),
         Package(
             "sharding",
             "where a tensor lives and how it travels",
-            "strategy gradients oss partition share_state collect_state sharded_ddp reduction "
-            "gradient_bucket observers buckets collectives fsdp2",
+            "oss partition share_state collect_state gradient_bucket buckets collectives",
         ),
         Package("", "several optimizers as one", "chain"),
         Package(
             "measure",
             "where squared norms of gradients are measured",
-            "norms observers autograd identity fsdp2 probe noise_meter",
+            "norms observers autograd identity probe noise_meter",
         ),
     ],
     [
@@ -141,8 +146,8 @@ OPTIONAL_IMPORTS = {
 # function, and imports these modules inside a function too if it must stay light.
 HEAVY = {
     "torch.distributed.checkpoint": ["checkpoint.dcp"],
-    "torch.distributed.tensor": ["measure.fsdp2"],
-    "torch.distributed.fsdp": ["measure.fsdp2", "sharding.fsdp2", "optim.grad_scaler"],
+    "torch.distributed.tensor": ["sharding.kinds.fsdp2"],
+    "torch.distributed.fsdp": ["sharding.kinds.fsdp2", "optim.grad_scaler"],
     "matplotlib": [],
     "jinja2": ["analysis.report"],
     "rich": ["analysis.display", "analysis.forecast"],

@@ -41,10 +41,10 @@ from .run.loop import Run as Run
 from .run.observe.trace import read_trace as read_trace
 from .search.search import Search as Search
 from .search.tune import tune_recipe as tune_recipe
+from .sharding.kinds.zero2 import ShardedDataParallel as ShardedDataParallel
+from .sharding.kinds.zero2 import ShardedDDP as ShardedDDP
 from .sharding.oss import OSS as OSS
 from .sharding.partition import register_elementwise as register_elementwise
-from .sharding.sharded_ddp import ShardedDataParallel as ShardedDataParallel
-from .sharding.sharded_ddp import ShardedDDP as ShardedDDP
 from .train.trainer import AdaScaleTrainer as AdaScaleTrainer
 from .train.trainer import prepare as prepare
 from .workload import Workload as Workload

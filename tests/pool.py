@@ -49,7 +49,7 @@ _PRELOADED = [
     "torch.distributed.fsdp",
     "torch.nn.parallel",
     "ray_adascale.run.loop",
-    "ray_adascale.sharding.sharded_ddp",
+    "ray_adascale.sharding.kinds.zero2",
 ]
 
 # The process group, until the process ends: a model that outlives it could hang in its destructor (run/build.py says how).

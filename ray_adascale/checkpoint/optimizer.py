@@ -24,7 +24,8 @@ from .._warn import warn_at_user
 from ..chain import parts_of
 from ..optim.adascale import AdaScale
 from ..sharding.buckets import Fragment, memory_order
-from ..sharding.oss import OSS
+from ..sharding.kinds import kind_of
+from ..sharding.kinds.kind import Kind
 from .files import CheckpointError, TensorShard
 
 if TYPE_CHECKING:
@@ -51,35 +52,8 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]
     return {p: names.get(p, f".{i}") for i, p in enumerate(params)}
 
 
-def _inner(optimizer: Optimizer) -> Optimizer:
-    return optimizer.wrapped if isinstance(optimizer, AdaScale) else optimizer
-
-
-def _held(optimizer: Optimizer) -> tuple[Optimizer, list[Fragment]]:
-    """Return the plain optimizer that holds the state on this worker, and its parameters or parts of them in its order."""
-    optimizer = _inner(optimizer)
-    fragments: dict[Tensor, Fragment] = {}
-    if isinstance(optimizer, OSS):
-        fragments = {f.tensor: f for f in optimizer.fragments}
-        optimizer = optimizer.optim
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    return optimizer, [fragments[p] if p in fragments else Fragment(p, 0, *_held_of(p), p, 0) for p in params]
-
-
-def _held_of(param: Tensor) -> tuple[int, int]:
-    """Return (first element, elements) of this worker's part of a parameter; under FSDP2 the part is a range of rows."""
-    if not is_dtensor(param):
-        return 0, param.numel()
-    from torch.distributed.tensor import Shard
-
-    from ..measure.fsdp2 import first_element
-
-    if list(param.placements) != [Shard(0)]:
-        raise TypeError(
-            f"Can't checkpoint optimizer state placed as {list(param.placements)}: only fully_shard's own "
-            "placement is supported, rows over a mesh of one dimension."
-        )
-    return first_element(param), param.to_local().numel()
+def _kind(optimizer: Optimizer) -> Kind:
+    return optimizer.current.kind if isinstance(optimizer, AdaScale) else kind_of(optimizer)
 
 
 def _as_dtensor(part: Tensor, param: DTensor) -> DTensor:
@@ -101,8 +75,8 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict
     Raises:
         TypeError: The state holds a value that is not a tensor, a number or None, or that belongs to no parameter.
     """
-    sharded = isinstance(_inner(optimizer), OSS)
-    holder, held = _held(optimizer)
+    sharding = _kind(optimizer)
+    holder, held = sharding.stepped, sharding.fragments()
     for key in holder.state:
         if not isinstance(key, Tensor):
             raise _unsupported(holder, repr(key), "it belongs to no parameter")
@@ -122,7 +96,7 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict
                     flat = value.detach().reshape(-1)
                     order = None if f.whole else _order(p)
                     kind = "optim" if order is None else _ORDERED + "-".join(map(str, order))
-                    out[f"{kind}/{rest}"] = TensorShard(flat, f.start, p.numel()) if sharded else flat
+                    out[f"{kind}/{rest}"] = TensorShard(flat, f.start, p.numel()) if sharding.state.shared else flat
                 else:
                     out[f"optim.tensor/{rest}"] = value.detach()
             elif value is None:
@@ -148,7 +122,8 @@ def load_optimizer(saved: checkpoint.Saved, optimizer: Optimizer, names: Mapping
     Raises:
         CheckpointError: A parameter has another number of elements in the checkpoint.
     """
-    holder, held = _held(optimizer)
+    sharding = _kind(optimizer)
+    holder, held = sharding.stepped, sharding.fragments()
     by_name = {names[f.param]: (i, f) for i, f in enumerate(held)}
     into: dict[str, Tensor | TensorShard] = {}
     wanted: list[tuple[str, int, str, Fragment]] = []
@@ -178,9 +153,7 @@ def load_optimizer(saved: checkpoint.Saved, optimizer: Optimizer, names: Mapping
     # The optimizer's own loader puts each entry on the right device (such as Adam's step).
     holder.load_state_dict({"state": state, "param_groups": holder.state_dict()["param_groups"]})
     _restore_dtypes(holder, [f.tensor for f in held], state)
-    inner = _inner(optimizer)
-    if isinstance(inner, OSS):
-        inner.state = holder.state
+    sharding.state.after_load()
 
 
 def _loaded(kind: str, got: Tensor | TensorShard, f: Fragment) -> Any:

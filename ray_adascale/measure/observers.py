@@ -82,9 +82,13 @@ class Reducing(Protocol):
 class GradientObserver(ABC):
     """Watches the gradients of groups of parameters, and calls its listener as backward passes begin and end."""
 
-    holds_whole_gradient: bool = True
-    """Whether each worker takes the reduced gradient's norm by itself: it holds all of it, equal to the last bit, as under DDP,
-    and that costs less than to wait for the others' shares. A may then travel while the last gradients do.
+    sharded: bool = False
+    """Whether each worker has its shards of the reduced gradient only. Else it has all of it, equal to the last bit."""
+
+    shares_norm: bool = False
+    """Whether each worker takes a part of the reduced gradient's norm, as always of one that is sharded. The parts are summed.
+
+    Else each takes all of it, which costs less than to wait for the others, and A may travel while the last gradients do.
     """
 
     measures: bool = True
@@ -195,7 +199,7 @@ class HookObserver(GradientObserver):
         super().measure(measures)
         self._pass.measured = measures
         # In a step that is not measured nothing else is to be sent, and to wait for the others takes longer than to read all.
-        self.holds_whole_gradient = type(self).holds_whole_gradient and not (measures and self._worth_sharing)
+        self.shares_norm = self.sharded or (measures and self._worth_sharing)
 
     def ignore(self, ignored: bool) -> None:
         self._pass.ignored = ignored

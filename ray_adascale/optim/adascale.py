@@ -16,7 +16,7 @@ from .._errors import check_count
 from .._torch import called_to_make_state, uncompiled
 from .._warn import warn_at_user
 from ..batch import StepPlan
-from ..sharding.gradients import gradients_of
+from ..sharding.kinds import kind_of
 from .algorithm import AdaScaleAlgorithm
 from .averaging import Averaging, CountDecay, Smoothing, check_averaging
 from .current_step import CurrentStep
@@ -71,7 +71,7 @@ class AdaScale(OptimizerWrapper):
         ValueError: An argument is out of its range, the optimizer is wrapped already, or its sharding is not supported.
     """
 
-    _parts = frozenset({"_optimizer", "_gradients", "_passes", "_algorithm"})
+    _parts = frozenset({"_optimizer", "_current", "_algorithm"})
 
     refuses_sharding: ClassVar[str] = (
         "OSS can't shard AdaScale: wrap the other way round, AdaScale(OSS(...)), so that every worker has the same gain."
@@ -115,19 +115,18 @@ class AdaScale(OptimizerWrapper):
             if scale is not None or not base_batch_size or not batch_size:
                 raise ValueError(f"Give scale, or both of {base_batch_size=} and {batch_size=}.")
             scale = batch_size / base_batch_size
-        self._gradients = gradients_of(optimizer, model)
-        workers = Workers(world_size, self._gradients.group if process_group is None else process_group)
+        kind = kind_of(optimizer, model)
+        workers = Workers(world_size, kind.state.group if process_group is None else process_group)
         window = None if averaging_window is None else averaging_window * (total_steps or 1)
         sampling = MeasuredSteps(window, measure_every)
         self._single_gain = single_gain
-        self._passes = CurrentStep(
-            self._gradients,
+        self._current = CurrentStep(
+            kind,
             sampling,
             workers,
             grad_scaler=grad_scaler,
             to_mean=is_scaled_loss,
             precondition=precondition,
-            model=model,
         )
         averaging = Averaging(
             smoothing=CountDecay(passes) if smoothing is None else smoothing,
@@ -139,20 +138,19 @@ class AdaScale(OptimizerWrapper):
         num_gains = 1 if single_gain else len(optimizer.param_groups)
         self._algorithm = AdaScaleAlgorithm(
             optimizer,
-            self._gradients,
-            self._passes,
+            self._current,
             averaging,
-            AdaScaleState.empty(num_gains, averaging, self._gradients.device),
+            AdaScaleState.empty(num_gains, averaging, kind.device),
             rule=AdaScaleRule() if rule is None else rule,
             total_steps=total_steps,
             base_batch_size=base_batch_size,
         )
         scale = workers.count * passes if scale is None else scale
         divisor = None if is_scaled_loss else 1
-        self._passes.declare(StepPlan(workers=workers.count, passes=passes, loss_divisor=divisor).at_scale(scale))
+        self._current.declare(StepPlan(workers=workers.count, passes=passes, loss_divisor=divisor).at_scale(scale))
 
     def __repr__(self) -> str:
-        return f"AdaScale(scale={self._passes.plan.scale:g}, n={self.num_samples}, {self._optimizer!r})"
+        return f"AdaScale(scale={self._current.plan.scale:g}, n={self.num_samples}, {self._optimizer!r})"
 
     # ---- interface of torch.optim.Optimizer ----------------------------------------------------------------------
 
@@ -200,7 +198,7 @@ class AdaScale(OptimizerWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients and the passes of an unfinished or skipped step."""
-        self._passes.begin_step()
+        self._current.begin_step()
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -208,7 +206,7 @@ class AdaScale(OptimizerWrapper):
         self._require_boundary("add_param_group")
         self._algorithm.synchronize()
         self._optimizer.add_param_group(param_group)
-        self._passes.renew()
+        self._current.renew()
         if not self._single_gain:
             self._algorithm.add_gain()
 
@@ -242,7 +240,7 @@ class AdaScale(OptimizerWrapper):
         else:
             warn_at_user("The state dict has no AdaScale statistics; the averages and τ start afresh.")
             self._algorithm.restart()
-        self._passes.begin_step()
+        self._current.begin_step()
         _hooks.after_load(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -279,33 +277,33 @@ class AdaScale(OptimizerWrapper):
     def set_scale(self, scale: float, update_estimate: bool = True) -> None:
         """Change S between steps. The averages stay: σ² is per base batch. ``update_estimate`` is for FairScale's sake only."""
         self._require_boundary("set_scale")
-        self.set_plan(self._passes.declared.at_scale(scale))
+        self.set_plan(self._current.declared.at_scale(scale))
 
     def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int, update_smoothing: bool = True) -> None:
         """Change the backward passes per step, and θ to max(1 − n/1000, 0)."""
         passes = check_count("num_gradients_to_accumulate", num_gradients_to_accumulate)
         self._require_boundary("set_num_gradients_to_accumulate")
-        self.set_plan(replace(self._passes.declared, passes=passes))
+        self.set_plan(replace(self._current.declared, passes=passes))
         if update_smoothing:
             self._algorithm.averaging = replace(self._algorithm.averaging, smoothing=CountDecay(passes))
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
         """Divide the accumulated gradients by the number of passes, where the loss was not (``is_scaled_loss=False``)."""
-        if self._passes.declared.loss_divisor is None:
+        if self._current.declared.loss_divisor is None:
             raise RuntimeError("is_scaled_loss=True says that the loss was divided already.")
-        with self._passes.changing():
-            self._passes.divide_to_mean(self.plan)
+        with self._current.changing():
+            self._current.divide_to_mean(self.plan)
 
     def unhook(self) -> None:
         """Stop watching gradients; ``step()`` goes on with the averages unchanged."""
-        self._passes.unhook()
+        self._current.unhook()
 
     # ---- the batch of a step -------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> StepPlan:
         """Plan of the step under way, as far as it is known; else the plan of a full step."""
-        return self._passes.plan
+        return self._current.plan
 
     @property
     def num_samples(self) -> int:
@@ -320,10 +318,10 @@ class AdaScale(OptimizerWrapper):
             RuntimeError: Called between a backward pass and the step that it leads to.
         """
         self._require_boundary("set_plan")
-        if plan.workers != self._passes.workers.count:
-            raise ValueError(f"Invalid {plan}: AdaScale was built for {self._passes.workers.count} workers.")
+        if plan.workers != self._current.workers.count:
+            raise ValueError(f"Invalid {plan}: AdaScale was built for {self._current.workers.count} workers.")
         self._algorithm.synchronize()
-        self._passes.declare(replace(plan, loss_divisor=self._passes.declared.loss_divisor))
+        self._current.declare(replace(plan, loss_divisor=self._current.declared.loss_divisor))
 
     def expect_passes(self, passes: int, *, scale: float | None = None, loss_divided_by: int | None = None) -> None:
         """Announce that one optimizer step, the one under way or else the next, has fewer backward passes than declared.
@@ -342,7 +340,7 @@ class AdaScale(OptimizerWrapper):
             ValueError: The step can't have this number of passes.
         """
         self._algorithm.synchronize()
-        self._passes.expect(passes, scale, loss_divided_by)
+        self._current.expect(passes, scale, loss_divided_by)
 
     @property
     def step_end(self) -> StepEnd | None:
@@ -350,20 +348,20 @@ class AdaScale(OptimizerWrapper):
 
         Called as each pass begins that is not the declared last; returns :meth:`StepPlan.shortened` of :attr:`plan`, or None.
         """
-        return self._passes.step_end
+        return self._current.step_end
 
     @step_end.setter
     def step_end(self, step_end: StepEnd | None) -> None:
-        self._passes.step_end = step_end
+        self._current.step_end = step_end
 
     @property
     def sample_weights(self) -> Sequence[float] | None:
         """w of this worker's gradient sample in each pass, where micro-batches are unequal; None: all 1/n."""
-        return self._passes.weights
+        return self._current.weights
 
     @sample_weights.setter
     def sample_weights(self, weights: Sequence[float] | None) -> None:
-        self._passes.set_weights(weights)
+        self._current.set_weights(weights)
 
     # ---- the steps so far ----------------------------------------------------------------------------------------
 
@@ -438,17 +436,17 @@ class AdaScale(OptimizerWrapper):
     @property
     def at_boundary(self) -> bool:
         """Whether this is a step boundary: no backward pass since the last step."""
-        return not self._passes.step.under_way
+        return not self._current.step.under_way
 
     @property
     def is_last_pass(self) -> bool:
         """Whether the backward pass that has ended last is the last one of its step: the place for a loop's own clipping."""
-        return self._passes.is_last
+        return self._current.is_last
 
     @property
     def current(self) -> CurrentStep:
         """The step under way: its plan, its passes and its gradient samples."""
-        return self._passes
+        return self._current
 
     def clip_grad_norm(
         self,
@@ -472,17 +470,17 @@ class AdaScale(OptimizerWrapper):
             RuntimeError: Called after fewer or more backward passes than ``num_gradients_to_accumulate``.
             ValueError: The wrapped optimizer is no OSS, and there is a filter or a process group.
         """
-        self._passes.complete("clip_grad_norm")
-        with self._passes.changing():
-            return self._gradients.clip_norm(
+        self._current.complete("clip_grad_norm")
+        with self._current.changing():
+            return self._current.kind.clip_norm(
                 self._params, max_norm, norm_type, filter_params_fn=filter_params_fn, process_group=process_group
             )
 
     def clip_grad_value(self, clip_value: float) -> None:
         """Clip each element of the gradient of the next step, as :meth:`clip_grad_norm` clips its norm. The gain stays."""
-        self._passes.complete("clip_grad_value")
-        with self._passes.changing():
-            self._gradients.clip_value(self._params, clip_value)
+        self._current.complete("clip_grad_value")
+        with self._current.changing():
+            self._current.kind.clip_value(self._params, clip_value)
 
     def _require_boundary(self, what: str) -> None:
         if not self.at_boundary and not (self.saves_within_step and what in ("state_dict", "statistics_state")):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._warn import warn_on_first_worker
 from ..gain import Average, advanced
-from ..sharding.gradients import StepGradients
 from .averaging import Averaging
 from .bias_correction import BiasCorrectionCounters
-from .deferred import HostCopy, read, skippable_step, steps_on_device
 from .current_step import CurrentStep
+from .deferred import HostCopy, read, skippable_step, steps_on_device
+from .guards import EqualSamples, check_identity
 from .next_state import (
     MOST_SKIPPED,
     AdaScaleState,
@@ -36,9 +33,6 @@ from .rules import AdaScaleRule, RuleInput, ScalingRule, betas_of
 from .saved_state import check_tensors, ended_of, state_of, tensors_of
 from .step_result import StepResult
 from .step_sums import StepSums, constant
-
-_EQUAL, _EQUAL_STEPS = 1e-6, 10
-"""Largest σ²/μ² of equal gradient samples (the mean of three equal float32 numbers is rounded), and steps before a warning."""
 
 _OTHER_METHODS = (
     "AdaScale calls the optimizer's step(). An optimizer that takes its steps by other methods, as SAM does, keeps the loop that "
@@ -69,8 +63,7 @@ class AdaScaleAlgorithm:
 
     Args:
         optimizer: The wrapped one.
-        gradients: Its gradients.
-        passes: The passes of each step.
+        current: The step under way.
         averaging: How samples are averaged.
         state: Before the first step.
         rule: Maps a :class:`RuleInput` to (LR factor, clock increment).
@@ -86,8 +79,7 @@ class AdaScaleAlgorithm:
     def __init__(
         self,
         optimizer: Optimizer,
-        gradients: StepGradients,
-        passes: CurrentStep,
+        current: CurrentStep,
         averaging: Averaging,
         state: AdaScaleState,
         *,
@@ -95,8 +87,9 @@ class AdaScaleAlgorithm:
         total_steps: float | None,
         base_batch_size: float | None,
     ) -> None:
-        self._optimizer, self._gradients, self._inner = optimizer, gradients, gradients.stepped
-        self._passes = passes
+        self._optimizer = optimizer
+        self._inner = current.kind.stepped
+        self._current = current
         self.averaging, self.state = averaging, state
         self._step_counts = BiasCorrectionCounters(self._inner)
         self.rule = rule
@@ -105,8 +98,9 @@ class AdaScaleAlgorithm:
         self._estimated: tuple[StepSums, Estimate] | None = None  # the step under way, once its last pass has ended
         self._known: tuple[Average, float, StepResult] | None = None  # read last: averages, S and their gains
         self.pending: _Pending | None = None
-        self._plan, self._declared = passes.plan, passes.declared  # of the last step, and of full ones then
-        self._equal_steps = 0  # in a row, of equal gradient samples; −1 once that was warned of
+        self._plan = current.plan  # of the last step
+        self._declared = current.declared  # of full steps then
+        self._equal_samples = EqualSamples()
 
     @property
     def rule(self) -> ScalingRule:
@@ -137,54 +131,55 @@ class AdaScaleAlgorithm:
         Raises:
             RuntimeError: Backward passes are missing, or there were too many.
         """
-        self.synchronize()
-        sums = self._passes.finish()
-        self._plan, self._declared = sums.plan, self._passes.declared
-        on_device = self._on_device(sums)
-        estimated = self._estimate(sums, on_host=not on_device)
-        if on_device:
-            self._step_on_device(estimated)
+        self.synchronize()  # read the step before, which this one goes on from
+        sums = self._current.finish()
+        self._plan = sums.plan
+        self._declared = self._current.declared
+        if self._on_device(sums):
+            self._step_on_device(self._estimate(sums, on_host=False))
         else:
-            self._step_on_host(estimated)
+            self._step_on_host(self._estimate(sums, on_host=True))
         self._end_step()
 
     def _on_device(self, sums: StepSums) -> bool:
         """Whether a step needs none of its own numbers on the host."""
-        gain_known = not sums.measured or type(self._rule) is AdaScaleRule
-        return gain_known and self._gradients.fuses and steps_on_device(type(self._inner), self._optimizer.param_groups)
+        rule_needs_gain = sums.measured and type(self._rule) is not AdaScaleRule
+        if rule_needs_gain or not self._current.kind.fuses:
+            return False
+        return steps_on_device(type(self._inner), self._optimizer.param_groups)
 
     def _step_on_host(self, estimated: Estimate) -> None:
+        """Read the step's numbers, and then step, unless the gradient is not finite."""
         step = self._read(estimated, read(estimated.numbers))
         if step.skipped:
             self._leave_out(step)
             return
-        self._advance(estimated, step, self._take_step(step, estimated.sums.plan.scale))
+        output = self._output_of_rule(step, estimated.sums.plan.scale)
+        self._step_by_rule(output, estimated.sums.plan.scale)
+        self._advance(estimated, step, output)
 
     def _step_on_device(self, estimated: Estimate) -> None:
         """Step before the host has the step's numbers. The device skips a gradient that is not finite."""
-        scale, output = estimated.sums.plan.scale, None
-        zero, one = (constant(x, estimated.finite.device, torch.float32)[0] for x in (0.0, 1.0))
+        scale = estimated.sums.plan.scale
+        device = estimated.finite.device
+        zero = constant(0.0, device, torch.float32)[0]
+        one = constant(1.0, device, torch.float32)[0]
         skip = torch.where(estimated.finite, zero, one)
+        output = None
         if estimated.gains is None:
-            output = self._take_step(self._known_at(scale, estimated.averages), scale, skip)
+            output = self._output_of_rule(self._known_at(scale, estimated.averages), scale)
+            self._step_by_rule(output, scale, skip)
         else:
-            factors = estimated.gains[: estimated.averages.count.numel()].unbind()
-            skippable_step(self._inner, skip, lambda: self._step_inner(factors, scale))
+            gains = estimated.gains[: estimated.averages.count.numel()].unbind()
+            self._step_inner(gains, scale, skip)
         self.pending = _Pending(estimated, HostCopy(estimated.numbers), output)
 
     def _end_step(self) -> None:
         self._estimated = None
-        self._passes.end_step()
+        self._current.end_step()
 
-    def _take_step(self, step: StepResult, scale: float, skip: Tensor | None = None) -> RuleOutput:
-        """Step the wrapped optimizer with known gains, as the rule says. Return the rule's output.
-
-        Args:
-            step: Has the gains.
-            scale: S.
-            skip: For a fused optimizer: 1 on the device if it has to change nothing.
-        """
-        groups, betas = self._optimizer.param_groups, betas_of(self._rule)
+    def _output_of_rule(self, step: StepResult, scale: float) -> RuleOutput:
+        """Return what the rule makes of known gains."""
         whole = RuleInput(
             gain=step.gain,
             scale=scale,
@@ -192,48 +187,60 @@ class AdaScaleAlgorithm:
             total_steps=self._total_steps,
             base_batch_size=self._base_batch_size,
         )
-        output = apply_rule(self._rule, whole, step.group_gains, len(groups))
-        factors, increments = output.lr_factors, output.group_increments
-        with nullcontext() if betas is None else betas.applied(groups, self._inner, increments, self._step_counts):
-            if skip is None:
-                self._step_inner(factors, scale)
-            else:
-                skippable_step(self._inner, skip, lambda: self._step_inner(factors, scale))
-        return output
+        return apply_rule(self._rule, whole, step.group_gains, len(self._optimizer.param_groups))
 
-    def _step_inner(self, factors: Sequence[float] | Sequence[Tensor], scale: float) -> None:
+    def _step_by_rule(self, output: RuleOutput, scale: float, skip: Tensor | None = None) -> None:
+        """Step the wrapped optimizer as the rule says, with the betas of longer steps if it has such."""
+        betas = betas_of(self._rule)
+        if betas is None:
+            self._step_inner(output.lr_factors, scale, skip)
+            return
+        groups = self._optimizer.param_groups
+        with betas.applied(groups, self._inner, output.group_increments, self._step_counts):
+            self._step_inner(output.lr_factors, scale, skip)
+
+    def _step_inner(
+        self, factors: Sequence[float] | Sequence[Tensor], scale: float, skip: Tensor | None = None
+    ) -> None:
         """Step the wrapped optimizer with the LR of each group times its factor.
+
+        Args:
+            factors: One for each group, or one for all.
+            scale: S.
+            skip: For a fused optimizer: 1 on the device if it has to change nothing.
 
         Raises:
             RuntimeError: The optimizer or one of its hooks has set another LR in a step with S ≠ 1.
         """
         groups = self._optimizer.param_groups
-        lrs = [group["lr"] for group in groups]
-        scaled = [_scaled(lr, factors[i % len(factors)], scale) for i, lr in enumerate(lrs)]
-        for group, lr in zip(groups, scaled, strict=True):
-            group["lr"] = lr
+        own = [group["lr"] for group in groups]
+        scaled = [_scaled(lr, factors[i % len(factors)], scale) for i, lr in enumerate(own)]
+        _set_rates(groups, scaled)
         after = scaled
         try:
-            self._optimizer.step()
+            if skip is None:
+                self._optimizer.step()
+            else:
+                skippable_step(self._inner, skip, self._optimizer.step)
             after = [group["lr"] for group in groups]
         except NotImplementedError as error:
             error.add_note(_OTHER_METHODS)
             raise
         finally:
-            for group, lr in zip(groups, lrs, strict=True):
-                group["lr"] = lr
-        moved = [i for i, (lr, own) in enumerate(zip(after, scaled, strict=True)) if lr is not own and lr != own]
-        if not moved:
-            return
-        if scale != 1:
-            i = moved[0]
-            raise RuntimeError(
-                f"{type(self._inner).__name__}.step(), or a hook on it, has set lr={float(after[i]):g} in parameter group {i} in "
-                f"place of lr · r = {float(scaled[i]):g}: this step or the next would have an LR without the gain. Set the "
-                "LR by a torch.optim.lr_scheduler, such as LambdaLR."
-            )
-        for i in moved:  # as the plain optimizer does
-            groups[i]["lr"] = after[i]
+            _set_rates(groups, own)
+        for i, group in enumerate(groups):
+            if after[i] is scaled[i] or after[i] == scaled[i]:
+                continue
+            if scale != 1:
+                raise self._moved_rate(i, after[i], scaled[i])
+            group["lr"] = after[i]  # as the plain optimizer does
+
+    def _moved_rate(self, i: int, after: float | Tensor, scaled: float | Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"{type(self._inner).__name__}.step(), or a hook on it, has set lr={float(after):g} in parameter group {i} in "
+            f"place of lr · r = {float(scaled):g}: this step or the next would have an LR without the gain. Set the "
+            "LR by a torch.optim.lr_scheduler, such as LambdaLR."
+        )
 
     def skip(self) -> None:
         """End a step without taking it: weights, averages and τ stay.
@@ -242,14 +249,14 @@ class AdaScaleAlgorithm:
             RuntimeError: Backward passes are missing, or there were too many.
         """
         self.synchronize()
-        sums = self._passes.finish()
+        sums = self._current.finish()
         estimated = self._estimate(sums, on_host=not self._on_device(sums))
         self._leave_out(self._read(estimated, HostCopy(estimated.numbers).read()))
         self._end_step()
 
     def _leave_out(self, step: StepResult) -> None:
         self._skip(step.shared)
-        self._gradients.discard()
+        self._current.kind.discard()
 
     def _skip(self, shared: Mapping[str, float]) -> None:
         self.state = skipped(self.state, shared)
@@ -275,9 +282,8 @@ class AdaScaleAlgorithm:
             return result(of, numbers, self._known_at(scale, of.averages))
         step = result(of, numbers, averaged(numbers))
         self._known = of.averages, scale, step
-        observer = self._passes.observer
-        if observer is not None and observer.identity is not None and not step.skipped:
-            observer.identity.check(step.identity)
+        if self._current.observer is not None:
+            check_identity(self._current.observer.identity, step)
         return step
 
     def _known_at(self, scale: float, averages: Average) -> StepResult:
@@ -299,22 +305,11 @@ class AdaScaleAlgorithm:
         if step.skipped:
             self._skip(step.shared)
             return
-        self._check_samples(step)
-        factor, increment = (step.gain, step.gain) if output is None else (output.lr_factor, output.increment)
-        self.state = next_state(self.state, of.averages, step, factor, increment)
-
-    def _check_samples(self, step: StepResult) -> None:
-        """Warn once if the gradient samples of several steps in a row were equal: A = C, and so σ² = 0."""
-        if self._equal_steps < 0 or math.isnan(step.mu2):
-            return
-        equal = abs(step.sigma2) <= _EQUAL * step.mu2 and step.mu2 > 0
-        self._equal_steps = self._equal_steps + 1 if equal else 0
-        if self._equal_steps == _EQUAL_STEPS:
-            self._equal_steps = -1
-            warn_on_first_worker(
-                f"All gradient samples of a step were equal in {_EQUAL_STEPS} steps in a row, so the gain is 1, and more workers "
-                "or passes help nothing. Do all workers read the same examples, with equal seeds?"
-            )
+        self._equal_samples.read(step)
+        if output is None:
+            self.state = next_state(self.state, of.averages, step, step.gain, step.gain)
+        else:
+            self.state = next_state(self.state, of.averages, step, output.lr_factor, output.increment)
 
     def synchronize(self) -> None:
         """Wait for the numbers of a step that was taken on the device, and learn of one that a GradScaler left out."""
@@ -322,19 +317,23 @@ class AdaScaleAlgorithm:
         if pending is not None:
             step = self._read(pending.estimate, pending.copy.read())
             self._advance(pending.estimate, step, pending.output)
-        if self._passes.skipped_by_scaler:
-            self._passes.skipped_by_scaler = False
+        if self._current.skipped_by_scaler:
+            self._current.skipped_by_scaler = False
             self._skip({})
 
     def readout(self) -> StepResult:
         """Return what follows from the averages with the current gradients; waits for the device."""
         self.synchronize()
-        sums = self._passes.step.sums
+        sums = self._current.step.sums
         if sums is not None and sums.measured:
             estimated = self._estimate(sums, on_host=not self._on_device(sums))
             return self._known_at(sums.plan.scale, estimated.averages)
-        same = self._declared is self._passes.declared
-        plan = sums.plan if sums is not None else self._plan if same else self._passes.plan  # a step may be shorter
+        if sums is not None:
+            plan = sums.plan
+        elif self._declared is self._current.declared:
+            plan = self._plan  # of the last step, which may have been a short one
+        else:
+            plan = self._current.plan
         return self._known_at(plan.scale, self.state.averages)
 
     # ---- state ---------------------------------------------------------------------------------------------------
@@ -342,7 +341,7 @@ class AdaScaleAlgorithm:
     def state_dict(self) -> dict[str, Tensor]:
         """Return averages, clock and the numbers of steps: copies on the CPU."""
         self.synchronize()
-        return tensors_of(self.state, self._passes.ended, self._passes.unsampled)
+        return tensors_of(self.state, self._current.ended, self._current.unsampled)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Load a :meth:`state_dict`, which is left unchanged.
@@ -353,7 +352,7 @@ class AdaScaleAlgorithm:
         check_tensors(tensors, self.state)
         self.synchronize()
         self.state = state_of(tensors, self.state, self.averaging)
-        self._passes.resume(*ended_of(tensors))
+        self._current.resume(*ended_of(tensors))
 
     def restart(self) -> None:
         """Reset averages and clock."""
@@ -361,12 +360,17 @@ class AdaScaleAlgorithm:
         averages = self.state.averages
         empty = AdaScaleState.empty(averages.count.numel(), self.averaging, averages.packed.device)
         self.state = replace(empty, last=StepResult(lr_factor=self.state.last.lr_factor))
-        self._passes.resume(0)
+        self._current.resume(0)
 
     def add_gain(self) -> None:
         """Add a gain, of a parameter group that was added to the optimizer."""
-        averages = self.averaging.with_gain(self.state.averages, self._passes.declared)
+        averages = self.averaging.with_gain(self.state.averages, self._current.declared)
         self.state = replace(self.state, averages=averages)
+
+
+def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float | Tensor]) -> None:
+    for group, lr in zip(groups, rates, strict=True):
+        group["lr"] = lr
 
 
 def _scaled(lr: float | Tensor, factor: float | Tensor, scale: float) -> Any:

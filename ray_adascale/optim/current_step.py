@@ -18,16 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from .._torch import Versions, count_of_writes, local_part, versions, without_gradients
+from .._torch import Versions, count_of_writes, unwrapped_name, versions, without_gradients
 from .._warn import warn_on_first_worker
 from ..batch import StepPlan
 from ..measure.autograd import on_pass
 from ..measure.identity import Identity, due
-from ..measure.norms import finite_check, take_norm
+from ..measure.norms import take_norm
 from ..measure.observers import GradientObserver
-from ..sharding.gradients import Preconditioner, StepGradients, Wanted
+from ..sharding.kinds import kind_of
+from ..sharding.kinds.kind import Kind, Preconditioner, Wanted
 from .exchange import Numbers, Packed
-from .gradient_guard import CLEARED, check_between
+from .guards import CLEARED, UnchangedGradients
 from .sampling import MeasuredSteps
 from .step_result import StepEnd
 from .step_sums import OWN, StepSums, constant, mean_sq_norm
@@ -49,7 +50,6 @@ class Progress:
         last: The step's plan, once its last pass has begun.
         measured: Whether the pass is measured.
         norms: ‖g_i‖² of each pass on this worker, as measured.
-        left: The gradients after the last pass, if another follows.
         final: The gradients that the step was summed with.
         numbers: Numbers to be summed over the workers.
         sent: Whether the all-reduce has begun.
@@ -66,7 +66,6 @@ class Progress:
     last: StepPlan | None = None
     measured: bool = False
     norms: list[Tensor] = field(default_factory=list)
-    left: Versions | None = None
     final: Versions | None = None
     numbers: dict[str, Tensor] = field(default_factory=dict)
     sent: bool = False
@@ -80,13 +79,12 @@ class CurrentStep:
     """The step under way.
 
     Args:
-        gradients: The gradients, by their kind of sharding.
+        kind: The kind of sharding of the gradients.
         sampling: Decides which steps are measured.
         workers: Workers that share the batch.
         grad_scaler: Scales the loss.
         to_mean: Divide the gradient, after the last pass, so that it is the mean over the passes. False where the loop does so.
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of.
-        model: The model, whose names a warning has.
 
     Attributes:
         declared: Plan of a full step.
@@ -105,17 +103,21 @@ class CurrentStep:
 
     def __init__(
         self,
-        gradients: StepGradients,
+        kind: Kind,
         sampling: MeasuredSteps,
         workers: Workers,
         *,
         grad_scaler: torch.amp.GradScaler | None,
         to_mean: bool,
         precondition: Preconditioner | None,
-        model: torch.nn.Module | None,
     ) -> None:
-        self._gradients, self._sampling, self.workers = gradients, sampling, workers
-        self._grad_scaler, self._to_mean, self._precondition, self._model = grad_scaler, to_mean, precondition, model
+        self.kind = kind
+        self.workers = workers
+        self._sampling = sampling
+        self._grad_scaler = grad_scaler
+        self._to_mean = to_mean
+        self._precondition = precondition
+        self._unchanged = UnchangedGradients()
         self.step_end: StepEnd | None = None
         self.observer: GradientObserver | None = None
         self.weights: Sequence[float] | None = None
@@ -130,16 +132,17 @@ class CurrentStep:
         self.declared = StepPlan(workers=workers.count)
         self.step = Progress()
         self._next(0, 0)
-        gradients.listen(self)
+        kind.state.listen(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks, callables and process groups belong to this process.
-        gone = {"observer": None, "_model": None, "step": None, "_notice": (), "_unseen": (), "_shared": {}}
+        gone: dict[str, Any] = {"observer": None, "step": None, "_notice": (), "_unseen": (), "_shared": {}}
         return {**self.__dict__, **gone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.step = Progress()
+        self._unchanged.forget()
         self.declare(self.declared)
 
     # ---- the plan ------------------------------------------------------------------------------------------------
@@ -166,7 +169,9 @@ class CurrentStep:
 
     def told(self, told: bool) -> None:
         """Leave it to the loop to tell of its passes, or infer them again. At a step boundary."""
-        self._told, self.foreign = told, False
+        self._told = told
+        self._unchanged.told = told
+        self.foreign = False
         self._notice_foreign()
         self._watch()
 
@@ -217,12 +222,12 @@ class CurrentStep:
 
     @property
     def params(self) -> list[Tensor]:
-        return self._gradients.params
+        return self.kind.params
 
     @property
     def device(self) -> torch.device:
         """Device of the statistics."""
-        return self._gradients.device
+        return self.kind.device
 
     @property
     def scales_loss(self) -> bool:
@@ -245,7 +250,7 @@ class CurrentStep:
         """Install an observer, unless one fits already. A step with a single sample at S = 1 needs none."""
         if self._unhooked:
             return
-        self._gradients.check()
+        self.kind.check()
         plan = self.declared
         several, one_pass = plan.num_samples > 1, plan.passes == 1
         needed = several or plan.scale != 1
@@ -254,13 +259,14 @@ class CurrentStep:
             return
         self._detach()
         if needed:
-            self._wanted, self.observer = wanted, self._gradients.observe(self, wanted)
+            self._wanted, self.observer = wanted, self.kind.observe(self, wanted)
             self.observer.measure(False)
         self._notice_foreign()
 
     def renew(self) -> None:
         """Install another observer: a parameter group was added, or an OSS has now a ShardedDataParallel, which calls this."""
         self._detach()
+        self.kind = kind_of(self.kind.optimizer, self.kind.model)
         self._attach()
         if not self._told:
             self._watch()
@@ -323,7 +329,7 @@ class CurrentStep:
             if number.dim() or name in OWN:
                 raise ValueError(f"Invalid {name} of shape {tuple(number.shape)}. Must be 0-dim, and not {OWN}.")
             self._shared[name] = number.to(device, torch.float64)
-        alone = observer is not None and not self.measured and type(observer).holds_whole_gradient
+        alone = observer is not None and not self.measured and not observer.sharded
         if self._shared and alone and self.workers.reduce:
             with torch.no_grad():
                 self.step.numbers.update(self._shared)
@@ -348,6 +354,7 @@ class CurrentStep:
 
     def _forget(self) -> None:
         self.step = Progress()
+        self._unchanged.forget()
         if self._checked and self.observer is not None:
             cast(Identity, self.observer.identity).begin(True)
 
@@ -376,8 +383,8 @@ class CurrentStep:
         if self.observer is not None:
             if self._told:
                 self.observer.ignore(not step.measured)
-            if step.left is not None and not step.passing:
-                check_between(step.left, versions(self._gradients.own), told=self._told)
+            if not step.passing:
+                self._unchanged.check(self.kind.accumulated())
         step.under_way = step.passing = True
         step.last, step.local_ended = last, False
 
@@ -397,8 +404,7 @@ class CurrentStep:
             self._clear()
             self.step.fault = "too many" if too_many else ""
         elif self._stepped_with is not None and self._stepped_with == self._first_gradient():
-            if self._has_gradients(observer):
-                self.step.fault = "uncleared"
+            self.step.fault = "uncleared" if self._has_gradients(observer) else ""
         self._stepped_with = None
         if self.step.passing:
             # An exception has ended the pass before. Were its gradients cleared since, and those of the step's earlier passes?
@@ -423,7 +429,7 @@ class CurrentStep:
         step.local_ended = True
         if step.measured and (step.last is None or step.last.num_samples > 1):
             step.norms.append(observer.local_sq_norms())
-        if step.last is not None and observer.holds_whole_gradient and not step.sent:
+        if step.last is not None and not observer.shares_norm and not step.sent:
             # Only A is still in parts. Sent now, it travels behind the last gradients, which are awaited anyway.
             self._send({}, step.last, seen=True)
 
@@ -441,7 +447,7 @@ class CurrentStep:
                 self._finish(step.last)
             elif step.measured and (self._told or self._measured_steps):
                 # Not in its first step, where DDP may rebuild its buckets.
-                step.left = versions(self._gradients.own)
+                self._unchanged.note(self.kind.accumulated())
             if self._told:
                 self.observer.ignore(False)
         step.passing = False
@@ -449,14 +455,14 @@ class CurrentStep:
     def _has_gradients(self, observer: GradientObserver) -> bool:
         """Whether gradients other than zero are left. Waits for the device."""
         grads = observer.gradients_left(self.params)
-        return any(bool(take_norm(local_part(grad.detach())) != 0) for grad in grads)
+        return any(bool(take_norm(self.kind.local(grad.detach())) != 0) for grad in grads)
 
     def _first_gradient(self) -> tuple[int, int] | None:
         """Return the address and the number of writes of the first gradient; None without one. Clearing changes them."""
         grad = next((p.grad for p in self.params if p.grad is not None), None)
         if grad is None:
             return None
-        address = local_part(grad).data_ptr() if grad.layout is torch.strided else 0
+        address = self.kind.local(grad).data_ptr() if grad.layout is torch.strided else 0
         return address, count_of_writes(grad)
 
     # ---- the end of a step ---------------------------------------------------------------------------------------
@@ -529,7 +535,7 @@ class CurrentStep:
 
     def _accept_gradients(self) -> None:
         """Take the step's gradients as they are now: a change of our own has kept them finite."""
-        self.step.final = versions(self._gradients.kept)
+        self.step.final = versions(self.kind.gradients())
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -546,15 +552,19 @@ class CurrentStep:
 
         Collective, if gradients are sharded and were changed.
         """
-        if self.step.final is None or self.step.final == versions(self._gradients.kept):
+        if self.step.final is None or self.step.final == versions(self.kind.gradients()):
             return sums
-        self.step.sums = sums = replace(sums, numbers={**sums.numbers, "late": self._finite()}, packed=None)
+        self.step.sums = sums = replace(
+            sums,
+            numbers={**sums.numbers, "late": self.kind.finite(self.workers.group, several=self.workers.reduce)},
+            packed=None,
+        )
         self._accept_gradients()
         return sums
 
     def divide_to_mean(self, plan: StepPlan) -> None:
         """Divide the gradients that the passes add up to, so that they are ḡ."""
-        if plan.multiple_of_mean != 1 and (grads := self._gradients.of_step()):
+        if plan.multiple_of_mean != 1 and (grads := self.kind.numbers()):
             torch._foreach_div_(grads, plan.multiple_of_mean)
 
     # ---- the sums over the workers -------------------------------------------------------------------------------
@@ -590,54 +600,63 @@ class CurrentStep:
         return packed.apart(), packed
 
     def _no_norms(self) -> Tensor:
-        return torch.zeros(self._gradients.num_groups, dtype=torch.float64, device=self.device)
+        return torch.zeros(len(self.kind.groups), dtype=torch.float64, device=self.device)
 
     def _gather(self, plan: StepPlan, *, seen: bool, scaled: bool) -> StepSums:
+        """Return the step's numbers: those that each worker has by itself, and the sums of the others. Collective."""
         observer = cast(GradientObserver, self.observer)
-        whole, several = type(observer).holds_whole_gradient, self.workers.reduce
         own: dict[str, Tensor] = {}
-        if observer.holds_whole_gradient:
+        if observer.shares_norm:
+            rank, workers = 0, 1
+            if self.workers.reduce:
+                rank, workers = dist.get_rank(self.workers.group), self.workers.count
+            parts = {"c": observer.reduced_sq_norms(rank, workers)}
+            if self._checked and observer.sharded:
+                parts["reduced"] = observer.reduced_product().to(self.device)
+            self._send(parts, plan, seen=seen)
+        else:
             # Equal to the last bit on all workers, as their weights are: each takes C from its own copy.
             own["c"] = observer.reduced_sq_norms(0, 1)
             if not self.step.sent:
                 self._send({}, plan, seen=seen)
-        else:
-            rank, world_size = (dist.get_rank(self.workers.group), self.workers.count) if several else (0, 1)
-            found = {"c": observer.reduced_sq_norms(rank, world_size)}
-            if self._checked and not whole:
-                found["reduced"] = observer.reduced_product().to(self.device)
-            self._send(found, plan, seen=seen)
         numbers, packed = self._wait()
-        if several:
+        if self.workers.reduce:
             self.replicated = own.get("c")
-            if not own and whole:
-                # Workers took shares of C. The smallest gradient, which all of them have, stands for it.
-                grads = [p.grad for p in self.params if p.grad is not None]
-                self.replicated = take_norm(min(grads, key=Tensor.numel)).double().view(1) if grads else None
-        if self._checked and whole:
+            if self.replicated is None and not observer.sharded:
+                self.replicated = self._smallest_norm()
+        if self._checked and not observer.sharded:
             own["reduced"] = observer.reduced_product().to(self.device).view(1)
         if scaled and self._grad_scaler is not None and self.scales_loss:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
             own["loss_scale"] = self._grad_scaler.scale(constant(1.0, self.device))
-        self._unseen = observer.find_unseen() if self.step.measured else ()
-        return StepSums(plan, {**own, **numbers}, None if own else packed, not self._unseen, seen, tuple(self._shared))
+        self._unseen = ()
+        if self.step.measured:
+            self._unseen = observer.find_unseen()
+        return StepSums(
+            plan,
+            {**own, **numbers},
+            None if own else packed,
+            all_measured=not self._unseen,
+            saw_all_passes=seen,
+            shared_names=tuple(self._shared),
+        )
+
+    def _smallest_norm(self) -> Tensor | None:
+        """Return the norm of the smallest gradient, which stands for all: of those each worker takes its share only."""
+        grads = [p.grad for p in self.params if p.grad is not None]
+        if not grads:
+            return None
+        return take_norm(min(grads, key=Tensor.numel)).double().view(1)
 
     def _unobserved(self, plan: StepPlan) -> StepSums:
         """Return the sums of a step that no observer has seen: there is none at n = 1 and S = 1, or its hooks did not run."""
         if self.observer is not None:
             self._unseen = self.observer.find_unseen()
-        return StepSums(plan, {"check": self._finite(), **self._shared}, shared_names=tuple(self._shared))
-
-    def _finite(self) -> Tensor:
-        """Return a number that is finite if the step's gradients are. Collective, if they are sharded."""
-        device, grads = self.device, self._gradients.of_step()
-        check = finite_check(grads, device) if grads else torch.ones(1, dtype=torch.float64, device=device)
-        if self.workers.reduce and self._gradients.sharded:
-            # Each worker has seen its shards only; all of them must skip the step, or none.
-            flag = check.isfinite().float()
-            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.workers.group)
-            check = 1 / flag.double()
-        return check
+        return StepSums(
+            plan,
+            {"check": self.kind.finite(self.workers.group, several=self.workers.reduce), **self._shared},
+            shared_names=tuple(self._shared),
+        )
 
     # ---- faults --------------------------------------------------------------------------------------------------
 
@@ -651,13 +670,13 @@ class CurrentStep:
     def _too_early(self, caller: str) -> RuntimeError:
         if self.step_end is not None:
             return RuntimeError(
-                f"{caller}() after backward pass {self.step.passes} of a step, which has further ones by its settings. Call it after "
-                "the last pass. With Lightning's manual optimization the passes are AdaScaleConfig(accumulation=...), or those "
+                f"{caller}() after backward pass {self.step.passes} of a step, which has further ones by its settings. Call it "
+                "after the last pass. With Lightning's manual optimization the passes are AdaScaleConfig(accumulation=...), or those "
                 "of expect_passes(); with AdaptiveDataParallel the last pass is the one that is not under no_sync()."
             )
         return RuntimeError(
-            f"{caller}() after {self.step.passes} of {self.plan.passes} backward passes. Call it after the last one. If a step has "
-            f"fewer, as the last of an epoch may, call expect_passes({self.step.passes}) before its last pass; if all have, "
+            f"{caller}() after {self.step.passes} of {self.plan.passes} backward passes. Call it after the last one. If a step "
+            f"has fewer, as the last of an epoch may, call expect_passes({self.step.passes}) before its last pass; if all have, "
             "set_num_gradients_to_accumulate() first."
         )
 
@@ -665,7 +684,9 @@ class CurrentStep:
         """Warn of the parameters that keep steps from being measured, if there are such."""
         if not self._unseen:
             return
-        names: dict[Tensor, str] = {} if self._model is None else {p: n for n, p in self._model.named_parameters()}
+        names: dict[Tensor, str] = {}
+        if self.kind.model is not None:
+            names = {p: unwrapped_name(name) for name, p in self.kind.model.named_parameters()}
         listing = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in self._unseen[:3])
         warn_on_first_worker(
             f"The noise of {steps} steps in a row could not be measured, and the gain stays as it was: gradients of "

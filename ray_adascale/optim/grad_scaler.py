@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as _FSDPGradScaler
 from torch.optim import Optimizer
 
-from ..sharding.oss import OSS
+from ..sharding.kinds import kind_of
+from ..sharding.kinds.kind import Kind
 from .adascale import AdaScale
 
 
@@ -30,8 +31,8 @@ class _Target:
         optimizer = self._optimizer()
         if optimizer is None:
             return []
-        oss = _sharded(optimizer)
-        return optimizer.param_groups if oss is None else oss.optim.param_groups
+        kind = _kind(optimizer)
+        return optimizer.param_groups if kind.in_place else kind.stepped.param_groups
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         self.stepped = True
@@ -39,10 +40,8 @@ class _Target:
         return None if optimizer is None else optimizer.step(*args, **kwargs)
 
 
-def _sharded(optimizer: Optimizer) -> OSS | None:
-    """Return the optimizer, or the one that it wraps, if it gets its share of the gradients only; else None."""
-    oss = optimizer.wrapped if isinstance(optimizer, AdaScale) else optimizer
-    return oss if isinstance(oss, OSS) and oss.reducer() is not None and oss.world_size > 1 else None
+def _kind(optimizer: Optimizer) -> Kind:
+    return optimizer.current.kind if isinstance(optimizer, AdaScale) else kind_of(optimizer)
 
 
 class ShardedGradScaler(_FSDPGradScaler):
@@ -104,22 +103,20 @@ class ShardedGradScaler(_FSDPGradScaler):
         result = super().step(target, *args, **kwargs)
         if isinstance(optimizer, AdaScale) and not target.stepped:
             optimizer.skip_step()
-        oss = _sharded(optimizer)
-        if oss is not None and not target.stepped and (reducer := oss.reducer()) is not None:
-            reducer.discard()  # else the next pass would add to those of the overflow
+        if not target.stepped:
+            _kind(optimizer).discard()  # else the next pass would add to those of the overflow
         return result
 
     def _target(self, optimizer: Any) -> Any:
         """Return the object that torch's scaler works on: the optimizer, or its share of the gradients."""
-        oss = _sharded(optimizer) if isinstance(optimizer, Optimizer) else None
-        if oss is None and not isinstance(optimizer, AdaScale):
+        adascale = isinstance(optimizer, AdaScale)
+        if not adascale and (not isinstance(optimizer, Optimizer) or kind_of(optimizer).in_place):
             return optimizer
         # If no backward pass reached a parameter here, the other workers are in these reductions. The scaler's own all-reduce
         # comes after them.
-        if isinstance(optimizer, AdaScale):
+        if adascale:
             optimizer.current.complete(scaled=True)
-        if oss is not None and (reducer := oss.reducer()) is not None:
-            reducer.finish_reduction()
+        _kind(optimizer).join()
         if optimizer not in self._targets:
             self._targets[optimizer] = _Target(optimizer)
         return self._targets[optimizer]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, cast
@@ -14,9 +13,9 @@ from torch.optim import LBFGS, Muon, Optimizer
 
 from .._errors import listed
 from .._torch import is_dtensor
-from .._warn import warn_at_user
 from ..chain import SEVERAL_OPTIMIZERS, needs_closure, parts_of
-from ..sharding.oss import OSS
+from ..sharding.kinds.state import state_of
+from .guards import warn_of_steps_past
 
 # GradScaler looks for these on the optimizer that it steps. Forwarded from the wrapped optimizer, they would make it pass scaled
 # gradients; without them it unscales first and leaves out step() if a gradient is not finite.
@@ -49,7 +48,7 @@ class OptimizerWrapper(Optimizer):
         self.has_step_hooks = False
         """Whether a hook was ever registered on a step of this optimizer, and not on the wrapped one's."""
         super().__setstate__({})  # gives the hook registries and step profiling of Optimizer, without owning groups
-        _warn_of_steps_past(self)
+        warn_of_steps_past(self)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         self.has_step_hooks = True
@@ -117,32 +116,6 @@ class OptimizerWrapper(Optimizer):
         super().__setstate__({})
 
 
-def _warn_of_steps_past(wrapper: OptimizerWrapper, steps: int = 5) -> None:
-    """Warn once if a loop steps the wrapped optimizer, or one that it holds as SAM does, and never the wrapper."""
-    optimizer, taken, outer = wrapper.wrapped, 0, weakref.ref(wrapper)
-    inner = "Attach the one inside: inner, schedule = attach(model, optimizer.{0}, ...); optimizer.{0} = inner."
-    advice = {id(value): inner.format(name) for name, value in vars(optimizer).items()}
-    inside = () if isinstance(optimizer, OSS) else (v for v in vars(optimizer).values() if isinstance(v, Optimizer))
-
-    def stepped(each: Optimizer, *_: object) -> None:
-        nonlocal taken
-        taken += 1
-        if taken == steps and (around := outer()) is not None:
-            warn_at_user(
-                f"{type(each).__name__}.step() has run {steps} times, and step() of the AdaScale around it not once: weights "
-                f"move without the gain, τ stays at {around.effective_steps:g}, and the schedule at its start. "
-                f"{advice.get(id(each), 'Call step() of what attach() or AdaScale() returned.')}"
-            )
-
-    def own_step(around: OptimizerWrapper, *_: object) -> None:
-        while hooks:
-            hooks.pop().remove()
-        around.has_step_hooks = len(around._optimizer_step_pre_hooks) + len(around._optimizer_step_post_hooks) > 1
-
-    hooks = [each.register_step_post_hook(stepped) for each in (*(part for part, _ in parts_of(optimizer)), *inside)]
-    wrapper.register_step_pre_hook(own_step)
-
-
 def check_parameters(model: nn.Module, optimizer: Optimizer, *, alone: bool) -> None:
     """Check that the optimizer has no parameter of another model.
 
@@ -187,7 +160,7 @@ def check_wrappable(optimizer: Optimizer) -> None:
         raise ValueError("The optimizer is wrapped in AdaScale already. Pass the bare optimizer.")
     if isinstance(optimizer, LBFGS):
         raise ValueError("AdaScale can't wrap LBFGS, which evaluates the model several times within one step.")
-    inner = optimizer.optim if isinstance(optimizer, OSS) else optimizer
+    inner = state_of(optimizer).stepped
     if needs_closure(type(inner)):
         raise ValueError(
             f"AdaScale can't wrap {type(inner).__name__}, whose step needs the closure: it evaluates the model within the "

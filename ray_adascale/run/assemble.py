@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -21,6 +22,7 @@ from ..data import is_map_style, make_source
 from ..data.iterables import known_length
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MapSource
+from ..optim.adascale import AdaScale
 from ..optim.schedule import BaseSchedule, EffectiveSchedule
 from ..recipe import Recipe
 from ..workload import RunInputs, Workload
@@ -36,7 +38,10 @@ from .boundary.stage import LoopState, Stage
 from .boundary.train_state import HasState, TrainState, log_start
 from .build import Wrapped, check_built, check_equal, check_schedule, facts_of, set_batch, wrap
 from .clipping import Clipping
-from .observe.advice import NoiseWarning, ZeroGradient, class_name, warn_of_modes, warn_of_state_dict_hooks
+from .guards.each_step import EqualLosses, OnlyRunsBackward, ScalarLoss, ScheduledRates, TrainMode
+from .guards.first_steps import ExtraStateHint, FirstMicroBatch, ZeroGradient
+from .guards.guard import Guard, Guards
+from .observe.advice import NoiseWarning, class_name, warn_of_modes, warn_of_state_dict_hooks
 from .observe.eta import EtaTracker, forecast_run
 from .observe.metrics import METRICS
 from .observe.step import Listener
@@ -107,15 +112,6 @@ def assemble(inputs: RunInputs, config: AdaScaleConfig, *, recipe: Recipe | None
     on_cpu = _cpu_group(plan.workers)
     check_equal(facts_of(inputs, config, source, base_schedule, recipe), plan.workers, on_cpu)
     wrapped = wrap(module, optimizer, config, plan, device=device, total_steps=total_steps)
-    passes = Passes(
-        module,
-        wrapped.optimizer,
-        wrapped.scaler,
-        guarded=optimizer,
-        precision=config.precision,
-        device=device,
-        sharding=wrapped.sharding,
-    )
     batch = ChooseBatch(follower, wrapped.optimizer)
     evaluation = Evaluation(
         inputs.evaluate,
@@ -136,11 +132,22 @@ def assemble(inputs: RunInputs, config: AdaScaleConfig, *, recipe: Recipe | None
         wrapped.optimizer,
         without_own(train_state.extra),
         source,
-        copies=wrapped.sharding.copies,
+        copies=wrapped.kind.copies,
         rank=rank,
         workers=plan.workers,
         device=device,
         process_group=on_cpu,
+    )
+    guards = _guards_of(module, wrapped.optimizer, schedule, train_state.extra, replicas, plan, device)
+    passes = Passes(
+        module,
+        wrapped.optimizer,
+        wrapped.scaler,
+        guarded=optimizer,
+        precision=config.precision,
+        device=device,
+        kind=wrapped.kind,
+        guards=guards,
     )
     # Built last, because their intervals begin now.
     every_s = config.checkpoint_every_s
@@ -164,6 +171,30 @@ def assemble(inputs: RunInputs, config: AdaScaleConfig, *, recipe: Recipe | None
         reporting=reporting,
         listeners=listeners,
     )
+
+
+def _guards_of(
+    module: nn.Module,
+    optimizer: AdaScale,
+    schedule: EffectiveSchedule,
+    extra: Mapping[str, Any],
+    replicas: Replicas,
+    plan: StepPlan,
+    device: torch.device,
+) -> Guards:
+    """Return what looks at a run for mistakes of the program around it, in the order in which each moment calls it."""
+    guards: list[Guard] = [
+        ExtraStateHint(extra),
+        FirstMicroBatch(module, plan, device),
+        OnlyRunsBackward(optimizer),
+        ScalarLoss(),
+        TrainMode(module),
+        ScheduledRates(schedule),
+        ZeroGradient(),
+    ]
+    if plan.workers > 1:
+        guards += [replicas, EqualLosses(plan.workers)]
+    return Guards(guards)
 
 
 def _cpu_group(workers: int) -> dist.ProcessGroup | None:
@@ -369,7 +400,7 @@ def _listeners(
     """Return the listeners of rank 0."""
     forecast = forecast_run(recipe, config, plan.scale, plan.workers)
     tracker = EtaTracker(forecast)
-    listeners: list[Listener] = [ZeroGradient()]
+    listeners: list[Listener] = []
     if not config.batch.changes:
         listeners.append(NoiseWarning(config.averaging_window * schedule.total_steps, forecast, schedule.highest_at))
     listeners.append(tracker)

@@ -26,10 +26,11 @@ from ..optim.rules import betas_of, chosen_rule, make_rule, metric_of, name_of
 from ..optim.schedule import BaseSchedule, LRCurves
 from ..optim.wrapper import check_parameters, check_wrappable
 from ..recipe import Recipe
+from ..sharding.kinds.ddp import data_parallel
+from ..sharding.kinds.kind import Kind
+from ..sharding.kinds.zero2 import ShardedDataParallel
 from ..sharding.oss import OSS
 from ..sharding.partition import has_state
-from ..sharding.sharded_ddp import ShardedDataParallel
-from ..sharding.strategy import Sharding, sharding_of
 from ..workload import RunInputs
 from .observe.advice import warn_of_optimizer, warn_of_schedule, warn_of_step_hooks
 
@@ -43,14 +44,14 @@ class Wrapped:
         optimizer: The optimizer to step.
         parameter_names: Name of each of the optimizer's parameters in the bare model. Checkpoints use these names.
         scaler: The loss scaler; None unless precision is "fp16".
-        sharding: How gradients travel.
+        kind: The kind of sharding.
     """
 
     model: nn.Module
     optimizer: AdaScale
     parameter_names: dict[Tensor, str]
     scaler: torch.amp.GradScaler | None
-    sharding: Sharding
+    kind: Kind
 
 
 def check_built(
@@ -204,7 +205,7 @@ def wrap(
     if sharding == "fsdp2":
         if config.precision == "fp16":
             raise SettingError("{} is not supported. Use precision='bf16'.", sharding="fsdp2", precision="fp16")
-        from ..sharding.fsdp2 import shard_model  # here, since DTensor takes most of a second to import
+        from ..sharding.kinds.fsdp2 import shard_model  # here, since DTensor takes most of a second to import
 
         shard_model(module, optimizer, device)
         names = parameter_names(module, optimizer)
@@ -214,7 +215,7 @@ def wrap(
     if sharding == "zero2":
         model = ShardedDataParallel(module, optimizer)
     elif plan.workers > 1 and sharding != "fsdp2":
-        model = _data_parallel(module, device, find_unused=config.find_unused_parameters, workers=plan.workers)
+        model = data_parallel(module, device, find_unused=config.find_unused_parameters, workers=plan.workers)
     scaler = None
     if config.precision == "fp16":
         from ..optim.grad_scaler import ShardedGradScaler  # imported here, because it imports FSDP
@@ -226,9 +227,11 @@ def wrap(
         plan,
         total_steps=total_steps,
         grad_scaler=scaler,
-        model=model if isinstance(model, DistributedDataParallel) else module,
+        model=model,
     )
-    return Wrapped(model, adascale, names, scaler, sharding_of(model, module, sharding))
+    kind = adascale.current.kind
+    kind.drive(module)
+    return Wrapped(model, adascale, names, scaler, kind)
 
 
 def set_batch(plan: StepPlan, optimizer: AdaScale, source: BatchSource, rank: int) -> None:
@@ -285,54 +288,3 @@ def _choose_sharding(config: AdaScaleConfig, workers: int, optimizer: Optimizer,
     if config.sharding == "auto":
         return "zero2" if has_state(optimizer) and not sparse else "none"
     return config.sharding
-
-
-# References to process groups, held until the process ends. In torch 2.13 a DistributedDataParallel that outlives
-# destroy_process_group() and holds the last reference to its gloo group sometimes hangs in its destructor.
-_KEPT: list[dist.ProcessGroup | None] = []
-
-
-def _data_parallel(
-    module: nn.Module, device: torch.device, *, find_unused: bool, workers: int
-) -> DistributedDataParallel:
-    model = DistributedDataParallel(
-        module,
-        device_ids=[device] if device.type == "cuda" else None,
-        find_unused_parameters=find_unused,
-        gradient_as_bucket_view=True,
-    )
-    group = dist.group.WORLD
-    if "gloo" in dist.get_backend_config() and group not in _KEPT:
-        _KEPT.append(group)
-    if workers > 2 and not find_unused:
-        _settle_buckets(model)
-    return model
-
-
-class _EveryParameter(nn.Module):
-    """A stand-in for the model: its forward pass uses every parameter, with gradients of zero."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module  # DDP needs the buffers
-
-    def forward(self, _: Tensor) -> Tensor:
-        used = [p for p in self.module.parameters() if p.requires_grad]
-        return torch.stack([(p.flatten()[:1] * 0).sum().float() for p in used]).sum()
-
-
-def _settle_buckets(model: DistributedDataParallel) -> None:
-    """Make DDP regroup its buckets now, in an order that depends on the parameters alone.
-
-    DDP regroups them once, after its first backward pass, by the order in which gradients were computed. So the first step after
-    a start would sum over workers in another order than the same step of a run that was never stopped, which from three workers
-    on changes the last bit. A backward pass through a stand-in makes DDP regroup them now. The model itself can't be used,
-    because it needs the user's loss. The stand-in's gradients come in reverse order of the parameters, as those of most models.
-    """
-    module = model.module
-    model.module = _EveryParameter(module)
-    try:
-        model(torch.zeros(())).backward()  # with device_ids, DDP requires an input
-    finally:
-        model.module = module
-    model.zero_grad()

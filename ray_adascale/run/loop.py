@@ -32,7 +32,7 @@ from .boundary.backend import Backend, LocalBackend
 from .boundary.checkpointing import warns_if_alone
 from .boundary.stage import BoundaryFlags, Stages, StepReport
 from .build import set_batch
-from .observe.advice import ExtraStateHint, UnreadHyperparameters
+from .observe.advice import UnreadHyperparameters
 from .observe.metrics import SKIPPED, plain_numbers
 from .observe.pulse import Phase, Pulse
 from .observe.step import Step
@@ -137,13 +137,14 @@ class Run:
         """Doubts about the schedule and the base batch, a sentence each. Rank 0 has warned of them."""
         self.state = own.loop
         """Step counts and metrics so far, as they go into a checkpoint."""
-        self.parts, self._replicas = parts, parts.replicas
+        self.parts = parts
         """The objects that make up this run."""
+        self._passes = parts.passes
+        self._guards = parts.passes.guards
         self._after_step = AfterStep(inputs.after_step, self.module)
-        self._extra = ExtraStateHint(own.extra) if own.extra else None
-        total, by_recipe = self.total_steps, recipe is not None
-        scaler = parts.passes.scaler
-        self._skipped = SkippedSteps(self.module, own.loop, scaler, total_steps=total, by_recipe=by_recipe)
+        self._skipped = SkippedSteps(
+            self.module, own.loop, parts.passes.scaler, total_steps=self.total_steps, by_recipe=recipe is not None
+        )
         self._taken: Step | None = None  # until it is read
         self._stages = Stages(parts.stages, parts.backend.rank)
         self._loop_seconds = 0.0
@@ -184,7 +185,7 @@ class Run:
     @property
     def progress(self) -> float:
         """Σ r over the optimizer steps: τ under AdaScale's own rule; AdaptDL's ``progress`` under every rule."""
-        self._synchronize()
+        self._read_step()
         return self.state.progress
 
     @property
@@ -203,17 +204,17 @@ class Run:
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler; None unless the precision is "fp16"."""
-        return self.parts.passes.scaler
+        return self._passes.scaler
 
     @property
     def is_last_pass(self) -> bool:
         """Whether the pass in progress is the last one of its optimizer step: the place for a loop's own clipping."""
-        return self.parts.passes.is_last
+        return self._passes.is_last
 
     @property
     def at_boundary(self) -> bool:
         """Whether this is a step boundary, the only place to checkpoint."""
-        return self.parts.passes.between and self.optimizer.at_boundary
+        return self._passes.between and self.optimizer.at_boundary
 
     @property
     def evaluate_due(self) -> bool:
@@ -235,7 +236,7 @@ class Run:
     def record(self, **metrics: Any) -> None:
         """Add metrics to this report and later ones, until they are recorded again. They count as an evaluation."""
         metrics = plain_numbers(metrics)
-        self._synchronize()
+        self._read_step()
         self.state.recorded.update(metrics)
         for listener in self.parts.listeners:
             listener.after_record(metrics)
@@ -261,7 +262,7 @@ class Run:
 
         A step is skipped if its gradient is not finite. Metrics of ``evaluate`` are this worker's: reports have rank 0's.
         """
-        self._synchronize()
+        self._read_step()
         return {
             **self.state.metrics,
             "skipped_steps": self.state.iterations - self.optimizer.steps,
@@ -275,28 +276,20 @@ class Run:
         """Yield micro-batches on the device until τ reaches T. Then evaluate, report and save for the last time."""
         entered = time.monotonic()
         separate_streams(self.backend.rank, self.plan.workers, self.backend.device)
-        batches: Iterator[MicroBatch] = iter(self.source)
-        if self.parts.unit_weights is not None:
-            batches = self.parts.unit_weights.weighted(batches)
-        passes = self.parts.passes
+        batches = self._micro_batches()
         try:
-            with passes.guard(), self.backend.watch(self._pulse):
+            with self._passes.guard(), self.backend.watch(self._pulse):
                 if self.state.iterations == 0:
                     self._pulse.enter(Phase.BOUNDARY)
                     self.parts.evaluation.try_out(self.backend.device, log=self.backend.rank == 0)
                 # The known τ decides: a step after which τ may have reached T is read at once.
                 while self.stopped is None and not self.base_schedule.ended_at(self.optimizer.known_effective_steps):
                     self._pulse.enter(Phase.DATA)
-                    if (batch := next(batches, None)) is None:
-                        raise RuntimeError(
-                            "Another loop over the run, in this one, has taken its data: make it one loop."
-                        )
+                    batch = self._next_of(batches)
                     self._pulse.enter(Phase.PASS)
-                    passes.begin(batch)
+                    self._passes.begin(batch)
                     yield self.source.on_device(batch.batch, self.backend.device)
-                    passes.check_ended()
-                    if self._extra is not None:
-                        self._extra.compare(stepped=False)
+                    self._passes.check_ended()
                 self._pulse.enter(Phase.BOUNDARY)
                 if self.stopped is None:
                     self._finish(TOTAL_STEPS_REACHED)
@@ -305,6 +298,18 @@ class Run:
             self.source.close()
             for listener in self.parts.listeners:
                 listener.after_loop()
+
+    def _micro_batches(self) -> Iterator[MicroBatch]:
+        batches = iter(self.source)
+        if self.parts.unit_weights is None:
+            return batches
+        return self.parts.unit_weights.weighted(batches)
+
+    def _next_of(self, batches: Iterator[MicroBatch]) -> MicroBatch:
+        batch = next(batches, None)
+        if batch is None:
+            raise RuntimeError("Another loop over the run, in this one, has taken its data: make it one loop.")
+        return batch
 
     def __bool__(self) -> bool:
         return True
@@ -319,13 +324,20 @@ class Run:
             loss: Mean over the micro-batch's examples, a scalar. Don't divide it by the number of passes: ``run`` does, and a
                 loss that is divided twice can't be detected.
         """
-        passes = self.parts.passes
-        passes.begin_backward(loss)
-        if passes.is_last:
-            alone = self.plan.workers == 1
-            self.optimizer.current.share(**({"loss": passes.loss} if alone else self._shared_numbers(passes.loss)))
+        self._passes.begin_backward(loss)
+        if self._passes.is_last:
+            self._share_numbers()
             self._pulse.enter(Phase.REDUCTION)
-        passes.backward(loss, self.plan)
+        self._passes.backward(loss, self.plan)
+
+    def _share_numbers(self) -> None:
+        """Let this worker's loss, its boundary flags and what is compared travel in the step's all-reduce."""
+        loss = self._passes.loss
+        if self.plan.workers == 1:
+            self.optimizer.current.share(loss=loss)
+            return
+        flags = constant(float(self._stages.flags()), loss.device)[0]  # on the device: a copy from the host would wait
+        self.optimizer.current.share(flags=flags, **self.parts.replicas.numbers(loss))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor | None:
         """Clip the step's gradient to a norm, between :meth:`backward` and :meth:`step`. Collective.
@@ -335,15 +347,15 @@ class Run:
         Returns:
             The norm before clipping, on the device; None before the step's last pass, where it does nothing.
         """
-        passes = self.parts.passes
-        passes.check_backward("run.clip_grad_norm_() comes between run.backward() and run.step().")
-        return self.optimizer.clip_grad_norm(max_norm) if passes.is_last else None
+        self._passes.check_backward("run.clip_grad_norm_() comes between run.backward() and run.step().")
+        if not self._passes.is_last:
+            return None
+        return self.optimizer.clip_grad_norm(max_norm)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip each element of the gradient to ±``clip_value`` in a step's last pass, as :meth:`clip_grad_norm_` does."""
-        passes = self.parts.passes
-        passes.check_backward("run.clip_grad_value_() comes between run.backward() and run.step().")
-        if passes.is_last:
+        self._passes.check_backward("run.clip_grad_value_() comes between run.backward() and run.step().")
+        if self._passes.is_last:
             self.optimizer.clip_grad_value(clip_value)
 
     def step(self, **metrics: Any) -> bool:
@@ -362,87 +374,105 @@ class Run:
         Raises:
             FloatingPointError: The gradient was not finite for 50 steps in a row.
         """
-        passes = self.parts.passes
-        passes.check_backward("run.step() comes once after each run.backward().")
-        own = plain_numbers(metrics, of_step=True) if metrics else {}
-        if own:
-            self.state.recorded.update({key: value for key, value in own.items() if key != "loss"})
-        if not passes.ends_step():
+        self._passes.check_backward("run.step() comes once after each run.backward().")
+        user_metrics = plain_numbers(metrics, of_step=True)
+        for name, number in user_metrics.items():
+            if name != "loss":
+                self.state.recorded[name] = number
+        if not self._passes.ends_step():
             return False
-        self._finish_step(own)
+        self._read_step()  # the step before, whose τ gives the learning rate of this one
+        self._guards.step()
+        before = self.optimizer.last_step
+        lr = self.schedule.lrs[0]
+        self.parts.clipping.clip(self.optimizer, self.plan, self.optimizer.average_moments)
+        self._passes.step()
+        self._taken = self._commit_step(before, lr, user_metrics)
+        must_read = self._must_read_step()
+        if must_read:  # else this step is read when the next one is about to be taken
+            self._read_step()
+        self._pulse.end_step(self.state.iterations)
+        if must_read:
+            reason = self._stages.act(self, self.optimizer.known_effective_steps)
+            if reason is not None:
+                self._finish(reason)
+        self._guards.ended()
+        self._pulse.enter(Phase.BETWEEN)
         return True
 
-    def _finish_step(self, own: dict[str, Any]) -> None:
-        """Clip, step, commit the examples, read the step if something is due, and then run the stages of the boundary."""
-        self.schedule.check()
-        self._synchronize()  # read step k − 1, whose τ gives the LR of this step k
-        if self._replicas.found is not None:
-            self._replicas.refuse()
-        before, lr = self.optimizer.last_step, self.schedule.lrs[0]
-        self.parts.clipping.clip(self.optimizer, self.plan, self.optimizer.average_moments)
-        self.parts.passes.step()
-        self._taken = self._commit(own, before, lr)
-        due = self._must_synchronize()
-        if due:  # else step k is read as step k + 1 begins to step
-            self._synchronize()
-        self._pulse.end_step(self.state.iterations)
-        if due and (reason := self._stages.act(self, self.optimizer.known_effective_steps)) is not None:
-            self._finish(reason)
-        if self._extra is not None:
-            self._extra.compare(stepped=True)
-        self._pulse.enter(Phase.BETWEEN)
+    def _commit_step(self, before: StepResult, lr: float, user_metrics: dict[str, Any]) -> Step:
+        """Count the step and its examples, and call the user's function. Return what the host knows of the step.
 
-    def _commit(self, own: dict[str, Any], before: StepResult, lr: float) -> Step:
-        """Count the step and its examples. Return its values on the host; its numbers may still be on the device."""
-        state, plan, tau = self.state, self.plan, before.effective_steps
-        flags = self._stages.flags() if plan.workers == 1 else BoundaryFlags.NONE
-        self.parts.passes.end_step()
+        Args:
+            before: The numbers of the step before. Those of this step may still be on the device.
+            lr: The step's learning rate, before the gain.
+            user_metrics: The user's metrics of the step.
+        """
+        flags = BoundaryFlags.NONE
+        if self.plan.workers == 1:
+            flags = self._stages.flags()
+        self._passes.end_step()
         self.source.commit()
-        state.iterations += 1
+        self.state.iterations += 1
         self._after_step(self.optimizer, before)
-        self.parts.reporting.count(plan.global_batch_size)
-        known = state.iterations, plan, self.total_steps, tau, lr, self.source.position, flags, own
-        return Step(*known, recorded=dict(state.recorded))
+        self.parts.reporting.count(self.plan.global_batch_size)
+        return Step(
+            number=self.state.iterations,
+            plan=self.plan,
+            total_steps=self.total_steps,
+            tau_before=before.effective_steps,
+            lr=lr,
+            position=self.source.position,
+            flags=flags,
+            user_metrics=user_metrics,
+            recorded=dict(self.state.recorded),
+        )
 
-    def _shared_numbers(self, loss: Tensor) -> dict[str, Tensor]:
-        """Return this worker's loss, its boundary flags and what is compared, for the step's all-reduce."""
-        flags = constant(float(self._stages.flags()), loss.device)[0]  # on the device: a copy from the host would wait
-        return {"flags": flags, **self._replicas.numbers(loss)}
-
-    def _must_synchronize(self) -> bool:
+    def _must_read_step(self) -> bool:
         """Return whether the host must read the step now, because a stage may have to act at this boundary."""
         if self.optimizer.last_step_known:
             return True
         furthest = self.optimizer.furthest_effective_steps
         return self.base_schedule.ended_at(furthest) or self._stages.due(furthest)
 
-    def _synchronize(self) -> None:
+    def _read_step(self) -> None:
         """Read the last optimizer step, if it is unread: advance the schedule, compute metrics, call the listeners."""
-        taken, self._taken = self._taken, None
-        if taken is None:
+        step = self._taken
+        if step is None:
             return
-        taken.result = last = self.optimizer.last_step
-        state, clipped = self.state, self.parts.clipping.read(last)
-        loss, flags = last.shared["loss"], taken.flags
+        self._taken = None
+        step.result = result = self.optimizer.last_step
+        self._guards.read(step)
+
+        # What all workers want to do at this boundary.
         if self.plan.workers > 1:
-            flags = BoundaryFlags.from_sum(last.shared["flags"])
-            self._replicas.read(taken.plan.passes, last.shared)
-        self._stages.sent |= flags
-        if last.skipped:
-            self._skipped.count(loss, taken.number, last.effective_steps)
+            step.flags = BoundaryFlags.from_sum(result.shared["flags"])
+        self._stages.sent |= step.flags
+
+        # The clock, and the learning rates of ⌊τ⌋.
+        if result.skipped:
+            self._skipped.count(result.shared["loss"], step.number, result.effective_steps)
         else:
-            state.nonfinite = 0
-            state.progress = advanced(state.progress, last.gain)
-            self.schedule.advance_to(last.effective_steps)
-        own_loss = taken.user_metrics.get("loss", loss)
-        metrics = self.parts.reporting.metrics(last, self.plan, loss=own_loss, lr=taken.lr, progress=state.progress)
-        state.metrics = {**metrics, **taken.recorded}
-        if self.parts.listeners:
-            taken.metrics = state.metrics
-            taken.row.update(step=taken.number, attempt=state.attempt, position=taken.position, rule=self._rule)
-            taken.row |= {**metrics, **clipped, **taken.user_metrics, **({SKIPPED: True} if last.skipped else {})}
-            for listener in self.parts.listeners:
-                listener.after_step(taken)
+            self.state.nonfinite = 0
+            self.state.progress = advanced(self.state.progress, result.gain)
+            self.schedule.advance_to(result.effective_steps)
+
+        # The metrics, as they are reported, and as the listeners see them.
+        loss = step.user_metrics.get("loss", result.shared["loss"])
+        metrics = self.parts.reporting.metrics(result, self.plan, loss=loss, lr=step.lr, progress=self.state.progress)
+        clipped = self.parts.clipping.read(result)
+        self.state.metrics = {**metrics, **step.recorded}
+        if not self.parts.listeners:
+            return
+        step.metrics = self.state.metrics
+        step.row.update(step=step.number, attempt=self.state.attempt, position=step.position, rule=self._rule)
+        step.row.update(metrics)
+        step.row.update(clipped)
+        step.row.update(step.user_metrics)
+        if result.skipped:
+            step.row[SKIPPED] = True
+        for listener in self.parts.listeners:
+            listener.after_step(step)
 
     def set_plan(self, plan: StepPlan) -> None:
         """Use this batch from the next step on. Call on all workers at a step boundary, once the last step was read."""
@@ -502,7 +532,7 @@ class Run:
                 "A checkpoint between the passes of an optimizer step would lose their gradients. Save at a step boundary: "
                 "after run.step() has returned True, before the next backward pass (run.at_boundary)."
             )
-        self._synchronize()
+        self._read_step()
         with warns_if_alone(self.backend.rank, self.plan.workers):
             folder = self.parts.reporting.report(self, save=True)
         return folder if folder is not None and folder.is_dir() else None

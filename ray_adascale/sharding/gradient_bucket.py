@@ -1,6 +1,6 @@
 """The gradients of one bucket: collected in a buffer, sent to the workers that own them, and held there.
 
-:mod:`ray_adascale.sharding.reduction` decides when each of these happens.
+:mod:`ray_adascale.sharding.kinds.zero2` decides when each of these happens.
 """
 
 from __future__ import annotations
@@ -141,11 +141,6 @@ class GradientBucket:
         self.missing = sum([p.requires_grad for p in self.bucket.params])
         self.active = self.missing > 0
         self.launched = self.observed = False
-
-    @property
-    def unsent(self) -> bool:
-        """Whether gradients of earlier passes are still on this worker."""
-        return self.accumulated is not None or any(p.grad is not None for p in self.bucket.params)
 
     @without_gradients
     def collect(self, *, keep: bool) -> Tensor:

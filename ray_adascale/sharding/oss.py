@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,48 @@ from .. import _hooks
 from .._torch import called_to_make_state
 from ..chain import OptimizerChain, check_sizes, empty_copy, parts_of
 from ..measure.norms import take_norm
+from ..measure.observers import GradientObserver, PassListener
 from .buckets import Bucket, Fragment
 from .collect_state import EVERYONE, collect_state
 from .collectives import gather_shards, norm_over_workers
-from .observers import GradientReducer, ReducerListener
 from .partition import TORCHS, Owners, check_optimizer, check_shardable, divide, is_elementwise
 from .share_state import NOT_COLLECTED, ShareState, copy_hyperparameters, copy_of, make_state, packed, share_of
+
+
+class GradientReducer(Protocol):
+    """Reduces each gradient to the worker that owns it (ShardedDataParallel); every worker gets those of its fragments only."""
+
+    @property
+    def consumed(self) -> bool:
+        """Whether a step has used the gradients, and no backward pass came on this worker since."""
+
+    def finish_reduction(self) -> None:
+        """Reduce the gradients of this step's backward passes, if that has not happened."""
+
+    def reopen(self) -> None:
+        """Prepare for further backward passes, which add to the gradients that the optimizer did not clear."""
+
+    def discard(self) -> None:
+        """Forget gradients, reduced or not."""
+
+    def consume(self) -> None:
+        """Forget gradients that a step has used."""
+
+    def observe(self, listener: PassListener, *, accumulating: bool) -> GradientObserver:
+        """Return an observer of the optimizer's gradients; with ``accumulating``, a step has several passes."""
+
+    def own_norms(self) -> list[tuple[int, Tensor]]:
+        """Return (parameter group, norm) of this worker's shards, once they are reduced."""
+
+    def own_fragments(self) -> Iterator[Fragment]:
+        """Return the fragments whose gradients the optimizer has not used or cleared yet."""
+
+
+class ReducerListener(Protocol):
+    """Object that depends on whether gradients are sharded. OSS holds it weakly."""
+
+    def renew(self) -> None:
+        """A ShardedDataParallel was made over the optimizer."""
 
 
 def _of_the_whole(name: str) -> property:

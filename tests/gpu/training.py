@@ -156,7 +156,7 @@ def train_wrapped(kind: str, device: str, *, fused: bool = False, steps: int = 1
     given: nn.Module | None = None
     ids = [torch.device(device)] if device.startswith("cuda") else None
     if kind == "fsdp2":
-        from ray_adascale.sharding.fsdp2 import shard_model
+        from ray_adascale.sharding.kinds.fsdp2 import shard_model
 
         shard_model(model, optimizer, torch.device(device))
         given = model

@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from ray_adascale import AdaScale
-from ray_adascale.measure import fsdp2
 from ray_adascale.measure.autograd import is_hooked
-from ray_adascale.sharding.fsdp2 import shard_model
+from ray_adascale.sharding.kinds import fsdp2
+from ray_adascale.sharding.kinds.fsdp2 import shard_model
 
 from ..model.reference_run import ReferenceAdaScale
 from ..placement import here
@@ -578,7 +578,7 @@ def test_the_private_name_that_the_divide_factor_is_read_from(pool: Any) -> None
 
 
 def read_divide_factor() -> None:
-    from ray_adascale.measure.fsdp2 import _divide_factor
+    from ray_adascale.sharding.kinds.fsdp2 import _divide_factor
 
     net, _ = ready()
     assert _divide_factor(net) is None

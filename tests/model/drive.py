@@ -41,9 +41,9 @@ from ray_adascale import (
 from ray_adascale._torch import is_dtensor
 from ray_adascale.optim.rules import make_rule
 from ray_adascale.scaling_rules import adam_preconditioner
-from ray_adascale.sharding.fsdp2 import shard_model
+from ray_adascale.sharding.kinds.fsdp2 import shard_model
+from ray_adascale.sharding.kinds.zero2 import ShardedDataParallel
 from ray_adascale.sharding.oss import OSS
-from ray_adascale.sharding.sharded_ddp import ShardedDataParallel
 
 from .base import Row, calls_at, examples_of, own_batches
 from .case import (

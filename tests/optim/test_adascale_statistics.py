@@ -42,7 +42,7 @@ def _steps_against_reference(sharded: bool, passes: int, view: bool, shares: boo
     )
     observer = adascale.current.observer
     assert observer is not None
-    assert observer.holds_whole_gradient is not shares
+    assert observer.shares_norm is shares
     reference = ReferenceAdaScale(scale=scale, n=world * passes)
     momentum = [0.0, 0.0]
     data = batches(world * passes * 6, 4)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import io
 import re
-import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -266,49 +264,3 @@ def test_what_every_worker_loads_is_light(start: str) -> None:
                         ways.append(name)
     slow = [each for each in IMPORTS if each.source in loaded and each.place == "top" and heavy(each)]
     assert not slow, listed(slow)
-
-
-# ---- sizes -----------------------------------------------------------------------------------------------------------
-
-LONGEST_FILE, LONGEST_CLASS = 508, 285
-"""Lines of a file, and lines of code of a class."""
-
-
-def code_lines(source: str, tree: ast.AST) -> set[int]:
-    """Numbers of the lines of code: without docstrings, comments and blank lines."""
-    docstrings: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    code: set[int] = set()
-    blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in blank:
-            code.update(range(token.start[0], token.end[0] + 1))
-    return code - docstrings
-
-
-def sizes(source: str) -> Iterator[tuple[str, int]]:
-    """Each class at the top level of a module with its lines of code."""
-    tree = ast.parse(source)
-    code = code_lines(source, tree)
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef):
-            yield node.name, len({line for line in code if node.lineno <= line <= (node.end_lineno or 0)})
-
-
-@pytest.mark.parametrize("path", modules(ROOT / PACKAGE).values(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_and_no_class_is_long(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= LONGEST_FILE
-    assert {name: size for name, size in sizes(source) if size > LONGEST_CLASS} == {}
-
-
-BUDGET = 19_274
-"""The most lines of code of the package."""
-
-
-def test_the_package_does_not_outgrow_its_budget() -> None:
-    texts = [path.read_text(encoding="utf-8") for path in ALL.values()]
-    lines = sum(len(code_lines(text, ast.parse(text))) for text in texts)
-    assert lines <= BUDGET, f"{PACKAGE} has {lines} lines of code. A feature brings its own cut."

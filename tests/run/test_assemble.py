@@ -21,7 +21,7 @@ from ray_adascale.run.boundary.checkpointing import Checkpointing
 from ray_adascale.run.boundary.evaluation import Evaluation
 from ray_adascale.run.boundary.notices import Interrupt, Preemption
 from ray_adascale.run.boundary.reporting import Reporting
-from ray_adascale.run.observe.advice import NoiseWarning, ZeroGradient
+from ray_adascale.run.observe.advice import NoiseWarning
 from ray_adascale.run.observe.eta import EtaTracker
 from ray_adascale.run.observe.step import Listener
 from ray_adascale.run.observe.trace import Trace, read_trace
@@ -115,13 +115,13 @@ def test_a_given_batch_above_an_epoch_is_refused_at_once_where_it_would_be_dropp
 
 
 def test_listeners_that_add_to_a_step_come_before_those_that_write_it(tmp_path: Path) -> None:
-    assert kinds(built().listeners) == [ZeroGradient, NoiseWarning, EtaTracker]  # no folder, no trace
-    with_trace = [ZeroGradient, NoiseWarning, EtaTracker, Trace, Watched.Mine]
+    assert kinds(built().listeners) == [NoiseWarning, EtaTracker]  # no folder, no trace
+    with_trace = [NoiseWarning, EtaTracker, Trace, Watched.Mine]
     fixed = built(Watched(tmp_path, device="cpu")).listeners
     assert kinds(fixed) == with_trace
-    assert fixed[4].tracker is fixed[2]  # type: ignore[attr-defined]
+    assert fixed[3].tracker is fixed[1]  # type: ignore[attr-defined]
     adaptive = built(Watched(tmp_path, device="cpu"), **ADAPTIVE).listeners
-    assert kinds(adaptive) == [ZeroGradient, *with_trace[2:]]  # its batch is never larger than wanted
+    assert kinds(adaptive) == with_trace[1:]  # its batch is never larger than wanted
 
 
 def _beside_rank_0(folder: str) -> tuple[list[str], list[str], int]:
@@ -134,7 +134,7 @@ def _beside_rank_0(folder: str) -> tuple[list[str], list[str], int]:
 
 def test_workers_beside_rank_0_have_the_stages_and_no_listeners(pool: Any, tmp_path: Path) -> None:
     first, second = pool(2).run(_beside_rank_0, str(tmp_path))
-    assert len(first[0]) == 5
+    assert len(first[0]) == 4
     assert second[0] == []
     assert first[1] == second[1] == [stage.__name__ for stage in STAGES]
     assert (first[2], second[2]) == (1, 0)  # rank 0 warns of doubts

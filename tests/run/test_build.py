@@ -19,7 +19,8 @@ from torch.utils.data import TensorDataset
 
 from ray_adascale import AdamScaleRule, AdaScaleConfig, LEGWRule, Recipe, RuleInput, Run
 from ray_adascale.optim.schedule import BaseSchedule
-from ray_adascale.run.build import _settle_buckets, check_built, check_recipe, check_schedule, wrap
+from ray_adascale.run.build import check_built, check_recipe, check_schedule, wrap
+from ray_adascale.sharding.kinds.ddp import _settle_buckets
 
 from ..placement import here
 from ..pool import ProcessPool, fork_server, free_port

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ray_adascale import AdaScale
 from ray_adascale.batch import StepPlan
 from ray_adascale.data.order import MicroBatch
+from ray_adascale.run.guards.each_step import OnlyRunsBackward, ScalarLoss
+from ray_adascale.run.guards.guard import Guards
 from ray_adascale.run.passes import Passes
-from ray_adascale.sharding.strategy import Sharding
 
 PLAN = StepPlan(base_batch_size=4, global_batch_size=8, workers=1, passes=2)
 
@@ -38,7 +39,8 @@ class Setup:
             guarded=self.users,
             precision=precision,
             device=torch.device("cpu"),
-            sharding=Sharding(self.model, self.model),
+            kind=self.optimizer.current.kind,
+            guards=Guards([OnlyRunsBackward(self.optimizer), ScalarLoss()]),
         )
         self.optimizer.current.told(True)  # as within guard()
 
@@ -123,6 +125,7 @@ def test_a_second_loss_with_a_backward_pass_of_its_own_is_refused(when: str, sca
             if when == "after":
                 own()
             if setup.passes.ends_step():
+                setup.passes.guards.step()
                 setup.passes.step()
                 setup.passes.end_step()
 

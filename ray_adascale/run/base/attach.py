@@ -23,7 +23,7 @@ from ...optim.adascale import AdaScale
 from ...optim.scheduler_checks import check_initial_rates
 from ...optim.tau_schedule import TauSchedule
 from ...recipe import Recipe
-from ...sharding.sharded_ddp import ShardedDataParallel
+from ...sharding.kinds.zero2 import ShardedDataParallel
 from ..build import adascale_of, check_built, check_schedule
 
 _log = logging.getLogger(__name__)

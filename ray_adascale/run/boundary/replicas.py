@@ -21,7 +21,8 @@ from ...data.source import BatchSource
 from ...optim.adascale import AdaScale
 from ...optim.step_sums import constant
 from ...sharding.buckets import memory_order, memory_view
-from ..observe.advice import EqualLosses
+from ..guards.guard import Guard
+from ..observe.step import Step
 
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 _ELEMENTS, _ELEMENTS_ON_GPU, _TENSORS = 1 << 16, 1 << 22, 32
@@ -92,7 +93,7 @@ def _pieces(params: Iterable[Tensor]) -> list[_Piece]:
     return pieces
 
 
-class Replicas:
+class Replicas(Guard):
     """Compares the workers: their copies of the weights and of the reduced gradient, and their losses.
 
     In each step it compares ‖ḡ‖² (or a part of it) of the step before, as each worker took it from its own copy, and one piece of
@@ -133,7 +134,6 @@ class Replicas:
         self._pieces = _pieces(module.parameters()) if copies and workers > 1 else []
         self._steps = 0
         self._buffers = {name for name, _ in module.named_buffers()}
-        self._losses = EqualLosses(workers)
         self.found: str | None = None
 
     def numbers(self, loss: Tensor) -> dict[str, Tensor]:
@@ -168,15 +168,9 @@ class Replicas:
                 "generator with a fixed seed."
             )
 
-    def read(self, passes: int, summed: Mapping[str, float]) -> None:
-        """Compare the numbers of a step.
-
-        Args:
-            passes: Passes of the step.
-            summed: The sums of the :meth:`numbers`.
-        """
-        if passes > 1:  # else the gradient samples show it
-            self._losses.count(summed["loss"], summed["loss" + _FIRST])
+    def read(self, step: Step) -> None:
+        """Compare the numbers of a step."""
+        summed = step.result.shared
         for name, (what, difference) in _COMPARED.items():
             if name not in summed:
                 continue
@@ -186,8 +180,8 @@ class Replicas:
             same = close if math.isfinite(total) else repr(total) == repr(first)
             self.found = self.found or (None if same else what)
 
-    def refuse(self) -> None:
-        """Raise an error that names the first difference. Collective, at the same place of the loop on all workers.
+    def step(self) -> None:
+        """Raise an error that names the first difference, if there is one. Collective, at the same place on all workers.
 
         Unequal data may be worth a warning only.
 
@@ -195,6 +189,8 @@ class Replicas:
             RuntimeError: Weights or gradients differ.
             ValueError: Samplers differ.
         """
+        if self.found is None:
+            return
         if self.found == _COMPARED["data"][0]:
             self.found = None
             self._source.differ(lambda own: (first_difference({"": own}, self._workers, self._group) or ("", ""))[1])

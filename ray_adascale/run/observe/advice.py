@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..._hooks import global_step_hooks
-from ..._torch import digest_of, leaves
 from ..._warn import warn_at_user, warn_on_first_worker
 from ...chain import largest_part, parts_of
-from ...checkpoint.per_worker import without_own
 from ...forecast.replay import PredictedRun
 from ...optim.curves import other_length
 from ...optim.rules import AdamScaleRule, AdaScaleRule, ScalingRule, betas_of
 from ...optim.schedule import BaseSchedule
 from ...recipe import Recipe
-from ...sharding.strategy import NOT_REACHED
 from ...workload import ConfigAccessLog, unread_warning
 from .step import Listener, Step
 
@@ -167,107 +159,11 @@ def warn_of_step_hooks(optimizer: Optimizer) -> None:
 
 # ---- in its first steps ----------------------------------------------------------------------------------------------
 
-_FIRST_STEPS = 3
 _WINDOWS, _STEPS = 3, 20
 """Windows of the averages, and optimizer steps, after which the averages are reliable enough for a warning."""
 
 
-_EQUAL_STEPS = 10
-_OWN_EXAMPLES = "Give each rank its own examples, or seed its generators by torch.distributed.get_rank()."
-
-
-def warn_of_equal_batches(batch: Any, world_size: int, device: torch.device) -> None:
-    """Warn if the data of several workers begin with the same micro-batch of unequal examples. Collective."""
-    if world_size == 1:
-        return
-    tensors = _tensors_of(batch)
-    unequal = any(t.dim() > 0 and bool((t != t[:1]).any()) for t in tensors)
-    own = torch.tensor(digest_of(*tensors) if unequal else -1, dtype=torch.int64, device=device)
-    digests = [torch.empty_like(own) for _ in range(world_size)]
-    dist.all_gather(digests, own)
-    found = [int(digest) for digest in digests]
-    equal = [rank for rank in range(world_size) if found[rank] >= 0 and found.count(found[rank]) > 1]
-    if equal:
-        warn_on_first_worker(
-            f"The data of ranks {', '.join(map(str, equal))} begin with the same micro-batch: they read the same examples, so "
-            f"more workers don't help. {_OWN_EXAMPLES}"
-        )
-
-
-class EqualLosses:
-    """Warns if the loss was the same on all workers in ten steps in a row, so that they compute with equal data.
-
-    Args:
-        workers: Number of workers.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self._workers, self._in_a_row = workers, 0
-
-    def count(self, total: float, first: float) -> None:
-        """Count a step.
-
-        Args:
-            total: Sum of the losses of all workers.
-            first: The loss of rank 0.
-        """
-        equal = total != 0 and abs(total - self._workers * first) <= 1e-12 * abs(total)
-        self._in_a_row = self._in_a_row + 1 if equal else 0
-        if self._in_a_row == _EQUAL_STEPS:
-            warn_on_first_worker(
-                f"The loss was the same on all workers in {_EQUAL_STEPS} steps in a row: they compute with equal data, so more "
-                f"workers don't help. {_OWN_EXAMPLES}"
-            )
-
-
-def _tensors_of(batch: Any) -> list[Tensor]:
-    """Return the tensors and arrays of a batch."""
-    parts = (part.data if isinstance(part, PackedSequence) else part for part in leaves(batch))
-    arrays = (torch.from_numpy(x) if isinstance(x, np.ndarray) and x.dtype.kind in "biuf" else x for x in parts)
-    return [x for x in arrays if isinstance(x, Tensor)]
-
-
-_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _SUM = 2  # torch's number of reduction="sum"
-
-
-def warn_of_micro_batch(module: nn.Module, loss: Tensor, examples: int, base_batch_size: int) -> None:
-    """Warn if batch norm, or a loss that is a sum, makes the run differ from the base run.
-
-    Args:
-        module: The bare model.
-        loss: The loss of a micro-batch.
-        examples: Examples of the micro-batch.
-        base_batch_size: B0.
-    """
-    norms = [name for name, part in module.named_modules() if isinstance(part, _BATCH_NORM) and part.training]
-    if norms and examples < base_batch_size:
-        warn_on_first_worker(
-            f"Batch norm ({norms[0]!r}) computes its statistics over {examples} examples, and over {base_batch_size} in the "
-            f"base run, so weights and accuracy may differ. Use per_worker_batch_size={base_batch_size} if it fits, "
-            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or a norm of single examples (GroupNorm)."
-        )
-    if examples != base_batch_size and (summed := sum_advice(loss, examples)):
-        warn_on_first_worker(summed)
-
-
-def written_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the buffers that a forward pass may change, by name, without those of batch norm."""
-    norms = (*_BATCH_NORM, nn.SyncBatchNorm)
-    parts = ((prefix, part) for prefix, part in module.named_modules() if not isinstance(part, norms))
-    return {f"{prefix}.{name}": b.clone() for prefix, part in parts for name, b in part.named_buffers(recurse=False)}
-
-
-def warn_of_written_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Warn if a forward pass has changed a buffer: it is computed from a part of the step's batch."""
-    after = written_buffers(module)
-    changed = [name.lstrip(".") for name, b in before.items() if name in after and not torch.equal(b, after[name])]
-    if changed:
-        warn_on_first_worker(
-            f"The forward pass changes the buffer {changed[0]!r} in each micro-batch; the base run changes it once a step. On "
-            "several workers only rank 0's micro-batches change it, as in DistributedDataParallel. If it counts or averages "
-            "examples, sum over the workers in forward() (torch.distributed.all_reduce), and use one pass a step."
-        )
 
 
 def sum_advice(loss: Any, examples: int) -> str | None:
@@ -294,39 +190,6 @@ def _is_sum(node: Any, examples: int, factor: float = 1.0) -> bool:
 
 
 # ---- in any step -----------------------------------------------------------------------------------------------------
-
-
-class ExtraStateHint:
-    """Warns once if ``extra_state`` changes between a step and the next pass, in the first steps of a start.
-
-    The step may have written a checkpoint, which holds the state before the change.
-
-    Args:
-        extra: The user's objects by name.
-    """
-
-    def __init__(self, extra: Mapping[str, Any]) -> None:
-        self._extra = without_own(extra)
-        self._left = _FIRST_STEPS if self._extra else 0
-        self._after_step: dict[str, int] | None = None
-
-    def compare(self, *, stepped: bool) -> None:
-        """Note the states as a step has ended, or compare them before the next pass begins."""
-        if not self._left:
-            return
-        plain = {n: [t for t in _tensors_of(own.state_dict()) if type(t) is Tensor] for n, own in self._extra.items()}
-        # A digest of a few elements: an update of a teacher changes all of them.
-        now = {n: digest_of(*(tensor.reshape(-1)[:256] for tensor in tensors)) for n, tensors in plain.items()}
-        before, self._after_step = self._after_step, now if stepped else None
-        changed = [n for n in now if before is not None and not stepped and now[n] != before[n]]
-        self._left -= not stepped and before is not None
-        if changed:
-            self._left = 0
-            warn_on_first_worker(
-                f"extra_state {changed[0]!r} has changed between run.step() and the next micro-batch, after a checkpoint that "
-                "run.step() may have written: a resumed run would differ. Change it in after_step=, which is called once a step "
-                "before its checkpoint (a teacher by beta ** gain)."
-            )
 
 
 class NoiseWarning(Listener):
@@ -379,15 +242,6 @@ class NoiseWarning(Listener):
             return False
         steps = step.metrics["optimizer_steps"] + self._forecast.steps_left(step.result.effective_steps)
         return 2 * step.total_steps >= step.plan.scale * steps
-
-
-class ZeroGradient(Listener):
-    """Warns if the first step's gradient is zero. Where one worker can tell by itself, it has raised before."""
-
-    def after_step(self, step: Step) -> None:
-        """Warn if this is the first step."""
-        if step.number == 1 and step.result.squared_norm == 0:
-            warn_at_user(NOT_REACHED)
 
 
 class UnreadHyperparameters(Listener):

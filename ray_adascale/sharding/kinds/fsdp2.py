@@ -1,4 +1,6 @@
-"""Squared norms of a model that is sharded with FSDP2 (``torch.distributed.fsdp.fully_shard``).
+"""``fully_shard`` (FSDP2): each worker has its shard of weights and gradients (``sharding="fsdp2"``).
+
+Importing this module takes most of a second, for DTensor, so it is imported where a model is sharded, or is to be.
 
 FSDP2 keeps two tensors for each parameter: the shard, a ``DTensor`` that the optimizer steps, and the whole parameter, which
 the module uses while it is unsharded. Autograd accumulates into the whole one; FSDP2 then copies the gradients of
@@ -21,14 +23,104 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .identity import LENGTH, project, total
-from .norms import take_group_norms
-from .observers import HookObserver, PassListener
+from ..._torch import is_dtensor, local_part, without_gradients
+from ..._warn import warn_on_first_worker
+from ...measure.autograd import is_hooked
+from ...measure.identity import LENGTH, project, total
+from ...measure.norms import take_group_norms
+from ...measure.observers import GradientObserver, HookObserver, PassListener
+from ..buckets import Fragment
+from ..collectives import send_from_first
+from .kind import Kind, Wanted, finite_everywhere
+
+
+class FullyShard(Kind):
+    """Gradients that FSDP2 reduces to the shards, as DTensors."""
+
+    copies, sharded, fuses = False, True, False
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module | None) -> None:
+        super().__init__(optimizer, model)
+        self._buffers: list[str] = []
+        self._step_begins = True
+
+    # ---- parameters ----------------------------------------------------------------------------------------------
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return local_part(tensor)
+
+    # ---- before the first step -----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        if self.model is None:
+            raise ValueError(
+                "The optimizer's parameters are DTensors. Give AdaScale(..., model=model), the model that fully_shard was "
+                "applied to: gradient samples are measured on its unsharded parameters."
+            )
+
+    def observe(self, listener: PassListener, wanted: Wanted) -> GradientObserver:
+        if wanted.precondition is not None:
+            raise ValueError(
+                "precondition= needs whole parameters and their optimizer state, which fully_shard splits over workers. Leave it "
+                "out, or train with DistributedDataParallel."
+            )
+        assert self.model is not None
+        return FSDP2Observer(self.groups, listener, model=self.model, world_size=wanted.workers, local=wanted.local)
+
+    def drive(self, module: nn.Module) -> None:
+        saved = {id(value) for value in module.state_dict(keep_vars=True).values()}
+        self._module = module
+        self._buffers = [name for name, buffer in module.named_buffers() if id(buffer) in saved]
+
+    # ---- a pass --------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, *, last: bool) -> None:
+        model = cast(FSDPModule, self.model)
+        model.set_requires_gradient_sync(last)
+        if self._step_begins:
+            model.reshard()  # an evaluation in the loop leaves it whole, and an optimizer's eval() changes its shards
+            # As DistributedDataParallel does, but without buffers that no checkpoint has, such as masks.
+            send_from_first([self._module.get_buffer(name) for name in self._buffers])
+        self._step_begins = last
+
+    # ---- the gradients of the step -------------------------------------------------------------------------------
+
+    def numbers(self) -> list[Tensor]:
+        return [local_part(grad.detach()) for grad in self.gradients() if grad is not None]
+
+    @without_gradients
+    def finite(self, group: dist.ProcessGroup | None, *, several: bool) -> Tensor:
+        check = super().finite(group, several=several)  # of this worker's shards
+        return finite_everywhere(check, group) if several else check
+
+    # ---- a checkpoint --------------------------------------------------------------------------------------------
+
+    def fragments(self) -> list[Fragment]:
+        """Return this worker's parts, which are ranges of rows."""
+        return [Fragment(p, 0, *_rows(p), p, 0) for p in self.params]
+
+
+def _rows(param: Tensor) -> tuple[int, int]:
+    """Return (first element, elements) of this worker's part of a parameter."""
+    if not is_dtensor(param):
+        return 0, param.numel()
+    if list(param.placements) != [Shard(0)]:
+        raise TypeError(
+            f"Can't checkpoint optimizer state placed as {list(param.placements)}: only fully_shard's own "
+            "placement is supported, rows over a mesh of one dimension."
+        )
+    return first_element(param), param.to_local().numel()
+
+
+# ---- the norms -------------------------------------------------------------------------------------------------------
 
 
 class FSDP2Observer(HookObserver):
@@ -51,7 +143,8 @@ class FSDP2Observer(HookObserver):
             parallelism), or its gradient would not be reduced (``ignored_params``), or the mesh has another size.
     """
 
-    holds_whole_gradient = False
+    sharded = True
+    shares_norm = True
 
     def __init__(
         self,
@@ -269,3 +362,43 @@ def first_element(param: DTensor) -> int:
 def _counts(param: DTensor) -> bool:
     """Whether this worker's shard is counted: of the equal replicas of HSDP only the first is."""
     return param.device_mesh.ndim == 1 or param.device_mesh.get_local_rank(0) == 0
+
+
+# ---- sharding a model ------------------------------------------------------------------------------------------------
+
+# Smallest number of elements of a block that is gathered by itself: smaller ones are not worth a message of their own.
+_BLOCK_NUMEL = 1 << 20
+
+
+def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Apply ``fully_shard`` to a plain model over all workers, and give its optimizer the shards. Collective.
+
+    Every large element of a ``ModuleList`` or ``Sequential`` is gathered by itself, the rest with the root. All workers start
+    with rank 0's values. A model to which ``fully_shard`` was applied already is left unchanged.
+
+    Raises:
+        ValueError: The optimizer has state already.
+    """
+    if isinstance(model, FSDPModule):
+        return
+    if any(optimizer.state.values()):
+        raise ValueError("The optimizer has state already. Shard the model before its first step, or fully_shard it.")
+    optimizer.state.clear()  # schedule-free optimizers make empty entries, which would keep the whole parameters
+    names = {param: name for name, param in model.named_parameters()}
+    if hooked := [name for param, name in names.items() if is_hooked(param)]:
+        warn_on_first_worker(
+            f"fully_shard makes new parameters, and the hooks on {hooked[0]} (one of {len(hooked)}) are lost with the old one. "
+            'sharding="zero2" keeps hooks on parameters.'
+        )
+    for tensor in [*model.parameters(), *model.buffers()]:  # one by one: together they would need the memory twice
+        send_from_first([tensor])
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for container in reversed(list(model.modules())):  # the innermost first
+        for block in container.children() if isinstance(container, nn.ModuleList | nn.Sequential) else ():
+            large = sum(p.numel() for p in block.parameters()) >= _BLOCK_NUMEL
+            if large and not isinstance(block, FSDPModule | nn.ModuleList):
+                fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    sharded = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [sharded[names[param]] for param in group["params"]]

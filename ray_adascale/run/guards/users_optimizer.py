@@ -1,0 +1,106 @@
+"""The user's own optimizer in a run: nobody else steps it, gives it groups, or replaces the parameters that it has."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim import Optimizer
+
+from ..._errors import listed
+from ..._warn import warn_on_first_worker
+from ...optim.adascale import AdaScale
+
+LOOP = (
+    "Loop over the run, not over a loader (for batch in run), and write run.backward(loss) in place of loss.backward()."
+)
+
+
+class UsersOptimizer:
+    """Refuses what the program does with the user's own optimizer beside the run.
+
+    Args:
+        users: The user's own optimizer.
+        optimizer: The optimizer of the run.
+        module: The bare model.
+        names: Names of the parameters that must stay the same objects.
+    """
+
+    def __init__(self, users: Optimizer, optimizer: AdaScale, module: nn.Module, names: dict[Tensor, str]) -> None:
+        self._users = users
+        self._module = module
+        self._names = names
+        self._run_is_stepping = False
+        self._refuse_groups()
+        self._before_the_loop = optimizer.register_step_post_hook(_warn_of_steps_outside())
+
+    def _refuse_groups(self) -> None:
+        self._users.add_param_group = _refuse_group  # type: ignore[method-assign]
+
+    @contextmanager
+    def in_loop(self) -> Iterator[None]:
+        """Return a context for a loop over the run."""
+        self._before_the_loop.remove()
+        replaced = self._names.keys() - set(self._module.parameters())
+        if replaced:
+            _refuse_replaced([name for p, name in self._names.items() if p in replaced])
+        steps = self._users.register_step_pre_hook(self._check_step)
+        parameters = register_module_parameter_registration_hook(self._check_parameter)
+        self._refuse_groups()
+        try:
+            yield
+        finally:
+            steps.remove()
+            parameters.remove()
+            vars(self._users).pop("add_param_group", None)  # which an inner loop has restored
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Return a context in which the run steps the optimizer."""
+        self._run_is_stepping = True
+        try:
+            yield
+        finally:
+            self._run_is_stepping = False
+
+    def _check_step(self, *_: Any) -> None:
+        if not self._run_is_stepping:
+            raise RuntimeError(
+                "optimizer.step() was called in the loop beside run.step(): the weights would move twice, once without the "
+                "gain. Remove optimizer.step() and optimizer.zero_grad(): run.step() does both, in a step's last pass."
+            )
+
+    def _check_parameter(self, owner: nn.Module, name: str, new: nn.Parameter | None) -> None:
+        old = dict(owner.named_parameters(recurse=False)).get(name)
+        if old is not None and old is not new and old in self._names:
+            _refuse_replaced([self._names[old]])
+
+
+def _warn_of_steps_outside() -> Callable[..., None]:
+    """Return a hook that warns if the user's optimizer steps before there is any loop over the run."""
+    steps = itertools.count(1)
+
+    def stepped(*_: object) -> None:
+        if next(steps) == 5:
+            warn_on_first_worker(f"optimizer.step() has run 5 times, and no loop over the run has begun. {LOOP}")
+
+    return stepped
+
+
+def _refuse_group(param_group: dict[str, Any]) -> None:
+    raise RuntimeError(
+        "optimizer.add_param_group() was called on the optimizer of a run. A resume would not have the group. Give the optimizer "
+        "all groups when it is built, and freeze what is to be trained later: part.requires_grad_(False)."
+    )
+
+
+def _refuse_replaced(names: list[str]) -> None:
+    raise RuntimeError(
+        f"The program has replaced {listed(names)} of the model since the run was built, and the optimizer would go on to step "
+        "the old values. Leave assign=True out of load_state_dict(), or write in place of module.weight = ...: "
+        "with torch.no_grad(): module.weight.copy_(...)."
+    )
