@@ -311,30 +311,6 @@ class CurrentStep:
             )
         self.weights = weights
 
-    def share(self, **numbers: Tensor) -> None:
-        """Sum numbers over the workers in this step's all-reduce. Called before the step's last pass, on all workers alike.
-
-        If the step is not measured, and each worker takes the norm of the reduced gradient by itself, the numbers travel from now
-        on, while the gradients are computed. Their sums are ``last_step.shared``.
-
-        Args:
-            **numbers: 0-dim each.
-
-        Raises:
-            ValueError: A number is not 0-dim, or has a name of the statistics' own.
-        """
-        device, observer = self.device, self.observer
-        self._shared = {}
-        for name, number in numbers.items():
-            if number.dim() or name in OWN:
-                raise ValueError(f"Invalid {name} of shape {tuple(number.shape)}. Must be 0-dim, and not {OWN}.")
-            self._shared[name] = number.to(device, torch.float64)
-        alone = observer is not None and not self.measured and not observer.sharded
-        if self._shared and alone and self.workers.reduce:
-            with torch.no_grad():
-                self.step.numbers.update(self._shared)
-                self._start()
-
     # ---- the passes ----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
@@ -358,19 +334,30 @@ class CurrentStep:
         if self._checked and self.observer is not None:
             cast(Identity, self.observer.identity).begin(True)
 
-    def end_step(self) -> None:
-        """End the step: it was taken, or is left out for good."""
-        sampled = self.observer is None or (self.step.sums is not None and self.step.sums.sampled)
-        self._measured_steps += self.measured
-        self._forget()
+    def share(self, **numbers: Tensor) -> None:
+        """Sum numbers over the workers in this step's all-reduce. Called before the step's last pass, on all workers alike.
+
+        If the step is not measured, and each worker takes the norm of the reduced gradient by itself, the numbers travel from now
+        on, while the gradients are computed. Their sums are ``last_step.shared``.
+
+        Args:
+            **numbers: 0-dim each.
+
+        Raises:
+            ValueError: A number is not 0-dim, or has a name of the statistics' own.
+        """
+        device, observer = self.device, self.observer
         self._shared = {}
-        self._next(self.ended + 1, self.unsampled + 1 if self.measured and not sampled else 0)
-        if self.unsampled == _UNSAMPLED:
-            self._warn_of_unseen(_UNSAMPLED)
-        if self.observer is not None:
-            self._watch()
-            if not self._told:
-                self._stepped_with = self._first_gradient()
+        for name, number in numbers.items():
+            if number.dim() or name in OWN:
+                raise ValueError(f"Invalid {name} of shape {tuple(number.shape)}. Must be 0-dim, and not {OWN}.")
+            self._shared[name] = number.to(device, torch.float64)
+        if observer is None or self.measured or observer.sharded:
+            return  # the numbers travel with others
+        if self._shared and self.workers.reduce:
+            with torch.no_grad():
+                self.step.numbers.update(self._shared)
+                self._start()
 
     def begin(self, last: StepPlan | None) -> None:
         """Begin a pass, before or at its first gradient.
@@ -384,7 +371,7 @@ class CurrentStep:
             if self._told:
                 self.observer.ignore(not step.measured)
             if not step.passing:
-                self._unchanged.check(self.kind.accumulated())
+                self._unchanged.check(self.kind.accumulated)
         step.under_way = step.passing = True
         step.last, step.local_ended = last, False
 
@@ -415,8 +402,12 @@ class CurrentStep:
                 self._clear()
                 self.current = self.declared if anew is None else anew
         number = self.step.passes + 1
-        last = self.current if number >= self.current.passes else self.step_end and self.step_end(number)
-        self.begin(last or None)
+        last = None
+        if number >= self.current.passes:
+            last = self.current
+        elif self.step_end is not None:
+            last = self.step_end(number)
+        self.begin(last)
         return last is not None
 
     @without_gradients
@@ -446,7 +437,7 @@ class CurrentStep:
             if step.last is not None:
                 self._finish(step.last)
             elif step.measured and (self._told or self._measured_steps):
-                # Not in its first step, where DDP may rebuild its buckets.
+                # A loop that does not tell: not in its first step, where DDP may rebuild its buckets.
                 self._unchanged.note(self.kind.accumulated())
             if self._told:
                 self.observer.ignore(False)
@@ -567,6 +558,25 @@ class CurrentStep:
         if plan.multiple_of_mean != 1 and (grads := self.kind.numbers()):
             torch._foreach_div_(grads, plan.multiple_of_mean)
 
+    def end_step(self) -> None:
+        """End the step: it was taken, or is left out for good."""
+        sampled = self.observer is None
+        if self.step.sums is not None:
+            sampled = sampled or self.step.sums.sampled
+        unsampled = 0
+        if self.measured and not sampled:
+            unsampled = self.unsampled + 1
+        self._measured_steps += self.measured
+        self._forget()
+        self._shared = {}
+        self._next(self.ended + 1, unsampled)
+        if self.unsampled == _UNSAMPLED:
+            self._warn_of_unseen(_UNSAMPLED)
+        if self.observer is not None:
+            self._watch()
+            if not self._told:
+                self._stepped_with = self._first_gradient()
+
     # ---- the sums over the workers -------------------------------------------------------------------------------
 
     def _send(self, numbers: Mapping[str, Tensor], plan: StepPlan, *, seen: bool) -> None:
@@ -671,8 +681,8 @@ class CurrentStep:
         if self.step_end is not None:
             return RuntimeError(
                 f"{caller}() after backward pass {self.step.passes} of a step, which has further ones by its settings. Call it "
-                "after the last pass. With Lightning's manual optimization the passes are AdaScaleConfig(accumulation=...), or those "
-                "of expect_passes(); with AdaptiveDataParallel the last pass is the one that is not under no_sync()."
+                "after the last pass. With Lightning's manual optimization the passes are AdaScaleConfig(accumulation=...), or "
+                "those of expect_passes(); with AdaptiveDataParallel the last pass is the one that is not under no_sync()."
             )
         return RuntimeError(
             f"{caller}() after {self.step.passes} of {self.plan.passes} backward passes. Call it after the last one. If a step "

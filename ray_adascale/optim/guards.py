@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -35,15 +35,18 @@ class UnchangedGradients:
         """Note the gradients that a pass has left."""
         self._left = versions(gradients)
 
-    def check(self, gradients: Sequence[Tensor | None]) -> None:
+    def check(self, gradients: Callable[[], Sequence[Tensor | None]]) -> None:
         """Check, as the next pass begins, that they are the same.
+
+        Args:
+            gradients: Returns those of now.
 
         Raises:
             RuntimeError: They are not.
         """
         if self._left is None:
             return
-        now = versions(gradients)
+        now = versions(gradients())
         if now == self._left:
             return
         for then, after in zip(self._left, now, strict=True):

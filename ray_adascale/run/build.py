@@ -26,7 +26,7 @@ from ..optim.rules import betas_of, chosen_rule, make_rule, metric_of, name_of
 from ..optim.schedule import BaseSchedule, LRCurves
 from ..optim.wrapper import check_parameters, check_wrappable
 from ..recipe import Recipe
-from ..sharding.kinds.ddp import data_parallel
+from ..sharding.kinds import shard
 from ..sharding.kinds.kind import Kind
 from ..sharding.kinds.zero2 import ShardedDataParallel
 from ..sharding.oss import OSS
@@ -197,38 +197,22 @@ def wrap(
     Raises:
         ValueError: Sharding, rule, precision or optimizer can't be combined.
     """
-    names = parameter_names(module, optimizer)
-    rule = make_rule(config.rule)
-    adam = metric_of(rule) == "adam"
+    adam = metric_of(make_rule(config.rule)) == "adam"
     sharding = _choose_sharding(config, plan.workers, optimizer, adam=adam)
-    model = module
-    if sharding == "fsdp2":
-        if config.precision == "fp16":
-            raise SettingError("{} is not supported. Use precision='bf16'.", sharding="fsdp2", precision="fp16")
-        from ..sharding.kinds.fsdp2 import shard_model  # here, since DTensor takes most of a second to import
-
-        shard_model(module, optimizer, device)
-        names = parameter_names(module, optimizer)
+    if sharding == "fsdp2" and config.precision == "fp16":
+        raise SettingError("{} is not supported. Use precision='bf16'.", sharding="fsdp2", precision="fp16")
     if sharding in ("oss", "zero2"):
         warn_of_step_hooks(optimizer)
-        optimizer = OSS.wrap(optimizer)
-    if sharding == "zero2":
-        model = ShardedDataParallel(module, optimizer)
-    elif plan.workers > 1 and sharding != "fsdp2":
-        model = data_parallel(module, device, find_unused=config.find_unused_parameters, workers=plan.workers)
+    model, sharded = shard(
+        sharding, module, optimizer, device, workers=plan.workers, find_unused=config.find_unused_parameters
+    )
+    names = parameter_names(module, sharded)  # those of fully_shard are new parameters
     scaler = None
     if config.precision == "fp16":
         from ..optim.grad_scaler import ShardedGradScaler  # imported here, because it imports FSDP
 
         scaler = ShardedGradScaler(device=device.type)
-    adascale = adascale_of(
-        optimizer,
-        config,
-        plan,
-        total_steps=total_steps,
-        grad_scaler=scaler,
-        model=model,
-    )
+    adascale = adascale_of(sharded, config, plan, total_steps=total_steps, grad_scaler=scaler, model=model)
     kind = adascale.current.kind
     kind.drive(module)
     return Wrapped(model, adascale, names, scaler, kind)

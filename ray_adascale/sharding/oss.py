@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,7 +23,6 @@ from .. import _hooks
 from .._torch import called_to_make_state
 from ..chain import OptimizerChain, check_sizes, empty_copy, parts_of
 from ..measure.norms import take_norm
-from ..measure.observers import GradientObserver, PassListener
 from .buckets import Bucket, Fragment
 from .collect_state import EVERYONE, collect_state
 from .collectives import gather_shards, norm_over_workers
@@ -49,15 +48,6 @@ class GradientReducer(Protocol):
 
     def consume(self) -> None:
         """Forget gradients that a step has used."""
-
-    def observe(self, listener: PassListener, *, accumulating: bool) -> GradientObserver:
-        """Return an observer of the optimizer's gradients; with ``accumulating``, a step has several passes."""
-
-    def own_norms(self) -> list[tuple[int, Tensor]]:
-        """Return (parameter group, norm) of this worker's shards, once they are reduced."""
-
-    def own_fragments(self) -> Iterator[Fragment]:
-        """Return the fragments whose gradients the optimizer has not used or cleared yet."""
 
 
 class ReducerListener(Protocol):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..._torch import is_dtensor
 from ..oss import OSS
-from .ddp import DataParallel
+from .ddp import DataParallel, data_parallel
 from .kind import Kind
-from .zero2 import Zero2
+from .zero2 import ShardedDataParallel, Zero2
 
 
 def kind_of(optimizer: Optimizer, model: nn.Module | None = None) -> Kind:
@@ -29,3 +30,34 @@ def kind_of(optimizer: Optimizer, model: nn.Module | None = None) -> Kind:
     if isinstance(model, DistributedDataParallel):
         return DataParallel(optimizer, model)
     return Kind(optimizer, model)
+
+
+def shard(
+    name: str, module: nn.Module, optimizer: Optimizer, device: torch.device, *, workers: int, find_unused: bool
+) -> tuple[nn.Module, Optimizer]:
+    """Wrap a bare model and its optimizer for a kind of sharding. Collective.
+
+    Args:
+        name: "none", "oss", "zero2" or "fsdp2".
+        module: The bare model, on its device.
+        optimizer: The user's.
+        device: The device.
+        workers: Number of workers.
+        find_unused: Whether DistributedDataParallel looks for parameters that a pass does not use.
+
+    Returns:
+        The model to call, and the optimizer with this worker's state.
+    """
+    if name == "fsdp2":
+        from .fsdp2 import shard_model  # here, since DTensor takes most of a second to import
+
+        shard_model(module, optimizer, device)
+        return module, optimizer
+    if name == "zero2":
+        oss = OSS.wrap(optimizer)
+        return ShardedDataParallel(module, oss), oss
+    if name == "oss":
+        optimizer = OSS.wrap(optimizer)
+    if workers == 1:
+        return module, optimizer
+    return data_parallel(module, device, find_unused=find_unused, workers=workers), optimizer

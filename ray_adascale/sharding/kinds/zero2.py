@@ -29,7 +29,7 @@ from ...measure.observers import GradientObserver, HookObserver, PassListener
 from ..buckets import Bucket, Fragment
 from ..collectives import Buffers, send_from_first
 from ..gradient_bucket import GradientBucket
-from ..oss import OSS, GradientReducer
+from ..oss import OSS
 from .kind import Kind, Wanted, finite_everywhere
 from .state import SharedState
 
@@ -194,14 +194,6 @@ class ShardedDataParallel(nn.Module):
         finally:
             self._reduction.syncing = before
 
-    def reduces(self, reduces: bool) -> None:
-        """Send the gradients of the passes to come, or leave them on this worker."""
-        self._reduction.syncing = reduces
-
-    def hook_last(self) -> None:
-        """Let the hooks that send gradients run after all others that were registered so far."""
-        self._reduction.hook_last()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none=set_to_none)
         self._reduction.discard()
@@ -228,7 +220,8 @@ class ShardedDataParallel(nn.Module):
 
     def follow(self) -> None:
         """Refresh if a parameter was frozen, unfrozen, or added to the optimizer."""
-        if [p.requires_grad for p in self._params] != self._trainable or not self._reduction.has_all_buckets:
+        added = len(self._reduction.optimizer.buckets) > len(self._reduction.buckets)
+        if added or [p.requires_grad for p in self._params] != self._trainable:
             self.refresh_trainable()
 
 
@@ -276,9 +269,9 @@ class Zero2(Kind):
         self._hooked_last = False
 
     @property
-    def _reduction(self) -> GradientReducer:
+    def _reduction(self) -> GradientReduction:
         reduction = self._oss.reducer()
-        if reduction is None:
+        if not isinstance(reduction, GradientReduction):
             raise RuntimeError("The ShardedDataParallel of this optimizer is gone; keep the wrapped model.")
         return reduction
 
@@ -294,17 +287,17 @@ class Zero2(Kind):
     # ---- a pass --------------------------------------------------------------------------------------------------
 
     def begin_pass(self, *, last: bool) -> None:
-        model = cast(ShardedDataParallel, self.model)
-        if not self._hooked_last:  # the user's hooks are registered by now
-            model.hook_last()
+        reduction = self._reduction
+        if not self._hooked_last:  # the user's hooks are registered by now, which find and may change the gradients
+            reduction.hook_last()
             self._hooked_last = True
-        model.reduces(last)
+        reduction.syncing = last
 
     def check_last_pass(self) -> None:
         cast(ShardedDataParallel, self.model).follow()  # as its forward pass does, which the loop need not call
 
     def end_pass(self) -> None:
-        cast(ShardedDataParallel, self.model).reduces(True)
+        self._reduction.syncing = True
 
     def after_last_pass(self) -> None:
         for p in self.params:
@@ -317,7 +310,7 @@ class Zero2(Kind):
         self._reduction.finish_reduction()
 
     def gradients(self) -> Sequence[Tensor | None]:
-        self.join()
+        self._reduction.finish_reduction()
         return [fragment.tensor.grad for fragment in self._oss.fragments]
 
     @without_gradients
@@ -405,11 +398,6 @@ class GradientReduction:
 
     def __contains__(self, param: Tensor) -> bool:
         return param in self._place
-
-    @property
-    def has_all_buckets(self) -> bool:
-        """Whether the optimizer has no more buckets than at the last :meth:`refresh`."""
-        return len(self.optimizer.buckets) == len(self.buckets)
 
     @property
     def device(self) -> torch.device | None:
@@ -669,7 +657,7 @@ class _OwnedShards(GradientObserver):
 
     sharded = True
     shares_norm = True
-    reducer: weakref.ref[GradientReducer]
+    reducer: weakref.ref[GradientReduction]
 
     def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:
         reducer = self.reducer()
@@ -690,7 +678,7 @@ class _OwnedShards(GradientObserver):
 class ShardHookObserver(_OwnedShards, HookObserver):
     """A hook on each parameter for the gradient samples, and the owned shards for the reduced gradient."""
 
-    def __init__(self, reducer: GradientReducer, groups: Sequence[Sequence[Tensor]], listener: PassListener) -> None:
+    def __init__(self, reducer: GradientReduction, groups: Sequence[Sequence[Tensor]], listener: PassListener) -> None:
         self.reducer = weakref.ref(reducer)
         self._contiguous: dict[Tensor, bool] = {}  # as buckets were laid out
         super().__init__(groups, listener)
@@ -699,7 +687,7 @@ class ShardHookObserver(_OwnedShards, HookObserver):
         return self._contiguous.setdefault(param, param.is_contiguous())  # a part is a range of elements
 
     def reduced_product(self) -> Tensor:
-        reducer = cast(GradientReducer, self.reducer())
+        reducer = cast(GradientReduction, self.reducer())
         parts = [f for f in reducer.own_fragments() if f.start < LENGTH and self.has_product(f.param)]
         return total([project(cast(Tensor, f.tensor.grad), f.start) for f in parts], self.device)
 
@@ -708,7 +696,7 @@ class BucketObserver(_OwnedShards):
     """Norms from the flat buckets of a ShardedDataParallel: one call for a bucket, while it is in the cache."""
 
     def __init__(
-        self, reducer: GradientReducer, groups: int, buckets: Sequence[Bucket], listener: PassListener
+        self, reducer: GradientReduction, groups: int, buckets: Sequence[Bucket], listener: PassListener
     ) -> None:
         super().__init__(listener)
         self.reducer = weakref.ref(reducer)
