@@ -340,7 +340,7 @@ class AdaScale(OptimizerWrapper):
             ValueError: The step can't have this number of passes.
         """
         self._algorithm.synchronize()
-        self._current.expect(passes, scale, loss_divided_by)
+        self._current.inferred.expect(self._current, passes, scale, loss_divided_by)
 
     @property
     def step_end(self) -> StepEnd | None:
@@ -348,11 +348,11 @@ class AdaScale(OptimizerWrapper):
 
         Called as each pass begins that is not the declared last; returns :meth:`StepPlan.shortened` of :attr:`plan`, or None.
         """
-        return self._current.step_end
+        return self._current.inferred.step_end
 
     @step_end.setter
     def step_end(self, step_end: StepEnd | None) -> None:
-        self._current.step_end = step_end
+        self._current.inferred.step_end = step_end
 
     @property
     def sample_weights(self) -> Sequence[float] | None:

@@ -28,7 +28,7 @@ from ..measure.observers import GradientObserver
 from ..sharding.kinds import kind_of
 from ..sharding.kinds.kind import Kind, Preconditioner, Wanted
 from .exchange import Numbers, Packed
-from .guards import CLEARED, UnchangedGradients
+from .guards import CLEARED, FOREIGN_PASS, UnchangedGradients
 from .sampling import MeasuredSteps
 from .step_result import StepEnd
 from .step_sums import OWN, StepSums, constant, mean_sq_norm
@@ -43,7 +43,6 @@ class Progress:
     """The passes of a step up to now. Replaced whole as a step ends or is cleared.
 
     Attributes:
-        passes: Backward passes so far, in a loop that does not tell.
         under_way: Whether there was a pass since the last step.
         passing: Whether a pass has begun and not ended. Between passes: an exception has ended it.
         local_ended: Whether the pass has ended on this worker; reduced gradients may be on their way.
@@ -55,11 +54,8 @@ class Progress:
         sent: Whether the all-reduce has begun.
         travelling: The numbers on their way.
         sums: The sums of the step, once its last pass has ended.
-        fault: What is wrong with the gradients: "too many", "uncleared" or "broken"; empty for nothing.
-        anew: Announced since an exception ended a pass: the plan of the step that begins anew.
     """
 
-    passes: int = 0
     under_way: bool = False
     passing: bool = False
     local_ended: bool = False
@@ -71,8 +67,6 @@ class Progress:
     sent: bool = False
     travelling: tuple[Packed, dist.Work | None] | None = None
     sums: StepSums | None = None
-    fault: str = ""
-    anew: StepPlan | None = None
 
 
 class CurrentStep:
@@ -92,11 +86,10 @@ class CurrentStep:
         ended: Steps that have ended, with those that were left out.
         unsampled: Measured steps in a row, up to now, that have yielded no sample. The next step is then measured too.
         measured: Whether the step is measured.
-        step_end: Decides which pass is a step's last, for loops that do not tell; None: the declared number of passes does.
+        inferred: The passes of a loop that does not tell.
         observer: Measures the norms; None where there is nothing to measure.
         weights: w of this worker's gradient sample in each pass; None: all 1/n.
         step: Its passes up to now.
-        foreign: Whether gradients were accumulated in a pass that nobody has told of.
         replicated: Numbers of the last complete step that each worker took from its own copy of the reduced gradient.
         skipped_by_scaler: Whether a GradScaler left out the last complete step, as the clearing of its gradients shows.
     """
@@ -118,17 +111,19 @@ class CurrentStep:
         self._to_mean = to_mean
         self._precondition = precondition
         self._unchanged = UnchangedGradients()
-        self.step_end: StepEnd | None = None
+        self.inferred = InferredPasses()
         self.observer: GradientObserver | None = None
         self.weights: Sequence[float] | None = None
         self.replicated: Tensor | None = None
-        self._told = self.foreign = self.skipped_by_scaler = self._unhooked = self._checked = False
+        self._told = False
+        self._unhooked = False
+        self._checked = False
+        self.skipped_by_scaler = False
         self._notice: Sequence[RemovableHandle] = ()
         self._shared: dict[str, Tensor] = {}
         self._measured_steps = 0  # of this start
         self._wanted: Wanted | None = None  # of the observer
         self._unseen: Sequence[Tensor] = ()  # parameters of the last step whose gradients were not measured
-        self._stepped_with: tuple[int, int] | None = None
         self.declared = StepPlan(workers=workers.count)
         self.step = Progress()
         self._next(0, 0)
@@ -143,6 +138,7 @@ class CurrentStep:
         self.__dict__.update(state)
         self.step = Progress()
         self._unchanged.forget()
+        self.inferred.clear()
         self.declare(self.declared)
 
     # ---- the plan ------------------------------------------------------------------------------------------------
@@ -171,7 +167,6 @@ class CurrentStep:
         """Leave it to the loop to tell of its passes, or infer them again. At a step boundary."""
         self._told = told
         self._unchanged.told = told
-        self.foreign = False
         self._notice_foreign()
         self._watch()
 
@@ -181,32 +176,6 @@ class CurrentStep:
         self._next(self.ended, self.unsampled)
         self._attach()
         self._watch()
-
-    def expect(self, passes: int, scale: float | None, loss_divided_by: int | None) -> None:
-        """Shorten the step under way, or at a step boundary the next one; the steps after it are full ones.
-
-        Args:
-            passes: As in :meth:`AdaScale.expect_passes`, also the next two.
-            scale: S of the step.
-            loss_divided_by: Number that the loss of each pass is divided by.
-
-        Raises:
-            ValueError: The step can't have this number of passes.
-        """
-        declared, step = self.declared, self.step
-        made = step.passes if step.sums is None and not step.passing else 0
-        if isinstance(passes, bool) or not isinstance(passes, int) or not made < passes <= declared.passes:
-            raise ValueError(
-                f"Invalid {passes=}. This step may have {made + 1} to {declared.passes} backward passes: {made} were made, and "
-                f"num_gradients_to_accumulate is {declared.passes}. Call expect_passes() before the last pass begins."
-            )
-        if loss_divided_by is not None and (loss_divided_by < 1 or declared.loss_divisor is not None):
-            raise ValueError(f"Invalid {loss_divided_by=}. Must be at least 1, and needs is_scaled_loss=True.")
-        plan = declared.shortened(passes, scale, loss_divided_by)
-        if step.sums is not None:
-            self.begin_step()  # of a step that was never taken
-        self.step.anew = plan if self.step.passing else None
-        self.current = plan
 
     def resume(self, ended: int, unsampled: int = 0) -> None:
         """Continue after a number of steps that have ended, and measured ones without a sample. At a step boundary."""
@@ -240,8 +209,9 @@ class CurrentStep:
         self._notice, ref = (), weakref.ref(self)
 
         def notice(param: Tensor) -> None:
-            if (current := ref()) is not None:
-                current.foreign |= not current.step.passing
+            current = ref()
+            if current is not None and not current.step.passing:
+                raise RuntimeError(FOREIGN_PASS)
 
         if self._told and self.observer is None:
             self._notice = on_pass(self.params, notice)
@@ -321,9 +291,10 @@ class CurrentStep:
             self.refresh()
         if self.step.under_way or (self.observer is not None and self.step.sent):
             self.skipped_by_scaler |= self.step.sums is not None and self.scales_loss
-            self._clear()
+            self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget the passes up to now."""
         if self.step.under_way:
             self.current = self.declared  # else it is of a step yet to begin: gradients may be cleared before it
         self._forget()
@@ -331,6 +302,7 @@ class CurrentStep:
     def _forget(self) -> None:
         self.step = Progress()
         self._unchanged.forget()
+        self.inferred.clear()
         if self._checked and self.observer is not None:
             cast(Identity, self.observer.identity).begin(True)
 
@@ -379,42 +351,17 @@ class CurrentStep:
     def on_begin(self, observer: GradientObserver) -> bool:
         """Begin a pass at its first gradient, unless the loop has; return whether it is the step's last."""
         if self._told:
-            self.foreign |= not self.step.passing
-            return self.step.passing and self.step.last is not None
-        self.workers.require_group()
-        if self.lacks_samples:
-            raise self._no_samples()
-        if self.step.sums is not None:
-            # A complete step was never taken, as after an overflow that a GradScaler found. Were its gradients cleared since?
-            too_many = self._has_gradients(observer)
-            self.skipped_by_scaler |= self.scales_loss and not too_many
-            self._clear()
-            self.step.fault = "too many" if too_many else ""
-        elif self._stepped_with is not None and self._stepped_with == self._first_gradient():
-            self.step.fault = "uncleared" if self._has_gradients(observer) else ""
-        self._stepped_with = None
-        if self.step.passing:
-            # An exception has ended the pass before. Were its gradients cleared since, and those of the step's earlier passes?
-            if self.step.fault == "broken" or self._has_gradients(observer):
-                self.step.fault = "broken"
-            else:
-                anew = self.step.anew
-                self._clear()
-                self.current = self.declared if anew is None else anew
-        number = self.step.passes + 1
-        last = None
-        if number >= self.current.passes:
-            last = self.current
-        elif self.step_end is not None:
-            last = self.step_end(number)
-        self.begin(last)
-        return last is not None
+            if not self.step.passing:
+                raise RuntimeError(FOREIGN_PASS)
+            return self.step.last is not None
+        return self.inferred.begin(self, observer)
 
     @without_gradients
     def on_local(self, observer: GradientObserver) -> None:
         """End the pass on this worker: take its norm, and send what is known. Reduced gradients may still be on their way."""
         step = self.step
-        step.passes += not self._told
+        if not self._told:
+            self.inferred.made += 1
         if not step.passing or step.local_ended:
             return
         step.local_ended = True
@@ -443,19 +390,6 @@ class CurrentStep:
                 self.observer.ignore(False)
         step.passing = False
 
-    def _has_gradients(self, observer: GradientObserver) -> bool:
-        """Whether gradients other than zero are left. Waits for the device."""
-        grads = observer.gradients_left(self.params)
-        return any(bool(take_norm(self.kind.local(grad.detach())) != 0) for grad in grads)
-
-    def _first_gradient(self) -> tuple[int, int] | None:
-        """Return the address and the number of writes of the first gradient; None without one. Clearing changes them."""
-        grad = next((p.grad for p in self.params if p.grad is not None), None)
-        if grad is None:
-            return None
-        address = self.kind.local(grad).data_ptr() if grad.layout is torch.strided else 0
-        return address, count_of_writes(grad)
-
     # ---- the end of a step ---------------------------------------------------------------------------------------
 
     def complete(self, caller: str = "step", *, scaled: bool = False) -> None:
@@ -470,28 +404,25 @@ class CurrentStep:
         Raises:
             RuntimeError: Passes are missing, there were too many, or the gradients of the step before were not cleared.
         """
-        if self.step.passing or self.step.fault:
-            raise RuntimeError(
-                _FAULTS["broken" if self.step.passing else self.step.fault].format(passes=self.plan.passes)
-            )
+        self.inferred.check(self)
         if self.step.sums is not None:
             return
         self.workers.require_group()
         if self.observer is None:
             return
         if self.lacks_samples:
-            raise self._no_samples()
+            raise self.no_samples()
         lacks_passes = self.accumulating
         if not self.measured:
             if lacks_passes:
-                raise self._too_early(caller)
+                raise self.inferred.too_early(self, caller)
             self._finish(self.plan, scaled=scaled)
         elif self.workers.reduce:
             # A backward pass reached no parameter here: a sample of zero. The others are in the reduction already.
             if not self._join(self.plan):
-                raise self._too_early(caller)  # no worker has seen all passes, so that was not the reason
+                raise self.inferred.too_early(self, caller)  # no worker has seen all passes, so that was not the reason
         elif lacks_passes:
-            raise self._too_early(caller)
+            raise self.inferred.too_early(self, caller)
 
     def finish(self) -> StepSums:
         """Return the sums of the step, once it is :meth:`complete`."""
@@ -575,7 +506,7 @@ class CurrentStep:
         if self.observer is not None:
             self._watch()
             if not self._told:
-                self._stepped_with = self._first_gradient()
+                self.inferred.end_step(self)
 
     # ---- the sums over the workers -------------------------------------------------------------------------------
 
@@ -670,24 +601,11 @@ class CurrentStep:
 
     # ---- faults --------------------------------------------------------------------------------------------------
 
-    def _no_samples(self) -> RuntimeError:
+    def no_samples(self) -> RuntimeError:
         return RuntimeError(
             f"One gradient sample a step at scale {self.declared.scale:g} tells nothing of the noise, so the gain is "
             "unknown. Make two backward passes of half the size: AdaScale(..., num_gradients_to_accumulate=2), or "
             "AdaScaleConfig(accumulation=2, per_worker_batch_size=half of it)."
-        )
-
-    def _too_early(self, caller: str) -> RuntimeError:
-        if self.step_end is not None:
-            return RuntimeError(
-                f"{caller}() after backward pass {self.step.passes} of a step, which has further ones by its settings. Call it "
-                "after the last pass. With Lightning's manual optimization the passes are AdaScaleConfig(accumulation=...), or "
-                "those of expect_passes(); with AdaptiveDataParallel the last pass is the one that is not under no_sync()."
-            )
-        return RuntimeError(
-            f"{caller}() after {self.step.passes} of {self.plan.passes} backward passes. Call it after the last one. If a step "
-            f"has fewer, as the last of an epoch may, call expect_passes({self.step.passes}) before its last pass; if all have, "
-            "set_num_gradients_to_accumulate() first."
         )
 
     def _warn_of_unseen(self, steps: int) -> None:
@@ -703,6 +621,147 @@ class CurrentStep:
             f"{len(self._unseen)} parameters were not seen ({listing}). Build AdaScale after the model is on its device and in "
             "its dtype, and call the model's forward() rather than its parts."
         )
+
+
+class InferredPasses:
+    """The passes of a loop that does not tell: autograd shows where each begins and ends. They are counted and checked here.
+
+    Its methods get the step that the passes make. It holds no reference to it, so that a dropped optimizer is gone at once.
+
+    Attributes:
+        step_end: Decides which pass is a step's last; None: the declared number of passes does.
+        made: Backward passes since the last step.
+    """
+
+    def __init__(self) -> None:
+        self.step_end: StepEnd | None = None
+        self._stepped_with: tuple[int, int] | None = None  # the first gradient, if the last step may have left it
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the passes up to now."""
+        self.made = 0
+        self._fault = ""  # a key of the faults: what is wrong with the gradients
+        self._announced: StepPlan | None = (
+            None  # since an exception ended a pass: the plan of the step that begins anew
+        )
+
+    def expect(self, current: CurrentStep, passes: int, scale: float | None, loss_divided_by: int | None) -> None:
+        """Shorten the step under way, or at a step boundary the next one; the steps after it are full ones.
+
+        Args:
+            current: The step under way.
+            passes: As in :meth:`AdaScale.expect_passes`, also the next two.
+            scale: S of the step.
+            loss_divided_by: Number that the loss of each pass is divided by.
+
+        Raises:
+            ValueError: The step can't have this number of passes.
+        """
+        declared = current.declared
+        made = self.made
+        if current.step.sums is not None or current.step.passing:
+            made = 0  # the next step is announced
+        if isinstance(passes, bool) or not isinstance(passes, int) or not made < passes <= declared.passes:
+            raise ValueError(
+                f"Invalid {passes=}. This step may have {made + 1} to {declared.passes} backward passes: {made} were made, and "
+                f"num_gradients_to_accumulate is {declared.passes}. Call expect_passes() before the last pass begins."
+            )
+        if loss_divided_by is not None and (loss_divided_by < 1 or declared.loss_divisor is not None):
+            raise ValueError(f"Invalid {loss_divided_by=}. Must be at least 1, and needs is_scaled_loss=True.")
+        plan = declared.shortened(passes, scale, loss_divided_by)
+        if current.step.sums is not None:
+            current.begin_step()  # of a step that was never taken
+        self._announced = None
+        if current.step.passing:
+            self._announced = plan
+        current.current = plan
+
+    def begin(self, current: CurrentStep, observer: GradientObserver) -> bool:
+        """Begin a pass at its first gradient; return whether it is the step's last."""
+        current.workers.require_group()
+        if current.lacks_samples:
+            raise current.no_samples()
+        self._look_at_the_step_before(current, observer)
+        if current.step.passing:
+            self._begin_after_an_exception(current, observer)
+        number = self.made + 1
+        last = None
+        if number >= current.current.passes:
+            last = current.current
+        elif self.step_end is not None:
+            last = self.step_end(number)
+        current.begin(last)
+        return last is not None
+
+    def _look_at_the_step_before(self, current: CurrentStep, observer: GradientObserver) -> None:
+        if current.step.sums is not None:
+            # A complete step was never taken, as after an overflow that a GradScaler found. Were its gradients cleared since?
+            too_many = _has_gradients(current, observer)
+            current.skipped_by_scaler |= current.scales_loss and not too_many
+            current.clear()
+            if too_many:
+                self._fault = "too many"
+        elif self._holds_the_gradient_stepped_with(current) and _has_gradients(current, observer):
+            self._fault = "uncleared"
+        self._stepped_with = None
+
+    def _begin_after_an_exception(self, current: CurrentStep, observer: GradientObserver) -> None:
+        """Begin the step anew, if the gradients of the pass that failed, and of the step's earlier ones, were cleared."""
+        announced = self._announced
+        if self._fault == "broken" or _has_gradients(current, observer):
+            self._fault = "broken"
+            return
+        current.clear()
+        current.current = current.declared if announced is None else announced
+
+    def check(self, current: CurrentStep) -> None:
+        """Check that the gradients are those of a step.
+
+        Raises:
+            RuntimeError: They are not.
+        """
+        fault = "broken" if current.step.passing else self._fault
+        if fault:
+            raise RuntimeError(_FAULTS[fault].format(passes=current.plan.passes))
+
+    def end_step(self, current: CurrentStep) -> None:
+        """A step was taken. The next pass may find its gradients."""
+        self._stepped_with = _first_gradient(current)
+
+    def _holds_the_gradient_stepped_with(self, current: CurrentStep) -> bool:
+        return self._stepped_with is not None and self._stepped_with == _first_gradient(current)
+
+    def too_early(self, current: CurrentStep, caller: str) -> RuntimeError:
+        """Return the error of a step that lacks passes."""
+        if self.step_end is not None:
+            return RuntimeError(
+                f"{caller}() after backward pass {self.made} of a step, which has further ones by its settings. Call it "
+                "after the last pass. With Lightning's manual optimization the passes are AdaScaleConfig(accumulation=...), or "
+                "those of expect_passes(); with AdaptiveDataParallel the last pass is the one that is not under no_sync()."
+            )
+        return RuntimeError(
+            f"{caller}() after {self.made} of {current.plan.passes} backward passes. Call it after the last one. If a step "
+            f"has fewer, as the last of an epoch may, call expect_passes({self.made}) before its last pass; if all have, "
+            "set_num_gradients_to_accumulate() first."
+        )
+
+
+def _has_gradients(current: CurrentStep, observer: GradientObserver) -> bool:
+    """Whether gradients other than zero are left. Waits for the device."""
+    grads = observer.gradients_left(current.params)
+    return any(bool(take_norm(current.kind.local(grad.detach())) != 0) for grad in grads)
+
+
+def _first_gradient(current: CurrentStep) -> tuple[int, int] | None:
+    """Return the address and the number of writes of the first gradient; None without one. Clearing changes them."""
+    grad = next((p.grad for p in current.params if p.grad is not None), None)
+    if grad is None:
+        return None
+    address = 0
+    if grad.layout is torch.strided:
+        address = current.kind.local(grad).data_ptr()
+    return address, count_of_writes(grad)
 
 
 _FAULTS = {

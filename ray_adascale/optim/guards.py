@@ -59,6 +59,11 @@ class UnchangedGradients:
         self._left = None
 
 
+FOREIGN_PASS = (
+    "loss.backward() was called in the loop beside run.backward(), so a micro-batch has several backward passes. Add the losses, "
+    "and call run.backward() once: run.backward(loss + other_loss)."
+)
+
 CLEARED = {
     True: "Gradients were cleared between the passes of an optimizer step, so all micro-batches but the step's last would be "
     "lost. Delete optimizer.zero_grad() or model.zero_grad() from the loop: run.step() clears the gradients after each step.",

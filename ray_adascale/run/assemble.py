@@ -38,7 +38,7 @@ from .boundary.stage import LoopState, Stage
 from .boundary.train_state import HasState, TrainState, log_start
 from .build import Wrapped, check_built, check_equal, check_schedule, facts_of, set_batch, wrap
 from .clipping import Clipping
-from .guards.each_step import EqualLosses, OnlyRunsBackward, ScalarLoss, ScheduledRates, TrainMode
+from .guards.each_step import EqualLosses, OnlyRunsBackward, ScheduledRates, TrainMode
 from .guards.first_steps import ExtraStateHint, FirstMicroBatch, ZeroGradient
 from .guards.guard import Guard, Guards
 from .observe.advice import NoiseWarning, class_name, warn_of_modes, warn_of_state_dict_hooks
@@ -187,7 +187,6 @@ def _guards_of(
         ExtraStateHint(extra),
         FirstMicroBatch(module, plan, device),
         OnlyRunsBackward(optimizer),
-        ScalarLoss(),
         TrainMode(module),
         ScheduledRates(schedule),
         ZeroGradient(),

@@ -375,7 +375,7 @@ class Run:
             FloatingPointError: The gradient was not finite for 50 steps in a row.
         """
         self._passes.check_backward("run.step() comes once after each run.backward().")
-        user_metrics = plain_numbers(metrics, of_step=True)
+        user_metrics = plain_numbers(metrics, of_step=True) if metrics else {}
         for name, number in user_metrics.items():
             if name != "loss":
                 self.state.recorded[name] = number

@@ -153,6 +153,8 @@ class Passes:
         if self.state is not PassState.FORWARD:
             raise RuntimeError(f"Call run.backward() once for each micro-batch of the run, before run.step(). {LOOP}")
         assert self._batch is not None
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            raise _no_scalar(loss)
         self.guards.backward(self._batch, loss)
         if self._dtype is not None:
             self._autocast.close()
@@ -206,12 +208,15 @@ class Passes:
     def step(self) -> None:
         """Take the optimizer step."""
         self._kind.before_step()
-        with self._users.stepping():
+        self._users.run_is_stepping = True
+        try:
             if self.scaler is None:
                 self._optimizer.take_step()
             else:
                 self.scaler.step(self._optimizer)
                 self.scaler.update()
+        finally:
+            self._users.run_is_stepping = False
 
     def end_step(self) -> None:
         """Clear the gradients, and end the step and its last pass."""
@@ -247,6 +252,15 @@ class Passes:
             raise RuntimeError(
                 "A micro-batch went by without run.step(). Call run.backward() and run.step() for each micro-batch."
             )
+
+
+def _no_scalar(loss: object) -> ValueError:
+    if isinstance(loss, Tensor):
+        return ValueError(f"Invalid loss of shape {tuple(loss.shape)}. Must be a scalar: the mean over examples.")
+    return ValueError(
+        f"Invalid loss of type {type(loss).__name__}. Must be a scalar tensor, the mean over the examples, as the loss "
+        "function returns it: without .item()."
+    )
 
 
 def loss_factor(batch: MicroBatch, plan: StepPlan) -> float:

@@ -63,7 +63,7 @@ def test_the_end_is_asked_as_each_pass_begins_until_one_is_the_last() -> None:
     assert full == StepPlan(passes=4, given_scale=4.0)
 
     def step_end(number: int) -> StepPlan | None:
-        asked.append((number, optimizer.current.step.passes == number - 1))
+        asked.append((number, optimizer.current.inferred.made == number - 1))
         return full.shortened(number, scale=2.5, loss_divisor=4) if number == 2 and len(asked) < 4 else None
 
     optimizer.step_end = step_end

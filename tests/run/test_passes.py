@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ray_adascale import AdaScale
 from ray_adascale.batch import StepPlan
 from ray_adascale.data.order import MicroBatch
-from ray_adascale.run.guards.each_step import OnlyRunsBackward, ScalarLoss
+from ray_adascale.run.guards.each_step import OnlyRunsBackward
 from ray_adascale.run.guards.guard import Guards
 from ray_adascale.run.passes import Passes
 
@@ -40,7 +40,7 @@ class Setup:
             precision=precision,
             device=torch.device("cpu"),
             kind=self.optimizer.current.kind,
-            guards=Guards([OnlyRunsBackward(self.optimizer), ScalarLoss()]),
+            guards=Guards([OnlyRunsBackward(self.optimizer)]),
         )
         self.optimizer.current.told(True)  # as within guard()
 
@@ -139,6 +139,7 @@ def test_gradients_of_before_the_loop_are_no_part_of_its_first_step() -> None:
     grads = []
     for left in (False, True):
         setup = Setup()
+        setup.optimizer.current.told(False)  # as before guard()
         if left:
             setup.model(setup.batch(0).batch).mean().backward()
         with setup.passes.guard():

@@ -1,4 +1,4 @@
-"""What is looked at in each step: who runs the backward passes, the loss, the modes of the modules, the learning rates."""
+"""What is looked at in each step: who runs the backward passes, the modes of the modules, the learning rates, the losses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from ..._warn import warn_on_first_worker
 from ...data.order import MicroBatch
 from ...optim.adascale import AdaScale
+from ...optim.guards import FOREIGN_PASS
 from ...optim.schedule import EffectiveSchedule
 from ..observe.step import Step
 from .first_steps import OWN_EXAMPLES
@@ -16,9 +17,7 @@ _EQUAL_STEPS = 10
 
 
 class OnlyRunsBackward(Guard):
-    """Raises if the loop has called ``loss.backward()``.
-
-    Where nothing is measured, one parameter's hook notices passes, and all gradients are looked for as a step begins.
+    """Raises if a step begins with gradients, where nothing is measured, so that a hook on two parameters alone notices passes.
 
     Args:
         optimizer: The optimizer of the run.
@@ -26,40 +25,14 @@ class OnlyRunsBackward(Guard):
 
     def __init__(self, optimizer: AdaScale) -> None:
         self._current = optimizer.current
-        self._params = optimizer.current.params
 
     def backward(self, batch: MicroBatch, loss: Tensor) -> None:
         """Look for gradients of other passes."""
-        if batch.pass_index == 0 and self._current.observer is None:
-            for p in self._params:
-                if p.grad is not None:
-                    self._refuse()
-        self.step()
-
-    def step(self) -> None:
-        """Look for passes that nobody has told of."""
-        if self._current.foreign:
-            self._refuse()
-
-    def _refuse(self) -> None:
-        raise RuntimeError(
-            "loss.backward() was called in the loop beside run.backward(), so a micro-batch has several backward passes. "
-            "Add the losses, and call run.backward() once: run.backward(loss + other_loss)."
-        )
-
-
-class ScalarLoss(Guard):
-    """Raises if a loss is no scalar tensor."""
-
-    def backward(self, batch: MicroBatch, loss: Tensor) -> None:
-        """Look at the loss."""
-        if not isinstance(loss, Tensor):
-            raise ValueError(
-                f"Invalid loss of type {type(loss).__name__}. Must be a scalar tensor, the mean over the examples, as the loss "
-                "function returns it: without .item()."
-            )
-        if loss.dim() != 0:
-            raise ValueError(f"Invalid loss of shape {tuple(loss.shape)}. Must be a scalar: the mean over examples.")
+        if batch.pass_index > 0 or self._current.observer is not None:
+            return
+        for p in self._current.params:
+            if p.grad is not None:
+                raise RuntimeError(FOREIGN_PASS)
 
 
 class TrainMode(Guard):

@@ -28,13 +28,16 @@ class UsersOptimizer:
         optimizer: The optimizer of the run.
         module: The bare model.
         names: Names of the parameters that must stay the same objects.
+
+    Attributes:
+        run_is_stepping: Whether the run steps the optimizer now.
     """
 
     def __init__(self, users: Optimizer, optimizer: AdaScale, module: nn.Module, names: dict[Tensor, str]) -> None:
         self._users = users
         self._module = module
         self._names = names
-        self._run_is_stepping = False
+        self.run_is_stepping = False
         self._refuse_groups()
         self._before_the_loop = optimizer.register_step_post_hook(_warn_of_steps_outside())
 
@@ -58,17 +61,8 @@ class UsersOptimizer:
             parameters.remove()
             vars(self._users).pop("add_param_group", None)  # which an inner loop has restored
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Return a context in which the run steps the optimizer."""
-        self._run_is_stepping = True
-        try:
-            yield
-        finally:
-            self._run_is_stepping = False
-
     def _check_step(self, *_: Any) -> None:
-        if not self._run_is_stepping:
+        if not self.run_is_stepping:
             raise RuntimeError(
                 "optimizer.step() was called in the loop beside run.step(): the weights would move twice, once without the "
                 "gain. Remove optimizer.step() and optimizer.zero_grad(): run.step() does both, in a step's last pass."
