@@ -1,6 +1,8 @@
-"""Parts that benchmarks and studies share: tables and pages, the machine, worker processes.
+"""Parts that benchmarks and studies share: tables and pages, the machine, worker
+processes.
 
-The module imports neither Ray nor ray_adascale, so that a benchmark's plain kinds run without both.
+The module imports neither Ray nor ray_adascale, so that a benchmark's plain kinds run
+without both.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "benchmarks" / "studies" / "pages"
-BY_HAND = "<!-- by hand: kept when the page is made anew -->", "<!-- end of the part by hand -->"
+BY_HAND = (
+    "<!-- by hand: kept when the page is made anew -->",
+    "<!-- end of the part by hand -->",
+)
 
 WINDOW = 0.05
 """``averaging_window`` of a run."""
@@ -34,10 +39,12 @@ def measure_every(total_steps: int, scale: int) -> int:
     from ray_adascale.batch import StepPlan
     from ray_adascale.optim.sampling import MeasuredSteps
 
-    return MeasuredSteps(WINDOW * total_steps).every(total_steps, StepPlan().at_scale(scale))
+    return MeasuredSteps(WINDOW * total_steps).every(
+        total_steps, StepPlan().at_scale(scale)
+    )
 
 
-# ---- tables and pages ------------------------------------------------------------------------------------------------
+# ---- tables and pages ----------------------------------------------------------------
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -47,7 +54,8 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def spread(values: Sequence[float], form: str = "{:.4f}") -> str:
-    """Return "mean ± standard deviation", the value alone if there is one, or nothing if there is none.
+    """Return "mean ± standard deviation", the value alone if there is one, or nothing
+    if there is none.
 
     Args:
         values: The numbers.
@@ -56,7 +64,9 @@ def spread(values: Sequence[float], form: str = "{:.4f}") -> str:
     if not values:
         return ""
     mean = form.format(statistics.mean(values))
-    return f"{mean} ± {form.format(statistics.stdev(values))}" if len(values) > 1 else mean
+    return (
+        f"{mean} ± {form.format(statistics.stdev(values))}" if len(values) > 1 else mean
+    )
 
 
 def count(things: Sequence[Any], noun: str) -> str:
@@ -65,7 +75,9 @@ def count(things: Sequence[Any], noun: str) -> str:
 
 
 def by_hand(page: Path) -> str:
-    """Return the hand-written part of an existing page with its markers, or the two markers alone."""
+    """Return the hand-written part of an existing page with its markers, or the two
+    markers alone.
+    """
     begin, end = BY_HAND
     old = page.read_text() if page.exists() else ""
     if begin in old and end in old:
@@ -78,16 +90,24 @@ def page_parser_options(parser: Any, page: Path) -> None:
 
     Args:
         parser: The parser.
-        page: Path of the page in the repository, which ``--page`` without a value names.
+        page: Path of the page in the repository, which ``--page`` without a value
+            names.
     """
     where = page.relative_to(ROOT)
-    about = f"write this Markdown page, and its pictures beside it; without a value {where}"
+    about = (
+        f"write this Markdown page, and its pictures beside it; without a value {where}"
+    )
     parser.add_argument("--page", type=Path, nargs="?", const=page, help=about)
-    parser.add_argument("--report-only", action="store_true", help="run nothing; report the results in --json")
+    parser.add_argument(
+        "--report-only",
+        action="store_true",
+        help="run nothing; report the results in --json",
+    )
 
 
 def command_line(argv: Sequence[str], script: str) -> str:
-    """Return the command that repeats a measurement, without options that only name files or processes.
+    """Return the command that repeats a measurement, without options that only name
+    files or processes.
 
     Args:
         argv: Arguments of the script.
@@ -104,7 +124,7 @@ def command_line(argv: Sequence[str], script: str) -> str:
     return shlex.join(["python", script, *kept])
 
 
-# ---- the machine -----------------------------------------------------------------------------------------------------
+# ---- the machine ---------------------------------------------------------------------
 
 
 def cpu_name() -> str:
@@ -113,12 +133,15 @@ def cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    models = (
+        line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+    )
     return next(models, platform.processor())
 
 
 def machine(**more: Any) -> dict[str, Any]:
-    """Return date, processor, load and versions. Call it before the measurement: the load shows whether the machine was idle.
+    """Return date, processor, load and versions. Call it before the measurement: the
+    load shows whether the machine was idle.
 
     Args:
         more: Further entries; those that are None are left out.
@@ -142,11 +165,12 @@ def in_words(about: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in about.items())
 
 
-# ---- command line ----------------------------------------------------------------------------------------------------
+# ---- command line --------------------------------------------------------------------
 
 
 class Smoke(argparse.Action):
-    """Option ``--smoke``, which keeps the results of the check in a temporary folder unless another place is named.
+    """Option ``--smoke``, which keeps the results of the check in a temporary folder
+    unless another place is named.
 
     Args:
         option_strings: As in ``argparse``.
@@ -155,7 +179,13 @@ class Smoke(argparse.Action):
         place: The option with the file or the folder of kept results.
     """
 
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None, place: str = "json") -> None:
+    def __init__(
+        self,
+        option_strings: Sequence[str],
+        dest: str,
+        help: str | None = None,
+        place: str = "json",
+    ) -> None:
         super().__init__(option_strings, dest, nargs=0, default=False, help=help)
         self._place = place
 
@@ -169,19 +199,28 @@ class Smoke(argparse.Action):
         namespace.smoke = True
         kept = getattr(namespace, self._place)
         if kept == parser.get_default(self._place):
-            setattr(namespace, self._place, Path(tempfile.mkdtemp(prefix="smoke-")) / kept.name)
+            setattr(
+                namespace,
+                self._place,
+                Path(tempfile.mkdtemp(prefix="smoke-")) / kept.name,
+            )
 
 
-# ---- worker processes ------------------------------------------------------------------------------------------------
+# ---- worker processes ----------------------------------------------------------------
 
 
 def run_workers(
-    worker: Callable[..., None], workers: int, *arguments: Any, folder: Path | None = None
+    worker: Callable[..., None],
+    workers: int,
+    *arguments: Any,
+    folder: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Run ``worker(rank, workers, scratch, *arguments)`` in new processes and return the rows that rank 0 left.
+    """Run ``worker(rank, workers, scratch, *arguments)`` in new processes and return
+    the rows that rank 0 left.
 
     Args:
-        worker: A function of a module. It calls :func:`join_group` first and, on rank 0, :func:`leave` last.
+        worker: A function of a module. It calls :func:`join_group` first and, on rank
+            0, :func:`leave` last.
         workers: Number of processes.
         arguments: Further arguments; they are pickled.
         folder: Where the temporary folder ``scratch`` is made; default: the system's.
@@ -189,13 +228,17 @@ def run_workers(
     import torch.multiprocessing
 
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        torch.multiprocessing.spawn(worker, args=(workers, scratch, *arguments), nprocs=workers)
+        torch.multiprocessing.spawn(
+            worker, args=(workers, scratch, *arguments), nprocs=workers
+        )
         rows = Path(scratch) / "results.json"
         return json.loads(rows.read_text()) if rows.exists() else []
 
 
 def join_group(rank: int, workers: int, scratch: str, device: str = "cpu") -> None:
-    """Join the workers' process group, NCCL on GPUs and gloo on CPUs, with one thread."""
+    """Join the workers' process group, NCCL on GPUs and gloo on CPUs, with one
+    thread.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -203,15 +246,20 @@ def join_group(rank: int, workers: int, scratch: str, device: str = "cpu") -> No
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
     torch.distributed.init_process_group(
-        backend, init_method=f"file://{scratch}/rendezvous", rank=rank, world_size=workers
+        backend,
+        init_method=f"file://{scratch}/rendezvous",
+        rank=rank,
+        world_size=workers,
     )
 
 
 def leave_group() -> None:
     """Leave the workers' process group and end this process.
 
-    A ``DistributedDataParallel`` keeps its gloo group alive past ``destroy_process_group``. Under load a thread of the group may
-    then release a tensor while the interpreter ends, and the process aborts. So the interpreter's own end is left out.
+    A ``DistributedDataParallel`` keeps its gloo group alive past
+    ``destroy_process_group``. Under load a thread of the group may then release a
+    tensor while the interpreter ends, and the process aborts. So the interpreter's own
+    end is left out.
     """
     import torch
 

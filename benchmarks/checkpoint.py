@@ -1,16 +1,19 @@
-"""Seconds that training stands still per checkpoint, and bytes written, against ``torch.save`` on rank 0.
+"""Seconds that training stands still per checkpoint, and bytes written, against
+``torch.save`` on rank 0.
 
     python benchmarks/checkpoint.py                 1 M, 25 M and 100 M parameters, two gloo processes
     python benchmarks/checkpoint.py --smoke         check that it runs
 
-SGD with momentum, so a checkpoint holds two numbers a parameter; optimizer state is sharded over the workers. Three kinds,
-interleaved: a round is one checkpoint of each, in shuffled order, to the same disk.
+SGD with momentum, so a checkpoint holds two numbers a parameter; optimizer state is
+sharded over the workers. Three kinds, interleaved: a round is one checkpoint of each,
+in shuffled order, to the same disk.
 
     background   ray_adascale, at an interval: the time to copy and to agree, plus the time to seal it later
     waiting      ray_adascale, run.save_checkpoint(): until it is complete and on disk (fsync), with its digests
     torch.save   the whole state dict by rank 0, gathered first, the others waiting; no digest, but fsync
 
-A background write also slows the steps beside it (memory bandwidth, a core). The first line does not contain that.
+A background write also slows the steps beside it (memory bandwidth, a core). The first
+line does not contain that.
 """
 
 from __future__ import annotations
@@ -29,7 +32,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench import in_words, join_group, leave, leave_group, machine, markdown, run_workers, write_json
+from bench import (
+    in_words,
+    join_group,
+    leave,
+    leave_group,
+    machine,
+    markdown,
+    run_workers,
+    write_json,
+)
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -62,10 +74,16 @@ def make_run(layers: int, width: int, folder: Path) -> Run:
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     data = TensorDataset(torch.randn(64, width))
     config = AdaScaleConfig(
-        base_batch_size=1, total_steps=10**6, per_worker_batch_size=1, sharding="oss", checkpoint_every_s=1e9
+        base_batch_size=1,
+        total_steps=10**6,
+        per_worker_batch_size=1,
+        sharding="oss",
+        checkpoint_every_s=1e9,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
-    run = Run(model, optimizer, None, data, config, backend=LocalBackend(folder, device="cpu"))
+    run = Run(
+        model, optimizer, None, data, config, backend=LocalBackend(folder, device="cpu")
+    )
     for (x,) in run:
         run.backward(run.model(x).square().mean())
         if run.step():
@@ -73,11 +91,14 @@ def make_run(layers: int, width: int, folder: Path) -> Run:
     return run
 
 
-# The kinds time parts of a checkpoint, for which ``Run`` has no public method: private names stand only here.
+# The kinds time parts of a checkpoint, for which ``Run`` has no public method: private
+# names stand only here.
 
 
 def background(run: Run, folder: Path) -> tuple[float, float, int]:
-    """Write a checkpoint in the background; return seconds of standstill, seconds until it is written, and bytes."""
+    """Write a checkpoint in the background; return seconds of standstill, seconds
+    until it is written, and bytes.
+    """
     began = time.perf_counter()
     checkpointing = run.parts.checkpointing
     checkpointing.begin(run)
@@ -87,7 +108,8 @@ def background(run: Run, folder: Path) -> tuple[float, float, int]:
     path = saver._in_flight.folder
     while saver.busy:
         time.sleep(0.001)
-    dist.barrier()  # wait for the other workers' files; a real run takes some steps meanwhile
+    # wait for the other workers' files; a real run takes some steps meanwhile
+    dist.barrier()
     sealing = time.perf_counter()
     saver.finish()
     ended = time.perf_counter()
@@ -112,7 +134,13 @@ def torch_save(run: Run, folder: Path) -> tuple[float, float, int]:
         inner.consolidate_state_dict(0)
     if run.backend.rank == 0:
         with path.open("wb") as file:
-            torch.save({"model": run.module.state_dict(), "optimizer": run.optimizer.state_dict()}, file)
+            torch.save(
+                {
+                    "model": run.module.state_dict(),
+                    "optimizer": run.optimizer.state_dict(),
+                },
+                file,
+            )
             file.flush()
             os.fsync(file.fileno())
     dist.barrier()
@@ -136,8 +164,9 @@ def measure(layers: int, settings: Settings, folder: Path) -> list[dict[str, Any
     """Measure all kinds on one model. Collective.
 
     Returns:
-        A row for each kind, of the slowest worker: medians over rounds of the seconds that training stands still, with quartiles,
-        of the seconds until the checkpoint is complete, and of its bytes on disk.
+        A row for each kind, of the slowest worker: medians over rounds of the seconds
+        that training stands still, with quartiles, of the seconds until the checkpoint
+        is complete, and of its bytes on disk.
     """
     run = make_run(layers, settings.width, folder / "run")
     found: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in KINDS}
@@ -155,9 +184,21 @@ def measure(layers: int, settings: Settings, folder: Path) -> list[dict[str, Any
         columns: Any = zip(*found[kind], strict=True)
         stalls, written, sizes = columns
         q1, median, q3 = statistics.quantiles(stalls, n=4, method="inclusive")
-        seconds = {"stall_s": median, "stall_q1": q1, "stall_q3": q3, "written_s": statistics.median(written)}
+        seconds = {
+            "stall_s": median,
+            "stall_q1": q1,
+            "stall_q3": q3,
+            "written_s": statistics.median(written),
+        }
         size = int(statistics.median(sizes))
-        rows.append({"parameters": layers * settings.width**2, "kind": kind, **seconds, "bytes": size})
+        rows.append(
+            {
+                "parameters": layers * settings.width**2,
+                "kind": kind,
+                **seconds,
+                "bytes": size,
+            }
+        )
     return rows
 
 
@@ -184,32 +225,74 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with a row for every result."""
     rows = []
     for r in results:
-        seconds = [f"{r['stall_s']:.3f}", f"{r['stall_q1']:.3f}–{r['stall_q3']:.3f}", f"{r['written_s']:.3f}"]
-        rows.append([f"{r['parameters'] / 1e6:g} M", r["kind"], *seconds, f"{r['bytes'] / 1e6:.1f}"])
-    return markdown(["parameters", "kind", "stands still, s", "quartiles", "on disk after, s", "MB"], rows)
+        seconds = [
+            f"{r['stall_s']:.3f}",
+            f"{r['stall_q1']:.3f}–{r['stall_q3']:.3f}",
+            f"{r['written_s']:.3f}",
+        ]
+        rows.append(
+            [
+                f"{r['parameters'] / 1e6:g} M",
+                r["kind"],
+                *seconds,
+                f"{r['bytes'] / 1e6:.1f}",
+            ]
+        )
+    return markdown(
+        [
+            "parameters",
+            "kind",
+            "stands still, s",
+            "quartiles",
+            "on disk after, s",
+            "MB",
+        ],
+        rows,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="tiny models, two rounds: only check that it runs")
-    parser.add_argument("--layers", type=int, nargs="+", default=[1, 25, 100], help="millions of parameters")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="tiny models, two rounds: only check that it runs",
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        nargs="+",
+        default=[1, 25, 100],
+        help="millions of parameters",
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="where to write; default: a temporary folder"
+    )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args(argv)
     if min(arguments.rounds, arguments.workers, *arguments.layers) < 1:
         parser.error("--rounds, --workers and --layers must be at least 1")
-    settings = Settings(layers=tuple(arguments.layers), rounds=arguments.rounds, world_size=arguments.workers)
+    settings = Settings(
+        layers=tuple(arguments.layers),
+        rounds=arguments.rounds,
+        world_size=arguments.workers,
+    )
     if arguments.smoke:
         settings = Settings(layers=(1, 2), width=32, rounds=2)
     about = machine()
-    results = run_workers(worker, settings.world_size, settings, folder=arguments.folder)
+    results = run_workers(
+        worker, settings.world_size, settings, folder=arguments.folder
+    )
     if arguments.json is not None:
         document = {"machine": about, "settings": asdict(settings), "results": results}
         write_json(arguments.json, document)
     print(in_words(about))
-    print(f"{settings.world_size} processes with one thread each, median of {settings.rounds} rounds\n")
+    print(
+        f"{settings.world_size} processes with one thread each, median of "
+        f"{settings.rounds} rounds\n"
+    )
     print(table(results))
     return 0
 

@@ -1,13 +1,16 @@
-"""Host time of a training loop: CPU time, wall time and Python calls of an optimizer step, against a plain PyTorch loop.
+"""Host time of a training loop: CPU time, wall time and Python calls of an optimizer
+step, against a plain PyTorch loop.
 
     python benchmarks/loop.py                            # one process, three lengths of a step
     python benchmarks/loop.py --workers 2                # two gloo workers
     python benchmarks/loop.py --tasks 1ms --kinds plain run attach --rounds 21
     python benchmarks/loop.py --device cuda              # steps in which the device waits for launches
 
-A round trains each kind anew for some hundred steps, in shuffled order, and times its last steps. Reported are the medians over
-rounds of the ratio to the plain loop of the same round. Calls are those of Python functions (``sys.setprofile``) in a step, less
-those of a loop over ready batches: what the loop library adds, with data loading. They don't vary.
+A round trains each kind anew for some hundred steps, in shuffled order, and times its
+last steps. Reported are the medians over rounds of the ratio to the plain loop of the
+same round. Calls are those of Python functions (``sys.setprofile``) in a step, less
+those of a loop over ready batches: what the loop library adds, with data loading. They
+don't vary.
 """
 
 from __future__ import annotations
@@ -27,7 +30,17 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from bench import in_words, join_group, leave, leave_group, machine, markdown, measure_every, run_workers, write_json
+from bench import (
+    in_words,
+    join_group,
+    leave,
+    leave_group,
+    machine,
+    markdown,
+    measure_every,
+    run_workers,
+    write_json,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
@@ -38,7 +51,9 @@ WARMUP = 20
 
 @dataclass(frozen=True)
 class Task:
-    """A perceptron of some width and depth on a device, and the micro-batch and number of timed steps that go with it."""
+    """A perceptron of some width and depth on a device, and the micro-batch and
+    number of timed steps that go with it.
+    """
 
     name: str
     width: int
@@ -53,8 +68,12 @@ class Task:
     def on_cpu(self) -> bool:
         return self.device == "cpu"
 
-    def loader(self, dataset: TensorDataset, sampler: Sampler[int] | None = None) -> DataLoader[Any]:
-        """Return a ``DataLoader`` in shuffled order, in pinned memory if the device needs it."""
+    def loader(
+        self, dataset: TensorDataset, sampler: Sampler[int] | None = None
+    ) -> DataLoader[Any]:
+        """Return a ``DataLoader`` in shuffled order, in pinned memory if the device
+        needs it.
+        """
         shuffle, pinned = sampler is None, not self.on_cpu
         return DataLoader(
             dataset,
@@ -67,7 +86,11 @@ class Task:
         )
 
 
-TASKS = (Task("1ms", 128, 5, 32, 200), Task("3ms", 256, 6, 64, 120), Task("20ms", 640, 6, 192, 30))
+TASKS = (
+    Task("1ms", 128, 5, 32, 200),
+    Task("3ms", 256, 6, 64, 120),
+    Task("20ms", 640, 6, 192, 30),
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +108,11 @@ def make(task: Task) -> Pieces:
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     widths = [INPUTS, *[task.width] * task.layers]
-    layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
+    layers = [
+        part
+        for a, b in itertools.pairwise(widths)
+        for part in (nn.Linear(a, b), nn.ReLU())
+    ]
     model = nn.Sequential(*layers, nn.Linear(task.width, CLASSES)).to(task.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000)
@@ -94,7 +121,7 @@ def make(task: Task) -> Pieces:
     return Pieces(model, optimizer, scheduler, TensorDataset(x, y))
 
 
-# ---- the loops --------------------------------------------------------------------------------------------------------
+# ---- the loops -----------------------------------------------------------------------
 
 
 class Enough(Exception):
@@ -135,9 +162,15 @@ class Meter:
         elif self._done == WARMUP + self._steps:
             sys.setprofile(None)
             self._synchronize()
-            cpu, wall = time.process_time() - self._began[0], time.perf_counter() - self._began[1]
-            # the calls between the start and the end of profiling: one more meter call than steps
-            self.result = {"calls": self._calls / self._steps - 1} if self._count else {}
+            cpu, wall = (
+                time.process_time() - self._began[0],
+                time.perf_counter() - self._began[1],
+            )
+            # the calls between the start and the end of profiling: one more meter call
+            # than steps
+            self.result = (
+                {"calls": self._calls / self._steps - 1} if self._count else {}
+            )
             self.result |= {"cpu": cpu / self._steps, "wall": wall / self._steps}
             raise Enough
 
@@ -145,7 +178,11 @@ class Meter:
 def _endless(loader: Any, device: str = "cpu") -> Iterator[Any]:
     while True:
         for x, y in loader:
-            yield (x, y) if device == "cpu" else (x.to(device, non_blocking=True), y.to(device, non_blocking=True))
+            yield (
+                (x, y)
+                if device == "cpu"
+                else (x.to(device, non_blocking=True), y.to(device, non_blocking=True))
+            )
 
 
 def bare(task: Task, passes: int, meter: Meter) -> None:
@@ -153,27 +190,44 @@ def bare(task: Task, passes: int, meter: Meter) -> None:
     pieces = make(task)
     model = _parallel(pieces.model)
     tensors = [t.to(task.device) for t in pieces.dataset.tensors]
-    batches = [tuple(t[i * task.batch : (i + 1) * task.batch] for t in tensors) for i in range(8)]
+    batches = [
+        tuple(t[i * task.batch : (i + 1) * task.batch] for t in tensors)
+        for i in range(8)
+    ]
     _plain(model, pieces, _endless(batches), passes, meter)
 
 
 def plain(task: Task, passes: int, meter: Meter) -> None:
     """Loop over a ``DataLoader``."""
     pieces = make(task)
-    sampler: Sampler[int] | None = DistributedSampler(pieces.dataset) if torch.distributed.is_initialized() else None
+    sampler: Sampler[int] | None = (
+        DistributedSampler(pieces.dataset)
+        if torch.distributed.is_initialized()
+        else None
+    )
     loader = task.loader(pieces.dataset, sampler)
-    _plain(_parallel(pieces.model), pieces, _endless(loader, task.device), passes, meter)
+    _plain(
+        _parallel(pieces.model), pieces, _endless(loader, task.device), passes, meter
+    )
 
 
 def _parallel(model: nn.Module) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model) if torch.distributed.is_initialized() else model
+    return (
+        nn.parallel.DistributedDataParallel(model)
+        if torch.distributed.is_initialized()
+        else model
+    )
 
 
-def _plain(model: nn.Module, pieces: Pieces, batches: Iterator[Any], passes: int, meter: Meter) -> None:
+def _plain(
+    model: nn.Module, pieces: Pieces, batches: Iterator[Any], passes: int, meter: Meter
+) -> None:
     while True:
         for number in range(1, passes + 1):
             x, y = next(batches)
-            if number < passes and isinstance(model, nn.parallel.DistributedDataParallel):
+            if number < passes and isinstance(
+                model, nn.parallel.DistributedDataParallel
+            ):
                 with model.no_sync():
                     (F.cross_entropy(model(x), y) / passes).backward()
             else:
@@ -185,10 +239,14 @@ def _plain(model: nn.Module, pieces: Pieces, batches: Iterator[Any], passes: int
         meter()
 
 
-def _settings(task: Task, passes: int, sharding: Literal["auto", "none"] = "auto") -> Any:
+def _settings(
+    task: Task, passes: int, sharding: Literal["auto", "none"] = "auto"
+) -> Any:
     from ray_adascale import AdaScaleConfig
 
-    workers = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    workers = (
+        torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    )
     return AdaScaleConfig(
         base_batch_size=task.batch,
         per_worker_batch_size=task.batch,
@@ -201,7 +259,9 @@ def _settings(task: Task, passes: int, sharding: Literal["auto", "none"] = "auto
     )
 
 
-def run(task: Task, passes: int, meter: Meter, sharding: Literal["auto", "none"] = "auto") -> None:
+def run(
+    task: Task, passes: int, meter: Meter, sharding: Literal["auto", "none"] = "auto"
+) -> None:
     """Loop over a ``Run``: S is passes × workers."""
     from ray_adascale import Run
 
@@ -220,9 +280,17 @@ def attached(task: Task, passes: int, meter: Meter) -> None:
 
     pieces = make(task)
     config = _settings(task, passes)
-    optimizer, schedule = attach(pieces.model, pieces.optimizer, pieces.scheduler, config)
+    optimizer, schedule = attach(
+        pieces.model, pieces.optimizer, pieces.scheduler, config
+    )
     batches = _endless(task.loader(pieces.dataset), task.device)
-    _plain(pieces.model, Pieces(pieces.model, optimizer, schedule, pieces.dataset), batches, passes, meter)
+    _plain(
+        pieces.model,
+        Pieces(pieces.model, optimizer, schedule, pieces.dataset),
+        batches,
+        passes,
+        meter,
+    )
 
 
 def accelerate(task: Task, passes: int, meter: Meter) -> None:
@@ -231,7 +299,9 @@ def accelerate(task: Task, passes: int, meter: Meter) -> None:
     pieces = make(task)
     accelerator = Accelerator(cpu=task.on_cpu, gradient_accumulation_steps=passes)
     loader = task.loader(pieces.dataset)
-    model, optimizer, loader, scheduler = accelerator.prepare(pieces.model, pieces.optimizer, loader, pieces.scheduler)
+    model, optimizer, loader, scheduler = accelerator.prepare(
+        pieces.model, pieces.optimizer, loader, pieces.scheduler
+    )
     while True:
         for x, y in loader:
             with accelerator.accumulate(model):
@@ -264,7 +334,9 @@ def lightning(task: Task, passes: int, meter: Meter) -> None:
             return {"optimizer": pieces.optimizer, "lr_scheduler": schedule}
 
     class Steps(L.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int
+        ) -> None:
             if (index + 1) % passes == 0:
                 meter()
 
@@ -297,7 +369,9 @@ ON_SEVERAL = ("bare", "plain", "run", "run_unsharded")
 """Kinds that run on several workers here."""
 
 
-def measure(kind: str, task: Task, passes: int, *, count: bool = False) -> dict[str, float]:
+def measure(
+    kind: str, task: Task, passes: int, *, count: bool = False
+) -> dict[str, float]:
     """Train a kind anew and return what a :class:`Meter` found."""
     meter = Meter(task, count=count)
     try:
@@ -309,7 +383,7 @@ def measure(kind: str, task: Task, passes: int, *, count: bool = False) -> dict[
     raise RuntimeError(f"{kind} on {task.name} ended before its {task.steps} steps.")
 
 
-# ---- the comparison ---------------------------------------------------------------------------------------------------
+# ---- the comparison ------------------------------------------------------------------
 
 
 @dataclass
@@ -334,7 +408,9 @@ class Result:
 
 
 def compare(task: Task, kinds: Sequence[str], passes: int, rounds: int) -> list[Result]:
-    """Run the kinds of a task in turn; the first kind is the baseline. Collective where there are several workers."""
+    """Run the kinds of a task in turn; the first kind is the baseline. Collective
+    where there are several workers.
+    """
     results = {kind: Result(task.name, kind, passes) for kind in kinds}
     own = measure("bare", task, passes, count=True)["calls"]
     for kind, result in results.items():
@@ -348,23 +424,34 @@ def compare(task: Task, kinds: Sequence[str], passes: int, rounds: int) -> list[
 
 
 def _worker(
-    rank: int, workers: int, scratch: str, tasks: list[Task], kinds: list[str], passes: list[int], rounds: int
+    rank: int,
+    workers: int,
+    scratch: str,
+    tasks: list[Task],
+    kinds: list[str],
+    passes: list[int],
+    rounds: int,
 ) -> None:
     join_group(rank, workers, scratch)
-    results = [r for task in tasks for n in passes for r in compare(task, kinds, n, rounds)]
+    results = [
+        r for task in tasks for n in passes for r in compare(task, kinds, n, rounds)
+    ]
     if rank == 0:
         leave(scratch, [asdict(r) for r in results])
     leave_group()
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return the table of all results, as ratios to the first kind of each task and number of passes."""
+    """Return the table of all results, as ratios to the first kind of each task and
+    number of passes.
+    """
     first: dict[tuple[str, int], Result] = {}
     rows = []
     for r in results:
         base = first.setdefault((r.task, r.passes), r)
         cpu, wall = (
-            [a / b for a, b in zip(getattr(r, key), getattr(base, key), strict=True)] for key in ("cpu", "wall")
+            [a / b for a, b in zip(getattr(r, key), getattr(base, key), strict=True)]
+            for key in ("cpu", "wall")
         )
         low, _, high = statistics.quantiles(cpu) if len(cpu) > 1 else cpu * 3
         rows.append(
@@ -379,28 +466,72 @@ def table(results: Sequence[Result]) -> str:
                 f"{r.calls:.0f}",
             ]
         )
-    head = ["task", "passes", "kind", "CPU ms a step", "CPU ratio", "quartiles", "wall ratio", "Python calls"]
+    head = [
+        "task",
+        "passes",
+        "kind",
+        "CPU ms a step",
+        "CPU ratio",
+        "quartiles",
+        "wall ratio",
+        "Python calls",
+    ]
     return markdown(head, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--tasks", nargs="+", choices=[t.name for t in TASKS], help="default: all")
     parser.add_argument(
-        "--kinds", nargs="+", choices=list(LOOPS), help="the first is the baseline; default: all but bare"
+        "--tasks", nargs="+", choices=[t.name for t in TASKS], help="default: all"
     )
-    parser.add_argument("--passes", nargs="+", type=int, default=[1, 4], help="passes a step (default: 1 4)")
-    parser.add_argument("--rounds", type=int, default=11, help="rounds (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=1, help="gloo workers (default: %(default)s, without a group)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s")
-    parser.add_argument("--loader-workers", type=int, default=0, help="processes that load data (default: %(default)s)")
-    about_total = "T: one step in as many is measured as late in a run of this length (default: %(default)s)"
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=list(LOOPS),
+        help="the first is the baseline; default: all but bare",
+    )
+    parser.add_argument(
+        "--passes",
+        nargs="+",
+        type=int,
+        default=[1, 4],
+        help="passes a step (default: 1 4)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=11, help="rounds (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        help="gloo workers (default: %(default)s, without a group)",
+    )
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--loader-workers",
+        type=int,
+        default=0,
+        help="processes that load data (default: %(default)s)",
+    )
+    about_total = (
+        "T: one step in as many is measured as late in a run of this length (default: "
+        "%(default)s)"
+    )
     parser.add_argument("--total-steps", type=int, default=10_000, help=about_total)
-    parser.add_argument("--smoke", action="store_true", help="few steps and kinds, one round: only check that it runs")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="few steps and kinds, one round: only check that it runs",
+    )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args(argv)
     kinds = arguments.kinds or [
-        k for k in LOOPS if k != "bare" and (k in ON_SEVERAL if arguments.workers > 1 else k != "run_unsharded")
+        k
+        for k in LOOPS
+        if k != "bare"
+        and (k in ON_SEVERAL if arguments.workers > 1 else k != "run_unsharded")
     ]
     if arguments.workers > 1 and not set(kinds) <= set(ON_SEVERAL):
         parser.error(f"on several workers there are the kinds {', '.join(ON_SEVERAL)}")
@@ -409,19 +540,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.smoke:
         tasks, passes, rounds = [Task("smoke", 8, 2, 8, 5)], [2], 1
         kinds = [k for k in kinds if k in ("plain", "run", "attach")]
-    every = {name: getattr(arguments, name) for name in ("device", "loader_workers", "total_steps")}
+    every = {
+        name: getattr(arguments, name)
+        for name in ("device", "loader_workers", "total_steps")
+    }
     tasks = [replace(task, **every) for task in tasks]
     torch.set_num_threads(1)
-    about = machine(gpu=torch.cuda.get_device_name() if arguments.device == "cuda" else None)
+    about = machine(
+        gpu=torch.cuda.get_device_name() if arguments.device == "cuda" else None
+    )
     if arguments.workers == 1:
-        results = [r for task in tasks for n in passes for r in compare(task, kinds, n, rounds)]
+        results = [
+            r for task in tasks for n in passes for r in compare(task, kinds, n, rounds)
+        ]
     else:
         found = run_workers(_worker, arguments.workers, tasks, kinds, passes, rounds)
         results = [Result(**row) for row in found]
     if arguments.json is not None:
-        write_json(arguments.json, {"machine": about, "results": [asdict(r) for r in results]})
+        write_json(
+            arguments.json, {"machine": about, "results": [asdict(r) for r in results]}
+        )
     print(in_words(about))
-    print(f"{arguments.workers} worker(s), one thread each, medians of {rounds} rounds\n")
+    print(
+        f"{arguments.workers} worker(s), one thread each, medians of {rounds} rounds\n"
+    )
     print(table(results))
     return 0
 

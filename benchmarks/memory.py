@@ -1,11 +1,13 @@
-"""Memory of a worker under each way to shard: bytes of optimizer state and gradients, and the peak of a step.
+"""Memory of a worker under each way to shard: bytes of optimizer state and gradients,
+and the peak of a step.
 
     python benchmarks/memory.py                       # 25 M parameters, SGD(momentum) and AdamW, 2 workers
     python benchmarks/memory.py --kinds ddp sharded --optimizers adamw --width 2048 --workers 4
     python benchmarks/memory.py --resume --depth 96   # the peak while a model's weights are loaded from a checkpoint
 
-Every kind runs in fresh processes. The peak is the growth of the worker's resident memory (on a GPU: of the allocator's) in
-three steps, beyond model and data. It contains gradients, state, buffers and activations.
+Every kind runs in fresh processes. The peak is the growth of the worker's resident
+memory (on a GPU: of the allocator's) in three steps, beyond model and data. It contains
+gradients, state, buffers and activations.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench import in_words, join_group, leave, leave_group, machine, run_workers, write_json
+from bench import (
+    in_words,
+    join_group,
+    leave,
+    leave_group,
+    machine,
+    run_workers,
+    write_json,
+)
 from kinds import KINDS, Kind, Place, fairscale_oss, mlp, under_ddp
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -38,9 +48,20 @@ _OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 }
 
 
-_NAMES = ("ddp", "oss", "sharded", "adascale+sharded", "fsdp2", "adascale+fsdp2", "zero")
+_NAMES = (
+    "ddp",
+    "oss",
+    "sharded",
+    "adascale+sharded",
+    "fsdp2",
+    "adascale+fsdp2",
+    "zero",
+)
 _OSS = Kind("fairscale-oss", under_ddp(fairscale_oss), None, fairscale=True)
-_MEASURED = {kind.name: kind for kind in (*(KINDS[name] for name in _NAMES), _OSS, KINDS["fairscale-sharded"])}
+_MEASURED = {
+    kind.name: kind
+    for kind in (*(KINDS[name] for name in _NAMES), _OSS, KINDS["fairscale-sharded"])
+}
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -51,9 +72,13 @@ def state_bytes(optimizer: Any) -> int:
     """Return the bytes of optimizer state on this worker."""
     while isinstance(optimizer, AdaScale):
         optimizer = optimizer.wrapped
-    holder = getattr(optimizer, "optim", optimizer)  # the share of OSS, of FairScale's OSS and of torch's ZeRO
+    # the share of OSS, of FairScale's OSS and of torch's ZeRO
+    holder = getattr(optimizer, "optim", optimizer)
     return sum(
-        _local(value).nbytes for entry in holder.state.values() for value in entry.values() if isinstance(value, Tensor)
+        _local(value).nbytes
+        for entry in holder.state.values()
+        for value in entry.values()
+        if isinstance(value, Tensor)
     )
 
 
@@ -83,7 +108,11 @@ def reset_peak(device: torch.device) -> int:
 
 def resident(what: str) -> int:
     """Return an entry of the process's memory status, in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(what)
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -102,9 +131,18 @@ def measure(kind: str, place: Place, args: argparse.Namespace) -> dict[str, int]
         F.cross_entropy(stepper.model(x), y).backward()
         gradients = gradient_bytes(model, stepper.optimizer)
         stepper.optimizer.step()
-    peak = torch.cuda.max_memory_allocated() if place.device.type == "cuda" else resident("VmHWM")
+    peak = (
+        torch.cuda.max_memory_allocated()
+        if place.device.type == "cuda"
+        else resident("VmHWM")
+    )
     state = state_bytes(stepper.optimizer)
-    return {"parameters": parameters, "gradients": gradients, "state": state, "peak": peak - before}
+    return {
+        "parameters": parameters,
+        "gradients": gradients,
+        "state": state,
+        "peak": peak - before,
+    }
 
 
 def _end(rank: int, workers: int, scratch: str, row: dict[str, int]) -> None:
@@ -117,14 +155,32 @@ def _end(rank: int, workers: int, scratch: str, row: dict[str, int]) -> None:
     leave_group()
 
 
-def worker(rank: int, workers: int, scratch: str, kind: str, optimizer: str, args: argparse.Namespace) -> None:
+def worker(
+    rank: int,
+    workers: int,
+    scratch: str,
+    kind: str,
+    optimizer: str,
+    args: argparse.Namespace,
+) -> None:
     """Measure a kind in one process; rank 0 leaves the rows of all."""
     join_group(rank, workers, scratch, args.device)
-    device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
+    device = (
+        torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
+    )
     cls, settings = _OPTIMIZERS[optimizer]
-    place = Place(rank=rank, world_size=workers, device=device, passes=1, optimizer=cls, settings=settings)
+    place = Place(
+        rank=rank,
+        world_size=workers,
+        device=device,
+        passes=1,
+        optimizer=cls,
+        settings=settings,
+    )
     row = measure(kind, place, args)
-    gc.collect()  # with torch 2.13 and gloo, a DDP model that outlives its process group sometimes hangs in its destructor
+    # with torch 2.13 and gloo, a DDP model that outlives its process group sometimes
+    # hangs in its destructor
+    gc.collect()
     _end(rank, workers, scratch, row)
 
 
@@ -142,8 +198,17 @@ _LOADS = {
 """Ways to load a model's weights, and what is held beside it."""
 
 
-def load_worker(rank: int, workers: int, scratch: str, how: str, folder: str, args: argparse.Namespace) -> None:
-    """Save the model (``how`` is "save"), or load it in one way; rank 0 leaves the bytes of all workers."""
+def load_worker(
+    rank: int,
+    workers: int,
+    scratch: str,
+    how: str,
+    folder: str,
+    args: argparse.Namespace,
+) -> None:
+    """Save the model (``how`` is "save"), or load it in one way; rank 0 leaves the
+    bytes of all workers.
+    """
     join_group(rank, workers, scratch, "cpu")
     torch.manual_seed(0)
     model, row = mlp(args.depth, args.width), {}
@@ -157,7 +222,12 @@ def load_worker(rank: int, workers: int, scratch: str, how: str, folder: str, ar
     else:
         if "fsdp2" in how:
             for block in (*model.children(), model):
-                fully_shard(block, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (workers,)))
+                fully_shard(
+                    block,
+                    mesh=torch.distributed.device_mesh.init_device_mesh(
+                        "cpu", (workers,)
+                    ),
+                )
         if "copies" in how:
             model.register_state_dict_post_hook(_copying)
         saved = checkpoint.Saved(f"{folder}/checkpoint")
@@ -165,7 +235,9 @@ def load_worker(rank: int, workers: int, scratch: str, how: str, folder: str, ar
         gc.collect()
         before = reset_peak(torch.device("cpu"))
         if how.startswith("torch"):
-            model.load_state_dict(torch.load(f"{folder}/model.pt", map_location="cpu", weights_only=True))
+            model.load_state_dict(
+                torch.load(f"{folder}/model.pt", map_location="cpu", weights_only=True)
+            )
         else:
             load_model(saved, model)
         row = {
@@ -177,7 +249,10 @@ def load_worker(rank: int, workers: int, scratch: str, how: str, folder: str, ar
 
 def measure_loads(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Print a table of the ways to load a model's weights, and return its rows."""
-    print("| weights loaded by | beside the model | parameters | peak beyond them |\n|---|---|---|---|")
+    print(
+        "| weights loaded by | beside the model | parameters | peak beyond them "
+        "|\n|---|---|---|---|"
+    )
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         run_workers(load_worker, args.workers, "save", folder, args)
@@ -186,22 +261,36 @@ def measure_loads(args: argparse.Namespace) -> list[dict[str, Any]]:
             largest = {key: max(row[key] for row in each) for key in each[0]}
             rows.append({"how": how, **largest})
             print(
-                f"| {how} | {beside} | {' | '.join(f'{value / _MIB:.1f}' for value in largest.values())} |", flush=True
+                f"| {how} | {beside} | "
+                f"{' | '.join(f'{value / _MIB:.1f}' for value in largest.values())} |",
+                flush=True,
             )
     return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--kinds", nargs="+", choices=list(_MEASURED), default=list(_MEASURED))
-    parser.add_argument("--optimizers", nargs="+", choices=list(_OPTIMIZERS), default=list(_OPTIMIZERS))
+    parser.add_argument(
+        "--kinds", nargs="+", choices=list(_MEASURED), default=list(_MEASURED)
+    )
+    parser.add_argument(
+        "--optimizers", nargs="+", choices=list(_OPTIMIZERS), default=list(_OPTIMIZERS)
+    )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--depth", type=int, default=24, help="layers of Linear + LayerNorm")
+    parser.add_argument(
+        "--depth", type=int, default=24, help="layers of Linear + LayerNorm"
+    )
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("--resume", action="store_true", help="measure ways to load a model's weights instead (CPU)")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model: only check that it runs")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="measure ways to load a model's weights instead (CPU)",
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny model: only check that it runs"
+    )
     args = parser.parse_args()
     if args.smoke:
         args.depth, args.width = 4, 64
@@ -213,7 +302,10 @@ def main() -> int:
         if args.json is not None:
             write_json(args.json, rows)
         return 0
-    print("| optimizer | kind | parameters | gradients after backward | optimizer state | peak of a step |")
+    print(
+        "| optimizer | kind | parameters | gradients after backward | optimizer state "
+        "| peak of a step |"
+    )
     print("|---|---|---|---|---|---|")
     rows = []
     for name in args.optimizers:

@@ -1,17 +1,20 @@
-"""Growth of a step and of Ray's controller with the workers: 2, 4, 8 and 16 processes on this machine.
+"""Growth of a step and of Ray's controller with the workers: 2, 4, 8 and 16 processes
+on this machine.
 
     python benchmarks/scale.py                            all of it: half an hour or more on two busy cores
     python benchmarks/scale.py --parts steps --workers 2 4
     python benchmarks/scale.py --smoke                    check that it runs
 
-With more workers than cores, processes wait for each other, and the time of a step means little. The meaningful figures are
-processor time over all workers relative to DDP's, and *counts*: collectives, messages and bytes a step.
+With more workers than cores, processes wait for each other, and the time of a step
+means little. The meaningful figures are processor time over all workers relative to
+DDP's, and *counts*: collectives, messages and bytes a step.
 
     steps        12 × (Linear 512 + LayerNorm), batch 8, all kinds interleaved as in ``overhead.py``
     controller   a run under Ray that writes a checkpoint every second: processor time of Ray Train's controller
 
-Bytes are those that the kernel counted on the loopback interface, over all workers, while nothing else used it. Messages
-follow from the collectives in torch's profiler and from gloo's algorithm for each (``MESSAGES``).
+Bytes are those that the kernel counted on the loopback interface, over all workers,
+while nothing else used it. Messages follow from the collectives in torch's profiler and
+from gloo's algorithm for each (``MESSAGES``).
 """
 
 from __future__ import annotations
@@ -33,7 +36,17 @@ from typing import Any
 import overhead
 import torch
 import torch.distributed as dist
-from bench import Smoke, in_words, join_group, leave, leave_group, machine, markdown, run_workers, write_json
+from bench import (
+    Smoke,
+    in_words,
+    join_group,
+    leave,
+    leave_group,
+    machine,
+    markdown,
+    run_workers,
+    write_json,
+)
 from kinds import KINDS as ALL_KINDS
 from kinds import Batch, Place, Spec, Stepper, mlp
 from overhead import run_block
@@ -52,30 +65,42 @@ MESSAGES: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1),  # ring: reduce-scatter, then all-gather
     "all_to_all": lambda n: n - 1,
     "broadcast": lambda n: (n - 1) / n,  # a tree: all but the root are sent one
-    "reduce": lambda n: (n - 1) + (n - 1) / n,  # ring reduce-scatter, then each to the root
+    # ring reduce-scatter, then each to the root
+    "reduce": lambda n: (n - 1) + (n - 1) / n,
     "send": lambda n: 1,
     "recv": lambda n: 0,
 }
-"""Messages that a worker sends for one gloo collective of n workers, averaged over workers; gloo divides large ones further."""
+"""Messages that a worker sends for one gloo collective of n workers, averaged over
+workers; gloo divides large ones further.
+"""
 
 
-# ---- steps -----------------------------------------------------------------------------------------------------------
+# ---- steps ---------------------------------------------------------------------------
 
 
 def loopback_bytes() -> int | None:
-    """Return the bytes sent over this machine's loopback interface so far, or None if the kernel has no such count."""
+    """Return the bytes sent over this machine's loopback interface so far, or None
+    if the kernel has no such count.
+    """
     try:
         lines = Path("/proc/net/dev").read_text().splitlines()
     except OSError:
         return None
     fields = next(
-        (rest.split() for name, _, rest in (line.partition(":") for line in lines) if name.strip() == "lo"), None
+        (
+            rest.split()
+            for name, _, rest in (line.partition(":") for line in lines)
+            if name.strip() == "lo"
+        ),
+        None,
     )
     return None if fields is None else int(fields[8])
 
 
 def count_bytes(stepper: Stepper, batches: Sequence[Batch], place: Place) -> float:
-    """Return the bytes sent a step and worker. The barriers around are far smaller than a gradient."""
+    """Return the bytes sent a step and worker. The barriers around are far smaller
+    than a gradient.
+    """
     dist.barrier()
     before = loopback_bytes()
     dist.barrier()
@@ -88,8 +113,12 @@ def count_bytes(stepper: Stepper, batches: Sequence[Batch], place: Place) -> flo
     return (after - before) / _COUNTED_STEPS / place.world_size
 
 
-def count_collectives(stepper: Stepper, batches: Sequence[Batch], place: Place) -> dict[str, float]:
-    """Return the calls of collectives a step on rank 0, by the names of torch's gloo backend; empty on other ranks."""
+def count_collectives(
+    stepper: Stepper, batches: Sequence[Batch], place: Place
+) -> dict[str, float]:
+    """Return the calls of collectives a step on rank 0, by the names of torch's gloo
+    backend; empty on other ranks.
+    """
     if place.rank != 0:
         run_block(stepper, batches, place.passes, _COUNTED_STEPS)
         return {}
@@ -111,34 +140,53 @@ def messages(collectives: dict[str, float], workers: int) -> float:
     return sum(number * MESSAGES[name](workers) for name, number in collectives.items())
 
 
-def steps_worker(rank: int, workers: int, scratch: str, settings: overhead.Settings, spec: Spec) -> None:
+def steps_worker(
+    rank: int, workers: int, scratch: str, settings: overhead.Settings, spec: Spec
+) -> None:
     """Measure the steps in one process; rank 0 leaves the results."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     join_group(rank, workers, scratch)
     place = Place(rank=rank, world_size=workers, device=torch.device("cpu"), passes=1)
     counted: dict[str, tuple[dict[str, float], float]] = {}
 
-    def count(kind: str, stepper: Stepper, batches: Sequence[Batch], place: Place) -> None:
-        counted[kind] = count_collectives(stepper, batches, place), count_bytes(stepper, batches, place)
+    def count(
+        kind: str, stepper: Stepper, batches: Sequence[Batch], place: Place
+    ) -> None:
+        counted[kind] = (
+            count_collectives(stepper, batches, place),
+            count_bytes(stepper, batches, place),
+        )
 
     results = overhead.measure("scale", spec, place, settings, also=count)
     if rank == 0:
         rows = []
         for r in results:
             collectives, sent = counted[r["kind"]]
-            # A ring all-reduce of the gradient sends 2 (N − 1) / N · 4 bytes · parameters.
+            # A ring all-reduce of the gradient sends 2 (N − 1) / N · 4 bytes ·
+            # parameters.
             ring = 8 * r["parameters"] * (workers - 1) / workers
-            more = {"messages": messages(collectives, workers), "bytes": sent, "all_reduce_bytes": ring}
+            more = {
+                "messages": messages(collectives, workers),
+                "bytes": sent,
+                "all_reduce_bytes": ring,
+            }
             rows.append({"workers": workers, **r, "collectives": collectives, **more})
         leave(scratch, rows)
     dist.barrier()
     leave_group()
 
 
-def measure_steps(workers: int, kinds: Sequence[str], rounds: int, *, smoke: bool) -> list[dict[str, Any]]:
+def measure_steps(
+    workers: int, kinds: Sequence[str], rounds: int, *, smoke: bool
+) -> list[dict[str, Any]]:
     """Measure the steps of all kinds with one number of workers."""
     depth, width, batch = (2, 16, 2) if smoke else (12, 512, 8)
-    spec = Spec(build=partial(mlp, depth, width), input_shape=(width,), classes=width, batch=batch)
+    spec = Spec(
+        build=partial(mlp, depth, width),
+        input_shape=(width,),
+        classes=width,
+        batch=batch,
+    )
     settings = overhead.Settings(
         models=["scale"],
         kinds=list(kinds),
@@ -153,11 +201,13 @@ def measure_steps(workers: int, kinds: Sequence[str], rounds: int, *, smoke: boo
     return run_workers(steps_worker, workers, settings, spec)
 
 
-# ---- Ray's controller ------------------------------------------------------------------------------------------------
+# ---- Ray's controller ----------------------------------------------------------------
 
 
 def ten_numbers(config: dict[str, Any]) -> Any:
-    """Return a workload with steps that only sleep, to leave the processor to the controller."""
+    """Return a workload with steps that only sleep, to leave the processor to the
+    controller.
+    """
     from ray_adascale import Workload
 
     model = torch.nn.Linear(10, 1)
@@ -179,34 +229,54 @@ def measure_controller(workers: int, seconds: float) -> dict[str, Any]:
     """Measure the controller on a Ray of its own, with a logical CPU for every worker.
 
     Returns:
-        "start_s": seconds from ``fit()`` to the first report; "reports": number of reports after it; "seconds": those between the
-        first and the last report; "cpu_ms": processor time of the controller's process for each.
+        "start_s": seconds from ``fit()`` to the first report; "reports": number of
+        reports after it; "seconds": those between the first and the last report;
+        "cpu_ms": processor time of the controller's process for each.
     """
     import ray
-    from ray.train import Checkpoint, CheckpointConfig, RunConfig, ScalingConfig, UserCallback
+    from ray.train import (
+        Checkpoint,
+        CheckpointConfig,
+        RunConfig,
+        ScalingConfig,
+        UserCallback,
+    )
 
     from ray_adascale import AdaScaleConfig, AdaScaleTrainer
 
     class Clock(UserCallback):
-        """Logs the processor time of the controller's process, in which it runs, at each checkpoint."""
+        """Logs the processor time of the controller's process, in which it runs, at
+        each checkpoint.
+        """
 
         def __init__(self, file: Path) -> None:
             self.file = file
 
-        def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Checkpoint | None) -> None:
+        def after_report(
+            self,
+            run_context: Any,
+            metrics: list[dict[str, Any]],
+            checkpoint: Checkpoint | None,
+        ) -> None:
             if checkpoint is not None:
                 with self.file.open("a") as file:
                     file.write(f"{time.time()} {time.process_time()}\n")
 
     folder = Path(tempfile.mkdtemp())
-    ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        num_cpus=workers,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
     try:
         trainer = AdaScaleTrainer(
             ten_numbers,
             config=AdaScaleConfig(
                 base_batch_size=2,
                 per_worker_batch_size=2,
-                total_steps=workers * round(seconds / _SLEEP_S),  # S effective steps a step
+                # S effective steps a step
+                total_steps=workers * round(seconds / _SLEEP_S),
                 rule="unscaled",
                 checkpoint_every_s=1.0,
             ),
@@ -221,7 +291,10 @@ def measure_controller(workers: int, seconds: float) -> dict[str, Any]:
         )
         began = time.time()
         trainer.fit()
-        rows = [tuple(map(float, line.split())) for line in (folder / "clock.txt").read_text().splitlines()]
+        rows = [
+            tuple(map(float, line.split()))
+            for line in (folder / "clock.txt").read_text().splitlines()
+        ]
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
@@ -236,7 +309,7 @@ def measure_controller(workers: int, seconds: float) -> dict[str, Any]:
     }
 
 
-# ---- tables ----------------------------------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------
 
 
 def steps_tables(found: Sequence[dict[str, Any]]) -> str:
@@ -244,13 +317,41 @@ def steps_tables(found: Sequence[dict[str, Any]]) -> str:
     rows, calls = [], []
     for s in found:
         name = [f"{s['workers']}", s["kind"]]
-        cpu = f"**{s['cpu_ratio']:.2f}** ({s['cpu_ratio_q1']:.2f}–{s['cpu_ratio_q3']:.2f})"
-        times = [f"{s['ms_per_step']:.1f}", f"{s['ratio']:.2f}", f"{s['cpu_ms_per_step']:.0f}", cpu]
-        sent = [f"{s['messages']:.0f}", f"{s['bytes'] / 1e6:.2f}", f"{s['bytes'] / s['all_reduce_bytes']:.2f}"]
+        cpu = (
+            f"**{s['cpu_ratio']:.2f}** "
+            f"({s['cpu_ratio_q1']:.2f}–{s['cpu_ratio_q3']:.2f})"
+        )
+        times = [
+            f"{s['ms_per_step']:.1f}",
+            f"{s['ratio']:.2f}",
+            f"{s['cpu_ms_per_step']:.0f}",
+            cpu,
+        ]
+        sent = [
+            f"{s['messages']:.0f}",
+            f"{s['bytes'] / 1e6:.2f}",
+            f"{s['bytes'] / s['all_reduce_bytes']:.2f}",
+        ]
         rows.append([*name, *times, *sent])
-        calls.append([*name, ", ".join(f"{number:g} {what}" for what, number in s["collectives"].items())])
-    head = ["workers", "kind", "ms a step", "× ddp", "CPU ms a step, all workers", "× ddp, CPU (quartiles)"]
-    first = markdown([*head, "messages a worker", "MB sent a worker", "× an all-reduce"], rows)
+        calls.append(
+            [
+                *name,
+                ", ".join(
+                    f"{number:g} {what}" for what, number in s["collectives"].items()
+                ),
+            ]
+        )
+    head = [
+        "workers",
+        "kind",
+        "ms a step",
+        "× ddp",
+        "CPU ms a step, all workers",
+        "× ddp, CPU (quartiles)",
+    ]
+    first = markdown(
+        [*head, "messages a worker", "MB sent a worker", "× an all-reduce"], rows
+    )
     return f"{first}\n\n{markdown(['workers', 'kind', 'collectives a step'], calls)}"
 
 
@@ -260,35 +361,79 @@ def controller_table(found: Sequence[dict[str, Any]]) -> str:
     def apart(c: dict[str, Any]) -> float:
         return c["seconds"] / max(c["reports"], 1)
 
-    head = ["workers", "s from fit() to the first checkpoint", "checkpoints", "s apart", "controller's CPU ms each"]
+    head = [
+        "workers",
+        "s from fit() to the first checkpoint",
+        "checkpoints",
+        "s apart",
+        "controller's CPU ms each",
+    ]
     rows = [
-        [f"{c['workers']}", f"{c['start_s']:.1f}", f"{c['reports']}", f"{apart(c):.2f}", f"{c['cpu_ms']:.0f}"]
+        [
+            f"{c['workers']}",
+            f"{c['start_s']:.1f}",
+            f"{c['reports']}",
+            f"{apart(c):.2f}",
+            f"{c['cpu_ms']:.0f}",
+        ]
         for c in found
     ]
     return markdown(head, rows)
 
 
-# ---- command line ----------------------------------------------------------------------------------------------------
+# ---- command line --------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--workers", type=int, nargs="+", default=list(WORKERS), help="(default: %(default)s)")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
-    parser.add_argument("--kinds", nargs="+", choices=list(ALL_KINDS), help="of a step; ddp always runs")
-    parser.add_argument("--rounds", type=int, default=12, help="of steps (default: %(default)s)")
     parser.add_argument(
-        "--seconds", type=float, default=20.0, help="of a run for the controller (default: %(default)s)"
+        "--workers",
+        type=int,
+        nargs="+",
+        default=list(WORKERS),
+        help="(default: %(default)s)",
     )
-    parser.add_argument("--json", type=Path, default=Path("runs/scale.json"), help="parts not run are kept from it")
-    parser.add_argument("--smoke", action=Smoke, help="two workers, tiny models, two rounds: only check that it runs")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)"
+    )
+    parser.add_argument(
+        "--kinds", nargs="+", choices=list(ALL_KINDS), help="of a step; ddp always runs"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=12, help="of steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="of a run for the controller (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=Path("runs/scale.json"),
+        help="parts not run are kept from it",
+    )
+    parser.add_argument(
+        "--smoke",
+        action=Smoke,
+        help="two workers, tiny models, two rounds: only check that it runs",
+    )
     arguments = parser.parse_args(argv)
     if min(arguments.workers) < 2 or arguments.rounds < 1 or arguments.seconds <= 0:
-        parser.error("--workers must be 2 or more, --rounds at least 1 and --seconds positive")
+        parser.error(
+            "--workers must be 2 or more, --rounds at least 1 and --seconds positive"
+        )
     smoke = arguments.smoke
-    workers, rounds = ([2], 2) if smoke else (list(dict.fromkeys(arguments.workers)), arguments.rounds)
+    workers, rounds = (
+        ([2], 2)
+        if smoke
+        else (list(dict.fromkeys(arguments.workers)), arguments.rounds)
+    )
     wanted = ["ddp", *(arguments.kinds or KINDS)]
-    kinds = [k for k in dict.fromkeys(wanted) if ALL_KINDS[k].unavailable("cpu") is None]
+    kinds = [
+        k for k in dict.fromkeys(wanted) if ALL_KINDS[k].unavailable("cpu") is None
+    ]
     document: dict[str, Any] = {part: [] for part in PARTS}
     if arguments.json.exists():
         document.update(json.loads(arguments.json.read_text()))
@@ -300,9 +445,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             if part == "steps":
                 document[part] += measure_steps(n, kinds, rounds, smoke=smoke)
             else:
-                document[part].append(measure_controller(n, 3.0 if smoke else arguments.seconds))
+                document[part].append(
+                    measure_controller(n, 3.0 if smoke else arguments.seconds)
+                )
             write_json(arguments.json, document)
-            print(f"{part}, {n} workers: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"{part}, {n} workers: {time.perf_counter() - began:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     print(
         in_words(document["machine"]),
         steps_tables(document["steps"]),

@@ -1,13 +1,16 @@
-"""Time of a search against the same trials as plain functions under Ray Tune, without this library.
+"""Time of a search against the same trials as plain functions under Ray Tune, without
+this library.
 
     python benchmarks/search.py                     two workloads, about six minutes on two quiet cores
     python benchmarks/search.py --smoke             check that it runs
 
-Both search the same fixed list of learning rates, each trial to its end: the same model, data, batch size, schedule, steps,
-evaluations and reports, one CPU a trial. The plain trial is a hand-written loop in a process that never imports this
-library. Both let Tune reuse processes (Tune's default starts one per trial, which would favour this library). Searches
-alternate. Printed are medians of wall time, of the machine's CPU time (Ray's own processes included), and of the ratios within a
-round. The trials of ``tune_recipe`` measure no noise. The confirmation that follows does: it is timed by
+Both search the same fixed list of learning rates, each trial to its end: the same
+model, data, batch size, schedule, steps, evaluations and reports, one CPU a trial. The
+plain trial is a hand-written loop in a process that never imports this library. Both
+let Tune reuse processes (Tune's default starts one per trial, which would favour this
+library). Searches alternate. Printed are medians of wall time, of the machine's CPU
+time (Ray's own processes included), and of the ratios within a round. The trials of
+``tune_recipe`` measure no noise. The confirmation that follows does: it is timed by
 itself, as a number of plain trials.
 """
 
@@ -41,7 +44,9 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Task:
-    """A search: a network with ``channels`` channels on the digits, batches of ``batch`` examples, ``steps`` steps."""
+    """A search: a network with ``channels`` channels on the digits, batches of
+    ``batch`` examples, ``steps`` steps.
+    """
 
     name: str
     channels: int
@@ -50,12 +55,17 @@ class Task:
     rounds: int
 
 
-TASKS = (Task("digits", 16, 8, 1800, 5), Task("wide", 64, 32, 600, 4))  # the first is examples/digits.py
+# the first is examples/digits.py
+TASKS = (Task("digits", 16, 8, 1800, 5), Task("wide", 64, 32, 600, 4))
 
 
 def cpu_seconds() -> float:
-    """Return the seconds of CPU time that the machine has spent so far. Nothing else may run beside the searches."""
-    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+    """Return the seconds of CPU time that the machine has spent so far. Nothing else
+    may run beside the searches.
+    """
+    user, nice, system, _, _, irq, softirq, *_ = map(
+        int, Path("/proc/stat").read_text().split()[1:9]
+    )
     return (user + nice + system + irq + softirq) / TICK
 
 
@@ -115,18 +125,24 @@ def make(task: Task, lr: float) -> Pieces:
         return {"accuracy": (model(x[rest]).argmax(1) == y[rest]).float().mean().item()}
 
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=task.steps)
-    return Pieces(model, optimizer, scheduler, TensorDataset(x[train], y[train]), evaluate)
+    return Pieces(
+        model, optimizer, scheduler, TensorDataset(x[train], y[train]), evaluate
+    )
 
 
 def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def plain_loop(task: Task, lr: float, report: Callable[[dict[str, Any]], object]) -> None:
+def plain_loop(
+    task: Task, lr: float, report: Callable[[dict[str, Any]], object]
+) -> None:
     """Train as a hand-written loop would."""
     torch.manual_seed(0)
     pieces = make(task, lr)
-    loader = DataLoader(pieces.train, batch_size=task.batch, shuffle=True, drop_last=True)
+    loader = DataLoader(
+        pieces.train, batch_size=task.batch, shuffle=True, drop_last=True
+    )
     batches = iter(loader)
     losses = 0.0
     for step in range(1, task.steps + 1):
@@ -162,10 +178,17 @@ def plain_search(task: Task, folder: str, ends: Ends) -> int:
         tune.with_resources(tune.with_parameters(plain_trial, task=task), {"CPU": 1}),
         param_space={"lr": tune.grid_search(list(LRS))},
         tune_config=tune.TuneConfig(metric="accuracy", mode="max", reuse_actors=True),
-        run_config=tune.RunConfig(name=f"plain-{time.time():.3f}", storage_path=folder, verbose=0, callbacks=[ends]),
+        run_config=tune.RunConfig(
+            name=f"plain-{time.time():.3f}",
+            storage_path=folder,
+            verbose=0,
+            callbacks=[ends],
+        ),
     ).fit()
     return sum(
-        r.error is None and r.metrics["step"] == task.steps and r.metrics["training_iteration"] == REPORTS
+        r.error is None
+        and r.metrics["step"] == task.steps
+        and r.metrics["training_iteration"] == REPORTS
         for r in results
         if r.metrics is not None
     )
@@ -209,21 +232,35 @@ def our_search(task: Task, folder: str, ends: Ends) -> int:
     return int(recipe.search["completed"])
 
 
-SEARCH: Mapping[str, Callable[[Task, str, Ends], int]] = {"plain": plain_search, "tune_recipe": our_search}
+SEARCH: Mapping[str, Callable[[Task, str, Ends], int]] = {
+    "plain": plain_search,
+    "tune_recipe": our_search,
+}
 
 
 def compare(task: Task, folder: str) -> dict[str, Any]:
-    """Run the searches of a task in turn. Return wall and CPU seconds of the parts by round, after one round to warm up."""
-    seconds: dict[str, list[dict[str, float]]] = {"plain": [], "trials": [], "confirmation": []}
+    """Run the searches of a task in turn. Return wall and CPU seconds of the parts
+    by round, after one round to warm up.
+    """
+    seconds: dict[str, list[dict[str, float]]] = {
+        "plain": [],
+        "trials": [],
+        "confirmation": [],
+    }
     for number in range(task.rounds + 1):
         for kind in random.Random(number).sample(KINDS, len(KINDS)):
             ends, began = Ends(), Now()
             ended = SEARCH[kind](task, folder, ends)
             if ended != len(LRS):
-                raise RuntimeError(f"{kind} on {task.name}: {ended} of {len(LRS)} trials did the whole work.")
+                raise RuntimeError(
+                    f"{kind} on {task.name}: {ended} of {len(LRS)} trials did the "
+                    "whole work."
+                )
             if number == 0:
                 continue
-            seconds["plain" if kind == "plain" else "trials"].append(ends.found[0].since(began))
+            seconds["plain" if kind == "plain" else "trials"].append(
+                ends.found[0].since(began)
+            )
             if kind != "plain":
                 seconds["confirmation"].append(ends.found[1].since(ends.found[0]))
     return {"task": task.name, "seconds": seconds}
@@ -234,12 +271,24 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     rows = []
     for r in results:
         for clock in ("wall", "cpu"):
-            plain, trials, again = ([one[clock] for one in r["seconds"][part]] for part in r["seconds"])
+            plain, trials, again = (
+                [one[clock] for one in r["seconds"][part]] for part in r["seconds"]
+            )
             ratios = [ours / theirs for theirs, ours in zip(plain, trials, strict=True)]
-            of_trial = [len(LRS) * ours / theirs for theirs, ours in zip(plain, again, strict=True)]
-            cells = [f"{statistics.median(plain):.2f}", f"{statistics.median(trials):.2f}"]
+            of_trial = [
+                len(LRS) * ours / theirs
+                for theirs, ours in zip(plain, again, strict=True)
+            ]
+            cells = [
+                f"{statistics.median(plain):.2f}",
+                f"{statistics.median(trials):.2f}",
+            ]
             spread = f"{min(ratios):.3f}–{max(ratios):.3f}"
-            cells += [f"{statistics.median(ratios):.3f}", spread, f"{statistics.median(of_trial):.2f}"]
+            cells += [
+                f"{statistics.median(ratios):.3f}",
+                spread,
+                f"{statistics.median(of_trial):.2f}",
+            ]
             rows.append([r["task"], "CPU" if clock == "cpu" else clock, *cells])
     headings = [
         "workload",
@@ -255,15 +304,32 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="short trials, one round: only check that it runs")
-    parser.add_argument("--tasks", nargs="+", choices=[task.name for task in TASKS], help="default: all")
-    parser.add_argument("--rounds", type=int, help="rounds of searches (default: 5 and 4)")
-    parser.add_argument("--cpus", type=int, default=2, help="CPUs of the Ray that is started (default: %(default)s)")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="short trials, one round: only check that it runs",
+    )
+    parser.add_argument(
+        "--tasks", nargs="+", choices=[task.name for task in TASKS], help="default: all"
+    )
+    parser.add_argument(
+        "--rounds", type=int, help="rounds of searches (default: 5 and 4)"
+    )
+    parser.add_argument(
+        "--cpus",
+        type=int,
+        default=2,
+        help="CPUs of the Ray that is started (default: %(default)s)",
+    )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args(argv)
     if arguments.rounds is not None and arguments.rounds < 1:
         parser.error("--rounds must be at least 1")
-    tasks = [task for task in TASKS if arguments.tasks is None or task.name in arguments.tasks]
+    tasks = [
+        task
+        for task in TASKS
+        if arguments.tasks is None or task.name in arguments.tasks
+    ]
     if arguments.rounds is not None:
         tasks = [replace(task, rounds=arguments.rounds) for task in tasks]
     if arguments.smoke:
@@ -274,14 +340,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     about = machine(ray=ray.__version__)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # tune_recipe sets it as well: neither prints
-        ray.init(num_cpus=arguments.cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        # tune_recipe sets it as well: neither prints
+        os.environ["RAY_AIR_NEW_OUTPUT"] = "0"
+        ray.init(
+            num_cpus=arguments.cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
         try:
             results = [compare(task, folder) for task in tasks]
         finally:
             ray.shutdown()
     if arguments.json is not None:
-        write_json(arguments.json, {"machine": about, "tasks": [asdict(task) for task in tasks], "results": results})
+        write_json(
+            arguments.json,
+            {
+                "machine": about,
+                "tasks": [asdict(task) for task in tasks],
+                "results": results,
+            },
+        )
     print(in_words(about))
     print(f"{len(LRS)} trials on {arguments.cpus} CPUs, each to its end; medians\n")
     print(table(results))

@@ -5,8 +5,10 @@
 
 Two questions, and a JSON file with the answers:
 
-- A killed rank: the seconds until torchrun has ended the other one, and whether the run resumes.
-- The same run on 2, 1 and 2 processes: each step has one row in the trace, and the gains add up to τ.
+- A killed rank: the seconds until torchrun has ended the other one, and whether the run
+  resumes.
+- The same run on 2, 1 and 2 processes: each step has one row in the trace, and the
+  gains add up to τ.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def train(folder: Path, device: str, until: int, how: str) -> None:
         folder: The folder of checkpoints.
         device: "cuda" or "cpu".
         until: Optimizer step at which this start ends.
-        how: "stop": with a checkpoint; "kill": the last rank is killed; "end": not before τ = T.
+        how: "stop": with a checkpoint; "kill": the last rank is killed; "end": not
+            before τ = T.
     """
     import torch
     import torch.distributed as dist
@@ -62,7 +65,14 @@ def train(folder: Path, device: str, until: int, how: str) -> None:
         elastic=True,
     )
     backend = LocalBackend(folder, device=None if device == "cuda" else "cpu")
-    run = Run(model, optimizer, scheduler, TensorDataset(x, x.sum(1, keepdim=True).sin()), config, backend=backend)
+    run = Run(
+        model,
+        optimizer,
+        scheduler,
+        TensorDataset(x, x.sum(1, keepdim=True).sin()),
+        config,
+        backend=backend,
+    )
     for a, b in run:
         run.backward(F.mse_loss(run.model(a), b))
         if run.step() and how != "end" and run.state.iterations >= until:
@@ -75,13 +85,24 @@ def train(folder: Path, device: str, until: int, how: str) -> None:
     dist.destroy_process_group()
 
 
-def start(folder: Path, device: str, workers: int, until: int, how: str) -> dict[str, Any]:
+def start(
+    folder: Path, device: str, workers: int, until: int, how: str
+) -> dict[str, Any]:
     """Start torchrun, and return how it ended."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", __file__]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={workers}",
+        __file__,
+    ]
     command += ["--train", str(folder), str(until), how, "--device", device]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=180
+    )
     rows = trace(folder)
     return {
         "workers": workers,
@@ -99,17 +120,25 @@ def trace(folder: Path) -> list[dict[str, Any]]:
 
 
 def elastic(device: str) -> dict[str, Any]:
-    """Run on 2, 1 and 2 processes with a killed rank in between, and check the trace."""
+    """Run on 2, 1 and 2 processes with a killed rank in between, and check the
+    trace.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
-        starts = [start(folder, device, *each) for each in ((2, 30, "kill"), (1, 45, "stop"), (2, 0, "end"))]
+        starts = [
+            start(folder, device, *each)
+            for each in ((2, 30, "kill"), (1, 45, "stop"), (2, 0, "end"))
+        ]
         rows = trace(folder)
     steps = [row["step"] for row in rows]
     return {
         "starts": starts,
         "rows": len(rows),
         "one_row_a_step": steps == list(range(1, len(steps) + 1)),
-        "gains_minus_tau": sum(row["gain"] for row in rows) - rows[-1]["effective_steps"] if rows else None,
+        "gains_minus_tau": sum(row["gain"] for row in rows)
+        - rows[-1]["effective_steps"]
+        if rows
+        else None,
         "tau": rows[-1]["effective_steps"] if rows else 0.0,
         "scales": sorted({row["scale"] for row in rows}),
     }
@@ -117,9 +146,18 @@ def elastic(device: str) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=ROOT / "runs" / "gpu" / "two_gpus.json", help="the answers")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
-    parser.add_argument("--train", nargs=3, metavar=("FOLDER", "UNTIL", "HOW"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=ROOT / "runs" / "gpu" / "two_gpus.json",
+        help="the answers",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--train", nargs=3, metavar=("FOLDER", "UNTIL", "HOW"), help=argparse.SUPPRESS
+    )
     args = parser.parse_args(argv)
     if args.train:
         folder, until, how = args.train
@@ -128,7 +166,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = elastic(args.device)
     write_json(args.json, {"machine": machine(device=args.device), **found})
     print(json.dumps(found, indent=1))
-    whole = found["one_row_a_step"] and abs(found["gains_minus_tau"]) < 1e-6 and found["tau"] >= TOTAL_STEPS
+    whole = (
+        found["one_row_a_step"]
+        and abs(found["gains_minus_tau"]) < 1e-6
+        and found["tau"] >= TOTAL_STEPS
+    )
     return 0 if whole else 1
 
 

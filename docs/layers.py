@@ -1,7 +1,8 @@
-"""The layers of the package from the top down: their packages, what each decides, and which libraries each may import.
+"""The layers of the package from the top down: their packages, what each decides, and
+which libraries each may import.
 
-``tests/project/test_architecture.py`` checks every import against this list. ``make docs`` writes the
-picture in docs/reference/architecture.md from it.
+``tests/project/test_architecture.py`` checks every import against this list.
+``make docs`` writes the picture in docs/reference/architecture.md from it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Package(NamedTuple):
     modules: str
 
 
-# A package imports from the packages after it only, in its own layer and in those below.
+# A package imports from the packages after it only, in its own layer and in those
+# below.
 RAY_LAYERS: list[list[Package]] = [
     [
         Package(
@@ -46,8 +48,10 @@ RAY_LAYERS: list[list[Package]] = [
     [
         Package(
             "train",
-            "where the workers of a run live: Ray Train, its cluster, preemption notices",
-            "trainer driver_monitor backend driver_channel worker_reports hangs failed_starts retry run_lock "
+            "where the workers of a run live: Ray Train, its cluster, preemption "
+            "notices",
+            "trainer driver_monitor backend driver_channel worker_reports hangs "
+            "failed_starts retry run_lock "
             "ray_record pickling network connection cluster",
         )
     ],
@@ -62,13 +66,18 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "analysis",
             "what a person reads: forecast, report, display",
-            "check batch_size runs forecast throughput report plots describe tensorboard display",
+            "check batch_size runs forecast throughput report plots describe "
+            "tensorboard display",
         ),
         Package("compat", "FairScale's and AdaptDL's interfaces", "adaptdl fairscale"),
         Package("", "AdaptDL's scaling rules under AdaptDL's path", "scaling_rules"),
     ],
     [
-        Package("run.base", "base runs, and AdaScale in a loop of one's own", "base_run base_noise attach"),
+        Package(
+            "run.base",
+            "base runs, and AdaScale in a loop of one's own",
+            "base_run base_noise attach",
+        ),
         Package(
             "run",
             "the loop of one worker",
@@ -77,19 +86,30 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "run.boundary",
             "what acts at a step boundary",
-            "evaluation batch notices checkpointing reporting train_state changes replicas backend stage",
+            "evaluation batch notices checkpointing reporting train_state changes "
+            "replicas backend stage",
         ),
         Package(
             "run.guards",
             "what looks for mistakes of the program around a run",
             "each_step first_steps guard users_optimizer",
         ),
-        Package("run.observe", "what only observes a run", "advice trace failure pulse metrics eta step"),
+        Package(
+            "run.observe",
+            "what only observes a run",
+            "advice trace failure pulse metrics eta step",
+        ),
     ],
     [
-        Package("", "the model, data and optimizer that a user's function returns", "workload"),
         Package(
-            "forecast", "how many steps a recipe takes at another scale, and how long a step takes", "replay throughput"
+            "",
+            "the model, data and optimizer that a user's function returns",
+            "workload",
+        ),
+        Package(
+            "forecast",
+            "how many steps a recipe takes at another scale, and how long a step takes",
+            "replay throughput",
         ),
         Package("", "the settings of a run", "config"),
         Package("", "the frozen result of a search", "recipe"),
@@ -103,17 +123,28 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "optim",
             "how weights move, and at which learning rate",
-            "tau_schedule curves schedule scheduler_checks adascale algorithm step_result current_step "
+            "tau_schedule curves schedule scheduler_checks adascale algorithm "
+            "step_result current_step "
             "guards workers averaging next_state saved_state effective_average "
-            "rules betas bias_correction deferred wrapper grad_scaler adam_metric step_sums exchange sampling",
+            "rules betas bias_correction deferred wrapper grad_scaler adam_metric "
+            "step_sums exchange sampling",
         ),
         Package("", "the batch of a step", "batch"),
-        Package("data", "which examples a worker sees next", "order source iterables fetch device sampling head"),
-        Package("sharding.kinds", "what each kind of sharding does in a step", "state kind ddp zero2 fsdp2"),
+        Package(
+            "data",
+            "which examples a worker sees next",
+            "order source iterables fetch device sampling head",
+        ),
+        Package(
+            "sharding.kinds",
+            "what each kind of sharding does in a step",
+            "state kind ddp zero2 fsdp2",
+        ),
         Package(
             "sharding",
             "where a tensor lives and how it travels",
-            "oss partition share_state collect_state gradient_bucket buckets collectives",
+            "oss partition share_state collect_state gradient_bucket buckets "
+            "collectives",
         ),
         Package("", "several optimizers as one", "chain"),
         Package(
@@ -123,11 +154,18 @@ TORCH_LAYERS: list[list[Package]] = [
         ),
     ],
     [
-        Package("", "how noisy a gradient is: the mathematics, as pure functions", "gain"),
-        Package("", "checks that are declared with the fields of settings and recipes", "_fields"),
+        Package(
+            "", "how noisy a gradient is: the mathematics, as pure functions", "gain"
+        ),
         Package(
             "",
-            "helpers for torch, files, errors and warnings that several packages use; the version",
+            "checks that are declared with the fields of settings and recipes",
+            "_fields",
+        ),
+        Package(
+            "",
+            "helpers for torch, files, errors and warnings that several packages use; "
+            "the version",
             "_torch _hooks _files _errors _warn _version",
         ),
     ],
@@ -139,11 +177,15 @@ RAY_LIBRARIES = ("ray", "pyarrow", "tensorboardX")
 # Exceptions: modules that may import one of these libraries inside a function, and why.
 OPTIONAL_IMPORTS = {
     ("_files", "pyarrow"): "opens the path of a bucket; a local path needs no library",
-    ("analysis.tensorboard", "tensorboardX"): "writes event files where the library is installed; Ray installs it",
+    (
+        "analysis.tensorboard",
+        "tensorboardX",
+    ): "writes event files where the library is installed; Ray installs it",
 }
 
-# Libraries that are slow to import, and the modules that import one at their top. Every other module imports it inside a
-# function, and imports these modules inside a function too if it must stay light.
+# Libraries that are slow to import, and the modules that import one at their top. Every
+# other module imports it inside a function, and imports these modules inside a function
+# too if it must stay light.
 HEAVY = {
     "torch.distributed.checkpoint": ["checkpoint.dcp"],
     "torch.distributed.tensor": ["sharding.kinds.fsdp2"],
@@ -171,12 +213,18 @@ def picture() -> str:
             if len(_label(package)) >= LABEL:
                 lines.append(start)
                 start = indent
-            lines += textwrap.wrap(package.decides, WIDTH, initial_indent=start, subsequent_indent=indent)
+            lines += textwrap.wrap(
+                package.decides, WIDTH, initial_indent=start, subsequent_indent=indent
+            )
     return "\n".join(["```text", *lines, "```"])
 
 
 def _label(package: Package) -> str:
-    return f"{package.name.replace('.', '/')}/" if package.name else ", ".join(package.modules.split())
+    return (
+        f"{package.name.replace('.', '/')}/"
+        if package.name
+        else ", ".join(package.modules.split())
+    )
 
 
 def page() -> str:

@@ -1,13 +1,15 @@
-"""Run one session of commands and write each output to the page that shows it, or compare it with the page (``--check``).
+"""Run one session of commands and write each output to the page that shows it, or
+compare it with the page (``--check``).
 
-A page shows the output of a command of ``STEPS`` between ``<!-- output: NAME -->`` and ``<!-- end of output -->``. During one
-run a worker is killed and Ctrl-C is pressed. Most commands start a Ray, which takes minutes in all::
+A page shows the output of a command of ``STEPS`` between ``<!-- output: NAME -->`` and
+``<!-- end of output -->``. During one run a worker is killed and Ctrl-C is pressed.
+Most commands start a Ray, which takes minutes in all::
 
     python docs/make_session.py
     python docs/make_session.py --check
 
-Numbers differ from run to run, so ``--check`` compares the lines without numbers. It ignores lines that depend on the time
-(progress, checkpoints).
+Numbers differ from run to run, so ``--check`` compares the lines without numbers. It
+ignores lines that depend on the time (progress, checkpoints).
 """
 
 from __future__ import annotations
@@ -25,20 +27,29 @@ from collections.abc import Callable
 from pathlib import Path
 
 PAGES = sorted(Path(__file__).parent.rglob("*.md"))
-OUTPUT = re.compile(r"(<!-- output: (\w+) -->\n)(.*?)(<!-- end of output -->)", re.DOTALL)
+OUTPUT = re.compile(
+    r"(<!-- output: (\w+) -->\n)(.*?)(<!-- end of output -->)", re.DOTALL
+)
 ROOT = Path(__file__).parents[1]
 
 WORKLOAD = "digits.py:workload"
 RUN = (
-    f"ray-adascale train {WORKLOAD} --recipe recipe.json --num-workers 2 --name big --storage-path runs "
+    f"ray-adascale train {WORKLOAD} --recipe recipe.json --num-workers 2 --name big "
+    "--storage-path runs "
     "--checkpoint-every 4"
 )
 
 
 def _kill_a_worker(process: subprocess.Popen[str]) -> str:
     """Send SIGKILL to one of the workers of the command."""
-    listed = subprocess.run(["ps", "-o", "pid=,args=", "-s", str(process.pid)], capture_output=True, text=True).stdout
-    workers = [line.split()[0] for line in listed.splitlines() if "RayTrainWorker" in line]
+    listed = subprocess.run(
+        ["ps", "-o", "pid=,args=", "-s", str(process.pid)],
+        capture_output=True,
+        text=True,
+    ).stdout
+    workers = [
+        line.split()[0] for line in listed.splitlines() if "RayTrainWorker" in line
+    ]
     os.kill(int(workers[-1]), signal.SIGKILL)
     return f"(in another terminal: kill -9 {workers[-1]})"
 
@@ -50,8 +61,15 @@ def _press_ctrl_c(process: subprocess.Popen[str]) -> str:
 
 Act = tuple[re.Pattern[str], Callable[[subprocess.Popen[str]], str]]
 STEPS: list[tuple[str, str, list[Act], int]] = [
-    # The name of the output, the command, the actions with the lines that start them, and the exit code.
-    ("tune", f"ray-adascale tune {WORKLOAD} --base-batch-size 8 --total-steps 3000 --num-samples 4", [], 0),
+    # The name of the output, the command, the actions with the lines that start them,
+    # and the exit code.
+    (
+        "tune",
+        f"ray-adascale tune {WORKLOAD} --base-batch-size 8 --total-steps 3000 "
+        "--num-samples 4",
+        [],
+        0,
+    ),
     ("forecast", "ray-adascale forecast recipe.json --workers 1,2,4,8", [], 0),
     (
         "train",
@@ -67,7 +85,12 @@ STEPS: list[tuple[str, str, list[Act], int]] = [
     ("describe", "ray-adascale describe runs/big", [], 0),
     ("report", "ray-adascale report runs/big --recipe recipe.json", [], 0),
     ("refused", f"{RUN} --base-batch-size 4", [], 2),
-    ("crowded", f"ray-adascale train {WORKLOAD} --recipe recipe.json --num-workers 500", [], 2),
+    (
+        "crowded",
+        f"ray-adascale train {WORKLOAD} --recipe recipe.json --num-workers 500",
+        [],
+        2,
+    ),
     ("grow", "python examples/elastic_run.py --smoke", [], 0),
 ]
 
@@ -110,7 +133,9 @@ def _rays(line: str) -> bool:
 
 
 def typed(command: str, width: int = 82) -> str:
-    """Return the command with a line break before an option where a line would not fit the site."""
+    """Return the command with a line break before an option where a line would not
+    fit the site.
+    """
     lines = [""]
     for word in re.split(r" (?=-)", command):
         if len(lines[-1]) + len(word) > width - 4:
@@ -126,25 +151,39 @@ def outputs(folder: Path) -> dict[str, str]:
     for name, command, acts, code in STEPS:
         lines, found = run(command, acts, folder)
         if found != code:
-            raise SystemExit(f"`{command}` exits with {found}, not {code}:\n" + "\n".join(lines))
-        shown = [f"$ {typed(command)}", *lines, *([f"(exit code {code})"] if code else [])]
+            raise SystemExit(
+                f"`{command}` exits with {found}, not {code}:\n" + "\n".join(lines)
+            )
+        shown = [
+            f"$ {typed(command)}",
+            *lines,
+            *([f"(exit code {code})"] if code else []),
+        ]
         made[name] = "\n".join(["```text", *shown, "```\n"])
     return made
 
 
 def shown() -> dict[str, str]:
     """Return the block of each command as the pages have it."""
-    return {name: block for page in PAGES for _, name, block, _ in OUTPUT.findall(page.read_text())}
+    return {
+        name: block
+        for page in PAGES
+        for _, name, block, _ in OUTPUT.findall(page.read_text())
+    }
 
 
 def kinds(text: str) -> list[str]:
-    """Return the lines of an output without numbers, and without lines that come more or less often."""
+    """Return the lines of an output without numbers, and without lines that come
+    more or less often.
+    """
     out: list[str] = []
     for line in text.splitlines():
         kind = re.sub(r"Recipe [0-9a-f]{16}", "Recipe 0", line)
         kind = re.sub(r"\d[\d.,:]*(e[-+]?\d+)?", "0", kind)
         kind = re.sub(r"checkpoint_\S+", "checkpoint_0", kind)
-        kind = re.sub(r"\S+ +(left|examples/s)|e-0|\? left|[│┃╇━┏┓└┘┴─┼├┤ ]+", " ", kind).strip()
+        kind = re.sub(
+            r"\S+ +(left|examples/s)|e-0|\? left|[│┃╇━┏┓└┘┴─┼├┤ ]+", " ", kind
+        ).strip()
         often = kind.startswith(
             (
                 "ray-adascale: checking",
@@ -171,7 +210,9 @@ def main() -> int:
     if not check:
         for page in PAGES:
             text = page.read_text()
-            fresh = OUTPUT.sub(lambda found: f"{found[1]}{made[found[2]]}{found[4]}", text)
+            fresh = OUTPUT.sub(
+                lambda found: f"{found[1]}{made[found[2]]}{found[4]}", text
+            )
             if fresh != text:
                 page.write_text(fresh)
         return 0

@@ -1,8 +1,10 @@
-"""The tutorial, examples/tutorial.ipynb: run it from top to bottom with its outputs stored, and turn it into a page of the site.
+"""The tutorial, examples/tutorial.ipynb: run it from top to bottom with its outputs
+stored, and turn it into a page of the site.
 
     python docs/notebook.py        # run it anew, in the environment of this Python (nbclient, ipykernel)
 
-``docs/conf.py`` reads the stored notebook as Markdown, so building the site runs nothing.
+``docs/conf.py`` reads the stored notebook as Markdown, so building the site runs
+nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +20,12 @@ NOTEBOOK = Path(__file__).parents[1] / "examples" / "tutorial.ipynb"
 
 
 def markdown(notebook: str) -> str:
-    """Return a notebook, in JSON, as Markdown: text, code, and outputs as text or pictures."""
-    return "\n\n".join(part for cell in json.loads(notebook)["cells"] for part in parts(cell))
+    """Return a notebook, in JSON, as Markdown: text, code, and outputs as text or
+    pictures.
+    """
+    return "\n\n".join(
+        part for cell in json.loads(notebook)["cells"] for part in parts(cell)
+    )
 
 
 def parts(cell: dict[str, Any]) -> Iterator[str]:
@@ -31,7 +37,10 @@ def parts(cell: dict[str, Any]) -> Iterator[str]:
     for output in cell["outputs"]:
         data = output.get("data", {})
         if "image/png" in data:
-            yield f"![output of the cell](data:image/png;base64,{''.join(data['image/png']).strip()})"
+            yield (
+                "![output of the "
+                f"cell](data:image/png;base64,{''.join(data['image/png']).strip()})"
+            )
         elif text := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
             yield f"```text\n{text}\n```"
 
@@ -47,14 +56,25 @@ def executed(folder: Path, timeout: int = 600) -> Any:
 
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(
-        notebook, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        notebook,
+        timeout=timeout,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
     ).execute()
     for cell in notebook.cells:
         cell.metadata.clear()  # times of this run
         for output in cell.get("outputs", ()):
             if "text" in output:  # a warning names a temporary file for the cell
-                output.text = re.sub(r"\S*ipykernel_\d+\S*?(:\d+:)", r"cell\1", output.text)
-    notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+                output.text = re.sub(
+                    r"\S*ipykernel_\d+\S*?(:\d+:)", r"cell\1", output.text
+                )
+    notebook.metadata = {
+        "kernelspec": {
+            "display_name": "Python 3",
+            "language": "python",
+            "name": "python3",
+        }
+    }
     return notebook
 
 

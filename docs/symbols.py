@@ -1,4 +1,6 @@
-"""Symbols in sentences, typeset on the site: r, S and τ in italics, B0 and B_noise with an index. The pages have plain text."""
+"""Symbols in sentences, typeset on the site: r, S and τ in italics, B0 and B_noise
+with an index. The pages have plain text.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,18 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.writers.html5 import HTML5Translator
 
-LETTER = re.compile(r"(?<![\w.'’&;-])(r|B|S|T|k|n|m|τ|[σμ]²|[σμ]̄²)(?![\w'’(&-]|\.\w|/[A-Za-z]{2})")
+LETTER = re.compile(
+    r"(?<![\w.'’&;-])(r|B|S|T|k|n|m|τ|[σμ]²|[σμ]̄²)(?![\w'’(&-]|\.\w|/[A-Za-z]{2})"
+)
 INDEXED = re.compile(r"\bB_(noise)\b|\bB(0)\b|\b([gmuw])_([it])\b")
-VERBATIM = (nodes.literal, nodes.literal_block, nodes.math, addnodes.desc_signature, nodes.raw, nodes.comment)
+VERBATIM = (
+    nodes.literal,
+    nodes.literal_block,
+    nodes.math,
+    addnodes.desc_signature,
+    nodes.raw,
+    nodes.comment,
+)
 
 
 def typeset(text: str) -> str:
@@ -24,7 +35,9 @@ def typeset(text: str) -> str:
 
 
 class Typesetter(HTML5Translator):
-    """Writes HTML with symbols marked, except in code. The search sees the plain text."""
+    """Writes HTML with symbols marked, except in code. The search sees the plain
+    text.
+    """
 
     def visit_Text(self, node: Any) -> None:
         begin = len(self.body)

@@ -1,11 +1,13 @@
-"""The distributed loop of ``fairscale_before.py``, after its migration from FairScale's AdaScale.
+"""The distributed loop of ``fairscale_before.py``, after its migration from FairScale's
+AdaScale.
 
     python examples/fairscale_after.py             # two gloo processes, no GPU
     python examples/fairscale_after.py --smoke     # a short run
     diff examples/fairscale_before.py examples/fairscale_after.py
 
-Only the import has changed. Both print the same steps, gains and losses. The sum of gains is no longer necessary:
-``optimizer.effective_steps`` has it, and the optimizer's state contains it. More: docs/guides/migrating.md.
+Only the import has changed. Both print the same steps, gains and losses. The sum of
+gains is no longer necessary: ``optimizer.effective_steps`` has it, and the optimizer's
+state contains it. More: docs/guides/migrating.md.
 """
 
 from __future__ import annotations
@@ -25,20 +27,28 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ray_adascale import AdaScale
 
-BATCH = 16  # examples of one worker; the schedule was tuned at this batch, so S is the number of workers
+# examples of one worker; the schedule was tuned at this batch, so S is the number of
+# workers
+BATCH = 16
 
 
 def dataset() -> TensorDataset:
-    """Return inputs along one of ten fixed directions, with noise, and the direction's number."""
+    """Return inputs along one of ten fixed directions, with noise, and the
+    direction's number.
+    """
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(10, 64, generator=generator)
     labels = torch.randint(10, (3200,), generator=generator)
-    return TensorDataset(0.3 * directions[labels] + torch.randn(3200, 64, generator=generator), labels)
+    return TensorDataset(
+        0.3 * directions[labels] + torch.randn(3200, 64, generator=generator), labels
+    )
 
 
 def train(rank: int, world_size: int, port: int, epochs: int) -> None:
     """Train in one process."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+    )
     torch.manual_seed(0)
     torch.set_num_threads(1)
     data = dataset()
@@ -66,8 +76,10 @@ def train(rank: int, world_size: int, port: int, epochs: int) -> None:
                 scheduler.step()
                 if rank == 0:
                     print(
-                        f"epoch {epoch}: {steps} steps for {effective:.2f} effective ones, gain {optimizer.gain():.4f}, "
-                        f"loss {loss.item():.4f}, next lr {scheduler.get_last_lr()[0]:g}",
+                        f"epoch {epoch}: {steps} steps for {effective:.2f} effective "
+                        f"ones, gain {optimizer.gain():.4f}, "
+                        f"loss {loss.item():.4f}, next lr "
+                        f"{scheduler.get_last_lr()[0]:g}",
                         flush=True,
                     )
                 if epoch == epochs:
@@ -78,13 +90,23 @@ def train(rank: int, world_size: int, port: int, epochs: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=5, help="epochs of the base run (default: %(default)s)")
+    parser.add_argument(
+        "--epochs",
+        type=int,
+        default=5,
+        help="epochs of the base run (default: %(default)s)",
+    )
     parser.add_argument("--smoke", action="store_true", help="two epochs")
     args = parser.parse_args()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = int(s.getsockname()[1])
-    mp.spawn(train, args=(args.workers, port, 2 if args.smoke else args.epochs), nprocs=args.workers, join=True)
+    mp.spawn(
+        train,
+        args=(args.workers, port, 2 if args.smoke else args.epochs),
+        nprocs=args.workers,
+        join=True,
+    )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python examples/oss_spawn.py --workers 4 --epochs 5
 
 1. OSS under DistributedDataParallel: each worker holds 1/N of the optimizer state.
-2. OSS under ShardedDataParallel: each worker also receives only the gradient of its 1/N.
+2. OSS under ShardedDataParallel: each worker also receives only the gradient of its
+   1/N.
 3. OSS under ShardedDataParallel in mixed precision, with ShardedGradScaler.
 
 To migrate this loop from FairScale, change only these imports::
@@ -37,12 +38,17 @@ BATCH = 32
 
 
 def dist_init(rank: int, world_size: int, port: int) -> torch.device:
-    """Join the process group, NCCL if every worker has a GPU, else gloo; return the worker's device."""
+    """Join the process group, NCCL if every worker has a GPU, else gloo; return the
+    worker's device.
+    """
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     cuda = torch.cuda.device_count() >= world_size
     # If a worker dies, the others fail after at most this time.
     dist.init_process_group(
-        "nccl" if cuda else "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=300)
+        "nccl" if cuda else "gloo",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=300),
     )
     torch.manual_seed(0)  # the same model on every worker
     if not cuda:
@@ -54,11 +60,21 @@ def dist_init(rank: int, world_size: int, port: int) -> torch.device:
 
 def make_model(device: torch.device) -> nn.Module:
     """Return three linear layers."""
-    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
+    return nn.Sequential(
+        nn.Linear(64, 256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
+    ).to(device)
 
 
-def batches(rank: int, epoch: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield inputs along one of ten fixed directions, with noise, and the direction's number."""
+def batches(
+    rank: int, epoch: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield inputs along one of ten fixed directions, with noise, and the
+    direction's number.
+    """
     directions = torch.randn(10, 64, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1000 * epoch + rank)
     for _ in range(50):
@@ -67,7 +83,9 @@ def batches(rank: int, epoch: int, device: torch.device) -> Iterator[tuple[Tenso
         yield inputs.to(device), labels.to(device)
 
 
-def train(rank: int, world_size: int, epochs: int, port: int, how: str, folder: str) -> None:
+def train(
+    rank: int, world_size: int, epochs: int, port: int, how: str, folder: str
+) -> None:
     """Train in one process. ``how`` is "oss", "sharded" or "amp"."""
     device = dist_init(rank, world_size, port)
     model = make_model(device)
@@ -75,10 +93,14 @@ def train(rank: int, world_size: int, epochs: int, port: int, how: str, folder: 
 
     # Any torch optimizer and its arguments.
     base_optimizer_arguments: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
-    optimizer = OSS(params=model.parameters(), optim=torch.optim.SGD, **base_optimizer_arguments)
+    optimizer = OSS(
+        params=model.parameters(), optim=torch.optim.SGD, **base_optimizer_arguments
+    )
 
     if how == "oss":
-        ddp: nn.Module = DDP(model, device_ids=[rank] if device.type == "cuda" else None)
+        ddp: nn.Module = DDP(
+            model, device_ids=[rank] if device.type == "cuda" else None
+        )
     else:
         ddp = ShardedDDP(model, optimizer)
     scaler = ShardedGradScaler(enabled=how == "amp")
@@ -94,13 +116,27 @@ def train(rank: int, world_size: int, epochs: int, port: int, how: str, folder: 
             scaler.step(optimizer)
             scaler.update()
 
-    held = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values() if value is not None)
-    optimizer.consolidate_state_dict(recipient_rank=0)  # the full state, equal to the unsharded optimizer's
+    held = sum(
+        value.nbytes
+        for entry in optimizer.state.values()
+        for value in entry.values()
+        if value is not None
+    )
+    # the full state, equal to the unsharded optimizer's
+    optimizer.consolidate_state_dict(recipient_rank=0)
     if rank == 0:
-        full = sum(v.nbytes for entry in optimizer.state_dict()["state"].values() for v in entry.values())
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, Path(folder) / f"{how}.pt")
+        full = sum(
+            v.nbytes
+            for entry in optimizer.state_dict()["state"].values()
+            for v in entry.values()
+        )
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+            Path(folder) / f"{how}.pt",
+        )
         print(
-            f"{how:8s} loss {loss.item():.3f}   optimizer state: {held / 1024:.0f} KiB of {full / 1024:.0f} on worker 0",
+            f"{how:8s} loss {loss.item():.3f}   optimizer state: {held / 1024:.0f} KiB "
+            f"of {full / 1024:.0f} on worker 0",
             flush=True,
         )
     dist.destroy_process_group()
@@ -118,13 +154,23 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--smoke", action="store_true", help="one epoch")
-    parser.add_argument("--output", type=Path, help="folder for the checkpoints; default: a temporary one")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="folder for the checkpoints; default: a temporary one",
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.output or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         for how in ("oss", "sharded", "amp"):
-            arguments = (args.workers, 1 if args.smoke else args.epochs, free_port(), how, str(folder))
+            arguments = (
+                args.workers,
+                1 if args.smoke else args.epochs,
+                free_port(),
+                how,
+                str(folder),
+            )
             mp.spawn(train, args=arguments, nprocs=args.workers, join=True)
 
 

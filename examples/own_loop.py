@@ -1,11 +1,13 @@
-"""An image classifier in a user's own training loop: one schedule at any number of workers.
+"""An image classifier in a user's own training loop: one schedule at any number of
+workers.
 
     python examples/own_loop.py                    # one worker with the batch of the schedule, 32
     python examples/own_loop.py --workers 2        # the same schedule, S = 2, in about half of the steps
     python examples/own_loop.py --smoke            # two workers, a few seconds
 
-The data are CIFAR-10 if torchvision is installed and ``--data`` contains it or can download it; else scikit-learn's digits. The
-loop is a plain ``TorchTrainer`` worker function, except for ``prepare``, ``run.backward`` and ``run.step``.
+The data are CIFAR-10 if torchvision is installed and ``--data`` contains it or can
+download it; else scikit-learn's digits. The loop is a plain ``TorchTrainer`` worker
+function, except for ``prepare``, ``run.backward`` and ``run.step``.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def digits() -> tuple[Dataset[Any], Tensor, Tensor]:
 
 
 def cifar(folder: str) -> tuple[Dataset[Any], Tensor, Tensor]:
-    """Load CIFAR-10 without augmentation: 50,000 images of 32×32 pixels for training, 10,000 for the test."""
+    """Load CIFAR-10 without augmentation: 50,000 images of 32×32 pixels for
+    training, 10,000 for the test.
+    """
     from torchvision.datasets import CIFAR10  # type: ignore[import-not-found, unused-ignore]
 
     def tensors(train: bool) -> TensorDataset:
@@ -53,7 +57,9 @@ def cifar(folder: str) -> tuple[Dataset[Any], Tensor, Tensor]:
 
 
 def make_model(channels: int) -> nn.Module:
-    """Return a small convolutional network with group norm: batch norm would depend on the worker's batch."""
+    """Return a small convolutional network with group norm: batch norm would depend
+    on the worker's batch.
+    """
     return nn.Sequential(
         nn.Conv2d(channels, 32, 3, padding=1),
         nn.GroupNorm(4, 32),
@@ -69,12 +75,18 @@ def make_model(channels: int) -> nn.Module:
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any]:
-    """Train in one Ray worker; model, optimizer, scheduler and data are those of the small batch."""
+    """Train in one Ray worker; model, optimizer, scheduler and data are those of the
+    small batch.
+    """
     torch.manual_seed(0)
     dataset, x_test, y_test = cifar(config["data"]) if config["data"] else digits()
     model = make_model(1 if config["data"] is None else 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config["epochs"])
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4
+    )
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, T_max=config["epochs"]
+    )
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         device = next(model.parameters()).device
@@ -89,7 +101,9 @@ def train_loop_per_worker(config: dict[str, Any]) -> dict[str, Any]:
         optimizer,
         scheduler,
         dataset,
-        AdaScaleConfig(base_batch_size=32, total_epochs=config["epochs"], scheduler_unit="epoch"),
+        AdaScaleConfig(
+            base_batch_size=32, total_epochs=config["epochs"], scheduler_unit="epoch"
+        ),
         evaluate=evaluate,
     )
     for x, y in run:
@@ -102,18 +116,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--use-gpu", action="store_true")
-    parser.add_argument("--epochs", type=int, default=20, help="epochs of the base run (default: %(default)s)")
     parser.add_argument(
-        "--data", type=Path, help="folder for CIFAR-10 (default: data if torchvision is installed, else digits)"
+        "--epochs",
+        type=int,
+        default=20,
+        help="epochs of the base run (default: %(default)s)",
     )
-    parser.add_argument("--storage", type=Path, help="folder for checkpoints; default: a temporary one")
-    parser.add_argument("--smoke", action="store_true", help="digits, two workers, three epochs")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="folder for CIFAR-10 (default: data if torchvision is installed, else "
+        "digits)",
+    )
+    parser.add_argument(
+        "--storage", type=Path, help="folder for checkpoints; default: a temporary one"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="digits, two workers, three epochs"
+    )
     args = parser.parse_args()
     data = args.data
     if data is None and not args.smoke and importlib.util.find_spec("torchvision"):
         data = Path("data")
     settings: dict[str, Any] = {
-        "data": None if data is None or args.smoke else str(data.resolve()),  # workers have another working directory
+        # workers have another working directory
+        "data": None if data is None or args.smoke else str(data.resolve()),
         "epochs": 3 if args.smoke else args.epochs,
     }
     if settings["data"] is not None:
@@ -122,13 +149,19 @@ def main() -> None:
         result = TorchTrainer(
             train_loop_per_worker,
             train_loop_config=settings,
-            scaling_config=ScalingConfig(num_workers=2 if args.smoke else args.workers, use_gpu=args.use_gpu),
-            run_config=RunConfig(name="own-loop", storage_path=str((args.storage or Path(scratch)).resolve())),
+            scaling_config=ScalingConfig(
+                num_workers=2 if args.smoke else args.workers, use_gpu=args.use_gpu
+            ),
+            run_config=RunConfig(
+                name="own-loop",
+                storage_path=str((args.storage or Path(scratch)).resolve()),
+            ),
         ).fit()
     end = result.metrics
     assert end is not None
     print(
-        f"accuracy {end['accuracy']:.3f} after {end['optimizer_steps']} optimizer steps for {end['effective_steps']:.0f} "
+        f"accuracy {end['accuracy']:.3f} after {end['optimizer_steps']} optimizer "
+        f"steps for {end['effective_steps']:.0f} "
         f"effective ones at scale {end['scale']:g}"
     )
 

@@ -1,10 +1,12 @@
-"""A search with Optuna and ASHA at the base batch, then the found schedule on two workers.
+"""A search with Optuna and ASHA at the base batch, then the found schedule on two
+workers.
 
     python examples/tune_asha_optuna.py            # 16 trials
     python examples/tune_asha_optuna.py --smoke    # the same, short
 
-Optuna proposes hyperparameters from the scores of earlier trials. ASHA stops trials that fall behind, compared at equal effective
-steps. The same two arguments accept any other searcher and scheduler of Ray Tune.
+Optuna proposes hyperparameters from the scores of earlier trials. ASHA stops trials
+that fall behind, compared at equal effective steps. The same two arguments accept any
+other searcher and scheduler of Ray Tune.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Recipe, Search, Workload, tune_recipe
+from ray_adascale import (
+    AdaScaleConfig,
+    AdaScaleTrainer,
+    Recipe,
+    Search,
+    Workload,
+    tune_recipe,
+)
 
 BASE_BATCH = 8
 
@@ -37,20 +46,28 @@ param_space = {
 
 
 def workload(config: dict[str, Any]) -> Workload:
-    """Return a small network for scikit-learn's digits; warm-up, then a cosine, in steps of the base batch."""
+    """Return a small network for scikit-learn's digits; warm-up, then a cosine, in
+    steps of the base batch.
+    """
     images, labels = load_digits(return_X_y=True)
     x, y = torch.as_tensor(images, dtype=torch.float32) / 16, torch.as_tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     train, validation = order[:1400], order[1400:]
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"])
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=config["lr"], momentum=config["momentum"]
+    )
     total_steps: int = config["total_steps"]
     warmup = max(1, round(config["warmup"] * total_steps))
     scheduler = torch.optim.lr_scheduler.SequentialLR(
         optimizer,
         [
-            torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup),
-            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total_steps - warmup),
+            torch.optim.lr_scheduler.LinearLR(
+                optimizer, start_factor=1 / (warmup + 1), total_iters=warmup
+            ),
+            torch.optim.lr_scheduler.CosineAnnealingLR(
+                optimizer, T_max=total_steps - warmup
+            ),
         ],
         milestones=[warmup],
     )
@@ -78,9 +95,13 @@ def workload(config: dict[str, Any]) -> Workload:
 
 def search(total_steps: int, num_samples: int, storage: str) -> Recipe:
     """Search with Optuna and ASHA; return the best trial's recipe."""
-    proposals = OptunaSearch(sampler=TPESampler(seed=0, n_startup_trials=4))  # the first few at random
+    # the first few at random
+    proposals = OptunaSearch(sampler=TPESampler(seed=0, n_startup_trials=4))
     asha = ASHAScheduler(
-        time_attr="effective_steps", grace_period=total_steps // 8, max_t=total_steps, reduction_factor=4
+        time_attr="effective_steps",
+        grace_period=total_steps // 8,
+        max_t=total_steps,
+        reduction_factor=4,
     )
     trials = Search(
         workload,
@@ -89,7 +110,8 @@ def search(total_steps: int, num_samples: int, storage: str) -> Recipe:
         num_samples=num_samples,
         search_alg=proposals,  # metric and mode are the workload's
         scheduler=asha,
-        max_concurrent_trials=2,  # with fewer at a time, Optuna has more scores for each proposal
+        # with fewer at a time, Optuna has more scores for each proposal
+        max_concurrent_trials=2,
         storage_path=storage,
     )
     return tune_recipe(trials)
@@ -97,13 +119,17 @@ def search(total_steps: int, num_samples: int, storage: str) -> Recipe:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--storage", type=Path, help="folder for results; default: a temporary one")
+    parser.add_argument(
+        "--storage", type=Path, help="folder for results; default: a temporary one"
+    )
     parser.add_argument("--smoke", action="store_true", help="6 short trials")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         storage = (args.storage or Path(scratch)).resolve()
         storage.mkdir(parents=True, exist_ok=True)
-        recipe = search(400 if args.smoke else 1800, 6 if args.smoke else 16, str(storage))
+        recipe = search(
+            400 if args.smoke else 1800, 6 if args.smoke else 16, str(storage)
+        )
         recipe.save(storage / "recipe.json")
         print(f"found at batch {BASE_BATCH}: {recipe.describe()}", flush=True)
         result = AdaScaleTrainer(
@@ -117,8 +143,10 @@ def main() -> None:
     end = result.metrics
     assert end is not None
     print(
-        f"at batch {BASE_BATCH * end['scale']:g} (S = {end['scale']:g}): accuracy {end['accuracy']:.3f} after "
-        f"{end['optimizer_steps']} optimizer steps for {end['effective_steps']:.0f} effective ones"
+        f"at batch {BASE_BATCH * end['scale']:g} (S = {end['scale']:g}): accuracy "
+        f"{end['accuracy']:.3f} after "
+        f"{end['optimizer_steps']} optimizer steps for {end['effective_steps']:.0f} "
+        "effective ones"
     )
 
 

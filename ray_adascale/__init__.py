@@ -1,7 +1,8 @@
 """AdaScale SGD with sharded optimizer state for Ray Train.
 
-Names are loaded when they are first used, so that ``import ray_adascale`` is quick and the torch layer works where Ray
-is not installed. ``__init__.pyi`` lists them, for type checkers as well.
+Names are loaded when they are first used, so that ``import ray_adascale`` is quick and
+the torch layer works where Ray is not installed. ``__init__.pyi`` lists them, for type
+checkers as well.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from . import _warn  # noqa: F401 - its filter of warnings stands before those o
 from ._version import __version__ as __version__
 
 _LIST = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-_HOME = {name: module for module, name in re.findall(r"^from (\.\S+) import (\w+) as", _LIST, re.MULTILINE)}
+_HOME = {
+    name: module
+    for module, name in re.findall(
+        r"^from (\.\S+) import (\w+) as", _LIST, re.MULTILINE
+    )
+}
 """The module of each public name."""
 __all__ = sorted(_HOME)
 

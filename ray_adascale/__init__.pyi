@@ -1,4 +1,6 @@
-"""The public names, by the module that each is from: for type checkers, and for ``__init__.py``, which reads this file."""
+"""The public names, by the module that each is from: for type checkers, and for
+``__init__.py``, which reads this file.
+"""
 
 from ._version import __version__ as __version__
 from .analysis.batch_size import find_batch_size as find_batch_size

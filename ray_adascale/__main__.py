@@ -1,4 +1,6 @@
-"""``python -m ray_adascale``: the command line, where the script ``ray-adascale`` is not on the path."""
+"""``python -m ray_adascale``: the command line, where the script ``ray-adascale`` is
+not on the path.
+"""
 
 import sys
 

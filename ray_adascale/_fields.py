@@ -1,6 +1,8 @@
-"""Checks of the fields of settings and recipes, declared with the fields, as in ``field(default=1, metadata=COUNT)``.
+"""Checks of the fields of settings and recipes, declared with the fields, as in
+``field(default=1, metadata=COUNT)``.
 
-Each check returns a value as plain Python, or raises an error that names the field and what it must be. It loads no torch.
+Each check returns a value as plain Python, or raises an error that names the field and
+what it must be. It loads no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def hinting(cls: _Class) -> _Class:
-    """Return the dataclass with a ``TypeError`` for an unknown field that names the nearest field, or all of them."""
+    """Return the dataclass with a ``TypeError`` for an unknown field that names the
+    nearest field, or all of them.
+    """
     init: Callable[..., None] = cls.__init__  # type: ignore[misc]
     known = sorted(each.name for each in fields(cls))
 
@@ -38,7 +42,11 @@ def hinting(cls: _Class) -> _Class:
     def checked(self: Any, *args: Any, **settings: Any) -> None:
         for name in settings.keys() - set(known):
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f" (is {near[0]!r} meant?)" if near else f". Its fields are {', '.join(known)}"
+            hint = (
+                f" (is {near[0]!r} meant?)"
+                if near
+                else f". Its fields are {', '.join(known)}"
+            )
             raise TypeError(f"{cls.__name__} has no field {name!r}{hint}.")
         init(self, *args, **settings)
 
@@ -47,7 +55,8 @@ def hinting(cls: _Class) -> _Class:
 
 
 def check_fields(owner: Any, called: str = "") -> None:
-    """Check the fields of a dataclass by their own checks, or by types: ``bool`` and ``Literal["min", "max"] | None``.
+    """Check the fields of a dataclass by their own checks, or by types: ``bool`` and
+    ``Literal["min", "max"] | None``.
 
     Args:
         owner: The object. Its fields become plain Python.
@@ -58,12 +67,16 @@ def check_fields(owner: Any, called: str = "") -> None:
     """
     for each in fields(owner):
         literal = re.fullmatch(r"Literal\[(.*?)\]( \| None)?", str(each.type))
-        by_type = literal and one_of(*re.findall(r"\w+", literal[1]), *([None] if literal[2] else []))
+        by_type = literal and one_of(
+            *re.findall(r"\w+", literal[1]), *([None] if literal[2] else [])
+        )
         if each.type == "bool":
             by_type = _flag
         if check := each.metadata.get("check", by_type):
             try:
-                object.__setattr__(owner, each.name, check(each.name, getattr(owner, each.name)))
+                object.__setattr__(
+                    owner, each.name, check(each.name, getattr(owner, each.name))
+                )
             except SettingError as error:
                 error.owner = called
                 raise
@@ -74,7 +87,8 @@ def json_value(where: str, value: Any) -> Any:
 
     Args:
         where: The value's name in the error.
-        value: Numbers, strings, booleans, None, NumPy scalars, and lists and dicts of them.
+        value: Numbers, strings, booleans, None, NumPy scalars, and lists and dicts of
+            them.
 
     Raises:
         RecipeError: The value has another type, which a recipe can't keep.
@@ -92,17 +106,27 @@ def json_value(where: str, value: Any) -> Any:
         return int(value)
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise RecipeError(f"Invalid {where}={value}. JSON has no such number; use None or a string instead.")
+            raise RecipeError(
+                f"Invalid {where}={value}. JSON has no such number; use None or a "
+                "string instead."
+            )
         return float(value)
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise RecipeError(f"Invalid {where}: the key {key!r} is not a string, as JSON requires.")
-        return {str.__str__(key): json_value(f"{where}.{key}", item) for key, item in value.items()}
+                raise RecipeError(
+                    f"Invalid {where}: the key {key!r} is not a string, as JSON "
+                    "requires."
+                )
+        return {
+            str.__str__(key): json_value(f"{where}.{key}", item)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [json_value(f"{where}[{i}]", item) for i, item in enumerate(value)]
     raise RecipeError(
-        f"Invalid {where}={short(value)}: {type(value).__name__} is no JSON value. Search over numbers and "
+        f"Invalid {where}={short(value)}: {type(value).__name__} is no JSON value. "
+        "Search over numbers and "
         "strings: use a string as its name, and look the object up in the workload."
     )
 
@@ -114,7 +138,11 @@ def json_object(where: str, value: Any) -> dict[str, Any]:
     return checked
 
 
-def must_be(what: str, holds: Callable[[Any], bool], plain: Callable[[Any], Any] = lambda value: value) -> Check:
+def must_be(
+    what: str,
+    holds: Callable[[Any], bool],
+    plain: Callable[[Any], Any] = lambda value: value,
+) -> Check:
     """Return the check that a value is what the error names.
 
     Args:
@@ -143,7 +171,11 @@ def one_of(*allowed: str | None) -> Check:
     def holds(value: Any) -> bool:
         return (value is None or isinstance(value, str)) and value in allowed
 
-    return must_be(f"one of {', '.join(map(repr, allowed))}", holds, lambda value: allowed[allowed.index(value)])
+    return must_be(
+        f"one of {', '.join(map(repr, allowed))}",
+        holds,
+        lambda value: allowed[allowed.index(value)],
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -177,13 +209,22 @@ def positive(what: str = "a positive number") -> Check:
 
 
 def clip(where: str, value: Any) -> str | float | None:
-    """Return a valid ``grad_clip``: None, a positive number, or a text such as "2x". A number as text becomes the number."""
+    """Return a valid ``grad_clip``: None, a positive number, or a text such as "2x".
+    A number as text becomes the number.
+    """
     if value in (None, "none"):  # as typed on the command line
         return None
     text = isinstance(value, str)
     with suppress(ValueError, TypeError):
         number = float(value.removesuffix("x") if text else value)
-        if number > 0 and not isinstance(value, bool) and (math.isfinite(number) or not text or value == "inf"):
+        if (
+            number > 0
+            and not isinstance(value, bool)
+            and (math.isfinite(number) or not text or value == "inf")
+        ):
             return value if text and value.endswith("x") else number
-    what = 'Invalid {}. Must be a positive number, or a multiple of the expected norm such as "2x".'
+    what = (
+        "Invalid {}. Must be a positive number, or a multiple of the expected norm "
+        'such as "2x".'
+    )
     raise SettingError(what, "", **{where: value})

@@ -1,4 +1,6 @@
-"""Files that several packages read and write: names and paths, an atomic write, and small JSON files on any storage."""
+"""Files that several packages read and write: names and paths, an atomic write, and
+small JSON files on any storage.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ TRACE = "trace"
 """The folder of a run's trace, in the run's folder: a file for each start."""
 
 ERROR = "error.txt"
-"""The failure of the last start of a run, in its folder: a sentence on the first line, and the whole traceback."""
+"""The failure of the last start of a run, in its folder: a sentence on the first
+line, and the whole traceback.
+"""
 
 SEARCH = "search.json"
 """The description of a search, in its folder."""
@@ -36,13 +40,17 @@ _STORE_PAUSE_S = 30.0
 _SCRATCH, _SCRATCH_LOCK = "ray_adascale-scratch-", ".lock"
 
 _PLAIN_IN_URIS = "/=@:+,"
-"""Characters of names that need no quotes in the path of a URI, beside letters, digits and ``_.-~``."""
+"""Characters of names that need no quotes in the path of a URI, beside letters,
+digits and ``_.-~``.
+"""
 
 
 _CREDENTIALS = re.compile(
     r"(:/{1,2})[^/?#\s@:]*:[^/?#\s@]*(?=@)|([?&][\w-]*(?:key|secret|password|token)[\w-]*=)[^&#\s'\"]*"
 )
-"""In a URI: ``access_key:secret_key@`` before the bucket, or an entry of the query such as ``client_secret=...``."""
+"""In a URI: ``access_key:secret_key@`` before the bucket, or an entry of the query
+such as ``client_secret=...``.
+"""
 
 
 def without_credentials(text: str) -> str:
@@ -51,7 +59,8 @@ def without_credentials(text: str) -> str:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Return a path that holds in any folder, since workers have another working directory. A URI is not changed.
+    """Return a path that holds in any folder, since workers have another working
+    directory. A URI is not changed.
 
     Raises:
         ValueError: A URI has credentials, which would be stored and printed.
@@ -61,21 +70,27 @@ def absolute(path: str | os.PathLike[str]) -> str:
         return os.path.abspath(os.path.expanduser(path))
     if _CREDENTIALS.search(path):
         raise ValueError(
-            f"Invalid storage path {without_credentials(path)}: credentials in a URI would be stored with the run and printed. "
-            "Leave them out, and set them in the environment of all nodes: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for S3, "
-            "GOOGLE_APPLICATION_CREDENTIALS for Google Cloud. Replace these, which your shell's history has."
+            f"Invalid storage path {without_credentials(path)}: credentials in a URI "
+            "would be stored with the run and printed. "
+            "Leave them out, and set them in the environment of all nodes: "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for S3, "
+            "GOOGLE_APPLICATION_CREDENTIALS for Google Cloud. Replace these, which "
+            "your shell's history has."
         )
     return path
 
 
 def join(folder: str, name: str) -> str:
-    """Return the path of a name in a folder, such as a run's folder under a storage path.
+    """Return the path of a name in a folder, such as a run's folder under a storage
+    path.
 
-    A URI has the name before its query, and quoted: its reader takes "#" and "?" for the end of the path, and refuses a space.
+    A URI has the name before its query, and quoted: its reader takes "#" and "?" for
+    the end of the path, and refuses a space.
 
     Args:
         folder: A path, or a URI such as ``s3://bucket/runs?region=us-east-1``.
-        name: As Ray Train's ``RunConfig(name=...)``; or several names with "/" between them.
+        name: As Ray Train's ``RunConfig(name=...)``; or several names with "/" between
+            them.
     """
     if "://" not in folder:
         return f"{folder}/{name}"
@@ -94,18 +109,24 @@ def split(path: str) -> tuple[str, str]:
 
 
 def unique_name(stem: str) -> str:
-    """Return a new name for a run or a search: the stem, the time, and a random part, since two may begin in one second."""
+    """Return a new name for a run or a search: the stem, the time, and a random
+    part, since two may begin in one second.
+    """
     return f"{stem}-{datetime.now():%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
 
 
-def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes], *, sync: bool = True) -> None:
-    """Write a file atomically: a reader finds the whole new file, or the old one. A failed write leaves nothing behind.
+def write_atomically(
+    path: str | os.PathLike[str], parts: Iterable[bytes], *, sync: bool = True
+) -> None:
+    """Write a file atomically: a reader finds the whole new file, or the old one. A
+    failed write leaves nothing behind.
 
     Args:
         path: A file on this machine; its folder must exist.
-        parts: The content, piece by piece. The pieces may be computed during the write, also from the old file.
-        sync: Whether the content must be on the disk before the file gets its name, to survive a power cut. It is not
-            necessary for content that can be made again.
+        parts: The content, piece by piece. The pieces may be computed during the write,
+            also from the old file.
+        sync: Whether the content must be on the disk before the file gets its name, to
+            survive a power cut. It is not necessary for content that can be made again.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -121,9 +142,11 @@ def write_atomically(path: str | os.PathLike[str], parts: Iterable[bytes], *, sy
 
 
 def scratch_folder(purpose: str) -> Path:
-    """Return a new folder for temporary files. What a killed process has left is removed.
+    """Return a new folder for temporary files. What a killed process has left is
+    removed.
 
-    The process holds a lock, which ends with it, on the folder of all its temporary files.
+    The process holds a lock, which ends with it, on the folder of all its temporary
+    files.
 
     Args:
         purpose: A part of the folder's name.
@@ -143,7 +166,8 @@ def _scratch_of_process(place: str, process: int) -> Path:
             os.close(descriptor)
     folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=place))
     _locked(folder / "lock.new")  # held as long as the process lives
-    # A lock has its name only once it is held: a process that starts at this moment would remove the folder.
+    # A lock has its name only once it is held: a process that starts at this moment
+    # would remove the folder.
     (folder / "lock.new").rename(folder / _SCRATCH_LOCK)
 
     def remove() -> None:
@@ -172,32 +196,48 @@ def _locked(path: Path) -> int:
 
 
 def full_disk_note(error: BaseException, path: str | os.PathLike[str]) -> str:
-    """Return an addition to the error of a failed write if a disk is full: the disk, and its free space. Otherwise "".
+    """Return an addition to the error of a failed write if a disk is full: the disk,
+    and its free space. Otherwise "".
 
     Args:
-        error: The error of the write. Libraries may put the cause's number into their own text.
+        error: The error of the write. Libraries may put the cause's number into their
+            own text.
         path: The file to be written, on this machine; it need not exist.
     """
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    if not full and not any(text in str(error) for text in ("No space left", "errno 28", "quota exceeded")):
+    full = isinstance(error, OSError) and error.errno in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+    )
+    if not full and not any(
+        text in str(error) for text in ("No space left", "errno 28", "quota exceeded")
+    ):
         return ""
     path = Path(path).absolute()
     with contextlib.suppress(OSError, StopIteration):
         there = next(folder for folder in (path, *path.parents) if folder.exists())
         usage = shutil.disk_usage(there)
-        return f"; the disk of {there} is full: {usage.free / 1e6:,.1f} of {usage.total / 1e6:,.1f} MB are free"
+        return (
+            f"; the disk of {there} is full: {usage.free / 1e6:,.1f} of "
+            f"{usage.total / 1e6:,.1f} MB are free"
+        )
     return f"; the disk of {path} is full"
 
 
-def store_patiently(store: Callable[[], Any], waits: Callable[[OSError, str], None]) -> Any:
-    """Return ``store()``, tried again while it raises an OSError, as pyarrow does for any kind of storage.
+def store_patiently(
+    store: Callable[[], Any], waits: Callable[[OSError, str], None]
+) -> Any:
+    """Return ``store()``, tried again while it raises an OSError, as pyarrow does for
+    any kind of storage.
 
     Args:
         store: Writes to storage.
-        waits: Called before each further try, with the error and a sentence about the next try.
+        waits: Called before each further try, with the error and a sentence about the
+            next try.
 
     Raises:
-        OSError: The tries took :data:`STORE_LIMIT_S`, or a permission is missing, which time does not mend.
+        OSError: The tries took :data:`STORE_LIMIT_S`, or a permission is missing, which
+            time does not mend.
     """
     pause, waited = 1.0, 0.0
     while True:
@@ -213,7 +253,8 @@ def store_patiently(store: Callable[[], Any], waits: Callable[[OSError, str], No
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Check that :func:`write_atomically` can write a file of a recipe's size there. Makes its folder.
+    """Check that :func:`write_atomically` can write a file of a recipe's size there.
+    Makes its folder.
 
     Raises:
         OSError: The path is a folder's or may not be written, or the disk is full.
@@ -257,7 +298,9 @@ def check_storage(path: str) -> None:
 
 
 def _storage(path: str, system: Any = None) -> tuple[Any, str]:
-    """Return the file system of a path on any storage, and the path in it. With ``system``, the path is one in that system."""
+    """Return the file system of a path on any storage, and the path in it. With
+    ``system``, the path is one in that system.
+    """
     if system is not None:
         return system, path
     import pyarrow.fs  # comes with Ray; the callers need Ray as well
@@ -267,13 +310,15 @@ def _storage(path: str, system: Any = None) -> tuple[Any, str]:
 
 
 def fetched(path: str | os.PathLike[str], *, checkpoints: bool = True) -> Path:
-    """Return a path to read on this machine: the path, or of a URI a copy of the file or folder, which has its name.
+    """Return a path to read on this machine: the path, or of a URI a copy of the file
+    or folder, which has its name.
 
     The copy is removed as the process ends.
 
     Args:
         path: The path or the URI.
-        checkpoints: Whether the copy of a run has the run's checkpoints, which are large.
+        checkpoints: Whether the copy of a run has the run's checkpoints, which are
+            large.
 
     Raises:
         ValueError: There is nothing at the URI, or it has credentials.
@@ -299,7 +344,8 @@ def _fetch(system: Any, info: Any, to: Path, without: str) -> None:
         system: The storage.
         info: The storage's description of the file or folder.
         to: The copy.
-        without: Skip the folders inside whose names begin with this text; empty: copy all.
+        without: Skip the folders inside whose names begin with this text; empty: copy
+            all.
     """
     import pyarrow.fs
 
@@ -323,7 +369,9 @@ def write_json(path: str, value: Any) -> None:
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a text file on any storage. Makes its folder. The path is as for :func:`write_json`."""
+    """Write a text file on any storage. Makes its folder. The path is as for
+    :func:`write_json`.
+    """
     system, inside = _storage(path)
     system.create_dir(inside.rpartition("/")[0], recursive=True)
     with system.open_output_stream(inside) as file:
@@ -331,7 +379,8 @@ def write_text(path: str, text: str) -> None:
 
 
 def rename_file(path: str, to: str) -> None:
-    """Rename a file on any storage, over another one if there is one. Does nothing without a file of that name.
+    """Rename a file on any storage, over another one if there is one. Does nothing
+    without a file of that name.
 
     Args:
         path: Absolute, or a URI.
@@ -349,7 +398,9 @@ def read_json(path: str) -> Any:
 
 
 def read_text(path: str, system: Any = None) -> str | None:
-    """Return the content of a text file on any storage; None if there is none. ``system`` is as for :func:`list_names`."""
+    """Return the content of a text file on any storage; None if there is none.
+    ``system`` is as for :func:`list_names`.
+    """
     system, inside = _storage(path, system)
     if not system.get_file_info(inside).is_file:
         return None

@@ -1,4 +1,6 @@
-"""The hooks that users register around an optimizer's step and state dict, for classes whose own methods replace torch's."""
+"""The hooks that users register around an optimizer's step and state dict, for
+classes whose own methods replace torch's.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,25 @@ _Step = TypeVar("_Step", bound=Callable[..., Any])
 
 
 def global_step_hooks() -> bool:
-    """Whether a hook is registered on the steps of all optimizers. torch has no public list of them."""
-    return bool(torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks)
+    """Whether a hook is registered on the steps of all optimizers. torch has no
+    public list of them.
+    """
+    return bool(
+        torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks
+    )
 
 
 def around_own_step(step: _Step) -> _Step:
-    """Call the hooks of ``register_step_pre_hook`` and ``register_step_post_hook`` around the ``step()`` of an outer optimizer.
+    """Call the hooks of ``register_step_pre_hook`` and ``register_step_post_hook``
+    around the ``step()`` of an outer optimizer.
 
-    torch would call the hooks on all optimizers here as well, and the optimizer inside calls them already: once a step.
+    torch would call the hooks on all optimizers here as well, and the optimizer inside
+    calls them already: once a step.
     """
 
     @functools.wraps(step)
-    def call(*args: Any, **kwargs: Any) -> Any:  # the hooks' arguments begin with the optimizer
+    # the hooks' arguments begin with the optimizer
+    def call(*args: Any, **kwargs: Any) -> Any:
         self: Optimizer = args[0]
         for before in self._optimizer_step_pre_hooks.values():
             changed = before(self, args, kwargs)
@@ -41,18 +50,26 @@ def around_own_step(step: _Step) -> _Step:
 
 
 def before_save(*optimizers: Optimizer) -> None:
-    """Call the hooks of ``register_state_dict_pre_hook``, in this order of the optimizers."""
+    """Call the hooks of ``register_state_dict_pre_hook``, in this order of the
+    optimizers.
+    """
     _called("_optimizer_state_dict_pre_hooks", optimizers)
 
 
 def after_save(state_dict: dict[str, Any], *optimizers: Optimizer) -> dict[str, Any]:
-    """Call the hooks of ``register_state_dict_post_hook``; return the state dict, which they may replace."""
+    """Call the hooks of ``register_state_dict_post_hook``; return the state dict,
+    which they may replace.
+    """
     return _called("_optimizer_state_dict_post_hooks", optimizers, state_dict)[0]
 
 
 def before_load(state_dict: dict[str, Any], *optimizers: Optimizer) -> dict[str, Any]:
-    """Call the hooks of ``register_load_state_dict_pre_hook`` with a shallow copy; return it, or what they replace it by."""
-    return _called("_optimizer_load_state_dict_pre_hooks", optimizers, state_dict.copy())[0]
+    """Call the hooks of ``register_load_state_dict_pre_hook`` with a shallow copy;
+    return it, or what they replace it by.
+    """
+    return _called(
+        "_optimizer_load_state_dict_pre_hooks", optimizers, state_dict.copy()
+    )[0]
 
 
 def after_load(*optimizers: Optimizer) -> None:
@@ -60,8 +77,12 @@ def after_load(*optimizers: Optimizer) -> None:
     _called("_optimizer_load_state_dict_post_hooks", optimizers)
 
 
-def _called(registry: str, optimizers: Iterable[Optimizer], *states: dict[str, Any]) -> Sequence[dict[str, Any]]:
-    """Call each hook of a registry with its optimizer and the state dict, if there is one; return it, or its replacement."""
+def _called(
+    registry: str, optimizers: Iterable[Optimizer], *states: dict[str, Any]
+) -> Sequence[dict[str, Any]]:
+    """Call each hook of a registry with its optimizer and the state dict, if there
+    is one; return it, or its replacement.
+    """
     for optimizer in optimizers:
         for hook in getattr(optimizer, registry).values():
             answer = hook(optimizer, *states)
@@ -70,7 +91,9 @@ def _called(registry: str, optimizers: Iterable[Optimizer], *states: dict[str, A
 
 
 def without_load_hooks(share: Optimizer) -> Optimizer:
-    """Return a worker's share of an optimizer without the load hooks of the whole, which get the whole state."""
+    """Return a worker's share of an optimizer without the load hooks of the whole,
+    which get the whole state.
+    """
     share._optimizer_load_state_dict_pre_hooks = OrderedDict()
     share._optimizer_load_state_dict_post_hooks = OrderedDict()
     return share

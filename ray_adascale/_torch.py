@@ -1,6 +1,7 @@
 """Helpers around torch that several packages use.
 
-They recognize DTensors without importing them, keep functions from Dynamo, and convert ranks and tensors for collectives.
+They recognize DTensors without importing them, keep functions from Dynamo, and convert
+ranks and tensors for collectives.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Whether a value is a ``torch.distributed.tensor.DTensor``.
 
-    A program with a DTensor has imported its module. Importing it here would take most of a second, and few runs need it.
+    A program with a DTensor has imported its module. Importing it here would take most
+    of a second, and few runs need it.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
@@ -43,21 +45,27 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
-    """Return the rank among all workers of a group's ``rank``. For the default group (None) the two are equal."""
+    """Return the rank among all workers of a group's ``rank``. For the default group
+    (None) the two are equal.
+    """
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's memory as uint8, to send it: no backend supports every dtype. Its last dimension grows."""
+    """Return a contiguous tensor's memory as uint8, to send it: no backend supports
+    every dtype. Its last dimension grows.
+    """
     return tensor.view(torch.uint8)
 
 
 def called_to_make_state(optimizer: Optimizer) -> bool:
-    """Whether the step() under way was called to make the state of an optimizer that has none.
+    """Whether the step() under way was called to make the state of an optimizer that
+    has none.
 
-    ``torch.distributed.checkpoint.state_dict`` takes a step with learning rates and gradients of zero before it reads or loads
-    an empty state. A real step may have the same numbers, as the first one of a warm-up. So this function looks for the
-    caller. It reads no tensor of a device.
+    ``torch.distributed.checkpoint.state_dict`` takes a step with learning rates and
+    gradients of zero before it reads or loads an empty state. A real step may have the
+    same numbers, as the first one of a warm-up. So this function looks for the caller.
+    It reads no tensor of a device.
     """
     if optimizer.state:
         return False
@@ -66,13 +74,17 @@ def called_to_make_state(optimizer: Optimizer) -> bool:
         if (isinstance(lr, Tensor) and not lr.is_cpu) or lr != 0:
             return False
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+    while (
+        frame is not None
+        and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict"
+    ):
         frame = frame.f_back
     return frame is not None
 
 
 def unwrapped_name(name: str) -> str:
-    """Return the name of a parameter or buffer without the parts that wrappers of its modules have added.
+    """Return the name of a parameter or buffer without the parts that wrappers of its
+    modules have added.
 
     The wrappers are those of ``torch.compile`` and of torch's ``checkpoint_wrapper``.
     """
@@ -80,7 +92,8 @@ def unwrapped_name(name: str) -> str:
 
 
 def count_of_writes(tensor: Tensor) -> int:
-    """Return autograd's count of writes to a tensor in place. It does not wait for the device.
+    """Return autograd's count of writes to a tensor in place. It does not wait for the
+    device.
 
     The counter has no public name. A test fails if it moves.
     """
@@ -92,20 +105,25 @@ Versions = list[tuple[int, int] | None]
 
 
 def versions(tensors: Iterable[Tensor | None]) -> Versions:
-    """Return the identity of each tensor with its :func:`count_of_writes`; None for None."""
+    """Return the identity of each tensor with its :func:`count_of_writes`; None for
+    None.
+    """
     return [None if t is None else (id(t), t._version) for t in tensors]
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Let a compiled training step call the function uncompiled, as it calls torch's own optimizers.
+    """Let a compiled training step call the function uncompiled, as it calls torch's
+    own optimizers.
 
-    ``torch.compiler.disable`` does the same, but imports Dynamo when it decorates, which takes a second.
+    ``torch.compiler.disable`` does the same, but imports Dynamo when it decorates,
+    which takes a second.
     """
     return cast(_Function, torch._disable_dynamo(function))
 
 
 def without_gradients(function: _Function) -> _Function:
-    """Run a function under ``torch.no_grad()``. Where gradients are off already, as in most backward passes, this costs one call.
+    """Run a function under ``torch.no_grad()``. Where gradients are off already, as in
+    most backward passes, this costs one call.
 
     torch's own decorator makes nine calls at each of a backward pass's hooks.
     """
@@ -120,8 +138,11 @@ def without_gradients(function: _Function) -> _Function:
     return cast(_Function, call)
 
 
-def sum_over_workers(values: Mapping[str, float | Tensor], device: torch.device, workers: int) -> dict[str, float]:
-    """Return the sum of each number over all workers. Collective, with the same names on all workers; waits for the device.
+def sum_over_workers(
+    values: Mapping[str, float | Tensor], device: torch.device, workers: int
+) -> dict[str, float]:
+    """Return the sum of each number over all workers. Collective, with the same names
+    on all workers; waits for the device.
 
     Args:
         values: Numbers, or tensors of one element.
@@ -132,30 +153,50 @@ def sum_over_workers(values: Mapping[str, float | Tensor], device: torch.device,
         TypeError: A value is neither.
     """
     for name, value in values.items():
-        if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.numel() == 1):
-            what = f"tensor of {value.numel()} elements" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"Invalid {name}: a {what}. Must be a number or a tensor of one element.")
+        if not isinstance(value, int | float) and not (
+            isinstance(value, Tensor) and value.numel() == 1
+        ):
+            what = (
+                f"tensor of {value.numel()} elements"
+                if isinstance(value, Tensor)
+                else type(value).__name__
+            )
+            raise TypeError(
+                f"Invalid {name}: a {what}. Must be a number or a tensor of one "
+                "element."
+            )
     names = sorted(values)
     if not names:
         return {}
-    total = torch.cat([torch.as_tensor(values[name]).detach().to(device, torch.float64).reshape(1) for name in names])
+    total = torch.cat(
+        [
+            torch.as_tensor(values[name]).detach().to(device, torch.float64).reshape(1)
+            for name in names
+        ]
+    )
     if workers > 1:
         dist.all_reduce(total)
     sums = dict(zip(names, total.tolist(), strict=True))
     return {name: sums[name] for name in values}
 
 
-def first_difference(own: Mapping[str, Any], workers: int, group: dist.ProcessGroup | None) -> tuple[str, str] | None:
-    """Compare named values, which can be pickled, between the workers that have them. Collective.
+def first_difference(
+    own: Mapping[str, Any], workers: int, group: dist.ProcessGroup | None
+) -> tuple[str, str] | None:
+    """Compare named values, which can be pickled, between the workers that have them.
+    Collective.
 
     Returns:
-        The name of the first value that differs, and the words "A on rank 0 and B on rank 1"; None if none does.
+        The name of the first value that differs, and the words "A on rank 0 and B on
+        rank 1"; None if none does.
     """
     rows: list[Mapping[str, Any]] = [own] * workers
     if workers > 1:
         dist.all_gather_object(rows, own, group)
     for name in dict.fromkeys(name for row in rows for name in row):
-        first, *others = ((rank, row[name]) for rank, row in enumerate(rows) if name in row)
+        first, *others = (
+            (rank, row[name]) for rank, row in enumerate(rows) if name in row
+        )
         for rank, value in others:
             if value != first[1]:
                 return name, f"{first[1]} on rank {first[0]} and {value} on rank {rank}"
@@ -166,14 +207,26 @@ def digest_of(*tensors: Tensor) -> int:
     """Return a hash of the bytes of tensors, 63 bits."""
     found = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
-        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(
+            tensor.detach()
+            .cpu()
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .numpy()
+            .tobytes()
+        )
     return int.from_bytes(found.digest(), "big") >> 1
 
 
 def leaves(batch: Any) -> Iterator[Any]:
-    """Yield what is in a batch: in nested mappings, lists and tuples, and a packed sequence as a whole."""
+    """Yield what is in a batch: in nested mappings, lists and tuples, and a packed
+    sequence as a whole.
+    """
     inside = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(inside, PackedSequence) or not (inside is not batch or isinstance(batch, list | tuple)):
+    if isinstance(inside, PackedSequence) or not (
+        inside is not batch or isinstance(batch, list | tuple)
+    ):
         yield batch
         return
     for part in inside:
@@ -181,12 +234,15 @@ def leaves(batch: Any) -> Iterator[Any]:
 
 
 def with_parts(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of a mapping, list or tuple with ``change(part)`` in place of each part; any other object itself."""
+    """Return a copy of a mapping, list or tuple with ``change(part)`` in place of
+    each part; any other object itself.
+    """
     if isinstance(batch, Mapping):
         values = {key: change(value) for key, value in batch.items()}
         if type(batch) is dict or not isinstance(batch, MutableMapping):
             return type(batch)(values)  # type: ignore[call-arg]
-        changed = copy.copy(batch)  # a defaultdict, or another class with a constructor of its own
+        # a defaultdict, or another class with a constructor of its own
+        changed = copy.copy(batch)
         changed.update(values)
         return changed
     if not isinstance(batch, list | tuple):
@@ -197,7 +253,9 @@ def with_parts(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 @contextmanager
 def generators_kept(devices: Iterable[int] = ()) -> Iterator[None]:
-    """Restore the global random number generators on exit: Python's, NumPy's, and torch's of the CPU and of CUDA devices."""
+    """Restore the global random number generators on exit: Python's, NumPy's, and
+    torch's of the CPU and of CUDA devices.
+    """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (users' code draws from the global generator)
     with torch.random.fork_rng(devices=list(devices)):
         try:
@@ -208,7 +266,9 @@ def generators_kept(devices: Iterable[int] = ()) -> Iterator[None]:
 
 
 def reshard(module: nn.Module) -> None:
-    """Let FSDP2's modules hold their shards. A forward pass may leave whole weights, and what is written to those is lost."""
+    """Let FSDP2's modules hold their shards. A forward pass may leave whole weights,
+    and what is written to those is lost.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp")  # as in is_dtensor()
     for part in module.modules():
         if fsdp is not None and isinstance(part, fsdp.FSDPModule):
@@ -217,10 +277,12 @@ def reshard(module: nn.Module) -> None:
 
 @contextmanager
 def modes_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the mode of a module and of all modules in it on exit, through ``train()``, from the root down.
+    """Restore the mode of a module and of all modules in it on exit, through
+    ``train()``, from the root down.
 
-    A module's own ``train()`` may do work: LoRA merges its weights in eval mode, and takes them apart in train mode. Modes may
-    differ between modules: a frozen part may stay in eval mode.
+    A module's own ``train()`` may do work: LoRA merges its weights in eval mode, and
+    takes them apart in train mode. Modes may differ between modules: a frozen part may
+    stay in eval mode.
     """
     modes = [(part, part.training) for part in module.modules()]
     try:

@@ -1,7 +1,7 @@
 """A workload: one function from a config to everything that training needs.
 
-Search, training, forecast and command line call the same function, at the base batch and at scale. So they all have the same
-model, data and schedule.
+Search, training, forecast and command line call the same function, at the base batch
+and at scale. So they all have the same model, data and schedule.
 """
 
 from __future__ import annotations
@@ -29,17 +29,21 @@ from .optim.wrapper import check_parameters, check_wrappable
 from .recipe import Recipe
 
 INJECTED = ("base_batch_size", "total_steps")
-"""The fields of ``AdaScaleConfig`` that a workload's function may read from its config."""
+"""The fields of ``AdaScaleConfig`` that a workload's function may read from its
+config.
+"""
 
 
 class ConfigAccessLog:
-    """The keys that a workload's function reads of its config, while it builds the workload and later.
+    """The keys that a workload's function reads of its config, while it builds the
+    workload and later.
 
     Args:
         given: The config's keys.
 
     Attributes:
-        read: The keys that were read, whether the config has them or not, in the order of the first reads.
+        read: The keys that were read, whether the config has them or not, in the order
+            of the first reads.
     """
 
     def __init__(self, given: Iterable[str]) -> None:
@@ -48,31 +52,57 @@ class ConfigAccessLog:
 
     @property
     def unread(self) -> dict[str, str | None]:
-        """The given keys that were not read, each with a similar key that was read, if there is one."""
+        """The given keys that were not read, each with a similar key that was read,
+        if there is one.
+        """
         read = [key for key in self.read if isinstance(key, str)]
-        similar = {key: difflib.get_close_matches(str(key), read, n=1) for key in self._given if key not in self.read}
+        similar = {
+            key: difflib.get_close_matches(str(key), read, n=1)
+            for key in self._given
+            if key not in self.read
+        }
         return {key: found[0] if found else None for key, found in similar.items()}
 
 
 def unread_warning(unread: Mapping[str, str | None]) -> str:
-    """Return a warning about hyperparameters that are never read, see :attr:`ConfigAccessLog.unread`."""
-    names = ", ".join(repr(key) + (f" (is {near!r} meant?)" if near else "") for key, near in unread.items())
+    """Return a warning about hyperparameters that are never read, see
+    :attr:`ConfigAccessLog.unread`.
+    """
+    names = ", ".join(
+        repr(key) + (f" (is {near!r} meant?)" if near else "")
+        for key, near in unread.items()
+    )
     them = "it" if len(unread) == 1 else "them"
-    return f"The workload has not read {names} of its config, so that changes nothing. Correct the name, or leave {them} out."
+    return (
+        f"The workload has not read {names} of its config, so that changes nothing. "
+        f"Correct the name, or leave {them} out."
+    )
 
 
-_NO_T = "With total_epochs T is not known yet. Give total_steps (--total-steps), or read config.get('total_steps', 9)."
+_NO_T = (
+    "With total_epochs T is not known yet. Give total_steps (--total-steps), or read "
+    "config.get('total_steps', 9)."
+)
 
 
 class _Config(dict[str, Any]):
-    """The config of a workload's function: a dict that logs the keys that are read, and answers for T and B0 as well.
+    """The config of a workload's function: a dict that logs the keys that are read, and
+    answers for T and B0 as well.
 
-    T and B0 are not among the keys, so ``Settings(**config)`` gets the given hyperparameters alone.
+    T and B0 are not among the keys, so ``Settings(**config)`` gets the given
+    hyperparameters alone.
     """
 
-    def __init__(self, given: Mapping[str, Any], injected: Mapping[str, Any], log: ConfigAccessLog) -> None:
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        injected: Mapping[str, Any],
+        log: ConfigAccessLog,
+    ) -> None:
         super().__init__(given)
-        self._injected = {key: value for key, value in injected.items() if key not in given}
+        self._injected = {
+            key: value for key, value in injected.items() if key not in given
+        }
         self._log = log
 
     def __getitem__(self, key: str) -> Any:
@@ -80,11 +110,21 @@ class _Config(dict[str, Any]):
         return super().__getitem__(key)
 
     def __missing__(self, key: str) -> Any:
-        with noted(lambda: _NO_T if key == "total_steps" else f"A hyperparameter that is missing: {key}=VALUE."):
+        with noted(
+            lambda: (
+                _NO_T
+                if key == "total_steps"
+                else f"A hyperparameter that is missing: {key}=VALUE."
+            )
+        ):
             return self._injected[key]
 
-    # dict's own methods read the values without __getitem__, and so do ** and dict() with dict's own iterator.
-    __contains__, get, items, values = Mapping.__contains__, Mapping.get, Mapping.items, Mapping.values  # type: ignore[assignment]
+    # dict's own methods read the values without __getitem__, and so do ** and dict()
+    # with dict's own iterator.
+    __contains__ = Mapping.__contains__
+    get = Mapping.get  # type: ignore[assignment]
+    items = Mapping.items  # type: ignore[assignment]
+    values = Mapping.values  # type: ignore[assignment]
     setdefault = MutableMapping.setdefault
 
     def __iter__(self) -> Iterator[str]:
@@ -103,17 +143,21 @@ class _Config(dict[str, Any]):
     __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Config:
-        return _Config(copy.deepcopy(dict(super().items()), memo), self._injected, self._log)
+        return _Config(
+            copy.deepcopy(dict(super().items()), memo), self._injected, self._log
+        )
 
 
 _METRIC = must_be(
-    "'loss' or a key of the dict that evaluate returns", lambda value: isinstance(value, str) and value != ""
+    "'loss' or a key of the dict that evaluate returns",
+    lambda value: isinstance(value, str) and value != "",
 )
 
 
 @dataclass(kw_only=True, eq=False)
 class RunInputs:
-    """The pieces that every run has, checked. The attributes are those of :class:`Workload`.
+    """The pieces that every run has, checked. The attributes are those of
+    :class:`Workload`.
 
     Raises:
         ValueError: A piece can't work. The message names it, with what to do.
@@ -124,16 +168,26 @@ class RunInputs:
     scheduler: LRScheduler | None = None
     train_dataset: Any
     sampler: ExampleSampler | None = None
-    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = field(default=None, metadata=MAYBE_FUNCTION)
-    collate_fn: Callable[[list[Any]], Any] | None = field(default=None, metadata=MAYBE_FUNCTION)
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = field(
+        default=None, metadata=MAYBE_FUNCTION
+    )
+    collate_fn: Callable[[list[Any]], Any] | None = field(
+        default=None, metadata=MAYBE_FUNCTION
+    )
     extra_state: Mapping[str, Any] | None = None
-    after_step: Callable[..., object] | None = field(default=None, metadata=MAYBE_FUNCTION)
-    weight_of: Callable[[Any], Any] | None = field(default=None, metadata=MAYBE_FUNCTION)
+    after_step: Callable[..., object] | None = field(
+        default=None, metadata=MAYBE_FUNCTION
+    )
+    weight_of: Callable[[Any], Any] | None = field(
+        default=None, metadata=MAYBE_FUNCTION
+    )
     starting_step: int = field(default=0, metadata=by(integer(0)))
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
-            raise ValueError(f"Invalid model: {kind_of(self.model)}. Must be a torch.nn.Module.")
+            raise ValueError(
+                f"Invalid model: {kind_of(self.model)}. Must be a torch.nn.Module."
+            )
         check_wrappable(self.optimizer)
         check_parameters(self.model, self.optimizer, alone=True)
         check_fields(self)
@@ -141,57 +195,77 @@ class RunInputs:
             check_scheduler(self.optimizer, self.scheduler)
             if self.starting_step:
                 check_initial_rates(self.optimizer, self.scheduler)
-        if self.sampler is None and (theirs := own_sampler(self.train_dataset)) is not None:
+        if (
+            self.sampler is None
+            and (theirs := own_sampler(self.train_dataset)) is not None
+        ):
             loader, self.sampler = self.train_dataset, theirs
             self.train_dataset = loader.dataset
             if self.collate_fn is None and loader.collate_fn is not default_collate:
                 self.collate_fn = loader.collate_fn
             warn_at_user(
-                f"The data are a DataLoader with a {type(theirs).__name__}. Its dataset, sampler and collate_fn are used, and "
-                "the run makes the batches: per_worker_batch_size, num_loader_workers and drop_last of AdaScaleConfig count, not "
-                "the loader's. Without this warning: give loader.dataset, and sampler=loader.sampler."
+                f"The data are a DataLoader with a {type(theirs).__name__}. Its "
+                "dataset, sampler and collate_fn are used, and "
+                "the run makes the batches: per_worker_batch_size, num_loader_workers "
+                "and drop_last of AdaScaleConfig count, not "
+                "the loader's. Without this warning: give loader.dataset, and "
+                "sampler=loader.sampler."
             )
         if _length(self.train_dataset) == 0:
-            raise ValueError("Invalid train_dataset: it is empty. Must hold at least one example.")
+            raise ValueError(
+                "Invalid train_dataset: it is empty. Must hold at least one example."
+            )
 
 
 @hinting
 @dataclass(kw_only=True, eq=False)
 class Workload(RunInputs):
-    """The pieces of a training run, in plain torch, exactly as at the base batch. Not wrapped, not moved to a device.
+    """The pieces of a training run, in plain torch, exactly as at the base batch. Not
+    wrapped, not moved to a device.
 
     Attributes:
         model: The bare model.
-        optimizer: One optimizer over the model's trainable parameters, with the learning rates of the base batch.
-        scheduler: The learning-rate schedule, bound to ``optimizer``, or None for constant rates. Never step it.
-        scheduler_unit: What one ``scheduler.step()`` meant in the base run: an optimizer ``"step"`` or an ``"epoch"``.
-            Required with a scheduler.
-        train_dataset: Examples, map-style (``__len__`` and ``__getitem__``) for exact resumes.
-        sampler: Draws the examples of each epoch: a torch ``Sampler``, such as ``WeightedRandomSampler``, or a function from the
-            epoch, from 0, to indices. One for all workers, with the same number of indices each epoch, which T counts. It is
-            seeded by (seed, epoch), so runs resume exactly. Default: a permutation, or the dataset's order (``shuffle``).
-        loss_fn: ``loss_fn(model, batch)`` is the mean loss over the batch's examples, a scalar tensor.
-        evaluate: ``evaluate(model)`` returns metrics by name; called without gradients, in eval mode.
-        metric: The metric that a search optimises: ``"loss"`` (the training loss) or a key of the dict from ``evaluate``.
+        optimizer: One optimizer over the model's trainable parameters, with the
+            learning rates of the base batch.
+        scheduler: The learning-rate schedule, bound to ``optimizer``, or None for
+            constant rates. Never step it.
+        scheduler_unit: What one ``scheduler.step()`` meant in the base run: an
+            optimizer ``"step"`` or an ``"epoch"``. Required with a scheduler.
+        train_dataset: Examples, map-style (``__len__`` and ``__getitem__``) for exact
+            resumes.
+        sampler: Draws the examples of each epoch: a torch ``Sampler``, such as
+            ``WeightedRandomSampler``, or a function from the epoch, from 0, to indices.
+            One for all workers, with the same number of indices each epoch, which T
+            counts. It is seeded by (seed, epoch), so runs resume exactly. Default: a
+            permutation, or the dataset's order (``shuffle``).
+        loss_fn: ``loss_fn(model, batch)`` is the mean loss over the batch's examples, a
+            scalar tensor.
+        evaluate: ``evaluate(model)`` returns metrics by name; called without gradients,
+            in eval mode.
+        metric: The metric that a search optimises: ``"loss"`` (the training loss) or a
+            key of the dict from ``evaluate``.
         mode: Whether a small (``"min"``) or a large (``"max"``) metric is better.
-        collate_fn: Makes a batch of a list of examples, as in ``torch.utils.data.DataLoader``; torch's by default.
-        extra_state: Further objects for the checkpoints, by name, such as an average of the weights; see
-            :class:`ray_adascale.Run`.
-        after_step: ``after_step(model)`` or ``after_step(model, gain)``, called after each optimizer step; see
-            :class:`ray_adascale.Run`.
-        weight_of: ``weight_of(batch)`` is the number of units, such as tokens, over which the loss is a mean; see
-            :class:`ray_adascale.Run`.
-        starting_step: τ at which the run begins, if another program has trained the weights up to there; see
-            :class:`ray_adascale.Run`.
-        config_reads: The keys of the config that the function has read. ``build`` sets it, so that a run can warn about
-            hyperparameters that are never read.
+        collate_fn: Makes a batch of a list of examples, as in
+            ``torch.utils.data.DataLoader``; torch's by default.
+        extra_state: Further objects for the checkpoints, by name, such as an average of
+            the weights; see :class:`ray_adascale.Run`.
+        after_step: ``after_step(model)`` or ``after_step(model, gain)``, called after
+            each optimizer step; see :class:`ray_adascale.Run`.
+        weight_of: ``weight_of(batch)`` is the number of units, such as tokens, over
+            which the loss is a mean; see :class:`ray_adascale.Run`.
+        starting_step: τ at which the run begins, if another program has trained the
+            weights up to there; see :class:`ray_adascale.Run`.
+        config_reads: The keys of the config that the function has read. ``build`` sets
+            it, so that a run can warn about hyperparameters that are never read.
 
     Raises:
         ValueError: A field can't work. The message names it, with what to do.
     """
 
     scheduler_unit: Literal["step", "epoch"] | None = None
-    loss_fn: Callable[[nn.Module, Any], Tensor] = field(metadata=by(must_be("a function", callable)))
+    loss_fn: Callable[[nn.Module, Any], Tensor] = field(
+        metadata=by(must_be("a function", callable))
+    )
     metric: str = field(default="loss", metadata=by(_METRIC))
     mode: Literal["min", "max"] = "min"
     config_reads: ConfigAccessLog | None = field(default=None, repr=False)
@@ -200,18 +274,23 @@ class Workload(RunInputs):
         super().__post_init__()
         if self.scheduler is not None and self.scheduler_unit is None:
             raise ValueError(
-                "Missing scheduler_unit. It is what one scheduler.step() meant in the base run: 'step' if it was called after "
-                "every optimizer step, 'epoch' if once an epoch. A wrong guess would be silently wrong: the learning rate "
+                "Missing scheduler_unit. It is what one scheduler.step() meant in the "
+                "base run: 'step' if it was called after "
+                "every optimizer step, 'epoch' if once an epoch. A wrong guess would "
+                "be silently wrong: the learning rate "
                 "would fall hundreds of times too fast or too slowly."
             )
         if self.metric != "loss" and self.evaluate is None:
             raise ValueError(
-                f"Invalid metric={self.metric!r} without evaluate. Pass evaluate=, a function from the model to a dict "
+                f"Invalid metric={self.metric!r} without evaluate. Pass evaluate=, a "
+                "function from the model to a dict "
                 "with that key, or use metric='loss'."
             )
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return ``loss_fn(model, batch)``. An exception gets a note on the batch, since torch's messages don't name it."""
+        """Return ``loss_fn(model, batch)``. An exception gets a note on the batch,
+        since torch's messages don't name it.
+        """
         with noted(lambda: _loss_note(model, batch)):
             return self.loss_fn(model, batch)
 
@@ -227,7 +306,8 @@ def with_unit(config: AdaScaleConfig, workload: Workload) -> AdaScaleConfig:
     unit = workload.scheduler_unit if workload.scheduler is not None else None
     if config.scheduler_unit is not None and config.scheduler_unit != unit:
         raise SettingError(
-            f"Invalid {{}}: the workload says {unit!r}. Leave it out.", scheduler_unit=config.scheduler_unit
+            f"Invalid {{}}: the workload says {unit!r}. Leave it out.",
+            scheduler_unit=config.scheduler_unit,
         )
     stop = config.early_stop
     if stop is not None and stop.metric is None:
@@ -235,14 +315,26 @@ def with_unit(config: AdaScaleConfig, workload: Workload) -> AdaScaleConfig:
     return replace(config, scheduler_unit=unit, early_stop=stop)
 
 
-def injected_settings(settings: AdaScaleConfig | None, recipe: Recipe | None = None) -> dict[str, int]:
-    """Return the settings that a workload's function may read: T (``total_steps``) and B0 (``base_batch_size``).
+def injected_settings(
+    settings: AdaScaleConfig | None, recipe: Recipe | None = None
+) -> dict[str, int]:
+    """Return the settings that a workload's function may read: T (``total_steps``) and
+    B0 (``base_batch_size``).
 
-    Unknown ones are missing: T is unknown with ``total_epochs``. With a recipe, the function gets the same settings as in the
-    search, so that it builds the same schedule again.
+    Unknown ones are missing: T is unknown with ``total_epochs``. With a recipe, the
+    function gets the same settings as in the search, so that it builds the same
+    schedule again.
     """
-    names = INJECTED if recipe is None else [name for name in INJECTED if name in recipe.search.get("handed", [])]
-    return {name: value for name in names if (value := getattr(settings, name, None)) is not None}
+    names = (
+        INJECTED
+        if recipe is None
+        else [name for name in INJECTED if name in recipe.search.get("handed", [])]
+    )
+    return {
+        name: value
+        for name in names
+        if (value := getattr(settings, name, None)) is not None
+    }
 
 
 def build(
@@ -251,11 +343,13 @@ def build(
     settings: AdaScaleConfig | None = None,
     recipe: Recipe | None = None,
 ) -> Workload:
-    """Return ``workload_fn(config)``, checked. The config is a copy of the hyperparameters, and the function may change it.
+    """Return ``workload_fn(config)``, checked. The config is a copy of the
+    hyperparameters, and the function may change it.
 
-    ``config["total_steps"]`` and ``config["base_batch_size"]`` are T and B0, unless the hyperparameters have these keys, see
-    :func:`injected_settings`. So the length of a schedule is given once. T and B0 are not among the config's keys, and the
-    function need not read them.
+    ``config["total_steps"]`` and ``config["base_batch_size"]`` are T and B0, unless the
+    hyperparameters have these keys, see :func:`injected_settings`. So the length of a
+    schedule is given once. T and B0 are not among the config's keys, and the function
+    need not read them.
 
     Args:
         workload_fn: The workload's function.
@@ -269,34 +363,56 @@ def build(
     reads = ConfigAccessLog(hyperparameters)
     known = injected_settings(settings, recipe)
     try:
-        workload = workload_fn(_Config(copy.deepcopy(dict(hyperparameters)), known, reads))
+        workload = workload_fn(
+            _Config(copy.deepcopy(dict(hyperparameters)), known, reads)
+        )
     except (TypeError, ValueError, ArithmeticError, AssertionError) as error:
-        # lr=abc on the command line is text, and torch's message does not name the hyperparameter.
-        text = [f"{key}={value!r}" for key in reads.read if isinstance(value := hyperparameters.get(key), str)]
+        # lr=abc on the command line is text, and torch's message does not name the
+        # hyperparameter.
+        text = [
+            f"{key}={value!r}"
+            for key in reads.read
+            if isinstance(value := hyperparameters.get(key), str)
+        ]
         if text:
             verb = "is" if len(text) == 1 else "are"
-            error.add_note(f"{', '.join(text)} {verb} text, where a number may be needed.")
+            error.add_note(
+                f"{', '.join(text)} {verb} text, where a number may be needed."
+            )
         raise
     if not isinstance(workload, Workload):
         name = getattr(workload_fn, "__qualname__", repr(workload_fn))
         hint = " Is a return statement missing?" if workload is None else ""
-        raise TypeError(f"{name} returned {kind_of(workload)}. Must return a ray_adascale.Workload.{hint}")
+        raise TypeError(
+            f"{name} returned {kind_of(workload)}. Must return a "
+            f"ray_adascale.Workload.{hint}"
+        )
     workload.config_reads = reads
     return workload
 
 
 def _loss_note(model: nn.Module, batch: Any) -> str:
     tensors = [part for part in leaves(batch) if isinstance(part, Tensor)][:6]
-    dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in model.parameters())
+    dtypes = dict.fromkeys(
+        str(p.dtype).removeprefix("torch.") for p in model.parameters()
+    )
     return (
-        f"In loss_fn(model, batch), with {', '.join(map(_in_words, tensors)) or 'no tensor'} in the batch and parameters of "
-        f"{', '.join(dtypes) or 'no dtype'}. Compare dtypes and shapes with what the model takes, and labels with its classes."
+        "In loss_fn(model, batch), with "
+        f"{', '.join(map(_in_words, tensors)) or 'no tensor'} in the batch and "
+        "parameters of "
+        f"{', '.join(dtypes) or 'no dtype'}. Compare dtypes and shapes with what the "
+        "model takes, and labels with its classes."
     )
 
 
 def _in_words(tensor: Tensor) -> str:
     text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-    if tensor.is_floating_point() or tensor.is_complex() or not tensor.is_cpu or not tensor.numel():
+    if (
+        tensor.is_floating_point()
+        or tensor.is_complex()
+        or not tensor.is_cpu
+        or not tensor.numel()
+    ):
         return text  # after an assertion on the device, nothing can be read from it
     return f"{text} from {tensor.min().item()} to {tensor.max().item()}"
 
@@ -304,7 +420,12 @@ def _in_words(tensor: Tensor) -> str:
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except (TypeError, NotImplementedError, AttributeError):  # an iterable, or Ray Data's, which raises
+    except (
+        TypeError,
+        NotImplementedError,
+        AttributeError,
+    ):
+        # An iterable, or Ray Data's, which raises.
         return None
 
 

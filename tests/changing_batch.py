@@ -21,7 +21,12 @@ class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
     def __init__(self, length: int = 90, *, noisy: bool = False) -> None:
         generator = torch.Generator().manual_seed(0)
         self.x = torch.randn(length, 6, generator=generator)
-        self.y = (self.x[:, 0] + 0.5 * self.x[:, 1] + 0.7 * torch.randn(length, generator=generator) > 0).long()
+        self.y = (
+            self.x[:, 0]
+            + 0.5 * self.x[:, 1]
+            + 0.7 * torch.randn(length, generator=generator)
+            > 0
+        ).long()
         self.noisy = noisy
 
     def __len__(self) -> int:
@@ -37,8 +42,16 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
 
 
-def make_run(net: nn.Module, folder: str | None = None, *, fused: bool | None = None, **settings: Any) -> Run:
-    """A run at the base batch size 4 and T = 200; ``settings`` are those of the configuration, and ``data`` and ``backend``."""
+def make_run(
+    net: nn.Module,
+    folder: str | None = None,
+    *,
+    fused: bool | None = None,
+    **settings: Any,
+) -> Run:
+    """A run at the base batch size 4 and T = 200; ``settings`` are those of the
+    configuration, and ``data`` and ``backend``.
+    """
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=fused)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 17, 0.9)
     data = settings.pop("data", None) or Numbered()
@@ -49,14 +62,23 @@ def make_run(net: nn.Module, folder: str | None = None, *, fused: bool | None = 
         "scheduler_unit": "step",
         "per_worker_batch_size": 8,
     }
-    return Run(net, optimizer, schedule, data, AdaScaleConfig(**(defaults | settings)), backend=backend)
+    return Run(
+        net,
+        optimizer,
+        schedule,
+        data,
+        AdaScaleConfig(**(defaults | settings)),
+        backend=backend,
+    )
 
 
 Step = tuple[float, int, int, list[int]]
 
 
 def drive(run: Run, stop_after: int | None = None) -> list[Step]:
-    """S, passes and position after each step, and the examples that this worker saw in it."""
+    """S, passes and position after each step, and the examples that this worker saw
+    in it.
+    """
     steps: list[Step] = []
     indices: list[int] = []
     for x, y, index in run:
@@ -72,7 +94,9 @@ def drive(run: Run, stop_after: int | None = None) -> list[Step]:
 
 
 def flat(net: nn.Module) -> list[float]:
-    weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
+    weights = [
+        p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()
+    ]
     return torch.cat([p.detach().reshape(-1) for p in weights]).tolist()
 
 
@@ -82,8 +106,12 @@ def stream(length: int, count: int) -> list[int]:
     return torch.cat(epochs).tolist()[:count]
 
 
-def assert_exactly_once(workers: list[list[Step]], *, base: int = 4, begin: int = 0) -> None:
-    """Each step takes the next S·B0 examples of the stream, over all workers, and no other."""
+def assert_exactly_once(
+    workers: list[list[Step]], *, base: int = 4, begin: int = 0
+) -> None:
+    """Each step takes the next S·B0 examples of the stream, over all workers, and no
+    other.
+    """
     position = begin
     for parts in zip(*workers, strict=True):
         scale, _, after, _ = parts[0]
@@ -95,8 +123,12 @@ def assert_exactly_once(workers: list[list[Step]], *, base: int = 4, begin: int 
         position = after
 
 
-def stopped_at(folder: str | None, stops: tuple[int, ...], **settings: Any) -> tuple[list[float], list[Step], float]:
-    """A run that is left at each of these optimizer steps and taken up from its checkpoint there."""
+def stopped_at(
+    folder: str | None, stops: tuple[int, ...], **settings: Any
+) -> tuple[list[float], list[Step], float]:
+    """A run that is left at each of these optimizer steps and taken up from its
+    checkpoint there.
+    """
     done: list[Step] = []
     every = {"checkpoint_every_s": 1e-9} if stops else {}
     for stop in (*stops, None):

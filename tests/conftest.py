@@ -1,12 +1,15 @@
-"""Fixtures for all tests, and the lanes in which `make test` and `make test-docs` run them.
+"""Fixtures for all tests, and the lanes in which `make test` and `make test-docs` run
+them.
 
-Each test belongs to one lane: "gpu" and "docs" by their markers, else "ray" where it starts Ray, else "simulated" where it runs
-on the simulated GPU, else "pool" where it runs functions on gloo processes, else "plain". ``pytest --lane=pool`` runs the tests
-of one lane. It imports no file without such tests, since an import of Ray Train or of a client library takes seconds. The lane
-"gpu" must run where Ray is not installed.
+Each test belongs to one lane: "gpu" and "docs" by their markers, else "ray" where it
+starts Ray, else "simulated" where it runs on the simulated GPU, else "pool" where it
+runs functions on gloo processes, else "plain". ``pytest --lane=pool`` runs the tests of
+one lane. It imports no file without such tests, since an import of Ray Train or of a
+client library takes seconds. The lane "gpu" must run where Ray is not installed.
 
-``@pytest.mark.also_simulated`` on a test (or a file) that uses ``pool`` adds the same test on the simulated GPU. With patterns,
-it adds only the cases whose parameters, joined as in the test's id, match one of them.
+``@pytest.mark.also_simulated`` on a test (or a file) that uses ``pool`` adds the same
+test on the simulated GPU. With patterns, it adds only the cases whose parameters,
+joined as in the test's id, match one of them.
 """
 
 from __future__ import annotations
@@ -35,8 +38,14 @@ import torch
 
 from .pool import RESTARTED, ProcessPool
 
-# pytest explains the failed assertions of these modules, as it does those of test files.
-pytest.register_assert_rewrite("tests.samples_of", "tests.uneven", "tests.project.readme", "tests.integrations.problem")
+# pytest explains the failed assertions of these modules, as it does those of test
+# files.
+pytest.register_assert_rewrite(
+    "tests.samples_of",
+    "tests.uneven",
+    "tests.project.readme",
+    "tests.integrations.problem",
+)
 
 torch.set_num_threads(1)
 
@@ -49,11 +58,17 @@ _MENTIONS = {
     "pool": re.compile(r"\bmark\.pool\b|\bpool\b|\bknowing\b"),
 }
 # A marker of all tests of a file.
-_WHOLE_FILE = re.compile(r"^pytestmark = (?:\[[^]]*)?pytest\.mark\.(docs|ray|gpu)\b", re.MULTILINE)
+_WHOLE_FILE = re.compile(
+    r"^pytestmark = (?:\[[^]]*)?pytest\.mark\.(docs|ray|gpu)\b", re.MULTILINE
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--lane", choices=("plain", *_MENTIONS), help="run the tests of one lane (tests/conftest.py)")
+    parser.addoption(
+        "--lane",
+        choices=("plain", *_MENTIONS),
+        help="run the tests of one lane (tests/conftest.py)",
+    )
 
 
 @functools.cache
@@ -61,13 +76,19 @@ def _may_hold(path: Path, lane: str) -> bool:
     text = path.read_text(encoding="utf-8")
     whole = _WHOLE_FILE.search(text)
     if whole is not None:
-        return lane == whole[1] or (lane == "docs" and _MENTIONS["docs"].search(text) is not None)
+        return lane == whole[1] or (
+            lane == "docs" and _MENTIONS["docs"].search(text) is not None
+        )
     return lane == "plain" or _MENTIONS[lane].search(text) is not None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     lane = config.getoption("--lane")
-    if lane is not None and re.fullmatch(r"test_.*\.py", collection_path.name) and not _may_hold(collection_path, lane):
+    if (
+        lane is not None
+        and re.fullmatch(r"test_.*\.py", collection_path.name)
+        and not _may_hold(collection_path, lane)
+    ):
         return True
     return None
 
@@ -76,7 +97,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pool" not in metafunc.fixturenames:
         return
     if metafunc.definition.get_closest_marker("also_simulated") is not None:
-        metafunc.parametrize("pool", ["gloo", "simulated"], ids=[pytest.HIDDEN_PARAM, "simulated"], indirect=True)
+        metafunc.parametrize(
+            "pool",
+            ["gloo", "simulated"],
+            ids=[pytest.HIDDEN_PARAM, "simulated"],
+            indirect=True,
+        )
 
 
 def _on_simulated_gpu(item: pytest.Item) -> bool:
@@ -84,7 +110,9 @@ def _on_simulated_gpu(item: pytest.Item) -> bool:
 
 
 def _left_out(item: pytest.Item) -> bool:
-    """Whether the test on the simulated GPU is of a case that ``also_simulated`` does not name."""
+    """Whether the test on the simulated GPU is of a case that ``also_simulated``
+    does not name.
+    """
     marker = item.get_closest_marker("also_simulated")
     if marker is None or not marker.args or not _on_simulated_gpu(item):
         return False
@@ -93,11 +121,16 @@ def _left_out(item: pytest.Item) -> bool:
 
 
 def _lane_of(item: pytest.Item) -> str:
-    return next((lane for lane in _MENTIONS if item.get_closest_marker(lane) is not None), "plain")
+    return next(
+        (lane for lane in _MENTIONS if item.get_closest_marker(lane) is not None),
+        "plain",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     items[:] = [item for item in items if not _left_out(item)]
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
@@ -108,22 +141,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             needed = gpu.args[0] if gpu.args else 1
             found = torch.cuda.device_count() if torch.cuda.is_available() else 0
             if found < needed:
-                item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), and torch finds {found}"))
+                item.add_marker(
+                    pytest.mark.skip(
+                        reason=f"needs {needed} GPU(s), and torch finds {found}"
+                    )
+                )
         if "ray_session" in fixtures:
             item.add_marker(pytest.mark.ray)
         if "pool" in fixtures:
             item.add_marker(pytest.mark.pool)
-        # Ray starts a dozen processes; in a fresh clone on a busy machine, with no bytecode yet, two minutes are not enough.
-        if item.get_closest_marker("ray") is not None and item.get_closest_marker("timeout") is None:
+        # Ray starts a dozen processes; in a fresh clone on a busy machine, with no
+        # bytecode yet, two minutes are not enough.
+        if (
+            item.get_closest_marker("ray") is not None
+            and item.get_closest_marker("timeout") is None
+        ):
             item.add_marker(pytest.mark.timeout(400))
         if not _may_hold(item.path, _lane_of(item)):
             raise pytest.UsageError(
-                f"{item.nodeid} is of lane {_lane_of(item)!r}, and {item.path.name} mentions neither its marker nor its "
-                "fixture, so that `make test` would never run it. Name the fixture in the file."
+                f"{item.nodeid} is of lane {_lane_of(item)!r}, and {item.path.name} "
+                "mentions neither its marker nor its "
+                "fixture, so that `make test` would never run it. Name the fixture in "
+                "the file."
             )
     lane = config.getoption("--lane")
     if lane is not None:
-        config.hook.pytest_deselected(items=[item for item in items if _lane_of(item) != lane])
+        config.hook.pytest_deselected(
+            items=[item for item in items if _lane_of(item) != lane]
+        )
         items[:] = [item for item in items if _lane_of(item) == lane]
 
 
@@ -142,7 +187,8 @@ class _Pools(dict[int, ProcessPool]):
 
 def pytest_unconfigure() -> None:
     schedules = sys.modules.get("ray_adascale.optim.tau_schedule")
-    if schedules is not None:  # tests drop schedules before T, of which the end of a process warns
+    # tests drop schedules before T, of which the end of a process warns
+    if schedules is not None:
         schedules._REACHED.clear()
 
 
@@ -172,22 +218,29 @@ def _simulated_pools() -> Iterator[_Pools]:
 
 @pytest.fixture
 def pool(request: pytest.FixtureRequest) -> Callable[[int], ProcessPool]:
-    """``pool(n).run(fn, *args)`` calls fn on n processes, which live as long as the test session: of the CPU with gloo.
+    """``pool(n).run(fn, *args)`` calls fn on n processes, which live as long as the
+    test session: of the CPU with gloo.
 
     In tests with the marker ``also_simulated`` also of the simulated GPU.
     """
-    return request.getfixturevalue(f"_{getattr(request, 'param', 'gloo')}_pools").__getitem__
+    return request.getfixturevalue(
+        f"_{getattr(request, 'param', 'gloo')}_pools"
+    ).__getitem__
 
 
 @pytest.fixture
 def simulated_pool(_simulated_pools: _Pools) -> Callable[[int], ProcessPool]:
-    """``simulated_pool(n).run(fn, *args)`` calls fn on n processes, each with a simulated GPU of its own."""
+    """``simulated_pool(n).run(fn, *args)`` calls fn on n processes, each with a
+    simulated GPU of its own.
+    """
     return _simulated_pools.__getitem__
 
 
 @pytest.fixture
 def write(tmp_path: Path) -> Iterator[Any]:
-    """``write(name, text)`` makes a file and returns its path. Modules of such files are unloaded after the test."""
+    """``write(name, text)`` makes a file and returns its path. Modules of such files
+    are unloaded after the test.
+    """
     path_before = list(sys.path)
 
     def put(name: str, text: str) -> Path:
@@ -204,25 +257,35 @@ def write(tmp_path: Path) -> Iterator[Any]:
 
 
 def _few_processes(patched: pytest.MonkeyPatch) -> None:
-    """Start trainers without two of Ray Train's own processes, which no test looks at: a third of the start of a run.
+    """Start trainers without two of Ray Train's own processes, which no test looks at:
+    a third of the start of a run.
 
-    One hands out Ray Data to the workers, and stays where a trainer has a dataset. The other cleans up after a controller that
-    died. Trainers of other processes (the command line, the wheel, a trial) have both.
+    One hands out Ray Data to the workers, and stays where a trainer has a dataset. The
+    other cleans up after a controller that died. Trainers of other processes (the
+    command line, the wheel, a trial) have both.
     """
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     make = DataParallelTrainer._create_default_callbacks
 
     def needed(self: DataParallelTrainer) -> list[Any]:
-        without = {"PlacementGroupCleanerCallback"} | (set() if self.datasets else {"DatasetsCallback"})
-        return [callback for callback in make(self) if type(callback).__name__ not in without]
+        without = {"PlacementGroupCleanerCallback"} | (
+            set() if self.datasets else {"DatasetsCallback"}
+        )
+        return [
+            callback
+            for callback in make(self)
+            if type(callback).__name__ not in without
+        ]
 
     patched.setattr(DataParallelTrainer, "_create_default_callbacks", needed)
 
 
 @pytest.fixture(scope="session")
 def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A local Ray with four CPUs for the whole test session; yields a folder for ``storage_path``."""
+    """A local Ray with four CPUs for the whole test session; yields a folder for
+    ``storage_path``.
+    """
     import ray  # here, as most tests need none
 
     with warnings.catch_warnings():

@@ -1,4 +1,6 @@
-"""A given schedule of batches: how it is read, its plans, and resumes. ``tests/model`` compares whole runs."""
+"""A given schedule of batches: how it is read, its plans, and resumes.
+``tests/model`` compares whole runs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from ray_adascale.run.observe.eta import forecast_run
 from .changing_batch import drive, make_run, network
 from .samples_of import recipe
 
-# ---- what is read ----------------------------------------------------------------------------------------------------
+# ---- what is read --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -32,11 +34,18 @@ from .samples_of import recipe
         ("0%:32,1:128,2:512", "steps", (0, 1, 2)),
     ],
 )
-def test_starts_are_shares_or_effective_steps(given: Any, unit: Any, starts: tuple[float, ...]) -> None:
+def test_starts_are_shares_or_effective_steps(
+    given: Any, unit: Any, starts: tuple[float, ...]
+) -> None:
     found = read_schedule(given)
     assert found == BatchSchedule(starts, (32, 128, 512), unit == "share")
     assert read_schedule(str(found)) == found
-    assert AdaScaleConfig(base_batch_size=32, batch_schedule=given).batch.plan(1).global_batch_size == 32
+    assert (
+        AdaScaleConfig(base_batch_size=32, batch_schedule=given)
+        .batch.plan(1)
+        .global_batch_size
+        == 32
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +75,9 @@ def test_starts_are_shares_or_effective_steps(given: Any, unit: Any, starts: tup
         ("0:32,60%:64,20%:128", "do not ascend"),
     ],
 )
-def test_other_schedules_are_refused_with_the_forms_there_are(given: Any, why: str) -> None:
+def test_other_schedules_are_refused_with_the_forms_there_are(
+    given: Any, why: str
+) -> None:
     with pytest.raises(ValueError, match=why) as refused:
         AdaScaleConfig(base_batch_size=8, batch_schedule=given)
     assert f"batch_schedule={given!r}" in str(refused.value)
@@ -76,23 +87,38 @@ def test_other_schedules_are_refused_with_the_forms_there_are(given: Any, why: s
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target_efficiency": 0.5}, "target_efficiency=0.5, batch_schedule='0:8'.*not both"),
-        ({"global_batch_size": 8}, "batch_schedule='0:8', global_batch_size=8.*not both"),
+        (
+            {"target_efficiency": 0.5},
+            "target_efficiency=0.5, batch_schedule='0:8'.*not both",
+        ),
+        (
+            {"global_batch_size": 8},
+            "batch_schedule='0:8', global_batch_size=8.*not both",
+        ),
         ({"base_batch_size": 9}, "batch of 8 is smaller than base_batch_size=9"),
-        ({"max_global_batch_size": 7}, r"AdaScaleConfig\(max_global_batch_size=7\): it leaves no batch on 1 workers"),
+        (
+            {"max_global_batch_size": 7},
+            r"AdaScaleConfig\(max_global_batch_size=7\): it leaves no batch on 1 workers",
+        ),
     ],
 )
-def test_settings_that_contradict_a_schedule_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_contradict_a_schedule_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        AdaScaleConfig(**({"base_batch_size": 8, "batch_schedule": "0:8"} | settings)).batch.plan(1)
+        AdaScaleConfig(
+            **({"base_batch_size": 8, "batch_schedule": "0:8"} | settings)
+        ).batch.plan(1)
 
 
-# ---- the plans -------------------------------------------------------------------------------------------------------
+# ---- the plans -----------------------------------------------------------------------
 
 
 def phases(schedule: Any, workers: int, **settings: Any) -> list[tuple[int, int]]:
     """(B, passes) of each batch of a schedule."""
-    batch = AdaScaleConfig(**({"base_batch_size": 8, "batch_schedule": schedule} | settings)).batch
+    batch = AdaScaleConfig(
+        **({"base_batch_size": 8, "batch_schedule": schedule} | settings)
+    ).batch
     return [(plan.global_batch_size, plan.passes) for plan in batch.plans(workers)]
 
 
@@ -100,7 +126,9 @@ def test_a_bound_cuts_the_batches_above_it() -> None:
     given = "0:8,10:33,20:64"
     assert phases(given, 2, max_global_batch_size=40) == [(8, 1), (33, 3), (40, 3)]
     # Passes of one example on two workers: 11 examples need 6 of them, which are 12.
-    assert phases("0:8,10:12,20:64", 2, per_worker_batch_size=1, max_global_batch_size=11) == [(8, 4), (10, 5), (10, 5)]
+    assert phases(
+        "0:8,10:12,20:64", 2, per_worker_batch_size=1, max_global_batch_size=11
+    ) == [(8, 4), (10, 5), (10, 5)]
 
 
 def following(schedule: str) -> BatchFollower:
@@ -136,31 +164,47 @@ def test_a_step_that_may_end_in_the_second_of_two_equal_batches_is_read() -> Non
     assert it.next_plan(4.0, lambda: (1.0, 1.0)).global_batch_size == 32
 
 
-# ---- runs ------------------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------
 
 
 def test_a_run_may_resume_with_a_schedule_and_without_one(tmp_path: Path) -> None:
     every = {"checkpoint_every_s": 1e-9}
-    drive(make_run(network(), str(tmp_path), target_efficiency=0.5, max_global_batch_size=32, **every), 20)
+    drive(
+        make_run(
+            network(),
+            str(tmp_path),
+            target_efficiency=0.5,
+            max_global_batch_size=32,
+            **every,
+        ),
+        20,
+    )
     given = make_run(network(), str(tmp_path), batch_schedule="0:12,50%:16", **every)
     assert given.scale == 3
     drive(given, 60)
     assert given.effective_steps > 100
     assert given.scale == 4
-    follows = make_run(network(), str(tmp_path), target_efficiency=0.5, max_global_batch_size=32)
+    follows = make_run(
+        network(), str(tmp_path), target_efficiency=0.5, max_global_batch_size=32
+    )
     assert follows.effective_steps == given.effective_steps
-    assert {scale for scale, *_ in drive(follows)} <= {plan.scale for plan in follows.parts.stages[0].follower.plans}
+    assert {scale for scale, *_ in drive(follows)} <= {
+        plan.scale for plan in follows.parts.stages[0].follower.plans
+    }
 
 
-# ---- forecast, time left, data, loops of others ----------------------------------------------------------------------
+# ---- forecast, time left, data, loops of others --------------------------------------
 
 
 def test_a_schedule_is_forecast_as_it_runs() -> None:
-    # Nothing but noise, so r = S: 10 steps at 8 examples, 10 at 16 up to τ = 30, and then (100 − 30)/8 at 64.
+    # Nothing but noise, so r = S: 10 steps at 8 examples, 10 at 16 up to τ = 30, and
+    # then (100 − 30)/8 at 64.
     noise = recipe([(0, 1, 0)])
     config = AdaScaleConfig(base_batch_size=8, batch_schedule="0:8,10%:16,30%:64")
     found = Forecaster(noise).following(config.batch, 2).expected
-    assert [plan.global_batch_size for plan in found.plans] == [8] * 10 + [16] * 10 + [64] * 9
+    assert [plan.global_batch_size for plan in found.plans] == [8] * 10 + [16] * 10 + [
+        64
+    ] * 9
     assert found.tau[20:22] == (30, 38)
     by_hand = replay(
         noise_curves(noise)[0],
@@ -172,4 +216,6 @@ def test_a_schedule_is_forecast_as_it_runs() -> None:
     )
     assert by_hand == found
     assert forecast_run(noise, config, 1, 2) == found
-    assert [found.steps_left(tau) for tau in (0, 10, 30, 100)] == pytest.approx([28.75, 18.75, 8.75, 0])
+    assert [found.steps_left(tau) for tau in (0, 10, 30, 100)] == pytest.approx(
+        [28.75, 18.75, 8.75, 0]
+    )

@@ -1,4 +1,6 @@
-"""OptimizerChain: against the plain optimizers stepped one after the other, and as a torch.optim.Optimizer."""
+"""OptimizerChain: against the plain optimizers stepped one after the other, and as a
+torch.optim.Optimizer.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,20 @@ from .uneven import assert_same
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)
+    )
 
 
 def members(model: nn.Sequential) -> tuple[Muon, AdamW]:
-    """Muon for the middle matrix and the first one, AdamW for the rest in two groups."""
+    """Muon for the middle matrix and the first one, AdamW for the rest in two
+    groups.
+    """
     muon = Muon([model[2].weight, model[0].weight], lr=0.02)
-    rest = [{"params": [model[0].bias, model[2].bias]}, {"params": model[4].parameters(), "lr": 0.03}]
+    rest = [
+        {"params": [model[0].bias, model[2].bias]},
+        {"params": model[4].parameters(), "lr": 0.03},
+    ]
     return muon, AdamW(rest, lr=0.01)
 
 
@@ -38,14 +47,22 @@ def make(model: nn.Sequential) -> OptimizerChain:
 
 
 def batches(first: int, last: int, size: int = 16) -> list[Tensor]:
-    return [torch.randn(size, 6, generator=torch.Generator().manual_seed(i)) for i in range(first, last)]
+    return [
+        torch.randn(size, 6, generator=torch.Generator().manual_seed(i))
+        for i in range(first, last)
+    ]
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x) - x[:, :2].sin()).square().mean()
 
 
-def train(model: nn.Module, optimizers: list[Any], data: list[Tensor], schedulers: tuple[Any, ...] = ()) -> None:
+def train(
+    model: nn.Module,
+    optimizers: list[Any],
+    data: list[Tensor],
+    schedulers: tuple[Any, ...] = (),
+) -> None:
     for x in data:
         loss_of(model, x).backward()
         for optimizer in optimizers:
@@ -59,7 +76,7 @@ def weights(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-# ---- the same steps as those of the optimizers -----------------------------------------------------------------------
+# ---- the same steps as those of the optimizers ---------------------------------------
 
 
 def test_groups_are_the_optimizers_own_and_schedulers_of_one_act() -> None:
@@ -67,7 +84,9 @@ def test_groups_are_the_optimizers_own_and_schedulers_of_one_act() -> None:
     muon, adamw = members(model)
     chain = OptimizerChain(iter([muon, adamw]))
     assert chain.optimizers == (muon, adamw)
-    assert [id(g) for g in chain.param_groups] == [id(g) for g in [*muon.param_groups, *adamw.param_groups]]
+    assert [id(g) for g in chain.param_groups] == [
+        id(g) for g in [*muon.param_groups, *adamw.param_groups]
+    ]
     assert chain.parts() == [(muon, [0]), (adamw, [1, 2])]
     LambdaLR(muon, lambda t: 0.5)
     LambdaLR(chain, lambda t: 0.1)
@@ -107,7 +126,7 @@ def test_gradients_are_cleared_as_by_the_optimizers() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-# ---- state -----------------------------------------------------------------------------------------------------------
+# ---- state ---------------------------------------------------------------------------
 
 
 def test_the_state_dict_is_that_of_one_optimizer_and_goes_on_to_the_last_bit() -> None:
@@ -118,7 +137,9 @@ def test_the_state_dict_is_that_of_one_optimizer_and_goes_on_to_the_last_bit() -
     saved = chain.state_dict()
     assert [g["params"] for g in saved["param_groups"]] == [[0, 1], [2, 3], [4, 5]]
     assert [set(saved["state"][i]) for i in (0, 1)] == [{"momentum_buffer"}] * 2
-    assert all(set(saved["state"][i]) == {"step", "exp_avg", "exp_avg_sq"} for i in range(2, 6))
+    assert all(
+        set(saved["state"][i]) == {"step", "exp_avg", "exp_avg_sq"} for i in range(2, 6)
+    )
     file = io.BytesIO()
     torch.save(saved, file)
     file.seek(0)
@@ -139,7 +160,9 @@ def test_the_state_dict_is_that_of_one_optimizer_and_goes_on_to_the_last_bit() -
     assert list(muon.state) == [other[2].weight, other[0].weight]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))]
+)
 def test_a_copy_is_independent_and_goes_on_alike(copied: Callable[[Any], Any]) -> None:
     model = make_model()
     chain = make(model)
@@ -167,7 +190,8 @@ def test_the_state_is_one_mapping_by_parameter() -> None:
     assert matrix in chain.state
     del chain.state[matrix]
     assert matrix not in muon.state
-    chain.state[matrix]["momentum_buffer"] = torch.zeros(8, 8)  # a new entry goes to the parameter's optimizer
+    # a new entry goes to the parameter's optimizer
+    chain.state[matrix]["momentum_buffer"] = torch.zeros(8, 8)
     assert set(muon.state[matrix]) == {"momentum_buffer"}
     chain.state[bias] = {}
     assert adamw.state[bias] == {}
@@ -178,8 +202,12 @@ def test_the_state_is_one_mapping_by_parameter() -> None:
 def test_state_of_other_groups_is_refused() -> None:
     saved = make(make_model()).state_dict()
     other = make_model()
-    chain = OptimizerChain([Muon([other[2].weight]), AdamW([other[4].bias, other[2].bias])])
-    with pytest.raises(ValueError, match=r"groups of \[2, 2, 2\] parameters, the optimizer of \[1, 2\]"):
+    chain = OptimizerChain(
+        [Muon([other[2].weight]), AdamW([other[4].bias, other[2].bias])]
+    )
+    with pytest.raises(
+        ValueError, match=r"groups of \[2, 2, 2\] parameters, the optimizer of \[1, 2\]"
+    ):
         chain.load_state_dict(saved)
     with pytest.raises(ValueError, match=r"Invalid param_groups: 1 groups\. .* have 2"):
         chain.param_groups = [{"params": []}]
@@ -191,35 +219,61 @@ def test_hooks_of_the_chain_and_of_its_optimizers_are_called() -> None:
     chain = OptimizerChain([muon, adamw])
     calls: list[str] = []
     for name, optimizer in (("chain", chain), ("muon", muon)):
-        optimizer.register_step_pre_hook(lambda o, a, k, name=name: calls.append(f"{name} before step"))
-        optimizer.register_step_post_hook(lambda o, a, k, name=name: calls.append(f"{name} after step"))
-        optimizer.register_load_state_dict_pre_hook(lambda o, s, name=name: calls.append(f"{name} before load"))
-        optimizer.register_load_state_dict_post_hook(lambda o, name=name: calls.append(f"{name} after load"))
+        optimizer.register_step_pre_hook(
+            lambda o, a, k, name=name: calls.append(f"{name} before step")
+        )
+        optimizer.register_step_post_hook(
+            lambda o, a, k, name=name: calls.append(f"{name} after step")
+        )
+        optimizer.register_load_state_dict_pre_hook(
+            lambda o, s, name=name: calls.append(f"{name} before load")
+        )
+        optimizer.register_load_state_dict_post_hook(
+            lambda o, name=name: calls.append(f"{name} after load")
+        )
     chain.register_state_dict_pre_hook(lambda o: calls.append("before state"))
     chain.register_state_dict_post_hook(lambda o, s: {**s, "mark": True})
     train(model, [chain], batches(0, 1))
     saved = chain.state_dict()
     assert saved["mark"] is True
     chain.load_state_dict(saved)
-    steps = ["chain before step", "muon before step", "muon after step", "chain after step"]
-    loads = ["chain before load", "muon before load", "muon after load", "chain after load"]
+    steps = [
+        "chain before step",
+        "muon before step",
+        "muon after step",
+        "chain after step",
+    ]
+    loads = [
+        "chain before load",
+        "muon before load",
+        "muon after load",
+        "chain after load",
+    ]
     assert calls == [*steps, "before state", *loads]
 
     def halved(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return {**state, "param_groups": [{**g, "lr": g["lr"] / 2} for g in state["param_groups"]]}
+        return {
+            **state,
+            "param_groups": [{**g, "lr": g["lr"] / 2} for g in state["param_groups"]],
+        }
 
     chain.register_load_state_dict_pre_hook(halved)
     chain.load_state_dict(saved)
     assert [g["lr"] for g in chain.param_groups] == [0.01, 0.005, 0.015]
 
 
-@pytest.mark.parametrize("wrap", [lambda chain: chain, lambda chain: AdaScale(chain, scale=1.0)])
-def test_what_a_hook_on_one_optimizer_adds_to_a_state_comes_back_to_it(wrap: Callable[[OptimizerChain], Any]) -> None:
+@pytest.mark.parametrize(
+    "wrap", [lambda chain: chain, lambda chain: AdaScale(chain, scale=1.0)]
+)
+def test_what_a_hook_on_one_optimizer_adds_to_a_state_comes_back_to_it(
+    wrap: Callable[[OptimizerChain], Any],
+) -> None:
     model = make_model()
     muon, adamw = members(model)
     chain = OptimizerChain([muon, adamw])
     optimizer = wrap(chain)
-    chain.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "optimizer": 0})  # groups in another order
+    # groups in another order
+    chain.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "optimizer": 0})
     train(model, [optimizer], batches(0, 2))
     alone, torchs = adamw.state_dict(), Optimizer.state_dict(chain)
     calls: list[Any] = []
@@ -231,20 +285,29 @@ def test_what_a_hook_on_one_optimizer_adds_to_a_state_comes_back_to_it(wrap: Cal
 
     adamw.register_state_dict_pre_hook(lambda one: calls.append(one))
     adamw.register_state_dict_post_hook(add)
-    adamw.register_load_state_dict_pre_hook(lambda one, state: calls.append(state["mark"]))
+    adamw.register_load_state_dict_pre_hook(
+        lambda one, state: calls.append(state["mark"])
+    )
     saved = chain.state_dict()
     assert {key: saved[key] for key in torchs} == torchs
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert calls == [adamw, adamw, "of adamw"]
 
 
-# ---- groups ----------------------------------------------------------------------------------------------------------
+# ---- groups --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", [lambda chain: chain, lambda chain: AdaScale(chain, scale=1.0)])
-def test_a_new_group_goes_to_the_optimizer_that_it_names(wrap: Callable[[OptimizerChain], Any]) -> None:
+@pytest.mark.parametrize(
+    "wrap", [lambda chain: chain, lambda chain: AdaScale(chain, scale=1.0)]
+)
+def test_a_new_group_goes_to_the_optimizer_that_it_names(
+    wrap: Callable[[OptimizerChain], Any],
+) -> None:
     ours, theirs = make_model(), make_model()
-    models = [nn.ModuleList([ours, nn.Linear(6, 2, bias=False)]), nn.ModuleList([theirs, nn.Linear(6, 2, bias=False)])]
+    models = [
+        nn.ModuleList([ours, nn.Linear(6, 2, bias=False)]),
+        nn.ModuleList([theirs, nn.Linear(6, 2, bias=False)]),
+    ]
     models[1].load_state_dict(models[0].state_dict())
     muon, adamw = members(ours)
     chain = OptimizerChain([muon, adamw])
@@ -280,20 +343,37 @@ def test_a_group_that_an_optimizer_gets_by_itself_comes_last() -> None:
     model = make_model()
     muon, adamw = members(model)
     chain = OptimizerChain([muon, adamw])
-    muon.add_param_group({"params": nn.Linear(2, 2, bias=False).parameters(), "lr": 0.5})
+    muon.add_param_group(
+        {"params": nn.Linear(2, 2, bias=False).parameters(), "lr": 0.5}
+    )
     assert [g["lr"] for g in chain.param_groups] == [0.02, 0.01, 0.03, 0.5]
 
 
-@pytest.mark.parametrize("named", [{}, {"optimizer": 2}, {"optimizer": -1}, {"optimizer": True}, {"optimizer": "muon"}])
+@pytest.mark.parametrize(
+    "named",
+    [
+        {},
+        {"optimizer": 2},
+        {"optimizer": -1},
+        {"optimizer": True},
+        {"optimizer": "muon"},
+    ],
+)
 def test_a_new_group_must_name_an_optimizer(named: dict[str, Any]) -> None:
     chain = make(make_model())
-    with pytest.raises(ValueError, match=r"Must be the number of .*: 0 \(Muon\), 1 \(AdamW\)"):
+    with pytest.raises(
+        ValueError, match=r"Must be the number of .*: 0 \(Muon\), 1 \(AdamW\)"
+    ):
         chain.add_param_group({"params": nn.Linear(2, 2).parameters(), **named})
     model = make_model()
-    OptimizerChain([SGD(model[0].parameters(), lr=0.1)]).add_param_group({"params": model[2].parameters()})
+    OptimizerChain([SGD(model[0].parameters(), lr=0.1)]).add_param_group(
+        {"params": model[2].parameters()}
+    )
 
 
-def test_defaults_are_those_that_all_have_so_one_cycle_moves_a_common_momentum_only() -> None:
+def test_defaults_are_those_that_all_have_so_one_cycle_moves_a_common_momentum_only() -> (
+    None
+):
     model = make_model()
     chain = make(model)
     assert "lr" in chain.defaults
@@ -301,12 +381,14 @@ def test_defaults_are_those_that_all_have_so_one_cycle_moves_a_common_momentum_o
     assert "betas" not in chain.defaults
     with pytest.raises(ValueError, match="momentum"):
         OneCycleLR(chain, 0.1, total_steps=5)
-    sgds = OptimizerChain([SGD(model[i].parameters(), lr=0.1, momentum=0.9) for i in (0, 2)])
+    sgds = OptimizerChain(
+        [SGD(model[i].parameters(), lr=0.1, momentum=0.9) for i in (0, 2)]
+    )
     OneCycleLR(sgds, 0.1, total_steps=5)
     assert [g["momentum"] for g in sgds.param_groups] == [0.95, 0.95]
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------
 
 
 class Needy(SGD):
@@ -330,21 +412,29 @@ class Needy(SGD):
         (lambda m: [OSS.wrap(SGD(m.parameters(), lr=0.1))._full], r"The SGD is sharded by OSS already"),
     ],
 )  # fmt: skip
-def test_optimizers_that_cannot_be_chained_are_refused(wrong: Callable[[Any], Any], message: str) -> None:
+def test_optimizers_that_cannot_be_chained_are_refused(
+    wrong: Callable[[Any], Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         OptimizerChain(wrong(make_model()))
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_a_list_of_optimizers_is_refused_and_the_chain_is_named(kind: Callable[[Any], Any]) -> None:
-    with pytest.raises(ValueError, match=r"of 2\. Must be one\. .*ray_adascale\.OptimizerChain\(\["):
+def test_a_list_of_optimizers_is_refused_and_the_chain_is_named(
+    kind: Callable[[Any], Any],
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"of 2\. Must be one\. .*ray_adascale\.OptimizerChain\(\["
+    ):
         AdaScale(kind(members(make_model())))
 
 
 def test_a_parameter_twice_by_a_new_group_is_refused_and_not_added() -> None:
     model = make_model()
     chain = make(model)
-    with pytest.raises(ValueError, match=r"in optimizer 0 \(Muon\) and in optimizer 1 \(AdamW\)"):
+    with pytest.raises(
+        ValueError, match=r"in optimizer 0 \(Muon\) and in optimizer 1 \(AdamW\)"
+    ):
         chain.add_param_group({"params": [model[0].weight], "optimizer": 1})
     assert len(chain.param_groups) == 3
     train(model, [chain], batches(0, 1))
@@ -360,7 +450,7 @@ def test_a_member_of_a_sharded_chain_is_not_sharded_or_chained_again(part: int) 
         OptimizerChain([chain.optimizers[part]])
 
 
-# ---- a worker's share ------------------------------------------------------------------------------------------------
+# ---- a worker's share ----------------------------------------------------------------
 
 
 def wide_head() -> nn.Sequential:
@@ -374,23 +464,37 @@ def two_outputs(model: nn.Module) -> Any:
 
 
 def _share() -> tuple[list[tuple[str, int]], Tensor, float]:
-    """Each fragment's parameter and elements, the weights after some steps, and a matrix's LR as its scheduler leaves it."""
+    """Each fragment's parameter and elements, the weights after some steps, and a
+    matrix's LR as its scheduler leaves it.
+    """
     model = wide_head()
     chain = make(model)
-    scheduler = CosineAnnealingLR(chain, 12)  # it patches the step of the chain, which is not the one of a share
+    # it patches the step of the chain, which is not the one of a share
+    scheduler = CosineAnnealingLR(chain, 12)
     optimizer = OSS.wrap(chain)
     names = {p: name for name, p in model.named_parameters()}
     owned = [(names[f.param], f.numel) for f in optimizer.fragments]
-    assert all(f.tensor.shape == f.param.shape for f in optimizer.fragments if f.group == 0)
+    assert all(
+        f.tensor.shape == f.param.shape for f in optimizer.fragments if f.group == 0
+    )
     train(two_outputs(model), [optimizer], batches(0, 5), (scheduler,))
     return owned, weights(model), chain.param_groups[0]["lr"]
 
 
-def test_muons_matrices_are_whole_and_adamws_parameters_in_equal_parts(pool: Any) -> None:
+def test_muons_matrices_are_whole_and_adamws_parameters_in_equal_parts(
+    pool: Any,
+) -> None:
     (one, ends, lr), (other, same, _) = pool(2).run(_share)
-    # Parameters begin at multiples of 16 elements, the last of a group first: 2.bias at 0, 0.bias at 16, 4.bias at 32, 4.weight
-    # at 64, the end is 224. So the border at 112 divides 4.weight. The larger matrix is dealt out first.
-    assert one == [("2.weight", 64), ("0.bias", 8), ("2.bias", 8), ("4.weight", 112 - 64), ("4.bias", 20)]
+    # Parameters begin at multiples of 16 elements, the last of a group first: 2.bias at
+    # 0, 0.bias at 16, 4.bias at 32, 4.weight at 64, the end is 224. So the border at
+    # 112 divides 4.weight. The larger matrix is dealt out first.
+    assert one == [
+        ("2.weight", 64),
+        ("0.bias", 8),
+        ("2.bias", 8),
+        ("4.weight", 112 - 64),
+        ("4.bias", 20),
+    ]
     assert other == [("0.weight", 48), ("4.weight", 224 - 112)]
     twin = wide_head()
     plain = members(twin)
@@ -401,30 +505,41 @@ def test_muons_matrices_are_whole_and_adamws_parameters_in_equal_parts(pool: Any
     assert lr == plain[0].param_groups[0]["lr"]
 
 
-# ---- what else reads an optimizer ------------------------------------------------------------------------------------
+# ---- what else reads an optimizer ----------------------------------------------------
 
 
-def test_the_forecasts_momentum_is_that_of_the_optimizer_with_the_most_elements() -> None:
+def test_the_forecasts_momentum_is_that_of_the_optimizer_with_the_most_elements() -> (
+    None
+):
     model = make_model()
     assert momentum_of(make(model)) == Momentum(
         0.95, is_beta=False, optimizer_class="Muon"
     )  # 64 + 48 elements against 34
-    most_to_adamw = [Muon([model[4].weight], momentum=0.8), AdamW([model[0].weight, model[2].weight], betas=(0.7, 0.9))]
-    assert momentum_of(OptimizerChain(most_to_adamw)) == Momentum(0.7, is_beta=True, optimizer_class="AdamW")
+    most_to_adamw = [
+        Muon([model[4].weight], momentum=0.8),
+        AdamW([model[0].weight, model[2].weight], betas=(0.7, 0.9)),
+    ]
+    assert momentum_of(OptimizerChain(most_to_adamw)) == Momentum(
+        0.7, is_beta=True, optimizer_class="AdamW"
+    )
 
 
 def test_a_chain_has_state_if_one_of_its_optimizers_has() -> None:
     model = make_model()
     plain = [SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
     assert not has_state(OptimizerChain(plain))
-    assert has_state(OptimizerChain([*plain, SGD(model[4].parameters(), lr=0.1, momentum=0.5)]))
+    assert has_state(
+        OptimizerChain([*plain, SGD(model[4].parameters(), lr=0.1, momentum=0.5)])
+    )
 
 
-# ---- betas on the effective clock ------------------------------------------------------------------------------------
+# ---- betas on the effective clock ----------------------------------------------------
 
 
 def scaled(model: nn.Module, optimizer: Optimizer, rule: Any) -> AdaScale:
-    return AdaScale(optimizer, scale=4.0, num_gradients_to_accumulate=2, rule=rule, single_gain=True)
+    return AdaScale(
+        optimizer, scale=4.0, num_gradients_to_accumulate=2, rule=rule, single_gain=True
+    )
 
 
 @pytest.mark.parametrize("momentum", [False, True])
@@ -433,10 +548,18 @@ def test_betas_change_in_groups_that_have_them(momentum: bool, sharded: bool) ->
     model = make_model()
     muon, adamw = members(model)
     chain = OptimizerChain([muon, adamw])
-    adascale = scaled(model, OSS.wrap(chain) if sharded else chain, AdaScaleBetasRule(BetaRule(momentum=momentum)))
+    adascale = scaled(
+        model,
+        OSS.wrap(chain) if sharded else chain,
+        AdaScaleBetasRule(BetaRule(momentum=momentum)),
+    )
     used: list[Any] = []
-    muon.register_step_pre_hook(lambda o, a, k: used.append(chain.param_groups[0]["momentum"]))
-    adamw.register_step_pre_hook(lambda o, a, k: used.append(chain.param_groups[2]["betas"]))
+    muon.register_step_pre_hook(
+        lambda o, a, k: used.append(chain.param_groups[0]["momentum"])
+    )
+    adamw.register_step_pre_hook(
+        lambda o, a, k: used.append(chain.param_groups[2]["betas"])
+    )
     buffer = torch.zeros(8, 8)
     effective = 0.0
     for i in range(4):
@@ -453,17 +576,28 @@ def test_betas_change_in_groups_that_have_them(momentum: bool, sharded: bool) ->
         used.clear()
         state = adascale.state_dict()["state"]
         torch.testing.assert_close(state[0]["momentum_buffer"], buffer)
-        assert [float(state[i]["step"]) for i in range(2, 6)] == pytest.approx([effective] * 4)
+        assert [float(state[i]["step"]) for i in range(2, 6)] == pytest.approx(
+            [effective] * 4
+        )
     assert effective > 4.4
-    assert (chain.param_groups[0]["momentum"], chain.param_groups[1]["betas"]) == (0.95, (0.9, 0.999))
+    assert (chain.param_groups[0]["momentum"], chain.param_groups[1]["betas"]) == (
+        0.95,
+        (0.9, 0.999),
+    )
 
 
-def test_a_chain_without_betas_and_a_part_that_cannot_be_corrected_are_refused() -> None:
+def test_a_chain_without_betas_and_a_part_that_cannot_be_corrected_are_refused() -> (
+    None
+):
     model = make_model()
     without = OptimizerChain([Muon([model[0].weight]), SGD([model[2].weight], lr=0.1)])
-    with pytest.raises(ValueError, match=r"groups of Muon and SGD have none\. Use Adam"):
+    with pytest.raises(
+        ValueError, match=r"groups of Muon and SGD have none\. Use Adam"
+    ):
         scaled(model, without, AdaScaleBetasRule())
     scaled(model, without, AdaScaleBetasRule(BetaRule(momentum=True)))
-    nadam = OptimizerChain([AdamW([model[0].weight]), torch.optim.NAdam([model[2].weight])])
+    nadam = OptimizerChain(
+        [AdamW([model[0].weight]), torch.optim.NAdam([model[2].weight])]
+    )
     with pytest.raises(ValueError, match="not known to be exact with NAdam"):
         scaled(model, nadam, AdaScaleBetasRule())

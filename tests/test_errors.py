@@ -25,10 +25,15 @@ def test_integers_are_taken_as_python_ints() -> None:
 def test_anything_else_is_refused_with_the_name_and_the_value(value: Any) -> None:
     with pytest.raises(SettingError) as caught:
         check_count("passes", value)
-    assert str(caught.value) == f"Invalid passes={value!r}. Must be an integer of at least 1."
+    assert (
+        str(caught.value)
+        == f"Invalid passes={value!r}. Must be an integer of at least 1."
+    )
     assert caught.value.settings == {"passes": value}
 
 
 def test_without_a_minimum_the_type_alone_counts() -> None:
-    with pytest.raises(SettingError, match=r"^Invalid seed=0\.5\. Must be an integer\.$"):
+    with pytest.raises(
+        SettingError, match=r"^Invalid seed=0\.5\. Must be an integer\.$"
+    ):
         check_count("seed", 0.5, minimum=None)

@@ -1,4 +1,6 @@
-"""The one atomic write: a file is the old one or the new one, and nothing else is left. And paths that hold from anywhere."""
+"""The one atomic write: a file is the old one or the new one, and nothing else is
+left. And paths that hold from anywhere.
+"""
 
 from __future__ import annotations
 
@@ -71,14 +73,20 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
     assert path.read_bytes() == b"content"
 
 
-def test_what_could_not_be_written_is_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_written_is_known_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "new" / "file"
     check_writable(path)
-    assert list(path.parent.iterdir()) == []  # nothing is left of the attempt, and the folder is there
+    # nothing is left of the attempt, and the folder is there
+    assert list(path.parent.iterdir()) == []
     path.write_text("before")
     check_writable(path)
     assert path.read_text() == "before"
-    for wrong, kind in ((tmp_path, IsADirectoryError), (path / "file", (NotADirectoryError, FileExistsError))):
+    for wrong, kind in (
+        (tmp_path, IsADirectoryError),
+        (path / "file", (NotADirectoryError, FileExistsError)),
+    ):
         with pytest.raises(kind):
             check_writable(wrong)
 
@@ -98,7 +106,9 @@ def test_a_folder_is_listed_on_any_storage(tmp_path: Path) -> None:
     assert list_names(str(tmp_path / "none")) == []
 
 
-def test_a_file_is_moved_over_another_on_any_storage_if_there_is_one(tmp_path: Path) -> None:
+def test_a_file_is_moved_over_another_on_any_storage_if_there_is_one(
+    tmp_path: Path,
+) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     rename_file(str(old), str(new))
     assert list(tmp_path.iterdir()) == []
@@ -110,7 +120,9 @@ def test_a_file_is_moved_over_another_on_any_storage_if_there_is_one(tmp_path: P
         assert not old.exists()
 
 
-def test_a_path_holds_from_any_folder_and_a_uri_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_holds_from_any_folder_and_a_uri_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
     assert absolute("runs") == str(tmp_path / "runs")
@@ -128,11 +140,15 @@ def test_a_path_holds_from_any_folder_and_a_uri_stays(tmp_path: Path, monkeypatc
     ],
 )
 def test_a_uri_with_credentials_is_refused_without_telling_them(uri: str) -> None:
-    with pytest.raises(ValueError, match="set them in the environment of all nodes: AWS_ACCESS_KEY_ID") as info:
+    with pytest.raises(
+        ValueError, match="set them in the environment of all nodes: AWS_ACCESS_KEY_ID"
+    ) as info:
         absolute(uri)
     assert "hidden" not in str(info.value)
     assert "hidden" not in without_credentials(f"no such file: '{uri}'. And more: x@y")
-    assert without_credentials(f"no such file: '{uri}'. And more: x@y").endswith("'. And more: x@y")
+    assert without_credentials(f"no such file: '{uri}'. And more: x@y").endswith(
+        "'. And more: x@y"
+    )
 
 
 def test_what_a_uri_names_is_copied_under_its_name_and_a_path_stays(
@@ -151,7 +167,9 @@ def test_what_a_uri_names_is_copied_under_its_name_and_a_path_stays(
     assert [path.name for path in light.iterdir()] == ["in"]
     monkeypatch.setenv("HOME", str(tmp_path))
     assert fetched("~/my run") == fetched(tmp_path / "my run") == tmp_path / "my run"
-    with pytest.raises(ValueError, match=r"Invalid path 'file:.*/none': no such file or folder"):
+    with pytest.raises(
+        ValueError, match=r"Invalid path 'file:.*/none': no such file or folder"
+    ):
         fetched((tmp_path / "none").as_uri())
 
 
@@ -163,7 +181,12 @@ def test_weights_of_a_uri_with_credentials_are_refused_without_telling_them() ->
 
 @pytest.mark.parametrize(
     "uri",
-    ["s3://bucket/a:b@c?region=x", "gs://anonymous@bucket/x", "abfs://container@account/x", "hdfs://me@host:9000/x"],
+    [
+        "s3://bucket/a:b@c?region=x",
+        "gs://anonymous@bucket/x",
+        "abfs://container@account/x",
+        "hdfs://me@host:9000/x",
+    ],
 )
 def test_a_uri_without_credentials_stays(uri: str) -> None:
     assert absolute(uri) == without_credentials(uri) == uri
@@ -174,7 +197,11 @@ def test_storage_is_tried_by_a_file_that_is_removed(tmp_path: Path) -> None:
         check_storage(path)
     assert [list((tmp_path / name).iterdir()) for name in "ab"] == [[], []]
     (tmp_path / "file").touch()
-    for path in (str(tmp_path / "file"), (tmp_path / "file").as_uri(), (tmp_path / "file" / "in").as_uri()):
+    for path in (
+        str(tmp_path / "file"),
+        (tmp_path / "file").as_uri(),
+        (tmp_path / "file" / "in").as_uri(),
+    ):
         with pytest.raises(OSError, match="file"):
             check_storage(path)
 
@@ -185,11 +212,20 @@ def test_names_of_one_second_differ() -> None:
     assert all(name.startswith("cnn-20") for name in names)
 
 
-@pytest.mark.parametrize("name", ["run", "my run #1", "50%?", "lr=0.1+wd@2", "Lauf-ä", "a/b"])
-def test_a_name_in_a_folder_is_the_same_on_any_storage(name: str, tmp_path: Path) -> None:
-    """Ray joins names and decoded paths, so Arrow must read the name out of a URI again."""
+@pytest.mark.parametrize(
+    "name", ["run", "my run #1", "50%?", "lr=0.1+wd@2", "Lauf-ä", "a/b"]
+)
+def test_a_name_in_a_folder_is_the_same_on_any_storage(
+    name: str, tmp_path: Path
+) -> None:
+    """Ray joins names and decoded paths, so Arrow must read the name out of a URI
+    again.
+    """
     for folder in (str(tmp_path), tmp_path.as_uri(), f"{tmp_path.as_uri()}/"):
-        assert pyarrow.fs.FileSystem.from_uri(join(folder, name))[1] == f"{tmp_path}/{name}"
+        assert (
+            pyarrow.fs.FileSystem.from_uri(join(folder, name))[1]
+            == f"{tmp_path}/{name}"
+        )
         write_json(join(join(folder, name), "x.json"), folder)
         assert read_json(f"{tmp_path}/{name}/x.json") == folder
         if "/" not in name:
@@ -221,7 +257,9 @@ time.sleep(60)
 def test_a_process_that_makes_its_folder_is_not_taken_for_one_that_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No lock has its name before it is held: else a process that starts at that moment would remove the folder."""
+    """No lock has its name before it is held: else a process that starts at that
+    moment would remove the folder.
+    """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     found: list[list[Path]] = []
     flock = fcntl.flock
@@ -244,7 +282,11 @@ def test_temporary_files_of_a_killed_process_are_removed_by_the_next_and_others_
     processes = []
     for _ in range(2):
         processes.append(
-            subprocess.Popen([sys.executable, "-c", _STAGING, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [sys.executable, "-c", _STAGING, str(tmp_path)],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
         )
         assert processes[-1].stdout is not None
         assert processes[-1].stdout.readline() == "made\n"

@@ -1,8 +1,10 @@
-"""``ray_adascale.gain`` against the literal transcription in ``reference.py`` and against numbers worked by hand.
+"""``ray_adascale.gain`` against the literal transcription in ``reference.py`` and
+against numbers worked by hand.
 
-Two tolerances recur. ``CLOSE`` (relative 1e-12) is for the same float64 formula in another order of operations: a few
-dozen roundings of 1e-16 each. Where squared norms are subtracted (A − C), the error is relative to A and not to the
-difference, so those tests allow 1e-12 of A.
+Two tolerances recur. ``CLOSE`` (relative 1e-12) is for the same float64 formula in
+another order of operations: a few dozen roundings of 1e-16 each. Where squared norms
+are subtracted (A − C), the error is relative to A and not to the difference, so those
+tests allow 1e-12 of A.
 """
 
 from __future__ import annotations
@@ -36,8 +38,11 @@ CLOSE = 1e-12
 # No time limit for a single example: on a busy machine it would measure the neighbours.
 unhurried = settings(deadline=None)
 
-# Squared norms of float32 gradients stay below 1e38² · 1e12 parameters = 1e88; float64 sums overflow near 1e308.
-statistics = st.floats(-1e300, 1e300) | st.sampled_from([0.0, -0.0, 5e-324, -5e-324, 1e-300, 1e-30, 1e88, 1e300])
+# Squared norms of float32 gradients stay below 1e38² · 1e12 parameters = 1e88; float64
+# sums overflow near 1e308.
+statistics = st.floats(-1e300, 1e300) | st.sampled_from(
+    [0.0, -0.0, 5e-324, -5e-324, 1e-300, 1e-30, 1e88, 1e300]
+)
 unusable = statistics | st.sampled_from([math.inf, -math.inf, math.nan])
 positive = st.floats(1e-12, 1e12)
 scales = st.floats(1.0, 1e6)
@@ -48,7 +53,9 @@ def f64(x: object) -> Tensor:
     return torch.as_tensor(x, dtype=torch.float64)
 
 
-def gain(sigma2: Tensor, mu2: Tensor, scale: float, *, variance_floor: float = 0.0) -> Tensor:
+def gain(
+    sigma2: Tensor, mu2: Tensor, scale: float, *, variance_floor: float = 0.0
+) -> Tensor:
     """The gain of tensors, clipped as averages are when they are read."""
     return gain_of_sums(sigma2.clamp(min=variance_floor), mu2.clamp(min=0.0), scale)
 
@@ -56,25 +63,34 @@ def gain(sigma2: Tensor, mu2: Tensor, scale: float, *, variance_floor: float = 0
 def norms(samples: np.ndarray, weights: np.ndarray) -> tuple[Tensor, Tensor]:
     """``(A, C)`` of gradient samples (…, n, d)."""
     mean = np.einsum("i,...id->...d", weights, samples)
-    return f64(np.einsum("i,...id,...id->...", weights, samples, samples)), f64((mean * mean).sum(-1))
+    return f64(np.einsum("i,...id,...id->...", weights, samples, samples)), f64(
+        (mean * mean).sum(-1)
+    )
 
 
-# ---- the gain ---------------------------------------------------------------------------------------------------
+# ---- the gain ------------------------------------------------------------------------
 
 
 @unhurried
 @given(statistics, statistics, scales, st.sampled_from([0.0, 1e-6]))
-def test_gain_lies_between_one_and_scale(sigma2: float, mu2: float, scale: float, floor: float) -> None:
+def test_gain_lies_between_one_and_scale(
+    sigma2: float, mu2: float, scale: float, floor: float
+) -> None:
     r = gain(f64(sigma2), f64(mu2), scale, variance_floor=floor).item()
     assert 1 <= r <= scale  # no tolerance: the clock and T − τ rely on it
 
 
 @unhurried
 @given(statistics, statistics, st.floats(1e-2, 1e6), st.sampled_from([0.0, 1e-6]))
-def test_gain_is_the_papers(sigma2: float, mu2: float, scale: float, floor: float) -> None:
-    # σ²/S of the smallest numbers has few digits left, which puts the quotient outside of where r lies, or anywhere within.
+def test_gain_is_the_papers(
+    sigma2: float, mu2: float, scale: float, floor: float
+) -> None:
+    # σ²/S of the smallest numbers has few digits left, which puts the quotient outside
+    # of where r lies, or anywhere within.
     assume(not 0 < max(sigma2, mu2) < 1e-305)
-    expected = min(max(reference.gain(sigma2, mu2, scale, floor), min(1.0, scale)), max(1.0, scale))
+    expected = min(
+        max(reference.gain(sigma2, mu2, scale, floor), min(1.0, scale)), max(1.0, scale)
+    )
     actual = gain(f64(sigma2), f64(mu2), scale, variance_floor=floor).item()
     assert actual == pytest.approx(expected, rel=CLOSE)
 
@@ -82,7 +98,8 @@ def test_gain_is_the_papers(sigma2: float, mu2: float, scale: float, floor: floa
 @unhurried
 @given(unusable, unusable, st.sampled_from([0.0, 1e-6]))
 def test_scale_one_gives_exactly_one(sigma2: float, mu2: float, floor: float) -> None:
-    # Exactly, and whatever the statistics: a run at S = 1 promises to be bit-identical to the plain optimizer.
+    # Exactly, and whatever the statistics: a run at S = 1 promises to be bit-identical
+    # to the plain optimizer.
     assert gain(f64([sigma2]), f64([mu2]), 1.0, variance_floor=floor).tolist() == [1.0]
     assert gain(f64([sigma2]), f64([mu2]), 1, variance_floor=floor).tolist() == [1.0]
 
@@ -99,18 +116,21 @@ def test_gain_is_elementwise_and_leaves_its_arguments_alone() -> None:
 
 @pytest.mark.parametrize("magnitude", [1e-12, 1e-6, 1e-3, 1.0, 1e3, 1e6])
 @pytest.mark.parametrize("n", [2, 3, 8])
-def test_equal_gradients_of_any_magnitude_gain_nothing(magnitude: float, n: int) -> None:
+def test_equal_gradients_of_any_magnitude_gain_nothing(
+    magnitude: float, n: int
+) -> None:
     scale = 64.0
     g = magnitude * np.random.default_rng(n).normal(size=50)
     a, c = norms(np.tile(g, (n, 1)), np.full(n, 1 / n))
     sigma2, mu2 = gradient_moments(a, c, scale=scale, count=n)
-    # A and C agree to a few ulp (1e-16) only, which σ² multiplies by S; hence 64 · 1e-15. An absolute floor under σ²
-    # would show as r = S at small magnitudes.
+    # A and C agree to a few ulp (1e-16) only, which σ² multiplies by S; hence 64 ·
+    # 1e-15. An absolute floor under σ² would show as r = S at small magnitudes.
     assert gain(sigma2, mu2, scale).item() == pytest.approx(1.0, abs=1e-13)
 
 
-# What FairScale reports for ``Linear(2, 2, bias=False)(x).sum()``, whose gradient is x in both rows; S = n = 2,
-# a list of steps with two gradient samples each. The expected values of its own tests.
+# What FairScale reports for ``Linear(2, 2, bias=False)(x).sum()``, whose gradient is x
+# in both rows; S = n = 2, a list of steps with two gradient samples each. The expected
+# values of its own tests.
 FAIRSCALE = [
     ([[[1.0, 0.0], [0.0, 1.0]]], 2.0),
     ([[[1.0, 1.0], [1.0, 1.0]]], 1.0000001249999846),
@@ -119,13 +139,15 @@ FAIRSCALE = [
     ([[[-0.2, 3.0], [5.0, 0.5]]], 1.9433267229211089),
     ([[[-0.2, 3.3], [5.2, 0.7]], [[1.0, 4.0], [3.1, 0.1]]], 1.744159431359284),
 ]
-# Its gradients are float32, so digits beyond 6e-8 may be rounding (of 3.3, say); the floor moves the second line by
-# twice that, 1.25e-7.
+# Its gradients are float32, so digits beyond 6e-8 may be rounding (of 3.3, say); the
+# floor moves the second line by twice that, 1.25e-7.
 FAIRSCALE_CLOSE = 6e-8
 
 
 @pytest.mark.parametrize(("steps", "expected"), FAIRSCALE)
-def test_variance_floor_reproduces_fairscale(steps: list[list[list[float]]], expected: float) -> None:
+def test_variance_floor_reproduces_fairscale(
+    steps: list[list[list[float]]], expected: float
+) -> None:
     floor, average = 1e-6, Average.empty((2,))
     for xs in steps:
         a, c = norms(np.array([x + x for x in xs]), np.array([0.5, 0.5]))
@@ -136,7 +158,7 @@ def test_variance_floor_reproduces_fairscale(steps: list[list[list[float]]], exp
     assert r == pytest.approx(expected, rel=FAIRSCALE_CLOSE)
 
 
-# ---- the moments ------------------------------------------------------------------------------------------------
+# ---- the moments ---------------------------------------------------------------------
 
 
 @unhurried
@@ -161,7 +183,8 @@ def test_one_gradient_sample_has_no_variance(count: int) -> None:
 
 BASE = 32
 DRAWS = 40_000
-# Twelve coordinates of different noise; σ² (trace) and μ² of similar size, so that neither estimate drowns.
+# Twelve coordinates of different noise; σ² (trace) and μ² of similar size, so that
+# neither estimate drowns.
 SPREAD = np.linspace(0.5, 1.5, 12)
 TRUE_GRADIENT = np.linspace(-1.0, 1.0, 12)
 SIGMA2, MU2 = float((SPREAD**2).sum()), float((TRUE_GRADIENT**2).sum())
@@ -179,7 +202,9 @@ MICRO_BATCHES = {
 
 
 def draw_moments(micro_batches: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
-    """σ², μ² of ``DRAWS`` independent steps: g_i is normal about the true gradient, with covariance Σ·B0/m_i."""
+    """σ², μ² of ``DRAWS`` independent steps: g_i is normal about the true gradient,
+    with covariance Σ·B0/m_i.
+    """
     m = np.array(micro_batches, dtype=np.float64)
     noise = np.random.default_rng(seed).normal(size=(DRAWS, len(m), len(SPREAD)))
     samples = TRUE_GRADIENT + noise * SPREAD * np.sqrt(BASE / m)[:, None]
@@ -191,40 +216,66 @@ def mean_and_error(x: Tensor) -> tuple[float, float]:
     return x.mean().item(), x.std().item() / math.sqrt(len(x))
 
 
-@pytest.mark.parametrize("micro_batches", MICRO_BATCHES.values(), ids=MICRO_BATCHES.keys())
+@pytest.mark.parametrize(
+    "micro_batches", MICRO_BATCHES.values(), ids=MICRO_BATCHES.keys()
+)
 def test_moments_are_unbiased(micro_batches: list[int]) -> None:
     sigma2, mu2 = draw_moments(micro_batches, seed=1)
     for estimate, truth in ((sigma2, SIGMA2), (mu2, MU2)):
         mean, error = mean_and_error(estimate)
-        # Five standard errors: false once in 1.7 million. They must also be less than half of the least visible wrong
-        # factor, n instead of n − 1 for n = 8 (12.5 %), or the test could not see it.
+        # Five standard errors: false once in 1.7 million. They must also be less than
+        # half of the least visible wrong factor, n instead of n − 1 for n = 8 (12.5 %),
+        # or the test could not see it.
         assert 5 * error < 0.0625 * truth
         assert mean == pytest.approx(truth, abs=5 * error)
 
 
-# ---- noise scale and efficiency ---------------------------------------------------------------------------------
+# ---- noise scale and efficiency ------------------------------------------------------
 
 
 def test_noise_scale_of_hand_worked_statistics() -> None:
     hand_worked = {(6.0, 2.0): 96.0, (6.0, 0.0): math.inf, (6.0, -1.0): math.inf}
     hand_worked |= {(0.0, 2.0): 0.0, (-1.0, 2.0): 0.0, (0.0, 0.0): 0.0}
-    # No signal: no batch is too large. No noise: every batch beyond one example is. Neither: nothing to average away.
-    assert {statistics: plain_noise_scale(*statistics, 32) for statistics in hand_worked} == hand_worked
+    # No signal: no batch is too large. No noise: every batch beyond one example is.
+    # Neither: nothing to average away.
+    assert {
+        statistics: plain_noise_scale(*statistics, 32) for statistics in hand_worked
+    } == hand_worked
 
 
 @unhurried
 @given(positive, positive, scales, st.integers(1, 10_000))
-def test_efficiency_follows_from_the_noise_scale(sigma2: float, mu2: float, scale: float, base: int) -> None:
+def test_efficiency_follows_from_the_noise_scale(
+    sigma2: float, mu2: float, scale: float, base: int
+) -> None:
     b_noise = plain_noise_scale(sigma2, mu2, base)
     share = gain(f64(sigma2), f64(mu2), scale).item() / scale
     # r/S = (B_noise + B0) / (B_noise + B)
-    assert share == pytest.approx((b_noise + base) / (b_noise + scale * base), rel=CLOSE)
+    assert share == pytest.approx(
+        (b_noise + base) / (b_noise + scale * base), rel=CLOSE
+    )
 
 
-# ---- plain numbers ----------------------------------------------------------------------------------------------
+# ---- plain numbers -------------------------------------------------------------------
 
 # The corners of both functions: 0/0, negative, huge and tiny ones, and no sample yet.
-CORNERS = [0.0, -0.0, 5e-324, 1e-300, 1e-6, 1.0, 3.0, 1e88, 1e300, -1e-6, -1.0, -1e300, math.inf, -math.inf, math.nan]
+CORNERS = [
+    0.0,
+    -0.0,
+    5e-324,
+    1e-300,
+    1e-6,
+    1.0,
+    3.0,
+    1e88,
+    1e300,
+    -1e-6,
+    -1.0,
+    -1e300,
+    math.inf,
+    -math.inf,
+    math.nan,
+]
 
 
 def same(a: float, b: float) -> bool:
@@ -232,26 +283,37 @@ def same(a: float, b: float) -> bool:
 
 
 @pytest.mark.parametrize("floor", [0.0, 1e-6])
-@pytest.mark.parametrize("scale", [1e-3, 0.5, 1.0, 1, 1.5, 2.0, 3.0, 7.3, 10, 64.0, 1e6])
-def test_the_gain_of_plain_numbers_is_that_of_tensors(scale: float, floor: float) -> None:
+@pytest.mark.parametrize(
+    "scale", [1e-3, 0.5, 1.0, 1, 1.5, 2.0, 3.0, 7.3, 10, 64.0, 1e6]
+)
+def test_the_gain_of_plain_numbers_is_that_of_tensors(
+    scale: float, floor: float
+) -> None:
     for sigma2 in CORNERS:
         for mu2 in CORNERS:
             expected = gain(f64(sigma2), f64(mu2), scale, variance_floor=floor).item()
             actual = plain_gain(sigma2, mu2, scale, variance_floor=floor)
             # To the bit if 1/S is exact; else a product is rounded once more.
             exact = math.frexp(scale)[0] == 0.5
-            if not 0 < max(sigma2, mu2) < 1e-305:  # the smallest numbers have few digits
-                close = same(actual, expected) if exact else actual == pytest.approx(expected, rel=1e-15)
+            # the smallest numbers have few digits
+            if not 0 < max(sigma2, mu2) < 1e-305:
+                close = (
+                    same(actual, expected)
+                    if exact
+                    else actual == pytest.approx(expected, rel=1e-15)
+                )
                 assert close, (sigma2, mu2)
             if math.isfinite(sigma2) and math.isfinite(mu2):
-                assert actual == pytest.approx(reference.gain(sigma2, mu2, scale, floor), rel=CLOSE), (sigma2, mu2)
+                assert actual == pytest.approx(
+                    reference.gain(sigma2, mu2, scale, floor), rel=CLOSE
+                ), (sigma2, mu2)
 
 
 def test_before_the_first_sample_there_is_no_noise_scale() -> None:
     assert math.isnan(plain_noise_scale(math.nan, math.nan, 32))
 
 
-# ---- averages ---------------------------------------------------------------------------------------------------
+# ---- averages ------------------------------------------------------------------------
 
 
 def test_count_decay_is_fairscales() -> None:
@@ -266,7 +328,8 @@ def test_papers_average_moves_from_the_first_sample_that_is_not_before_theta() -
     for x in (1.0, 2.0, 4.0):
         average = average.update(f64(x), 0.6, debias=False)
         values.append(average.value.item())
-    # 1/(1 − θ) = 2.5: plain means of two samples. The third has the weight 0.4, and not 1/3.
+    # 1/(1 − θ) = 2.5: plain means of two samples. The third has the weight 0.4, and not
+    # 1/3.
     assert values == pytest.approx([1.0, 3 / 2, 0.9 + 1.6], rel=CLOSE)
 
 
@@ -275,12 +338,16 @@ def test_papers_average_moves_from_the_first_sample_that_is_not_before_theta() -
 def test_average_follows_the_literal_rule(theta: float, debias: bool) -> None:
     rng = np.random.default_rng(4)
     average, slow = Average.empty((3,)), reference.MovingAverage(debias)
-    for _ in range(80):  # across the border between plain mean and decay at 1/(1 − 0.9) and 1/(1 − 0.96)
+    # across the border between plain mean and decay at 1/(1 − 0.9) and 1/(1 − 0.96)
+    for _ in range(80):
         x = rng.normal(size=3)
         average = average.update(f64(x), theta, debias=debias)
         slow.update(x, theta)
-        # Absolute, because a mean of normal samples may come close to zero; 80 roundings of 1e-16.
-        np.testing.assert_allclose(average.value.numpy(), slow.value, rtol=0, atol=CLOSE)
+        # Absolute, because a mean of normal samples may come close to zero; 80
+        # roundings of 1e-16.
+        np.testing.assert_allclose(
+            average.value.numpy(), slow.value, rtol=0, atol=CLOSE
+        )
 
 
 def test_average_accepts_a_decay_that_lives_in_a_tensor() -> None:
@@ -292,30 +359,41 @@ def test_average_accepts_a_decay_that_lives_in_a_tensor() -> None:
 
 
 @unhurried
-@given(st.integers(1, 15), st.integers(1, 15), st.floats(0.01, 1.0), st.integers(100, 100_000))
-def test_steps_forget_by_the_effective_time_that_they_cover(k: int, r: int, window: float, total: int) -> None:
+@given(
+    st.integers(1, 15),
+    st.integers(1, 15),
+    st.floats(0.01, 1.0),
+    st.integers(100, 100_000),
+)
+def test_steps_forget_by_the_effective_time_that_they_cover(
+    k: int, r: int, window: float, total: int
+) -> None:
     def remembered(steps: int, gain: float) -> float:
         average = Average.of(f64([1.0]), f64(1.0), torch.tensor(1))
         for _ in range(steps):
-            average = average.update(f64(0.0), plain_effective_decay(gain, window * total))
+            average = average.update(
+                f64(0.0), plain_effective_decay(gain, window * total)
+            )
         return average.total.item()
 
-    # k steps of gain r forget as much as k·r base steps: exp(−k·r / (window·T)). Up to 225 products, 1e-16 each.
+    # k steps of gain r forget as much as k·r base steps: exp(−k·r / (window·T)). Up to
+    # 225 products, 1e-16 each.
     expected = math.exp(-k * r / (window * total))
     assert remembered(k, r) == pytest.approx(expected, rel=1e-11)
     assert remembered(k * r, 1.0) == pytest.approx(expected, rel=1e-11)
 
 
-# ---- a run, composed from these functions as an optimizer would -------------------------------------------------
+# ---- a run, composed from these functions as an optimizer would ----------------------
 
 
-# ---- the reference's own rules, on which other test modules rely ------------------------------------------------
+# ---- the reference's own rules, on which other test modules rely ---------------------
 
 
 @pytest.mark.parametrize(
     ("sigma2", "mu2", "efficiency", "scale"),
     [
-        (3.0, 1.0, 0.5, 5.0),  # (3 + 1)/0.5 − 3; and r(5) = 4/(3/5 + 1) = 2.5 is half of it
+        # (3 + 1)/0.5 − 3; and r(5) = 4/(3/5 + 1) = 2.5 is half of it
+        (3.0, 1.0, 0.5, 5.0),
         (6.0, 2.0, 0.5, 5.0),
         (1.0, 4.0, 0.8, 1.3125),  # 1.25/0.8 − 0.25
         (0.0, 1.0, 0.25, 4.0),  # no noise: r = 1 at every scale
@@ -328,11 +406,15 @@ def test_steps_forget_by_the_effective_time_that_they_cover(k: int, r: int, wind
         (math.nan, 1.0, 0.5, math.nan),
     ],
 )
-def test_the_scale_of_an_efficiency(sigma2: float, mu2: float, efficiency: float, scale: float) -> None:
+def test_the_scale_of_an_efficiency(
+    sigma2: float, mu2: float, efficiency: float, scale: float
+) -> None:
     found = scale_at_efficiency(sigma2, mu2, efficiency)
     assert found == pytest.approx(scale, nan_ok=True)
     if math.isfinite(scale):
-        assert plain_gain(sigma2, mu2, found) / found == pytest.approx(efficiency, nan_ok=True)
+        assert plain_gain(sigma2, mu2, found) / found == pytest.approx(
+            efficiency, nan_ok=True
+        )
 
 
 @pytest.mark.parametrize("efficiency", [0.0, -0.5, 1.01, math.nan])
@@ -341,12 +423,14 @@ def test_an_efficiency_that_there_is_not_is_named(efficiency: float) -> None:
         scale_at_efficiency(1.0, 1.0, efficiency)
 
 
-# ---- the clock -------------------------------------------------------------------------------------------------------
+# ---- the clock -----------------------------------------------------------------------
 
 
 @unhurried
 @given(batch=st.integers(1, 1000), base=st.integers(1, 100), steps=st.integers(1, 300))
-def test_a_constant_gain_reaches_whole_numbers_exactly(batch: int, base: int, steps: int) -> None:
+def test_a_constant_gain_reaches_whole_numbers_exactly(
+    batch: int, base: int, steps: int
+) -> None:
     tau = 0.0
     for _ in range(steps):
         tau = advanced(tau, batch / base)
@@ -364,7 +448,9 @@ def test_whole_effective_steps_stay_as_they_are(tau: int, r: int) -> None:
 @given(tau=st.floats(0, 1e6), r=st.floats(1, 100))
 def test_other_effective_steps_are_the_plain_sum(tau: float, r: float) -> None:
     found, plain = advanced(tau, r), tau + r
-    assert found == plain or (found == round(plain) and abs(found - plain) <= 128 * math.ulp(plain))
+    assert found == plain or (
+        found == round(plain) and abs(found - plain) <= 128 * math.ulp(plain)
+    )
 
 
 def test_a_clock_that_overflows_is_not_rounded() -> None:

@@ -1,4 +1,6 @@
-"""Hooks around the step of an optimizer with others around it: each is called as often as in a plain loop."""
+"""Hooks around the step of an optimizer with others around it: each is called as
+often as in a plain loop.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScale, AdaScaleConfig, OptimizerChain, Run
@@ -20,13 +25,17 @@ STEPS = 3
 
 
 def _counted(sharding: str, chain: bool) -> tuple[list[int], bool]:
-    """Calls of the global hooks before and after STEPS steps, and whether the run has warned of them."""
+    """Calls of the global hooks before and after STEPS steps, and whether the run
+    has warned of them.
+    """
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     whole: Optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     if chain:
         whole = OptimizerChain([SGD(part.parameters(), lr=0.1) for part in model])
     data = TensorDataset(torch.ones(24, 3), torch.ones(24, 1))
-    config = AdaScaleConfig(base_batch_size=2, total_steps=100, per_worker_batch_size=2, sharding=sharding)
+    config = AdaScaleConfig(
+        base_batch_size=2, total_steps=100, per_worker_batch_size=2, sharding=sharding
+    )
     calls = [0, 0]
 
     def counting(i: int) -> Any:
@@ -35,7 +44,10 @@ def _counted(sharding: str, chain: bool) -> tuple[list[int], bool]:
 
         return hook
 
-    hooks = [register_optimizer_step_pre_hook(counting(0)), register_optimizer_step_post_hook(counting(1))]
+    hooks = [
+        register_optimizer_step_pre_hook(counting(0)),
+        register_optimizer_step_post_hook(counting(1)),
+    ]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         run = Run(model, whole, None, data, config)
@@ -49,18 +61,27 @@ def _counted(sharding: str, chain: bool) -> tuple[list[int], bool]:
     for hook in hooks:
         hook.remove()
     assert not global_step_hooks()
-    return calls, any("has hooks around its step" in str(warning.message) for warning in told)
+    return calls, any(
+        "has hooks around its step" in str(warning.message) for warning in told
+    )
 
 
-@pytest.mark.parametrize(("sharding", "chain"), [("none", False), ("oss", False), ("zero2", False), ("zero2", True)])
-def test_global_hooks_are_called_as_in_a_plain_loop(pool: Any, sharding: str, chain: bool) -> None:
+@pytest.mark.parametrize(
+    ("sharding", "chain"),
+    [("none", False), ("oss", False), ("zero2", False), ("zero2", True)],
+)
+def test_global_hooks_are_called_as_in_a_plain_loop(
+    pool: Any, sharding: str, chain: bool
+) -> None:
     calls = STEPS * (2 if chain else 1)  # a plain loop steps each optimizer of a chain
     (found, warned), (others, _) = pool(2).run(_counted, sharding, chain)
     assert found == others == [calls, calls]
     assert warned == (sharding != "none")  # they get this worker's shard
 
 
-def test_hooks_of_a_step_get_what_torch_gives_them_and_may_replace_the_arguments() -> None:
+def test_hooks_of_a_step_get_what_torch_gives_them_and_may_replace_the_arguments() -> (
+    None
+):
     weight = nn.Parameter(torch.ones(2))
     optimizer = AdaScale(SGD([weight], lr=0.1), num_gradients_to_accumulate=1)
     heard: list[Any] = []
@@ -75,9 +96,17 @@ def test_hooks_of_a_step_get_what_torch_gives_them_and_may_replace_the_arguments
         return (me, closure), {}
 
     optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(lambda me, args, kwargs: heard.append((me, args, kwargs)))
-    register = register_optimizer_step_post_hook(lambda me, args, kwargs: heard.append(type(me)))
+    optimizer.register_step_post_hook(
+        lambda me, args, kwargs: heard.append((me, args, kwargs))
+    )
+    register = register_optimizer_step_post_hook(
+        lambda me, args, kwargs: heard.append(type(me))
+    )
     loss = optimizer.step()
     register.remove()
     assert loss == 2
-    assert heard == [(optimizer, (optimizer,), {}), SGD, (optimizer, (optimizer, closure), {})]
+    assert heard == [
+        (optimizer, (optimizer,), {}),
+        SGD,
+        (optimizer, (optimizer, closure), {}),
+    ]

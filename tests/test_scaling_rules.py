@@ -24,7 +24,9 @@ from .classifier import make_model
 def test_known_values_of_the_adascale_rule() -> None:
     adp = Mock(
         require_backward_grad_sync=True,
-        gns=Mock(raw_var_avg=np.asarray([1, 0, 0, 2]), raw_sqr_avg=np.asarray([-1, 0, -1, 1])),
+        gns=Mock(
+            raw_var_avg=np.asarray([1, 0, 0, 2]), raw_sqr_avg=np.asarray([-1, 0, -1, 1])
+        ),
     )
     rule = AdaScale()
     rule.initialize(adp, Mock(param_groups=[1, 0, 2, -1]))
@@ -43,8 +45,12 @@ def test_known_values_of_the_adascale_rule() -> None:
 
 
 def test_known_values_of_the_rules_that_look_at_the_scale_alone() -> None:
-    np.testing.assert_equal([LinearScale().scale_lr(s) for s in (0.5, 1, 2, 4, 10)], [0.5, 1, 2, 4, 10])
-    np.testing.assert_equal([SqrtScale().scale_lr(s) for s in (1, 4, 9, 16, 25)], [1, 2, 3, 4, 5])
+    np.testing.assert_equal(
+        [LinearScale().scale_lr(s) for s in (0.5, 1, 2, 4, 10)], [0.5, 1, 2, 4, 10]
+    )
+    np.testing.assert_equal(
+        [SqrtScale().scale_lr(s) for s in (1, 4, 9, 16, 25)], [1, 2, 3, 4, 5]
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,8 +61,13 @@ def test_known_values_of_the_rules_that_look_at_the_scale_alone() -> None:
         (400, 100, [1.0, 2.0, 4 / 3, 1.0, 0.8]),
     ],
 )
-def test_known_values_of_legw(progress: float, base_batch_size: int, answers: list[float]) -> None:
-    adp = Mock(gns=Mock(get_progress=Mock(return_value=progress)), base_batch_size=base_batch_size)
+def test_known_values_of_legw(
+    progress: float, base_batch_size: int, answers: list[float]
+) -> None:
+    adp = Mock(
+        gns=Mock(get_progress=Mock(return_value=progress)),
+        base_batch_size=base_batch_size,
+    )
     rule = LEGWScale(10, 1000)
     rule.initialize(adp, Mock())
     for scale, answer in zip((1, 4, 9, 16, 25), answers, strict=True):
@@ -64,7 +75,12 @@ def test_known_values_of_legw(progress: float, base_batch_size: int, answers: li
 
 
 def test_a_rule_before_initialize_is_refused() -> None:
-    for use in (AdaScale().step, AdaScale().zero_grad, lambda: AdaScale().scale_lr(2.0), LEGWScale(1, 2).step):
+    for use in (
+        AdaScale().step,
+        AdaScale().zero_grad,
+        lambda: AdaScale().scale_lr(2.0),
+        LEGWScale(1, 2).step,
+    ):
         with pytest.raises(ValueError, match="initialize"):
             use()
     with pytest.raises(NotImplementedError, match="scale_lr"):
@@ -80,7 +96,9 @@ def test_an_optimizer_is_patched_once() -> None:
 
 def test_a_rule_belongs_to_one_model() -> None:
     rule, adp = LinearScale(), Mock()
-    first, second = (torch.optim.SGD(make_model().parameters(), lr=0.1) for _ in range(2))
+    first, second = (
+        torch.optim.SGD(make_model().parameters(), lr=0.1) for _ in range(2)
+    )
     rule.initialize(adp, first)
     rule.initialize(adp, first)
     with pytest.raises(ValueError, match="This LinearScale has a model already"):

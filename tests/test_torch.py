@@ -1,4 +1,6 @@
-"""The helpers for torch, each with the error that a wrong helper would cause in the packages above."""
+"""The helpers for torch, each with the error that a wrong helper would cause in the
+packages above.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ray_adascale._torch import as_bytes, count_of_writes, global_rank, is_dtensor, uncompiled
+from ray_adascale._torch import (
+    as_bytes,
+    count_of_writes,
+    global_rank,
+    is_dtensor,
+    uncompiled,
+)
 
 from .pool import ProcessPool
 
@@ -27,7 +35,9 @@ assert not heavy, heavy
 
 
 def test_asking_loads_neither_dtensor_nor_dynamo() -> None:
-    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -35,8 +45,19 @@ def _dtensors() -> list[bool]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
-    shared = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (dist.get_world_size(),)))
-    return [is_dtensor(value) for value in (shared, torch.nn.Parameter(shared), shared.to_local(), torch.ones(4), None)]
+    shared = distribute_tensor(
+        torch.ones(4), init_device_mesh("cpu", (dist.get_world_size(),))
+    )
+    return [
+        is_dtensor(value)
+        for value in (
+            shared,
+            torch.nn.Parameter(shared),
+            shared.to_local(),
+            torch.ones(4),
+            None,
+        )
+    ]
 
 
 def test_a_dtensor_is_told_apart(pool: Pool) -> None:
@@ -53,7 +74,9 @@ def test_a_groups_ranks_are_those_of_all_workers(pool: Pool) -> None:
     assert pool(3).run(_ranks) == [[0, 1, 2], [1, 2, 0, 1, 2], [1, 2, 0, 1, 2]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.int16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.int16]
+)
 def test_bytes_are_the_tensors_own_memory(dtype: torch.dtype) -> None:
     tensor = torch.arange(6).to(dtype).view(2, 3)
     sent = as_bytes(tensor)

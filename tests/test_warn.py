@@ -1,4 +1,6 @@
-"""Warnings under ``PYTHONWARNINGS=ignore``, which ``ray up`` exports on each machine of a cluster."""
+"""Warnings under ``PYTHONWARNINGS=ignore``, which ``ray up`` exports on each machine
+of a cluster.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,14 @@ ray.shutdown()
 """
 
 
-def stderr_of(program: str, folder: Path, *options: str, variable: str = "ignore") -> str:
-    environment = {**os.environ, "PYTHONWARNINGS": variable, "PYTHONPATH": str(Path(__file__).parents[1])}
+def stderr_of(
+    program: str, folder: Path, *options: str, variable: str = "ignore"
+) -> str:
+    environment = {
+        **os.environ,
+        "PYTHONWARNINGS": variable,
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
     return subprocess.run(
         [sys.executable, *options, "-c", program],
         cwd=folder,
@@ -79,21 +87,40 @@ def stderr_of(program: str, folder: Path, *options: str, variable: str = "ignore
         # Silenced in the usual ways:
         ("ignore", ["-W", "ignore::UserWarning"], "", "", 0),
         ("ignore", [], "", "warnings.simplefilter('ignore')", 0),
-        ("ignore", [], "", "warnings.filterwarnings('ignore', message='of the package')", 0),
+        (
+            "ignore",
+            [],
+            "",
+            "warnings.filterwarnings('ignore', message='of the package')",
+            0,
+        ),
         ("", ["-W", "ignore"], "", "", 0),
         ("", [], "warnings.simplefilter('ignore')", "", 0),
     ],
 )
 def test_the_packages_warnings_are_shown_once_whatever_the_variable_says(
-    tmp_path: Path, variable: str, options: list[str], before: str, after: str, shown: int
+    tmp_path: Path,
+    variable: str,
+    options: list[str],
+    before: str,
+    after: str,
+    shown: int,
 ) -> None:
-    told = stderr_of(LOCALLY.format(before=before, after=after), tmp_path, *options, variable=variable)
+    told = stderr_of(
+        LOCALLY.format(before=before, after=after),
+        tmp_path,
+        *options,
+        variable=variable,
+    )
     assert told.count("AdaScaleRuntimeWarning: of the package") == shown
     assert ("of another" in told) == ("once" in before)
 
 
 @pytest.mark.ray
-def test_on_a_cluster_that_ignores_warnings_the_drivers_and_the_workers_are_shown(tmp_path: Path) -> None:
-    told = stderr_of(ON_RAY, tmp_path)  # 25 s: Ray's processes must start with the variable
+def test_on_a_cluster_that_ignores_warnings_the_drivers_and_the_workers_are_shown(
+    tmp_path: Path,
+) -> None:
+    # 25 s: Ray's processes must start with the variable
+    told = stderr_of(ON_RAY, tmp_path)
     assert told.count("The run was changed since its checkpoint") == 1  # on the worker
     assert told.count("Skipped the checkpoint run/checkpoint_") >= 1  # on the driver

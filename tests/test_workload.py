@@ -59,7 +59,11 @@ class Refusing:
         {},
         {"scheduler": None, "scheduler_unit": None},
         {"scheduler": None},
-        {"metric": "accuracy", "mode": "max", "evaluate": lambda model: {"accuracy": 1.0}},
+        {
+            "metric": "accuracy",
+            "mode": "max",
+            "evaluate": lambda model: {"accuracy": 1.0},
+        },
         {"train_dataset": Stream()},
         {"train_dataset": Refusing()},
         {"collate_fn": list},
@@ -69,16 +73,27 @@ def test_good_pieces_are_taken(changes: dict[str, Any]) -> None:
     Workload(**parts(**changes))
 
 
-def test_frozen_parameters_may_stay_out_of_the_optimizer_and_schedulers_may_be_chained() -> None:
+def test_frozen_parameters_may_stay_out_of_the_optimizer_and_schedulers_may_be_chained() -> (
+    None
+):
     pieces = parts()
     pieces["model"].bias.requires_grad_(False)
     optimizer = torch.optim.SGD([pieces["model"].weight], lr=0.1)
-    Workload(**pieces | {"optimizer": optimizer, "scheduler": ChainedScheduler([StepLR(optimizer, 2)])})
+    Workload(
+        **pieces
+        | {
+            "optimizer": optimizer,
+            "scheduler": ChainedScheduler([StepLR(optimizer, 2)]),
+        }
+    )
 
 
 def test_a_scheduler_of_timms_is_refused_with_what_to_use() -> None:
     timms = type("CosineLRScheduler", (), {"__module__": "timm.scheduler.cosine_lr"})()
-    with pytest.raises(ValueError, match=r"torch's own: .*SequentialLR\(optimizer, \[LinearLR.*CosineAnnealingLR"):
+    with pytest.raises(
+        ValueError,
+        match=r"torch's own: .*SequentialLR\(optimizer, \[LinearLR.*CosineAnnealingLR",
+    ):
         Workload(**parts(scheduler=timms))
 
 
@@ -91,14 +106,29 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     [
         ({"model": mse}, r"Invalid model: .*function.*nn\.Module"),
         ({"optimizer": []}, "one gain and one clock"),
-        ({"optimizer": (sgd(nn.Linear(1, 1)), sgd(nn.Linear(1, 1)))}, "tuple of 2.*several parameter groups"),
+        (
+            {"optimizer": (sgd(nn.Linear(1, 1)), sgd(nn.Linear(1, 1)))},
+            "tuple of 2.*several parameter groups",
+        ),
         ({"optimizer": None}, "Invalid optimizer of type NoneType"),
-        ({"optimizer": sgd(nn.Linear(2, 1))}, "2 of the optimizer's 2 parameters are not in the model"),
-        ({"scheduler_unit": None}, r"Missing scheduler_unit.*one scheduler\.step\(\) meant.*silently wrong"),
+        (
+            {"optimizer": sgd(nn.Linear(2, 1))},
+            "2 of the optimizer's 2 parameters are not in the model",
+        ),
+        (
+            {"scheduler_unit": None},
+            r"Missing scheduler_unit.*one scheduler\.step\(\) meant.*silently wrong",
+        ),
         ({"scheduler_unit": "batch"}, "Invalid scheduler_unit='batch'"),
         ({"scheduler": [1]}, "Invalid scheduler: .*SequentialLR"),
-        ({"scheduler": StepLR(sgd(nn.Linear(2, 1)), 1)}, "The StepLR drives another optimizer"),
-        ({"scheduler": ReduceLROnPlateau(sgd(nn.Linear(2, 1)))}, "ReduceLROnPlateau is not supported"),
+        (
+            {"scheduler": StepLR(sgd(nn.Linear(2, 1)), 1)},
+            "The StepLR drives another optimizer",
+        ),
+        (
+            {"scheduler": ReduceLROnPlateau(sgd(nn.Linear(2, 1)))},
+            "ReduceLROnPlateau is not supported",
+        ),
         ({"train_dataset": []}, "Invalid train_dataset: it is empty"),
         ({"loss_fn": None}, "Invalid loss_fn=None. Must be a function"),
         ({"evaluate": {"accuracy": 1}}, "Invalid evaluate"),
@@ -127,7 +157,9 @@ def test_build_gives_the_function_a_copy_of_the_config() -> None:
 SETTINGS = AdaScaleConfig(base_batch_size=16, total_steps=3000)
 
 
-def given(read: Callable[[dict[str, Any]], object], **hyperparameters: Any) -> tuple[Any, Workload]:
+def given(
+    read: Callable[[dict[str, Any]], object], **hyperparameters: Any
+) -> tuple[Any, Workload]:
     """What ``read`` makes of the config of a workload's function, and the workload."""
     found: list[Any] = []
 
@@ -143,20 +175,36 @@ def given(read: Callable[[dict[str, Any]], object], **hyperparameters: Any) -> t
     ("read", "found"),
     [
         (lambda c: (c["total_steps"], c["base_batch_size"]), (3000, 16)),
-        (lambda c: (c.get("total_steps", 600), c.get("lr"), c.get("none", 5), c.get("no")), (3000, 0.1, 5, None)),
+        (
+            lambda c: (
+                c.get("total_steps", 600),
+                c.get("lr"),
+                c.get("none", 5),
+                c.get("no"),
+            ),
+            (3000, 0.1, 5, None),
+        ),
         (lambda c: (c.pop("total_steps", 600), c.pop("total_steps", 600)), (3000, 600)),
         (lambda c: (c.setdefault("total_steps", 600), c["total_steps"]), (3000, 3000)),
         (lambda c: "total_steps" in c, True),
         (
             lambda c: [
-                a["total_steps"] for a in (c.copy(), copy.copy(c), copy.deepcopy(c), pickle.loads(pickle.dumps(c)))
+                a["total_steps"]
+                for a in (
+                    c.copy(),
+                    copy.copy(c),
+                    copy.deepcopy(c),
+                    pickle.loads(pickle.dumps(c)),
+                )
             ],
             [3000] * 4,
         ),
         (lambda c: pickle.loads(pickle.dumps(c)), {"lr": 0.1}),
     ],
 )
-def test_a_function_may_ask_for_t_and_the_base_batch(read: Callable[[Any], Any], found: Any) -> None:
+def test_a_function_may_ask_for_t_and_the_base_batch(
+    read: Callable[[Any], Any], found: Any
+) -> None:
     assert given(read, lr=0.1)[0] == found
 
 
@@ -174,7 +222,9 @@ def test_a_function_may_ask_for_t_and_the_base_batch(read: Callable[[Any], Any],
         lambda c: dict(zip(c.keys(), c.values(), strict=True)),
     ],
 )
-def test_whoever_takes_all_of_the_config_gets_what_was_given_and_has_read_it(read: Callable[[Any], Any]) -> None:
+def test_whoever_takes_all_of_the_config_gets_what_was_given_and_has_read_it(
+    read: Callable[[Any], Any],
+) -> None:
     """Or Settings(**config) would fail at a name that it doesn't know."""
     everything, built = given(read, lr=0.1, momentum=0.9)
     assert everything == {"lr": 0.1, "momentum": 0.9}
@@ -184,15 +234,27 @@ def test_whoever_takes_all_of_the_config_gets_what_was_given_and_has_read_it(rea
 
 def test_a_length_that_is_not_known_yet_says_what_to_give() -> None:
     with pytest.raises(KeyError, match="total_steps") as caught:
-        build(lambda config: config["total_steps"], {}, AdaScaleConfig(base_batch_size=4, total_epochs=2.5))
+        build(
+            lambda config: config["total_steps"],
+            {},
+            AdaScaleConfig(base_batch_size=4, total_epochs=2.5),
+        )
     (note,) = caught.value.__notes__
-    assert note.startswith("With total_epochs T is not known yet. Give total_steps (--total-steps)")
+    assert note.startswith(
+        "With total_epochs T is not known yet. Give total_steps (--total-steps)"
+    )
     with pytest.raises(KeyError, match="width") as caught:
-        build(lambda config: config["width"], {}, AdaScaleConfig(base_batch_size=4, total_epochs=2.5))
+        build(
+            lambda config: config["width"],
+            {},
+            AdaScaleConfig(base_batch_size=4, total_epochs=2.5),
+        )
     assert caught.value.__notes__ == ["A hyperparameter that is missing: width=VALUE."]
 
 
-def test_what_is_given_comes_before_what_the_settings_say_and_t_may_be_unknown() -> None:
+def test_what_is_given_comes_before_what_the_settings_say_and_t_may_be_unknown() -> (
+    None
+):
     asked = ("total_steps", "base_batch_size")
     assert given(lambda c: [c[key] for key in asked], total_steps=600)[0] == [600, 16]
     built: list[Any] = []
@@ -203,10 +265,16 @@ def test_what_is_given_comes_before_what_the_settings_say_and_t_may_be_unknown()
 
     build(function, {}, AdaScaleConfig(base_batch_size=4, total_epochs=2.5))
     build(function, {})
-    # With a recipe, the function gets the settings that the search has given it. A recipe by hand may list none.
+    # With a recipe, the function gets the settings that the search has given it. A
+    # recipe by hand may list none.
     build(function, {}, SETTINGS, recipe([]))
     build(function, {}, SETTINGS, recipe([], search={"handed": ["base_batch_size"]}))
-    assert built == [["unknown", 4], ["unknown", "unknown"], ["unknown", "unknown"], ["unknown", 16]]
+    assert built == [
+        ["unknown", 4],
+        ["unknown", "unknown"],
+        ["unknown", "unknown"],
+        ["unknown", 16],
+    ]
 
 
 def test_the_config_is_a_dict() -> None:
@@ -223,7 +291,9 @@ def test_the_config_is_a_dict() -> None:
     assert given(read, lr=0.1, net={"width": 3})[0] == 3
 
 
-def test_keys_that_nobody_reads_are_named_with_the_nearest_that_somebody_asked_for() -> None:
+def test_keys_that_nobody_reads_are_named_with_the_nearest_that_somebody_asked_for() -> (
+    None
+):
     def read(config: dict[str, Any]) -> Callable[[], Any]:
         config = config.copy()
         config["learning"] = 1  # its own
@@ -242,7 +312,9 @@ def test_keys_that_nobody_reads_are_named_with_the_nearest_that_somebody_asked_f
 
 
 def test_build_says_what_came_back() -> None:
-    with pytest.raises(TypeError, match=r"<lambda> returned None.*return statement missing"):
+    with pytest.raises(
+        TypeError, match=r"<lambda> returned None.*return statement missing"
+    ):
         build(lambda config: None, {})  # type: ignore[arg-type, return-value]
     with pytest.raises(TypeError, match=r"returned a builtins\.tuple"):
         build(lambda config: (1, 2), {})  # type: ignore[arg-type, return-value]
@@ -259,7 +331,9 @@ def test_build_says_what_came_back() -> None:
         ({"lr": -1.0}, []),
     ],
 )
-def test_a_text_for_a_number_is_named_where_it_fails(given: dict[str, Any], note: list[str]) -> None:
+def test_a_text_for_a_number_is_named_where_it_fails(
+    given: dict[str, Any], note: list[str]
+) -> None:
     def workload(config: dict[str, Any]) -> Workload:
         config.get("path")
         torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=config["lr"])
@@ -273,12 +347,24 @@ def test_a_text_for_a_number_is_named_where_it_fails(given: dict[str, Any], note
 @pytest.mark.parametrize(
     ("x", "label", "torchs", "note"),
     [
-        (torch.zeros(3, 2, dtype=torch.float64), 0, "dtype", "float64 [3, 2], int64 [3] from 0 to 0"),
-        (torch.zeros(3, 2), 7, "out of bounds", "float32 [3, 2], int64 [3] from 7 to 7"),
+        (
+            torch.zeros(3, 2, dtype=torch.float64),
+            0,
+            "dtype",
+            "float64 [3, 2], int64 [3] from 0 to 0",
+        ),
+        (
+            torch.zeros(3, 2),
+            7,
+            "out of bounds",
+            "float32 [3, 2], int64 [3] from 7 to 7",
+        ),
         (torch.zeros(3, 5), 0, "shapes", "float32 [3, 5]"),
     ],
 )
-def test_an_error_of_the_loss_says_what_the_batch_is(x: Tensor, label: int, torchs: str, note: str) -> None:
+def test_an_error_of_the_loss_says_what_the_batch_is(
+    x: Tensor, label: int, torchs: str, note: str
+) -> None:
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(model(batch["x"]), batch["more"][0])
 
@@ -298,7 +384,13 @@ def test_an_error_of_the_loss_without_tensors_is_noted_too() -> None:
 
 
 def test_hyperparameters_on_one_line() -> None:
-    assert describe_config({"lr": 0.123456, "layers": [1] * 50}) == f"lr=0.1235, layers={str([1] * 50)[:37]}..."
-    assert describe_config({"lr": 1e-7, "name": "a", "depth": 12345678}) == "lr=1e-07, name='a', depth=12345678"
+    assert (
+        describe_config({"lr": 0.123456, "layers": [1] * 50})
+        == f"lr=0.1235, layers={str([1] * 50)[:37]}..."
+    )
+    assert (
+        describe_config({"lr": 1e-7, "name": "a", "depth": 12345678})
+        == "lr=1e-07, name='a', depth=12345678"
+    )
     assert describe_config({"text": "x" * 38}) == f"text='{'x' * 38}'"  # 40 characters
     assert describe_config({}) == "an empty config"

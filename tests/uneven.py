@@ -1,4 +1,6 @@
-"""For tests of sharding and of checkpoints: a net of parameters of many sizes, optimizers of many kinds, a training loop."""
+"""For tests of sharding and of checkpoints: a net of parameters of many sizes,
+optimizers of many kinds, a training loop.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from ray_adascale import OptimizerChain
 
 
 class Net(nn.Module):
-    """Parameters of many sizes, among them one of zero dimensions and one without elements; maybe of two dtypes.
+    """Parameters of many sizes, among them one of zero dimensions and one without
+    elements; maybe of two dtypes.
 
     The middle layer takes part ``uses`` times in each forward pass.
     """
@@ -37,9 +40,18 @@ class Net(nn.Module):
 
 
 class Odd(Optimizer):
-    """As far from torch's optimizers as one may be: the constructor, attributes, scalars in groups, kinds of state."""
+    """As far from torch's optimizers as one may be: the constructor, attributes,
+    scalars in groups, kinds of state.
+    """
 
-    def __init__(self, name: str, rate: float, *, over: Iterable[Any], warm: Callable[[int], float]) -> None:
+    def __init__(
+        self,
+        name: str,
+        rate: float,
+        *,
+        over: Iterable[Any],
+        warm: Callable[[int], float],
+    ) -> None:
         self.name = name
         self.warm = warm
         super().__init__(over, {"lr": rate, "k": 0, "best": None})
@@ -64,7 +76,8 @@ class Odd(Optimizer):
                             "odd": False,
                             "unset": None,
                             "with/slash": 1.0,
-                            "flat": torch.zeros(p.numel(), dtype=torch.float32),  # as many elements, another shape
+                            # as many elements, another shape
+                            "flat": torch.zeros(p.numel(), dtype=torch.float32),
                             "rows": torch.zeros(2, 3, dtype=torch.int64),
                             "average": torch.zeros_like(p, dtype=torch.float64),
                         }
@@ -78,8 +91,13 @@ class Odd(Optimizer):
                 state["rows"][state["seen"] % 2] += state["seen"]
                 state["flat"].mul_(state["decay"]).add_(p.grad.reshape(-1))
                 state["average"].lerp_(p.grad.to(torch.float64), 0.1)
-                step = state["flat"].view(p.shape) + state["average"] * state["rows"].sum() / (1 + state["seen"])
-                p.add_((step * (state["with/slash"] + state["odd"])).to(p.dtype), alpha=-group["best"])
+                step = state["flat"].view(p.shape) + state["average"] * state[
+                    "rows"
+                ].sum() / (1 + state["seen"])
+                p.add_(
+                    (step * (state["with/slash"] + state["odd"])).to(p.dtype),
+                    alpha=-group["best"],
+                )
         return loss
 
 
@@ -101,36 +119,53 @@ def groups(model: Net) -> list[dict[str, Any]]:
 
 
 def odd(model: Net) -> Optimizer:
-    split = [{"params": list(model.first.parameters())}, {"params": [model.middle.weight], "lr": 0.003}]
+    split = [
+        {"params": list(model.first.parameters())},
+        {"params": [model.middle.weight], "lr": 0.003},
+    ]
     return Odd("odd", 0.002, over=split, warm=ramp)
 
 
 def chain(model: Net) -> OptimizerChain:
-    """Muon for two matrices, AdamW for the rest in two groups: one chain that is split by parameter and by element."""
+    """Muon for two matrices, AdamW for the rest in two groups: one chain that is
+    split by parameter and by element.
+    """
     matrices = [model.first.weight, model.middle.weight]
-    rest = [{"params": [model.first.bias, model.gain]}, {"params": [*model.last.parameters(), model.none], "lr": 0.02}]
+    rest = [
+        {"params": [model.first.bias, model.gain]},
+        {"params": [*model.last.parameters(), model.none], "lr": 0.02},
+    ]
     return OptimizerChain([Muon(matrices, lr=0.02), AdamW(rest, lr=0.01)])
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda m: SGD(m.parameters(), lr=0.1),
     "momentum": lambda m: SGD(m.parameters(), lr=0.05, momentum=0.9),
-    "nesterov": lambda m: SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "nesterov": lambda m: SGD(
+        m.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "adamw": lambda m: AdamW(m.parameters(), lr=0.01, weight_decay=0.1),
     "tensor-lr": lambda m: Adam(m.parameters(), lr=torch.tensor(0.01), foreach=False),
     "adagrad": lambda m: Adagrad(m.parameters(), lr=0.05),
     "named": lambda m: AdamW(m.named_parameters(), lr=0.01),
     "groups": lambda m: AdamW(groups(m), lr=0.01),
-    "empty-group": lambda m: SGD([{"params": []}, *groups(m), {"params": [], "lr": 1.0}], lr=0.1, momentum=0.5),
+    "empty-group": lambda m: SGD(
+        [{"params": []}, *groups(m), {"params": [], "lr": 1.0}], lr=0.1, momentum=0.5
+    ),
     "odd": odd,
     "chain": chain,
 }
 
 
-def batches(count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
+def batches(
+    count: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(100 + seed)
     return [
-        (torch.randn(4, 7, generator=generator).to(dtype), torch.randn(4, 3, generator=generator).to(dtype))
+        (
+            torch.randn(4, 7, generator=generator).to(dtype),
+            torch.randn(4, 3, generator=generator).to(dtype),
+        )
         for _ in range(count)
     ]
 
@@ -176,7 +211,9 @@ def assert_same(ours: Any, theirs: Any, path: str = "") -> None:
 
 
 def compared(body: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return what a function makes of the plain optimizer, and of the sharded one. Its first argument says which it is."""
+    """Return what a function makes of the plain optimizer, and of the sharded one.
+    Its first argument says which it is.
+    """
 
     @functools.wraps(body)
     def both(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -186,7 +223,9 @@ def compared(body: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]
 
 
 def assert_agree(results: list[Any], tolerance: float = 0.0) -> None:
-    """(weights of the plain optimizer, weights of the sharded one), by rank; whatever follows is the test's own."""
+    """(weights of the plain optimizer, weights of the sharded one), by rank;
+    whatever follows is the test's own.
+    """
     for plain, sharded, *_ in results:
         torch.testing.assert_close(sharded, plain, rtol=tolerance, atol=tolerance)
         assert torch.equal(sharded, results[0][1])

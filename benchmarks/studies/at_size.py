@@ -1,17 +1,21 @@
-"""The experiment of ``transfer.py`` on public data, with networks of 0.08 to 1.25 M parameters.
+"""The experiment of ``transfer.py`` on public data, with networks of 0.08 to 1.25 M
+parameters.
 
     python benchmarks/studies/at_size.py --page                             all of it, or what is missing
     python benchmarks/studies/at_size.py --workloads flights --scales 4 16  some of it
     python benchmarks/studies/at_size.py --smoke                            check that it runs
     python benchmarks/studies/at_size.py --report-only --page p.md          write the page of the kept runs
 
-Five peak LRs run at S = 1 with two seeds and are scored on the search split; the schedule is a warm-up and a linear decay.
-The best one is carried to larger batches, and scored on the test split with other seeds, in two ways. *At equal effective
-steps* AdaScale runs until τ = T, and the other methods get as many optimizer steps. *At equal examples* every method gets
-the examples of the base run, T · B0. AdaScale's schedule is then shortened, for each seed, by the ratio of T · B0 to the
-examples of its first run, and ends near T · B0.
+Five peak LRs run at S = 1 with two seeds and are scored on the search split; the
+schedule is a warm-up and a linear decay. The best one is carried to larger batches, and
+scored on the test split with other seeds, in two ways. *At equal effective steps*
+AdaScale runs until τ = T, and the other methods get as many optimizer steps. *At equal
+examples* every method gets the examples of the base run, T · B0. AdaScale's schedule is
+then shortened, for each seed, by the ratio of T · B0 to the examples of its first run,
+and ends near T · B0.
 
-A batch that is kept fixed on more workers, as torchft and torchtitan keep it, is the run at S = 1: same metric, T steps.
+A batch that is kept fixed on more workers, as torchft and torchtitan keep it, is the
+run at S = 1: same metric, T steps.
 
 The kept results are in ``benchmarks/studies/kept/at_size.jsonl``.
 """
@@ -26,7 +30,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import comparison
-from comparison import Comparison, Job, Method, Plan, Result, Results, Rounds, best_schedule, conduct
+from comparison import (
+    Comparison,
+    Job,
+    Method,
+    Plan,
+    Result,
+    Results,
+    Rounds,
+    best_schedule,
+    conduct,
+)
 from comparison_page import (
     cells,
     difference,
@@ -81,8 +95,12 @@ def train(job: Job) -> Result:
     return comparison.train(LONGER, job)
 
 
-def shortened(plan: Plan, results: Results, workload: str, scale: int, seed: int) -> Job | None:
-    """Return AdaScale's run on the examples of the base run; None before its first run, or if that run failed."""
+def shortened(
+    plan: Plan, results: Results, workload: str, scale: int, seed: int
+) -> Job | None:
+    """Return AdaScale's run on the examples of the base run; None before its first
+    run, or if that run failed.
+    """
     best = best_schedule(plan, results, workload)
     if best is None:
         return None
@@ -91,34 +109,75 @@ def shortened(plan: Plan, results: Results, workload: str, scale: int, seed: int
     if own is None or own.failed:
         return None
     ratio = plan.steps(workload) * plan.case(workload).base_batch_size / own.examples
-    return replace(job, method="AdaScale, T·B0", total_steps=max(1, round(plan.steps(workload) * ratio)))
+    return replace(
+        job,
+        method="AdaScale, T·B0",
+        total_steps=max(1, round(plan.steps(workload) * ratio)),
+    )
 
 
 def rounds(plan: Plan, path: Path, results: Results) -> Rounds:
-    """Yield the grid; then for every stage AdaScale's runs, and those that depend on them."""
+    """Yield the grid; then for every stage AdaScale's runs, and those that depend on
+    them.
+    """
     yield "grid", plan.grid_jobs()
     fixed = [name for name in LONGER.methods if name != "AdaScale, T·B0"]
     for scale, seeds in plan.stages():
-        yield f"S = {scale}", comparison.stage_jobs(plan, results, scale, seeds, fixed, given_steps=False)
-        yield f"S = {scale}, given steps", comparison.stage_jobs(plan, results, scale, seeds, fixed, given_steps=True)
+        yield (
+            f"S = {scale}",
+            comparison.stage_jobs(
+                plan, results, scale, seeds, fixed, given_steps=False
+            ),
+        )
+        yield (
+            f"S = {scale}, given steps",
+            comparison.stage_jobs(plan, results, scale, seeds, fixed, given_steps=True),
+        )
         if scale > 1:
-            cells = [(workload, seed) for workload in plan.workloads for seed in plan.seeds[:seeds]]
-            jobs = [shortened(plan, results, workload, scale, seed) for workload, seed in cells]
-            yield f"S = {scale}, equal examples", [job for job in jobs if job is not None]
+            cells = [
+                (workload, seed)
+                for workload in plan.workloads
+                for seed in plan.seeds[:seeds]
+            ]
+            jobs = [
+                shortened(plan, results, workload, scale, seed)
+                for workload, seed in cells
+            ]
+            yield (
+                f"S = {scale}, equal examples",
+                [job for job in jobs if job is not None],
+            )
 
 
-def of_examples(plan: Plan, results: Results, workload: str, scale: int, method: str) -> dict[int, Result]:
+def of_examples(
+    plan: Plan, results: Results, workload: str, scale: int, method: str
+) -> dict[int, Result]:
     """Return the results on the examples of the base run, by seed."""
     if method != "AdaScale, T·B0":
         return comparison.seeds_of(plan, results, workload, scale, method)
-    jobs = {seed: shortened(plan, results, workload, scale, seed) for seed in plan.seeds}
-    return {seed: results[job] for seed, job in jobs.items() if job is not None and job in results}
+    jobs = {
+        seed: shortened(plan, results, workload, scale, seed) for seed in plan.seeds
+    }
+    return {
+        seed: results[job]
+        for seed, job in jobs.items()
+        if job is not None and job in results
+    }
 
 
 def shortened_runs(plan: Plan, results: Results) -> list[Result]:
     """Return all results of AdaScale on the examples of the base run."""
-    cells = [(workload, scale) for workload in plan.workloads for scale in plan.scales if scale > 1]
-    return [r for cell in cells for r in of_examples(plan, results, *cell, "AdaScale, T·B0").values()]
+    cells = [
+        (workload, scale)
+        for workload in plan.workloads
+        for scale in plan.scales
+        if scale > 1
+    ]
+    return [
+        r
+        for cell in cells
+        for r in of_examples(plan, results, *cell, "AdaScale, T·B0").values()
+    ]
 
 
 def examples_table(plan: Plan, results: Results, workload: str) -> str:
@@ -132,26 +191,56 @@ def examples_table(plan: Plan, results: Results, workload: str) -> str:
         for method in OF_EXAMPLES:
             found = of_examples(plan, results, workload, scale, method)
             name = method.removesuffix(", T·B0")
-            seeds = f" ({count(list(found), 'seed')})" if 0 < len(found) < len(plan.seeds) else ""
-            rows.append([f"{scale}", name + seeds, *cells(list(found.values())), str(difference(case, found, base))])
-    head = ["S", "method", f"test {case.metric}", "training loss", "optimizer steps", "examples", "mean gain"]
+            seeds = (
+                f" ({count(list(found), 'seed')})"
+                if 0 < len(found) < len(plan.seeds)
+                else ""
+            )
+            rows.append(
+                [
+                    f"{scale}",
+                    name + seeds,
+                    *cells(list(found.values())),
+                    str(difference(case, found, base)),
+                ]
+            )
+    head = [
+        "S",
+        "method",
+        f"test {case.metric}",
+        "training loss",
+        "optimizer steps",
+        "examples",
+        "mean gain",
+    ]
     return markdown([*head, "better than S = 1 by"], rows)
 
 
 def seconds_table(plan: Plan, results: Results) -> str:
-    """Return a table of the seconds to T on S separate machines with B0 examples each, and with a batch that is kept fixed."""
+    """Return a table of the seconds to T on S separate machines with B0 examples
+    each, and with a batch that is kept fixed.
+    """
     measured, _ = read_steps()
     rows = []
     for workload in plan.workloads:
-        base, clock = plan.case(workload).base_batch_size, measured[f"at size {workload}"]
+        base, clock = (
+            plan.case(workload).base_batch_size,
+            measured[f"at size {workload}"],
+        )
         alone = plan.steps(workload) * clock.of(base, 1)
         for scale in plan.scales:
             found = [
-                r for r in comparison.seeds_of(plan, results, workload, scale, "AdaScale").values() if not r.failed
+                r
+                for r in comparison.seeds_of(
+                    plan, results, workload, scale, "AdaScale"
+                ).values()
+                if not r.failed
             ]
             if scale == 1 or not found:
                 continue
-            own = statistics.mean(r.optimizer_steps for r in found) * clock.of(base, scale)
+            own = statistics.mean(r.optimizer_steps for r in found) * clock.of(
+                base, scale
+            )
             fixed = plan.steps(workload) * clock.of(share(base, scale), scale)
             row = [
                 workload,
@@ -163,7 +252,14 @@ def seconds_table(plan: Plan, results: Results) -> str:
                 f"{alone / own:.1f}",
             ]
             rows.append(row)
-    head = ["workload", "machines", "s on one machine", "s, batch kept fixed", "s, AdaScale", "AdaScale / fixed"]
+    head = [
+        "workload",
+        "machines",
+        "s on one machine",
+        "s, batch kept fixed",
+        "s, AdaScale",
+        "AdaScale / fixed",
+    ]
     return markdown([*head, "× faster than one machine"], rows)
 
 
@@ -187,8 +283,15 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
     kept = by_hand(page)
     _, about = read_steps()
     page.parent.mkdir(parents=True, exist_ok=True)
-    narrow = replace(plan, comparison=replace(LONGER, methods={name: LONGER.methods[name] for name in EQUAL_STEPS}))
-    scale, curves = (draw(narrow, results, page) for draw in (picture_by_scale, picture_by_tau))
+    narrow = replace(
+        plan,
+        comparison=replace(
+            LONGER, methods={name: LONGER.methods[name] for name in EQUAL_STEPS}
+        ),
+    )
+    scale, curves = (
+        draw(narrow, results, page) for draw in (picture_by_scale, picture_by_tau)
+    )
     picture_of_one(narrow, results, page, "smiles", LABELS, shown=0.45)
     sections = []
     for workload in plan.workloads:
@@ -204,8 +307,10 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
         ]
     parts = [
         "# Does the schedule transfer on public data?",
-        "One schedule, tuned at the base batch, carried to larger batches by four methods, on public data and with larger "
-        "networks than [the first study](transfer.md). Test metric, mean ± standard deviation over "
+        "One schedule, tuned at the base batch, carried to larger batches by four "
+        "methods, on public data and with larger "
+        "networks than [the first study](transfer.md). Test metric, mean ± standard "
+        "deviation over "
         f"{count(plan.seeds, 'seed')}, or as many as a row says.",
         provenance(plan, results, command, more=shortened_runs(plan, results)),
         "## What it says",
@@ -217,11 +322,15 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
         HOW,
         *sections,
         "## Seconds on separate machines",
-        "Computed: optimizer steps × (the seconds of a plain step with a machine's examples, measured on one core + a ring "
-        f"all-reduce over {BYTES_PER_S * 8 / 1e9:g} Gbit/s with {LATENCY_S * 1e6:g} µs a message). AdaScale has B0 examples a "
-        "machine, the fixed batch B0 / machines, rounded up. What AdaScale adds to a step (2 to 20 % on CPUs, "
+        "Computed: optimizer steps × (the seconds of a plain step with a machine's "
+        "examples, measured on one core + a ring "
+        f"all-reduce over {BYTES_PER_S * 8 / 1e9:g} Gbit/s with {LATENCY_S * 1e6:g} µs "
+        "a message). AdaScale has B0 examples a "
+        "machine, the fixed batch B0 / machines, rounded up. What AdaScale adds to a "
+        "step (2 to 20 % on CPUs, "
         "[time of a step](overhead.md#cpu)) is not included. "
-        f"`wall_clock.py`, {about['date'][:10]}, {about['cpu']}, load {about['load']} before.",
+        f"`wall_clock.py`, {about['date'][:10]}, {about['cpu']}, load {about['load']} "
+        "before.",
         seconds_table(plan, results),
         "## The same curve over effective steps",
         f"![metric against effective steps]({curves.name})",
@@ -236,7 +345,9 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
 def show(plan: Plan, results: Results) -> None:
     """Print both tables of every workload."""
     for workload in plan.workloads:
-        print(f"\n{workload}\n\n{workload_table(plan, results, workload)}\n\n{examples_table(plan, results, workload)}")
+        print(
+            f"\n{workload}\n\n{workload_table(plan, results, workload)}\n\n{examples_table(plan, results, workload)}"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,6 @@
-"""The model of ``gpu_transfer.py``: a decoder over bytes in two sizes, and the examples that a text is cut into."""
+"""The model of ``gpu_transfer.py``: a decoder over bytes in two sizes, and the
+examples that a text is cut into.
+"""
 
 from __future__ import annotations
 
@@ -68,13 +70,23 @@ class Decoder(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(256, size.width), nn.Embedding(size.length, size.width)
-        self.blocks = nn.ModuleList(Block(size.width, size.heads, bias=False) for _ in range(size.layers))
-        self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, 256, bias=False)
+        self.embed, self.place = (
+            nn.Embedding(256, size.width),
+            nn.Embedding(size.length, size.width),
+        )
+        self.blocks = nn.ModuleList(
+            Block(size.width, size.heads, bias=False) for _ in range(size.layers)
+        )
+        self.norm, self.head = (
+            nn.LayerNorm(size.width),
+            nn.Linear(size.width, 256, bias=False),
+        )
         for name, p in self.named_parameters():
             if p.ndim == 2:
                 into_stream = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * size.layers) if into_stream else 0.02)
+                nn.init.normal_(
+                    p, std=0.02 / math.sqrt(2 * size.layers) if into_stream else 0.02
+                )
 
     def forward(self, codes: Tensor) -> Tensor:
         x = self.embed(codes) + self.place.weight[: codes.shape[1]]
@@ -85,7 +97,9 @@ class Decoder(nn.Module):
 
 
 def mean_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    """Return the mean loss of the next byte, in nats. A batch is one tensor of bytes, shape (examples, length + 1)."""
+    """Return the mean loss of the next byte, in nats. A batch is one tensor of
+    bytes, shape (examples, length + 1).
+    """
     codes = batch[0].long()
     logits = model(codes[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), codes[:, 1:].flatten())
@@ -107,13 +121,23 @@ class Data:
 
     @classmethod
     def of(cls, text: Text, size: Size) -> Data:
-        """Cut a text into examples; those to score are spread evenly over the scored packages, in turn for search and test."""
-        train, scored = (examples(part, size.length) for part in (text.train, text.test))
+        """Cut a text into examples; those to score are spread evenly over the scored
+        packages, in turn for search and test.
+        """
+        train, scored = (
+            examples(part, size.length) for part in (text.train, text.test)
+        )
         chosen = scored[np.linspace(0, len(scored) - 1, 2 * size.scored).astype(int)]
         return cls(train, chosen[::2], chosen[1::2])
 
 
 def examples(text: bytes, length: int) -> Tensor:
-    """Return consecutive pieces of a text with the byte that follows each, shape (pieces, length + 1)."""
+    """Return consecutive pieces of a text with the byte that follows each, shape
+    (pieces, length + 1).
+    """
     codes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return codes[: (len(codes) - 1) // length * length + 1].unfold(0, length + 1, length).contiguous()
+    return (
+        codes[: (len(codes) - 1) // length * length + 1]
+        .unfold(0, length + 1, length)
+        .contiguous()
+    )

@@ -1,4 +1,6 @@
-"""Ten small workloads of ``carry_over.py``: their best LR lies near the edge of stability, and a base run takes seconds."""
+"""Ten small workloads of ``carry_over.py``: their best LR lies near the edge of
+stability, and a base run takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -63,22 +65,33 @@ def made(
     *,
     accuracy: bool = False,
 ) -> Workload:
-    """Return a workload with a linear warm-up over a share ``warmup`` (0.05 by default) of the run and a cosine."""
+    """Return a workload with a linear warm-up over a share ``warmup`` (0.05 by
+    default) of the run and a cosine.
+    """
     total_steps = config["total_steps"]
     up = max(1, int(config.get("warmup", 0.05) * total_steps))
-    warmup, cosine = LinearLR(optimizer, 0.1, 1.0, up), CosineAnnealingLR(optimizer, total_steps - up)
+    warmup, cosine = (
+        LinearLR(optimizer, 0.1, 1.0, up),
+        CosineAnnealingLR(optimizer, total_steps - up),
+    )
     schedule = SequentialLR(optimizer, [warmup, cosine], [up])
-    return scored(model, optimizer, schedule, data, held_out, loss_fn, accuracy=accuracy)
+    return scored(
+        model, optimizer, schedule, data, held_out, loss_fn, accuracy=accuracy
+    )
 
 
 class Sorter(nn.Module):
     """A transformer that sees all positions."""
 
-    def __init__(self, kinds: int, length: int, layers: int, *, norm_first: bool, width: int = 32) -> None:
+    def __init__(
+        self, kinds: int, length: int, layers: int, *, norm_first: bool, width: int = 32
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(kinds, width)
         self.place = nn.Parameter(torch.randn(length, width) * 0.1)
-        layer = nn.TransformerEncoderLayer(width, 4, 64, dropout=0.0, batch_first=True, norm_first=norm_first)
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 64, dropout=0.0, batch_first=True, norm_first=norm_first
+        )
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.out = nn.Linear(width, kinds)
 
@@ -90,20 +103,32 @@ def sorting(config: dict[str, Any]) -> Workload:
     """Sort eight numbers with a pre-norm transformer of two layers and SGD."""
     x = torch.randint(0, 16, (4000, 8), generator=seeded(0))
     model = Sorter(16, 8, 2, norm_first=True)
-    return made(config, model, sgd(model, config), [x, x.sort(1).values], 500, classify, accuracy=True)
+    return made(
+        config,
+        model,
+        sgd(model, config),
+        [x, x.sort(1).values],
+        500,
+        classify,
+        accuracy=True,
+    )
 
 
 def sorting_adamw(config: dict[str, Any]) -> Workload:
     """Sort six numbers with a post-norm transformer of one layer and AdamW."""
     x = torch.randint(0, 10, (4000, 6), generator=seeded(1))
     model = Sorter(10, 6, 1, norm_first=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"], weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config["lr"], weight_decay=0.01
+    )
     return made(config, model, optimizer, [x, x.sort(1).values], 500, classify)
 
 
 @functools.cache
 def digits() -> tuple[Tensor, Tensor]:
-    """Return scikit-learn's 1,797 images of digits, (1797, 1, 8, 8), in random order, and their classes."""
+    """Return scikit-learn's 1,797 images of digits, (1797, 1, 8, 8), in random
+    order, and their classes.
+    """
     from sklearn.datasets import load_digits
 
     table = load_digits()
@@ -146,7 +171,8 @@ def autoencoder(config: dict[str, Any]) -> Workload:
     """Write digits as 6 numbers and read them again."""
     x = digits()[0].flatten(1)
     model = nn.Sequential(
-        *(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 6)), *(nn.Linear(6, 48), nn.ReLU(), nn.Linear(48, 64))
+        *(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 6)),
+        *(nn.Linear(6, 48), nn.ReLU(), nn.Linear(48, 64)),
     )
     return made(config, model, sgd(model, config, nesterov=True), [x], 500, squared)
 
@@ -157,8 +183,12 @@ class Block(nn.Module):
     def __init__(self, width: int, *, norm: bool) -> None:
         super().__init__()
         made = [nn.BatchNorm2d(width) if norm else nn.Identity() for _ in range(2)]
-        convolutions = [nn.Conv2d(width, width, 3, padding=1, bias=not norm) for _ in range(2)]
-        self.body = nn.Sequential(convolutions[0], made[0], nn.ReLU(), convolutions[1], made[1])
+        convolutions = [
+            nn.Conv2d(width, width, 3, padding=1, bias=not norm) for _ in range(2)
+        ]
+        self.body = nn.Sequential(
+            convolutions[0], made[0], nn.ReLU(), convolutions[1], made[1]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(x + self.body(x))
@@ -167,7 +197,13 @@ class Block(nn.Module):
 def residual(config: dict[str, Any], *, norm: bool) -> Workload:
     """Classify digits with two residual blocks."""
     model = nn.Sequential(
-        *(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), Block(8, norm=norm), nn.MaxPool2d(2), Block(8, norm=norm)),
+        *(
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.ReLU(),
+            Block(8, norm=norm),
+            nn.MaxPool2d(2),
+            Block(8, norm=norm),
+        ),
         *(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 10)),
     )
     return made(config, model, sgd(model, config), digits(), 500, classify)
@@ -180,7 +216,9 @@ def regression(config: dict[str, Any]) -> Workload:
 
 
 def text(config: dict[str, Any]) -> Workload:
-    """Predict the next character of Python's help pages with a causal post-norm transformer and SGD."""
+    """Predict the next character of Python's help pages with a causal post-norm
+    transformer and SGD.
+    """
     rows, kinds = characters()
     rows = rows[:, :17]
     model = Transformer(kinds, 32, rows.shape[1] - 1)
@@ -189,8 +227,12 @@ def text(config: dict[str, Any]) -> Workload:
 
 def images(config: dict[str, Any]) -> Workload:
     """Classify MNIST with two linear layers."""
-    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 48), nn.ReLU(), nn.Linear(48, 10))
-    return made(config, model, sgd(model, config), mnist(), 1000, classify, accuracy=True)
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 48), nn.ReLU(), nn.Linear(48, 10)
+    )
+    return made(
+        config, model, sgd(model, config), mnist(), 1000, classify, accuracy=True
+    )
 
 
 WIDE = {"lr": tune.loguniform(3e-3, 1.0)}
@@ -204,9 +246,23 @@ CASES: dict[str, Case] = {
     "deep": Case("eight linear layers without norms, digits", deep, WIDE, 16, 300),
     "regression": Case("three linear layers, 20 columns", regression, WIDE, 16, 400),
     "recurrent": Case("tanh network, Markov chain", recurrent, WIDE, 8, 400),
-    "autoencoder": Case("six numbers for a digit, Nesterov", autoencoder, _HIGH, 16, 400),
-    "residual": Case("residual network, batch norm, digits", functools.partial(residual, norm=True), WIDE, 16, 300),
-    "no norm": Case("residual network without norms, digits", functools.partial(residual, norm=False), WIDE, 16, 300),
+    "autoencoder": Case(
+        "six numbers for a digit, Nesterov", autoencoder, _HIGH, 16, 400
+    ),
+    "residual": Case(
+        "residual network, batch norm, digits",
+        functools.partial(residual, norm=True),
+        WIDE,
+        16,
+        300,
+    ),
+    "no norm": Case(
+        "residual network without norms, digits",
+        functools.partial(residual, norm=False),
+        WIDE,
+        16,
+        300,
+    ),
     "text": Case("post-norm transformer, SGD, Python's help pages", text, WIDE, 8, 300),
     "images": Case("two linear layers, MNIST", images, WIDE, 16, 400, True),
 }

@@ -1,9 +1,12 @@
-"""The experiment of ``transfer.py`` and others: one schedule, tuned at S = 1, run at larger S by several methods.
+"""The experiment of ``transfer.py`` and others: one schedule, tuned at S = 1, run at
+larger S by several methods.
 
-First every schedule of a grid runs at S = 1, scored on the search split; the best one is the schedule to transfer. Then that
-schedule runs with other seeds, scored on a test split on which no choice was made. At S = 1 all methods are the plain
-optimizer, so it runs once. A run is one single-threaded process; its n = min(S, 8) gradient samples a step are accumulation
-passes, not workers. Every result is kept in a file, and an interrupted study continues from it.
+First every schedule of a grid runs at S = 1, scored on the search split; the best one
+is the schedule to transfer. Then that schedule runs with other seeds, scored on a test
+split on which no choice was made. At S = 1 all methods are the plain optimizer, so it
+runs once. A run is one single-threaded process; its n = min(S, 8) gradient samples a
+step are accumulation passes, not workers. Every result is kept in a file, and an
+interrupted study continues from it.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ BASE = "AdaScale"
 """Name of the method of runs at S = 1, where all methods are the plain optimizer."""
 
 
-# ---- methods and jobs ------------------------------------------------------------------------------------------------
+# ---- methods and jobs ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Method:
 
     Attributes:
         rule: Makes the scaling rule, given the number of optimizer steps or None.
-        given_steps: Whether it is given the number of steps of the run of :attr:`Comparison.own`.
+        given_steps: Whether it is given the number of steps of the run of
+            :attr:`Comparison.own`.
         about: Its LR factor and clock, for the page.
     """
 
@@ -74,7 +78,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a run. ``score`` and ``train_loss`` are None if they are not finite."""
+    """Outcome of a run. ``score`` and ``train_loss`` are None if they are not
+    finite.
+    """
 
     score: float | None
     train_loss: float | None
@@ -132,7 +138,7 @@ class Comparison:
     most_passes: int = MOST_PASSES
 
 
-# ---- one run ---------------------------------------------------------------------------------------------------------
+# ---- one run -------------------------------------------------------------------------
 
 
 def train(comparison: Comparison, job: Job) -> Result:
@@ -140,7 +146,12 @@ def train(comparison: Comparison, job: Job) -> Result:
     began = time.process_time()
     case = comparison.cases[job.workload]
     seed_everything(job.seed)
-    config = {"lr": job.lr, "schedule": job.shape, "total_steps": job.total_steps, "split": job.split}
+    config = {
+        "lr": job.lr,
+        "schedule": job.shape,
+        "total_steps": job.total_steps,
+        "split": job.split,
+    }
     built = comparison.with_optimizer(case.workload(config), job)
     method = comparison.methods.get(job.method)  # a base run's need not be one of them
     rule = "adascale" if method is None else method.rule(job.steps)
@@ -178,7 +189,8 @@ def train(comparison: Comparison, job: Job) -> Result:
         mean_gain=run.progress / max(1, steps),
         curve_tau=[tau for tau, _, _ in curve],
         curve_score=[value for _, _, value in curve],
-        # Divergence often ends at finite weights that give the same answer to every input.
+        # Divergence often ends at finite weights that give the same answer to every
+        # input.
         failed=not case.learned(score) > 0.05,
         cpu_s=time.process_time() - began,
         date=datetime.date.today().isoformat(),
@@ -187,7 +199,9 @@ def train(comparison: Comparison, job: Job) -> Result:
 
 
 def final_loss(built: Workload, examples: int | None) -> float:
-    """Return the mean loss over the training split or its first examples, in eval mode and thus without augmentation."""
+    """Return the mean loss over the training split or its first examples, in eval
+    mode and thus without augmentation.
+    """
     built.model.eval()
     total = 0.0
     dataset: Any = built.train_dataset
@@ -199,12 +213,14 @@ def final_loss(built: Workload, examples: int | None) -> float:
     return total / len(dataset)
 
 
-# ---- all runs --------------------------------------------------------------------------------------------------------
+# ---- all runs ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of a comparison. ``total_steps`` replaces each workload's T, for the smoke test."""
+    """The runs of a comparison. ``total_steps`` replaces each workload's T, for the
+    smoke test.
+    """
 
     comparison: Comparison
     workloads: tuple[str, ...]
@@ -226,20 +242,42 @@ class Plan:
 
     def stages(self) -> list[tuple[int, int]]:
         """Return the comparison's stages, limited to this plan's scales and seeds."""
-        stages = [(scale, min(n, len(self.seeds))) for scale, n in self.comparison.stages if scale in self.scales]
+        stages = [
+            (scale, min(n, len(self.seeds)))
+            for scale, n in self.comparison.stages
+            if scale in self.scales
+        ]
         return stages + [(scale, len(self.seeds)) for scale in self.scales]
 
     def grid(self, workload: str) -> list[tuple[float, str]]:
         """Return the schedules: peak LR and shape."""
-        return [(lr, shape) for lr in self.case(workload).lrs[:: self.every] for shape in self.shapes]
+        return [
+            (lr, shape)
+            for lr in self.case(workload).lrs[:: self.every]
+            for shape in self.shapes
+        ]
 
-    def grid_job(self, workload: str, scale: int, seed: int, lr: float, shape: str) -> Job:
+    def grid_job(
+        self, workload: str, scale: int, seed: int, lr: float, shape: str
+    ) -> Job:
         """Return AdaScale's run with a schedule of the grid."""
         optimizer = self.comparison.optimizer
-        return Job(workload, BASE, scale, seed, lr, shape, self.steps(workload), "search", optimizer=optimizer)
+        return Job(
+            workload,
+            BASE,
+            scale,
+            seed,
+            lr,
+            shape,
+            self.steps(workload),
+            "search",
+            optimizer=optimizer,
+        )
 
     def grid_jobs(self) -> list[Job]:
-        """Return all runs of the grid; those at S = 1, on which the choice of a schedule depends, come first."""
+        """Return all runs of the grid; those at S = 1, on which the choice of a
+        schedule depends, come first.
+        """
         return [
             self.grid_job(workload, scale, seed, lr, shape)
             for scale in dict.fromkeys((1, self.grid_scale))
@@ -248,38 +286,90 @@ class Plan:
             for lr, shape in self.grid(workload)
         ]
 
-    def job(self, workload: str, method: str, scale: int, seed: int, best: tuple[float, str]) -> Job:
-        """Return a run of the comparison, for a method that is given no number of steps."""
+    def job(
+        self, workload: str, method: str, scale: int, seed: int, best: tuple[float, str]
+    ) -> Job:
+        """Return a run of the comparison, for a method that is given no number of
+        steps.
+        """
         optimizer = self.comparison.optimizer
-        return Job(workload, method, scale, seed, *best, self.steps(workload), "test", None, optimizer)
+        return Job(
+            workload,
+            method,
+            scale,
+            seed,
+            *best,
+            self.steps(workload),
+            "test",
+            None,
+            optimizer,
+        )
 
 
-def grid_score(plan: Plan, results: Results, workload: str, scale: int, lr: float, shape: str) -> float:
-    """Return the mean loss over the grid's seeds, of the score; infinite if a run failed."""
-    found = [results[plan.grid_job(workload, scale, seed, lr, shape)] for seed in plan.grid_seeds]
+def grid_score(
+    plan: Plan, results: Results, workload: str, scale: int, lr: float, shape: str
+) -> float:
+    """Return the mean loss over the grid's seeds, of the score; infinite if a run
+    failed.
+    """
+    found = [
+        results[plan.grid_job(workload, scale, seed, lr, shape)]
+        for seed in plan.grid_seeds
+    ]
     if any(r.failed or r.score is None for r in found):
         return math.inf
-    return statistics.mean(plan.case(workload).loss(r.score) for r in found if r.score is not None)
+    return statistics.mean(
+        plan.case(workload).loss(r.score) for r in found if r.score is not None
+    )
 
 
-def best_schedule(plan: Plan, results: Results, workload: str) -> tuple[float, str] | None:
-    """Return the grid's best schedule at S = 1, or None while the grid is incomplete."""
-    if any(job not in results for job in plan.grid_jobs() if job.workload == workload and job.scale == 1):
+def best_schedule(
+    plan: Plan, results: Results, workload: str
+) -> tuple[float, str] | None:
+    """Return the grid's best schedule at S = 1, or None while the grid is
+    incomplete.
+    """
+    if any(
+        job not in results
+        for job in plan.grid_jobs()
+        if job.workload == workload and job.scale == 1
+    ):
         return None
-    return min(plan.grid(workload), key=lambda cell: grid_score(plan, results, workload, 1, *cell))
+    return min(
+        plan.grid(workload),
+        key=lambda cell: grid_score(plan, results, workload, 1, *cell),
+    )
 
 
-def stretched(plan: Plan, results: Results, workload: str, scale: int, seed: int, best: tuple[float, str]) -> list[Job]:
-    """Return the runs of methods that are given the steps of the comparison's own; none if that run is missing or failed."""
+def stretched(
+    plan: Plan,
+    results: Results,
+    workload: str,
+    scale: int,
+    seed: int,
+    best: tuple[float, str],
+) -> list[Job]:
+    """Return the runs of methods that are given the steps of the comparison's own;
+    none if that run is missing or failed.
+    """
     own = results.get(plan.job(workload, plan.comparison.own, scale, seed, best))
     if own is None or own.failed:
         return []
-    given = [name for name, method in plan.comparison.methods.items() if method.given_steps]
-    return [replace(plan.job(workload, m, scale, seed, best), steps=own.optimizer_steps) for m in given]
+    given = [
+        name for name, method in plan.comparison.methods.items() if method.given_steps
+    ]
+    return [
+        replace(plan.job(workload, m, scale, seed, best), steps=own.optimizer_steps)
+        for m in given
+    ]
 
 
-def seeds_of(plan: Plan, results: Results, workload: str, scale: int, method: str) -> dict[int, Result]:
-    """Return the results of a method at a scale by seed, as far as they exist. At S = 1 all methods are one."""
+def seeds_of(
+    plan: Plan, results: Results, workload: str, scale: int, method: str
+) -> dict[int, Result]:
+    """Return the results of a method at a scale by seed, as far as they exist. At S
+    = 1 all methods are one.
+    """
     best = best_schedule(plan, results, workload)
     if best is None:
         return {}
@@ -290,22 +380,37 @@ def seeds_of(plan: Plan, results: Results, workload: str, scale: int, method: st
         elif not plan.comparison.methods[method].given_steps:
             jobs = [plan.job(workload, method, scale, seed, best)]
         else:
-            jobs = [job for job in stretched(plan, results, workload, scale, seed, best) if job.method == method]
+            jobs = [
+                job
+                for job in stretched(plan, results, workload, scale, seed, best)
+                if job.method == method
+            ]
         found.update((seed, results[job]) for job in jobs if job in results)
     return found
 
 
 def stage_jobs(
-    plan: Plan, results: Results, scale: int, seeds: int, methods: Iterable[str], *, given_steps: bool
+    plan: Plan,
+    results: Results,
+    scale: int,
+    seeds: int,
+    methods: Iterable[str],
+    *,
+    given_steps: bool,
 ) -> list[Job]:
-    """Return a stage's jobs, either of the methods that are given their number of steps or of the others."""
+    """Return a stage's jobs, either of the methods that are given their number of
+    steps or of the others.
+    """
     jobs = []
     for workload in plan.workloads:
         best = best_schedule(plan, results, workload)
         if best is None:
             continue
         for seed in plan.seeds[:seeds]:
-            given = {job.method: job for job in stretched(plan, results, workload, scale, seed, best)}
+            given = {
+                job.method: job
+                for job in stretched(plan, results, workload, scale, seed, best)
+            }
             if scale == 1:
                 jobs += [] if given_steps else [plan.job(workload, BASE, 1, seed, best)]
                 continue
@@ -320,14 +425,24 @@ def stage_jobs(
 
 
 Rounds = Iterator[tuple[str, list[Job]]]
-"""Names and jobs. Each list is made when the jobs before it are done, because it depends on their results."""
+"""Names and jobs. Each list is made when the jobs before it are done, because it
+depends on their results.
+"""
 
 
 def stage(plan: Plan, results: Results, scale: int, seeds: int) -> Rounds:
-    """Yield the two rounds of a stage: the methods that are given a number of steps need AdaScale's runs first."""
+    """Yield the two rounds of a stage: the methods that are given a number of steps
+    need AdaScale's runs first.
+    """
     methods = plan.comparison.methods
-    yield f"S = {scale}", stage_jobs(plan, results, scale, seeds, methods, given_steps=False)
-    yield f"S = {scale}, given steps", stage_jobs(plan, results, scale, seeds, methods, given_steps=True)
+    yield (
+        f"S = {scale}",
+        stage_jobs(plan, results, scale, seeds, methods, given_steps=False),
+    )
+    yield (
+        f"S = {scale}, given steps",
+        stage_jobs(plan, results, scale, seeds, methods, given_steps=True),
+    )
 
 
 def rounds(plan: Plan, path: Path, results: Results) -> Rounds:
@@ -344,7 +459,9 @@ def rounds(plan: Plan, path: Path, results: Results) -> Rounds:
 
 
 def rounds_and_recipes(plan: Plan, path: Path, results: Results) -> Rounds:
-    """Yield the rounds of :func:`rounds`; record the base runs after the grid, which chooses their LR."""
+    """Yield the rounds of :func:`rounds`; record the base runs after the grid, which
+    chooses their LR.
+    """
     for number, each in enumerate(rounds(plan, path, results)):
         if number == 1:
             record_recipes(plan, results, path)
@@ -380,9 +497,14 @@ def record_recipes(plan: Plan, results: Results, path: Path) -> None:
         best = best_schedule(plan, results, workload)
         if best is None or recipe_path(path, workload).exists():
             continue
-        case, job = plan.case(workload), plan.job(workload, BASE, 1, plan.seeds[0], best)
+        case, job = (
+            plan.case(workload),
+            plan.job(workload, BASE, 1, plan.seeds[0], best),
+        )
 
-        def workload_of(config: dict[str, Any], case: Case = case, job: Job = job) -> Workload:
+        def workload_of(
+            config: dict[str, Any], case: Case = case, job: Job = job
+        ) -> Workload:
             return plan.comparison.with_optimizer(case.workload(config), job)
 
         record_recipe(
@@ -401,21 +523,27 @@ def read(path: Path) -> Results:
 
 
 def run_all(
-    path: Path, do: Callable[[Job], Result], rounds_of: Callable[[Results], Rounds], processes: int = 1
+    path: Path,
+    do: Callable[[Job], Result],
+    rounds_of: Callable[[Results], Rounds],
+    processes: int = 1,
 ) -> Results:
-    """Run every job that the file lacks, and return all results; see :func:`study.run_all`."""
+    """Run every job that the file lacks, and return all results; see
+    :func:`study.run_all`.
+    """
 
     def say(job: Job, result: Result) -> str:
         score = "failed" if result.failed else f"{result.score:.4f}"
         return (
-            f"{job.workload}, {job.method}, S = {job.scale}, seed {job.seed}, lr {job.lr:g} {job.shape}: {score} in "
+            f"{job.workload}, {job.method}, S = {job.scale}, seed {job.seed}, lr "
+            f"{job.lr:g} {job.shape}: {score} in "
             f"{result.optimizer_steps} steps, {result.cpu_s:.1f} s"
         )
 
     return study.run_all(path, Job, Result, do, rounds_of, say, processes)
 
 
-# ---- command line ----------------------------------------------------------------------------------------------------
+# ---- command line --------------------------------------------------------------------
 
 
 def parse(
@@ -440,19 +568,42 @@ def parse(
         scales: Default scales.
     """
     smoke = "S = 1 and 4, one seed, two schedules, 60 steps"
-    parser = study.parser(doc, seeds=seeds, runs=runs, smoke=smoke, workloads=comparison.cases, page=page)
-    parser.add_argument("--scales", type=int, nargs="+", default=list(scales), help="beside 1; 1 to 8 or 8·k")
+    parser = study.parser(
+        doc, seeds=seeds, runs=runs, smoke=smoke, workloads=comparison.cases, page=page
+    )
+    parser.add_argument(
+        "--scales",
+        type=int,
+        nargs="+",
+        default=list(scales),
+        help="beside 1; 1 to 8 or 8·k",
+    )
     args = study.parsed(parser, argv)
     check_scales(parser, args.scales, comparison.most_passes)
     if args.smoke:
         grid_scale = 4 if comparison.grid_scale > 1 else 1
         shapes = comparison.shapes[:1]
         plan = Plan(
-            comparison, args.workloads, (1, 4), (1,), grid_scale, shapes, grid_seeds=(101,), every=3, total_steps=60
+            comparison,
+            args.workloads,
+            (1, 4),
+            (1,),
+            grid_scale,
+            shapes,
+            grid_seeds=(101,),
+            every=3,
+            total_steps=60,
         )
         return args, plan
     chosen, numbers = tuple(sorted({1, *args.scales})), tuple(range(1, args.seeds + 1))
-    return args, Plan(comparison, args.workloads, chosen, numbers, comparison.grid_scale, comparison.shapes)
+    return args, Plan(
+        comparison,
+        args.workloads,
+        chosen,
+        numbers,
+        comparison.grid_scale,
+        comparison.shapes,
+    )
 
 
 @needs_data
@@ -473,7 +624,8 @@ def conduct(
         parse: Reads the command line.
         do: Runs a job; a function of a module, so that other processes can import it.
         rounds: Yields the rounds, given the plan, the file of runs and the results.
-        write: Writes the page, given the plan, the results, the file of runs, the page and the command.
+        write: Writes the page, given the plan, the results, the file of runs, the page
+            and the command.
         show: Prints the tables.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -482,20 +634,38 @@ def conduct(
     prepare_process()
     announce(args.json)
     path: Path = args.json
-    results = read(path) if args.report_only else run_all(path, do, partial(rounds, plan, path), args.jobs)
+    results = (
+        read(path)
+        if args.report_only
+        else run_all(path, do, partial(rounds, plan, path), args.jobs)
+    )
     if args.page is not None:
-        write(plan, results, path, args.page, command_line(argv, f"benchmarks/studies/{Path(script).name}"))
+        write(
+            plan,
+            results,
+            path,
+            args.page,
+            command_line(argv, f"benchmarks/studies/{Path(script).name}"),
+        )
     show(plan, results)
     print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
     return 0
 
 
 def of_plan(plan: Plan, results: Results) -> Sequence[Result]:
-    """Return the results of the plan's workloads, lengths and LRs, for any method, scale and seed."""
+    """Return the results of the plan's workloads, lengths and LRs, for any method,
+    scale and seed.
+    """
     return [
         r
         for job, r in results.items()
-        if (job.workload in plan.workloads and job.method in (BASE, *plan.comparison.methods))
+        if (
+            job.workload in plan.workloads
+            and job.method in (BASE, *plan.comparison.methods)
+        )
         and job.optimizer == plan.comparison.optimizer
-        and (job.total_steps == plan.steps(job.workload) and job.lr in plan.case(job.workload).lrs)
+        and (
+            job.total_steps == plan.steps(job.workload)
+            and job.lr in plan.case(job.workload).lrs
+        )
     ]

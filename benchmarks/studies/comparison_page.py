@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comparison import BASE, Plan, Result, Results, best_schedule, of_plan, recipes, seeds_of
+from comparison import (
+    BASE,
+    Plan,
+    Result,
+    Results,
+    best_schedule,
+    of_plan,
+    recipes,
+    seeds_of,
+)
 from study import Case, made_by
 
 from ray_adascale import forecast_recipe
@@ -22,11 +31,13 @@ Draw = Callable[[Any, str], None]
 """Draws a workload's panel."""
 
 
-# ---- tables ----------------------------------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------
 
 
 def cells(found: Sequence[Result]) -> list[str]:
-    """Return score, training loss, optimizer steps, examples and mean gain of a method's runs."""
+    """Return score, training loss, optimizer steps, examples and mean gain of a
+    method's runs.
+    """
     if not found:
         return ["not run", "", "", "", ""]
     good = [r for r in found if not r.failed]
@@ -45,7 +56,8 @@ def cells(found: Sequence[Result]) -> list[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean by which a method is better than another one, paired by seed, with its 95 % interval.
+    """Mean by which a method is better than another one, paired by seed, with its 95 %
+    interval.
 
     Attributes:
         mean: The mean; NaN if there is no pair of runs.
@@ -65,7 +77,11 @@ class Difference:
     def verdict(self) -> str:
         """Return the outcome in words."""
         if math.isnan(self.mean):
-            outcomes = {(True, True): "both failed", (True, False): "failed", (False, True): "the other failed"}
+            outcomes = {
+                (True, True): "both failed",
+                (True, False): "failed",
+                (False, True): "the other failed",
+            }
             return outcomes.get((self.own_failed > 0, self.failed > 0), "not run")
         if math.isinf(self.low):
             word = "one seed only"
@@ -75,18 +91,36 @@ class Difference:
             word = "worse"
         else:
             word = "no clear difference"
-        own = f"; failed itself {count(range(self.own_failed), 'time')}" if self.own_failed else ""
-        return word + own + (f"; the other failed {count(range(self.failed), 'time')}" if self.failed else "")
+        own = (
+            f"; failed itself {count(range(self.own_failed), 'time')}"
+            if self.own_failed
+            else ""
+        )
+        return (
+            word
+            + own
+            + (
+                f"; the other failed {count(range(self.failed), 'time')}"
+                if self.failed
+                else ""
+            )
+        )
 
     def __str__(self) -> str:
         if math.isnan(self.mean):
             return self.verdict
-        interval = "" if math.isinf(self.low) else f" [{self.low:+.4f}, {self.high:+.4f}]"
+        interval = (
+            "" if math.isinf(self.low) else f" [{self.low:+.4f}, {self.high:+.4f}]"
+        )
         return f"{self.mean:+.4f}{interval}: {self.verdict}"
 
 
-def difference(case: Case, own: dict[int, Result], other: dict[int, Result]) -> Difference:
-    """Compare the seeds that both have, with Student's interval; it is infinite for one seed."""
+def difference(
+    case: Case, own: dict[int, Result], other: dict[int, Result]
+) -> Difference:
+    """Compare the seeds that both have, with Student's interval; it is infinite for
+    one seed.
+    """
     from scipy.stats import t
 
     pairs = [(own[seed], other[seed]) for seed in own if seed in other]
@@ -100,7 +134,9 @@ def difference(case: Case, own: dict[int, Result], other: dict[int, Result]) -> 
         return Difference(math.nan, math.nan, math.nan, failed, own_failed)
     half = math.inf
     if len(by) > 1:
-        half = float(t.ppf(0.975, len(by) - 1)) * statistics.stdev(by) / math.sqrt(len(by))
+        half = (
+            float(t.ppf(0.975, len(by) - 1)) * statistics.stdev(by) / math.sqrt(len(by))
+        )
     mean = statistics.mean(by)
     return Difference(mean, mean - half, mean + half, failed, own_failed)
 
@@ -112,14 +148,28 @@ def workload_table(plan: Plan, results: Results, workload: str) -> str:
     for scale in plan.scales:
         for method in ("all alike",) if scale == 1 else plan.comparison.methods:
             found = seeds_of(plan, results, workload, scale, method)
-            seeds = f" ({count(list(found), 'seed')})" if 0 < len(found) < len(plan.seeds) else ""
+            seeds = (
+                f" ({count(list(found), 'seed')})"
+                if 0 < len(found) < len(plan.seeds)
+                else ""
+            )
             rows.append([f"{scale}", method + seeds, *cells(list(found.values()))])
-    head = ["S", "method", f"test {case.metric}", "training loss", "optimizer steps", "examples", "mean gain"]
+    head = [
+        "S",
+        "method",
+        f"test {case.metric}",
+        "training loss",
+        "optimizer steps",
+        "examples",
+        "mean gain",
+    ]
     return markdown(head, rows)
 
 
 def differences(plan: Plan, results: Results) -> list[tuple[str, int, str, Difference]]:
-    """Compare the comparison's own method at each scale with S = 1 and with the other methods at that scale."""
+    """Compare the comparison's own method at each scale with S = 1 and with the
+    other methods at that scale.
+    """
     out, name = [], plan.comparison.own
     for workload in plan.workloads:
         for scale in plan.scales:
@@ -127,10 +177,19 @@ def differences(plan: Plan, results: Results) -> list[tuple[str, int, str, Diffe
                 continue
             own = seeds_of(plan, results, workload, scale, name)
             base = seeds_of(plan, results, workload, 1, name)
-            out.append((workload, scale, "S = 1", difference(plan.case(workload), own, base)))
+            out.append(
+                (workload, scale, "S = 1", difference(plan.case(workload), own, base))
+            )
             for method in plan.comparison.against:
                 other = seeds_of(plan, results, workload, scale, method)
-                out.append((workload, scale, method, difference(plan.case(workload), own, other)))
+                out.append(
+                    (
+                        workload,
+                        scale,
+                        method,
+                        difference(plan.case(workload), own, other),
+                    )
+                )
     return out
 
 
@@ -139,16 +198,27 @@ def verdicts(plan: Plan, results: Results) -> str:
     found, name = differences(plan, results), plan.comparison.own
     intervals = sum(math.isfinite(d.low) for *_, d in found)
     rows = [
-        [workload, f"{scale}", *(str(d) for w, s, _, d in found if (w, s) == (workload, scale))]
+        [
+            workload,
+            f"{scale}",
+            *(str(d) for w, s, _, d in found if (w, s) == (workload, scale)),
+        ]
         for workload in plan.workloads
         for scale in plan.scales
         if scale > 1
     ]
-    head = ["workload", "S", *(f"against {a}" for a in ("S = 1", *plan.comparison.against))]
+    head = [
+        "workload",
+        "S",
+        *(f"against {a}" for a in ("S = 1", *plan.comparison.against)),
+    ]
     return (
-        f"By how much {name} is better (positive) or worse (negative) in the test metric, paired by seed, with the 95 % "
-        "interval of the mean. A difference is called one where the interval doesn't hold 0. Of these "
-        f"{intervals} intervals about {max(round(0.05 * intervals), 1)} would do so by chance alone.\n\n{markdown(head, rows)}"
+        f"By how much {name} is better (positive) or worse (negative) in the test "
+        "metric, paired by seed, with the 95 % "
+        "interval of the mean. A difference is called one where the interval doesn't "
+        "hold 0. Of these "
+        f"{intervals} intervals about {max(round(0.05 * intervals), 1)} would do so by "
+        f"chance alone.\n\n{markdown(head, rows)}"
     )
 
 
@@ -158,24 +228,33 @@ at S = 1; in how many optimizer steps, and of how many seeds where not of all. B
 
 
 def standing(plan: Plan, results: Results, scale: int) -> str:
-    """Return a table of every method that ran at a scale: by how much it is better than S = 1, and its steps."""
+    """Return a table of every method that ran at a scale: by how much it is better
+    than S = 1, and its steps.
+    """
     rows = []
     for method, about in plan.comparison.methods.items():
         row = []
         for workload in plan.workloads:
-            found, base = (seeds_of(plan, results, workload, s, method) for s in (scale, 1))
+            found, base = (
+                seeds_of(plan, results, workload, s, method) for s in (scale, 1)
+            )
             row.append(standing_of(plan.case(workload), found, base))
         if set(row) != {"not run"}:
             rows.append([method, about.about, *row])
-    head = ["method", "(LR factor, clock)", *(f"{w}, {plan.case(w).metric}" for w in plan.workloads)]
+    head = [
+        "method",
+        "(LR factor, clock)",
+        *(f"{w}, {plan.case(w).metric}" for w in plan.workloads),
+    ]
     return markdown(head, rows)
 
 
 def standing_of(case: Case, found: dict[int, Result], base: dict[int, Result]) -> str:
-    """Return a cell: by how much a method is better than S = 1 with the same seeds, and in how many steps.
+    """Return a cell: by how much a method is better than S = 1 with the same seeds, and
+    in how many steps.
 
-    The error is the standard error of the mean at S = 1. Bold: worse by more than that. Seeds whose run at S = 1 failed are
-    left out.
+    The error is the standard error of the mean at S = 1. Bold: worse by more than that.
+    Seeds whose run at S = 1 failed are left out.
     """
     seeds = len(base)
     base = {seed: r for seed, r in base.items() if not r.failed}
@@ -186,15 +265,23 @@ def standing_of(case: Case, found: dict[int, Result], base: dict[int, Result]) -
     if not found:
         return "not run"
     scores = [r.score for r in base.values() if r.score is not None]
-    by = statistics.mean(case.better(r.score or 0.0, base[seed].score or 0.0) for seed, r in good.items())
-    error = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else math.inf
+    by = statistics.mean(
+        case.better(r.score or 0.0, base[seed].score or 0.0) for seed, r in good.items()
+    )
+    error = (
+        statistics.stdev(scores) / math.sqrt(len(scores))
+        if len(scores) > 1
+        else math.inf
+    )
     text = f"{by:+.3f}" + (f" ± {error:.3f}" if len(scores) > 1 else "")
     steps = statistics.mean(r.optimizer_steps for r in good.values())
     of = f", {count(list(found), 'seed')}" if len(found) < seeds else ""
     return f"{f'**{text}**' if by < -error else text} in {steps:,.0f}{of}"
 
 
-def forecast_table(plan: Plan, results: Results, path: Path, methods: Sequence[str]) -> str:
+def forecast_table(
+    plan: Plan, results: Results, path: Path, methods: Sequence[str]
+) -> str:
     """Return a table of the steps of methods: forecast from one base run, and taken.
 
     Args:
@@ -213,18 +300,27 @@ def forecast_table(plan: Plan, results: Results, path: Path, methods: Sequence[s
                 if taken:
                     rule = plan.comparison.methods[method].rule(None)
                     config = plan.case(workload).config(
-                        scale, plan.comparison.most_passes, plan.steps(workload), rule=rule
+                        scale,
+                        plan.comparison.most_passes,
+                        plan.steps(workload),
+                        rule=rule,
                     )
-                    made, actual = forecast_recipe(recipe, workers=[1], config=config).rows[0], statistics.mean(taken)
+                    made, actual = (
+                        forecast_recipe(recipe, workers=[1], config=config).rows[0],
+                        statistics.mean(taken),
+                    )
                     interval = f"{made.steps:,} ({made.low:,.0f} to {made.high:,.0f})"
-                    row.append(f"{interval}, taken {actual:,.0f}, {made.steps / actual - 1:+.0%}")
+                    row.append(
+                        f"{interval}, taken {actual:,.0f}, "
+                        f"{made.steps / actual - 1:+.0%}"
+                    )
                 else:
                     row.append("not run")
             rows.append(row)
     return markdown(["workload", "S", *methods], rows)
 
 
-# ---- pictures --------------------------------------------------------------------------------------------------------
+# ---- pictures ------------------------------------------------------------------------
 
 
 def decimals(axis: Any) -> None:
@@ -244,7 +340,13 @@ def picture(plan: Plan, page: Path, name: str, title: str, draw: Draw) -> Path:
 
     columns = min(len(plan.workloads), 5)
     rows = -(-len(plan.workloads) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 4 * rows), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        rows,
+        columns,
+        figsize=(4.6 * columns, 4 * rows),
+        layout="constrained",
+        squeeze=False,
+    )
     for panel in axes.flat[len(plan.workloads) :]:
         panel.set_visible(False)
     for panel, workload in zip(axes.flat, plan.workloads, strict=False):
@@ -273,32 +375,70 @@ def picture_by_scale(plan: Plan, results: Results, page: Path) -> Path:
             points = []
             for place, scale in enumerate(plan.scales):
                 found = seeds_of(plan, results, workload, scale, method).values()
-                good = [case.loss(r.score) for r in found if not r.failed and r.score is not None]
+                good = [
+                    case.loss(r.score)
+                    for r in found
+                    if not r.failed and r.score is not None
+                ]
                 x = place + 0.06 * (number - 1.5)
                 if good:
-                    points.append((x, statistics.mean(good), statistics.stdev(good) if len(good) > 1 else 0.0))
-                if len(good) < len(found):  # at the top edge, outside the axis of the metric
+                    points.append(
+                        (
+                            x,
+                            statistics.mean(good),
+                            statistics.stdev(good) if len(good) > 1 else 0.0,
+                        )
+                    )
+                # at the top edge, outside the axis of the metric
+                if len(good) < len(found):
                     top = panel.get_xaxis_transform()
-                    panel.plot(x, 0.98, "x", color=f"C{number}", transform=top, clip_on=False)
+                    panel.plot(
+                        x, 0.98, "x", color=f"C{number}", transform=top, clip_on=False
+                    )
             if points:
                 xs, ys, errors = zip(*points, strict=True)
-                panel.errorbar(xs, ys, errors, fmt="o-", ms=4, lw=1.2, capsize=2, color=f"C{number}", label=method)
+                panel.errorbar(
+                    xs,
+                    ys,
+                    errors,
+                    fmt="o-",
+                    ms=4,
+                    lw=1.2,
+                    capsize=2,
+                    color=f"C{number}",
+                    label=method,
+                )
         base = seeds_of(plan, results, workload, 1, BASE).values()
-        losses = [case.loss(r.score) for r in base if not r.failed and r.score is not None]
+        losses = [
+            case.loss(r.score) for r in base if not r.failed and r.score is not None
+        ]
         if losses:
-            panel.axhline(statistics.mean(losses), color="0.6", lw=0.8, ls="--", zorder=0)
-        panel.set(xlabel="S   (×: runs that failed)", xticks=range(len(plan.scales)), xticklabels=plan.scales)
+            panel.axhline(
+                statistics.mean(losses), color="0.6", lw=0.8, ls="--", zorder=0
+            )
+        panel.set(
+            xlabel="S   (×: runs that failed)",
+            xticks=range(len(plan.scales)),
+            xticklabels=plan.scales,
+        )
 
     title = "Test metric against scale, less is better: mean ± sd over seeds"
     return picture(plan, page, "scale", title, draw)
 
 
 def picture_of_one(
-    plan: Plan, results: Results, page: Path, workload: str, labels: Mapping[str, str], shown: float
+    plan: Plan,
+    results: Results,
+    page: Path,
+    workload: str,
+    labels: Mapping[str, str],
+    shown: float,
 ) -> None:
-    """Draw the metric of one workload against scale, legible at a width of 390 pixels, if it was run.
+    """Draw the metric of one workload against scale, legible at a width of 390 pixels,
+    if it was run.
 
-    A mean above the axis is a triangle at its upper edge, with its value; a method whose runs all failed is a cross there.
+    A mean above the axis is a triangle at its upper edge, with its value; a method
+    whose runs all failed is a cross there.
 
     Args:
         plan: The plan.
@@ -306,7 +446,8 @@ def picture_of_one(
         page: The page beside which the picture is saved.
         workload: The workload.
         labels: Names of methods in the legend, where the page's own are too short.
-        shown: Upper edge of the axis: this share of the way from the base run's loss to that of the best answer without an input.
+        shown: Upper edge of the axis: this share of the way from the base run's loss to
+            that of the best answer without an input.
     """
     own = plan.comparison.own
     if workload not in plan.workloads or not seeds_of(plan, results, workload, 1, own):
@@ -320,7 +461,9 @@ def picture_of_one(
 
     def losses(scale: int, method: str) -> list[float]:
         found = seeds_of(plan, results, workload, scale, method).values()
-        return [case.loss(r.score) for r in found if not r.failed and r.score is not None]
+        return [
+            case.loss(r.score) for r in found if not r.failed and r.score is not None
+        ]
 
     base = statistics.mean(losses(1, own))
     limit = base + shown * (case.loss(case.chance()) - base)
@@ -329,30 +472,75 @@ def picture_of_one(
     panel.axhline(base, color="0.45", lw=1, ls="--", label="base run, S = 1", zorder=0)
     for number, method in enumerate(plan.comparison.pictured):
         points: list[tuple[float, float, float]] = []
-        offset, color = 0.07 * (number - len(plan.comparison.pictured) // 2), f"C{number}"
+        offset, color = (
+            0.07 * (number - len(plan.comparison.pictured) // 2),
+            f"C{number}",
+        )
         for place, scale in enumerate(plan.scales):
             good = losses(scale, method)
             if scale == 1:
                 points.append((place, base, 0.0))
             elif not good:
                 marks.add("× failed")
-                panel.plot(place + offset, 0.97, "x", color=color, transform=edge, ms=7, mew=2, clip_on=False)
+                panel.plot(
+                    place + offset,
+                    0.97,
+                    "x",
+                    color=color,
+                    transform=edge,
+                    ms=7,
+                    mew=2,
+                    clip_on=False,
+                )
             elif (mean := statistics.mean(good)) > limit:
                 marks.add("▲ off the axis")
-                panel.plot(place + offset, 0.97, "^", color=color, transform=edge, ms=7, clip_on=False)
-                panel.text(place + offset + 0.1, 0.97, f"{mean:.2f}", color=color, transform=edge, va="center")
+                panel.plot(
+                    place + offset,
+                    0.97,
+                    "^",
+                    color=color,
+                    transform=edge,
+                    ms=7,
+                    clip_on=False,
+                )
+                panel.text(
+                    place + offset + 0.1,
+                    0.97,
+                    f"{mean:.2f}",
+                    color=color,
+                    transform=edge,
+                    va="center",
+                )
             else:
-                points.append((place + offset, mean, statistics.stdev(good) if len(good) > 1 else 0.0))
+                points.append(
+                    (
+                        place + offset,
+                        mean,
+                        statistics.stdev(good) if len(good) > 1 else 0.0,
+                    )
+                )
         xs, ys, errors = zip(*points, strict=True)
         thick = method == own
-        style = {"fmt": "o-", "ms": 6 if thick else 4, "lw": 2.6 if thick else 1.4, "capsize": 2, "zorder": 2 + thick}
-        panel.errorbar(xs, ys, errors, color=color, label=labels.get(method, method), **style)
-    panel.set(ylim=(None, limit), xticks=range(len(plan.scales)), xticklabels=plan.scales)
+        style = {
+            "fmt": "o-",
+            "ms": 6 if thick else 4,
+            "lw": 2.6 if thick else 1.4,
+            "capsize": 2,
+            "zorder": 2 + thick,
+        }
+        panel.errorbar(
+            xs, ys, errors, color=color, label=labels.get(method, method), **style
+        )
+    panel.set(
+        ylim=(None, limit), xticks=range(len(plan.scales)), xticklabels=plan.scales
+    )
     panel.set_xlabel("S, batch / batch of the base run", fontsize=10)
     panel.set_ylabel(f"test {case.metric}", fontsize=10)
     panel.spines[["top", "right"]].set_visible(False)
     notes = ", ".join([*sorted(marks, reverse=True), count(plan.seeds, "seed")])
-    panel.set_title(f"One schedule, larger batches: less is better\n({notes})", fontsize=11)
+    panel.set_title(
+        f"One schedule, larger batches: less is better\n({notes})", fontsize=11
+    )
     figure.legend(frameon=False, fontsize=10, ncols=2, loc="outside lower center")
     figure.savefig(page.with_name(f"{page.stem}-one.png"), dpi=200)
     plt.close(figure)
@@ -364,20 +552,31 @@ def picture_by_tau(plan: Plan, results: Results, page: Path) -> Path:
     def draw(panel: Any, workload: str) -> None:
         case = plan.case(workload)
         for number, scale in enumerate(plan.scales):
-            for first, r in enumerate(seeds_of(plan, results, workload, scale, plan.comparison.own).values()):
+            for first, r in enumerate(
+                seeds_of(plan, results, workload, scale, plan.comparison.own).values()
+            ):
                 losses = [case.loss(score) for score in r.curve_score]
                 label = f"S = {scale}" if first == 0 else None
-                panel.plot(r.curve_tau, losses, color=f"C{number}", lw=0.9, alpha=0.7, label=label)
+                panel.plot(
+                    r.curve_tau,
+                    losses,
+                    color=f"C{number}",
+                    lw=0.9,
+                    alpha=0.7,
+                    label=label,
+                )
         panel.set(xlabel="effective steps τ")
 
     title = f"Test metric against effective steps, {plan.comparison.own}, each seed"
     return picture(plan, page, "curves", title, draw)
 
 
-# ---- sections of a page ----------------------------------------------------------------------------------------------
+# ---- sections of a page --------------------------------------------------------------
 
 
-def provenance(plan: Plan, results: Results, command: str, more: Sequence[Result] = ()) -> str:
+def provenance(
+    plan: Plan, results: Results, command: str, more: Sequence[Result] = ()
+) -> str:
     """Return the paragraph on how the figures were made.
 
     Args:
@@ -394,7 +593,11 @@ def workload_sections(plan: Plan, results: Results) -> list[str]:
     parts = []
     for workload in plan.workloads:
         best = best_schedule(plan, results, workload)
-        tuned = "grid incomplete" if best is None else f"peak LR {best[0]:g}, shape {best[1]}"
+        tuned = (
+            "grid incomplete"
+            if best is None
+            else f"peak LR {best[0]:g}, shape {best[1]}"
+        )
         parts += [
             f"## {workload.capitalize()}",
             plan.case(workload).sentences(plan.steps(workload), f"; tuned: {tuned}"),

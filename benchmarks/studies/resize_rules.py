@@ -1,4 +1,5 @@
-"""Ten changes of the number of workers within a run: what five ways to treat batch and learning rate make of the metric.
+"""Ten changes of the number of workers within a run: what five ways to treat batch and
+learning rate make of the metric.
 
     python benchmarks/studies/resize_rules.py --page                   all of it, or what is missing
     python benchmarks/studies/resize_rules.py --smoke                  check that it runs
@@ -6,9 +7,10 @@
     python benchmarks/studies/wall_clock.py                            measure the seconds of a step, which the page needs
     python benchmarks/studies/resize_workers.py                        the same with Ray workers, once, which the page needs
 
-The schedule, a warm-up and a linear decay, is tuned on one worker: five peak LRs, two seeds, the search split. Then the number
-of workers follows ``PLAN``, which was fixed before the first run. Each worker has B0 examples a step, so N workers are S = N.
-A change is a checkpoint, a new ``Run`` and a resume, as when workers come and go.
+The schedule, a warm-up and a linear decay, is tuned on one worker: five peak LRs, two
+seeds, the search split. Then the number of workers follows ``PLAN``, which was fixed
+before the first run. Each worker has B0 examples a step, so N workers are S = N. A
+change is a checkpoint, a new ``Run`` and a resume, as when workers come and go.
 
     nothing changed  the LR stays, the schedule counts examples: what a loop does that takes no notice
     linear           LR × S, as Lightning's and many other users do
@@ -16,8 +18,8 @@ A change is a checkpoint, a new ``Run`` and a resume, as when workers come and g
     batch kept fixed B0 examples whatever the number of workers, as torchft and torchtitan do: the run at S = 1
     AdaScale         this library
 
-A run is one process with one thread; its workers are accumulation passes. The kept results are in
-``benchmarks/studies/kept/resize_rules.jsonl``.
+A run is one process with one thread; its workers are accumulation passes. The kept
+results are in ``benchmarks/studies/kept/resize_rules.jsonl``.
 """
 
 from __future__ import annotations
@@ -38,11 +40,27 @@ from typing import Any
 
 from real_data import needs_data
 from real_workloads import SMALL
-from study import announce, made_by, mean_and_error, parsed, prepare_process, read_runs, run_all
+from study import (
+    announce,
+    made_by,
+    mean_and_error,
+    parsed,
+    prepare_process,
+    read_runs,
+    run_all,
+)
 from study import parser as study_parser
 from wall_clock import BYTES_PER_S, LATENCY_S, StepSeconds, read_steps, share
 
-from ray_adascale import AdaScaleConfig, LinearRule, LocalBackend, Run, SquareRootRule, UnscaledRule, seed_everything
+from ray_adascale import (
+    AdaScaleConfig,
+    LinearRule,
+    LocalBackend,
+    Run,
+    SquareRootRule,
+    UnscaledRule,
+    seed_everything,
+)
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import PAGES, by_hand, command_line, count, markdown
@@ -93,7 +111,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a run. ``score`` is None if the run failed; ``steps`` has the optimizer steps of each number of workers."""
+    """Outcome of a run. ``score`` is None if the run failed; ``steps`` has the
+    optimizer steps of each number of workers.
+    """
 
     score: float | None
     steps: list[int]
@@ -106,7 +126,9 @@ Results = dict[Job, Result]
 
 
 def train(job: Job) -> Result:
-    """Run a job. Each part but the first resumes from the checkpoint of the one before."""
+    """Run a job. Each part but the first resumes from the checkpoint of the one
+    before.
+    """
     began = time.process_time()
     case = SMALL[job.workload]
     changes = CHANGES if len(job.workers) > 1 else ()
@@ -118,7 +140,12 @@ def train(job: Job) -> Result:
         try:
             for workers, end in zip(job.workers, ends, strict=True):
                 seed_everything(job.seed)
-                config = {"lr": job.lr, "schedule": SHAPE, "total_steps": job.total_steps, "split": job.split}
+                config = {
+                    "lr": job.lr,
+                    "schedule": SHAPE,
+                    "total_steps": job.total_steps,
+                    "split": job.split,
+                }
                 built = case.workload(config)
                 settings = AdaScaleConfig(
                     base_batch_size=case.base_batch_size,
@@ -130,7 +157,9 @@ def train(job: Job) -> Result:
                     checkpoint_every_s=1e9,
                     evaluate_every=job.total_steps,
                 )
-                run = Run.of(built, settings, backend=LocalBackend(folder, device="cpu"))
+                run = Run.of(
+                    built, settings, backend=LocalBackend(folder, device="cpu")
+                )
                 for batch in run:
                     run.backward(built.loss_fn(run.model, batch))
                     if run.step() and run.effective_steps >= end:
@@ -144,16 +173,22 @@ def train(job: Job) -> Result:
             pass
     good = score is not None and math.isfinite(score) and case.learned(score) > 0.05
     return Result(
-        score if good else None, steps, examples, time.process_time() - began, datetime.date.today().isoformat()
+        score if good else None,
+        steps,
+        examples,
+        time.process_time() - began,
+        datetime.date.today().isoformat(),
     )
 
 
-# ---- all runs --------------------------------------------------------------------------------------------------------
+# ---- all runs ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of the study. ``total_steps`` replaces each workload's T, for the smoke test."""
+    """The runs of the study. ``total_steps`` replaces each workload's T, for the
+    smoke test.
+    """
 
     workloads: tuple[str, ...]
     seeds: tuple[int, ...]
@@ -167,7 +202,12 @@ class Plan:
     def grid(self, workload: str) -> dict[float, list[Job]]:
         """Return the jobs of the search by peak LR."""
         return {
-            lr: [Job(workload, "AdaScale", (1,), seed, lr, self.steps(workload), "search") for seed in GRID_SEEDS]
+            lr: [
+                Job(
+                    workload, "AdaScale", (1,), seed, lr, self.steps(workload), "search"
+                )
+                for seed in GRID_SEEDS
+            ]
             for lr in SMALL[workload].lrs[:: self.every]
         }
 
@@ -177,17 +217,42 @@ class Plan:
 
         def loss(lr: float) -> float:
             scores = [results[job].score for job in self.grid(workload)[lr]]
-            return statistics.mean(math.inf if score is None else case.loss(score) for score in scores)
+            return statistics.mean(
+                math.inf if score is None else case.loss(score) for score in scores
+            )
 
         return min(self.grid(workload), key=loss)
 
-    def job(self, results: Results, workload: str, rule: str, workers: tuple[int, ...], seed: int) -> Job:
+    def job(
+        self,
+        results: Results,
+        workload: str,
+        rule: str,
+        workers: tuple[int, ...],
+        seed: int,
+    ) -> Job:
         """Return a run with the best peak LR."""
-        return Job(workload, rule, workers, seed, self.best(results, workload), self.steps(workload), "test")
+        return Job(
+            workload,
+            rule,
+            workers,
+            seed,
+            self.best(results, workload),
+            self.steps(workload),
+            "test",
+        )
 
     def rounds(self, results: Results) -> Iterator[tuple[str, list[Job]]]:
         """Yield the search, then everything else, some seeds at a time."""
-        yield "grid", [job for workload in self.workloads for jobs in self.grid(workload).values() for job in jobs]
+        yield (
+            "grid",
+            [
+                job
+                for workload in self.workloads
+                for jobs in self.grid(workload).values()
+                for job in jobs
+            ],
+        )
         for first in range(0, len(self.seeds), 5):
             jobs = [
                 self.job(results, workload, rule, workers, seed)
@@ -203,7 +268,7 @@ def ways() -> list[tuple[str, tuple[int, ...]]]:
     return [("AdaScale", (1,)), ("AdaScale", (8,)), *((rule, PLAN) for rule in RULES)]
 
 
-# ---- seconds ---------------------------------------------------------------------------------------------------------
+# ---- seconds -------------------------------------------------------------------------
 
 
 def examples_a_worker(workload: str, rule: str, workers: int) -> int:
@@ -213,29 +278,47 @@ def examples_a_worker(workload: str, rule: str, workers: int) -> int:
 
 
 def seconds_of(
-    workload: str, rule: str, workers: Sequence[int], steps: Sequence[float], measured: StepSeconds
+    workload: str,
+    rule: str,
+    workers: Sequence[int],
+    steps: Sequence[float],
+    measured: StepSeconds,
 ) -> float:
-    """Return the seconds of a run: steps × (measured seconds of a worker's examples + the model's all-reduce)."""
+    """Return the seconds of a run: steps × (measured seconds of a worker's examples
+    + the model's all-reduce).
+    """
     pairs = zip(workers, steps, strict=True)
-    return sum(number * measured.of(examples_a_worker(workload, rule, n), n) for n, number in pairs)
+    return sum(
+        number * measured.of(examples_a_worker(workload, rule, n), n)
+        for n, number in pairs
+    )
 
 
-def worker_examples(workload: str, rule: str, workers: Sequence[int], steps: Sequence[float]) -> float:
-    """Return the time of a run in a world without overhead: examples of a worker, one after the other, in units of B0."""
+def worker_examples(
+    workload: str, rule: str, workers: Sequence[int], steps: Sequence[float]
+) -> float:
+    """Return the time of a run in a world without overhead: examples of a worker,
+    one after the other, in units of B0.
+    """
     base = SMALL[workload].base_batch_size
     return sum(
-        number * (1 / n if rule == FIXED else examples_a_worker(workload, rule, n) / base)
+        number
+        * (1 / n if rule == FIXED else examples_a_worker(workload, rule, n) / base)
         for n, number in zip(workers, steps, strict=True)
     )
 
 
 def fixed_steps(total_steps: int) -> list[float]:
-    """Return the optimizer steps at each number of workers with a fixed batch: they are the schedule's."""
+    """Return the optimizer steps at each number of workers with a fixed batch: they
+    are the schedule's.
+    """
     edges = [0.0, *CHANGES, 1.0]
-    return [(after - before) * total_steps for before, after in itertools.pairwise(edges)]
+    return [
+        (after - before) * total_steps for before, after in itertools.pairwise(edges)
+    ]
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -250,29 +333,47 @@ class Row:
     @property
     def scores(self) -> dict[int, float]:
         """Return the scores of the runs that did not fail."""
-        return {seed: r.score for seed, r in self.results.items() if r.score is not None}
+        return {
+            seed: r.score for seed, r in self.results.items() if r.score is not None
+        }
 
 
 def rows_of(plan: Plan, results: Results, workload: str) -> list[Row]:
     """Return the rows of a workload, the undisturbed runs first."""
 
     def found(rule: str, workers: tuple[int, ...]) -> dict[int, Result]:
-        jobs = {seed: plan.job(results, workload, rule, workers, seed) for seed in plan.seeds}
+        jobs = {
+            seed: plan.job(results, workload, rule, workers, seed)
+            for seed in plan.seeds
+        }
         return {seed: results[job] for seed, job in jobs.items() if job in results}
 
     def row(name: str, rule: str, workers: tuple[int, ...]) -> Row:
         runs = found(rule, workers)
         good = [r.steps for r in runs.values() if r.score is not None]
-        return Row(name, workers, runs, [statistics.mean(part) for part in zip(*good, strict=True)])
+        return Row(
+            name,
+            workers,
+            runs,
+            [statistics.mean(part) for part in zip(*good, strict=True)],
+        )
 
     alone = found("AdaScale", (1,))
-    rows = [row("undisturbed, 1 worker", "AdaScale", (1,)), row("undisturbed, 8 workers", "AdaScale", (8,))]
+    rows = [
+        row("undisturbed, 1 worker", "AdaScale", (1,)),
+        row("undisturbed, 8 workers", "AdaScale", (8,)),
+    ]
     rows += [row(rule, rule, PLAN) for rule in RULES if rule != "AdaScale"]
-    rows += [Row(FIXED, PLAN, alone, fixed_steps(plan.steps(workload))), row("AdaScale", "AdaScale", PLAN)]
+    rows += [
+        Row(FIXED, PLAN, alone, fixed_steps(plan.steps(workload))),
+        row("AdaScale", "AdaScale", PLAN),
+    ]
     return rows
 
 
-def workload_table(plan: Plan, results: Results, workload: str, measured: StepSeconds) -> str:
+def workload_table(
+    plan: Plan, results: Results, workload: str, measured: StepSeconds
+) -> str:
     """Return a workload's table."""
     case = SMALL[workload]
     rows = rows_of(plan, results, workload)
@@ -282,7 +383,11 @@ def workload_table(plan: Plan, results: Results, workload: str, measured: StepSe
     base_examples = worker_examples(workload, FIXED, fixed.workers, fixed.steps)
 
     def against(row: Row, other: dict[int, float]) -> str:
-        by = [case.better(row.scores[seed], other[seed]) for seed in row.scores if seed in other]
+        by = [
+            case.better(row.scores[seed], other[seed])
+            for seed in row.scores
+            if seed in other
+        ]
         if not by or row.scores == other:
             return ""
         mean, error = mean_and_error(by)
@@ -292,16 +397,21 @@ def workload_table(plan: Plan, results: Results, workload: str, measured: StepSe
     for row in rows:
         failed = len(row.results) - len(row.scores)
         if not row.scores:
-            lines.append([row.name, f"**failed** ({failed} of {failed})", "", "", "", "", "", ""])
+            lines.append(
+                [row.name, f"**failed** ({failed} of {failed})", "", "", "", "", "", ""]
+            )
             continue
         mean, error = mean_and_error(list(row.scores.values()))
         rule = FIXED if row.name == FIXED else "AdaScale"
-        examples = statistics.mean(r.examples for r in row.results.values() if r.score is not None)
+        examples = statistics.mean(
+            r.examples for r in row.results.values() if r.score is not None
+        )
         seconds = seconds_of(workload, rule, row.workers, row.steps, measured)
         lines.append(
             [
                 row.name,
-                f"{mean:.4f} ± {error:.4f}" + (f" (**{failed} of {len(row.results)} failed**)" if failed else ""),
+                f"{mean:.4f} ± {error:.4f}"
+                + (f" (**{failed} of {len(row.results)} failed**)" if failed else ""),
                 against(row, alone),
                 against(row, eight),
                 f"{sum(row.steps):,.0f}",
@@ -310,7 +420,12 @@ def workload_table(plan: Plan, results: Results, workload: str, measured: StepSe
                 f"{worker_examples(workload, rule, row.workers, row.steps) / base_examples:.2f}",
             ]
         )
-    head = ["run", f"test {case.metric}, mean ± standard error", "better than 1 worker by", "better than 8 workers by"]
+    head = [
+        "run",
+        f"test {case.metric}, mean ± standard error",
+        "better than 1 worker by",
+        "better than 8 workers by",
+    ]
     head += [
         "optimizer steps",
         "examples",
@@ -346,7 +461,8 @@ def write(plan: Plan, results: Results, page: Path, command: str) -> None:
     mine = [
         r
         for job, r in results.items()
-        if job.workload in plan.workloads and job.total_steps == plan.steps(job.workload)
+        if job.workload in plan.workloads
+        and job.total_steps == plan.steps(job.workload)
     ]
     measured, about = read_steps()
     sections: list[str] = []
@@ -354,14 +470,18 @@ def write(plan: Plan, results: Results, page: Path, command: str) -> None:
         case = SMALL[workload]
         sections += [
             f"## {workload}",
-            case.sentences(plan.steps(workload), f", peak LR {plan.best(results, workload):g}"),
+            case.sentences(
+                plan.steps(workload), f", peak LR {plan.best(results, workload):g}"
+            ),
             workload_table(plan, results, workload, measured[f"small {workload}"]),
         ]
     parts = [
         "# What do changes of the number of workers do to a run?",
-        f"Ten forced changes within a run, 1 to 8 workers, three workloads on public data, {count(plan.seeds, 'seed')}, five "
+        "Ten forced changes within a run, 1 to 8 workers, three workloads on public "
+        f"data, {count(plan.seeds, 'seed')}, five "
         "ways to treat batch and learning rate.",
-        f"{made_by(command, mine)}. Seconds of a step: `wall_clock.py`, {about['date'][:10]}, {about['cpu']}, load "
+        f"{made_by(command, mine)}. Seconds of a step: `wall_clock.py`, "
+        f"{about['date'][:10]}, {about['cpu']}, load "
         f"{about['load']} before.",
         "## What it says",
         kept_part,
@@ -378,7 +498,12 @@ def write(plan: Plan, results: Results, page: Path, command: str) -> None:
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
     smoke = "one seed, two LRs, 40 steps"
-    args = parsed(study_parser(__doc__, seeds=20, runs=KEPT, smoke=smoke, workloads=SMALL, page=PAGE), argv)
+    args = parsed(
+        study_parser(
+            __doc__, seeds=20, runs=KEPT, smoke=smoke, workloads=SMALL, page=PAGE
+        ),
+        argv,
+    )
     if args.smoke:
         return args, Plan(args.workloads, (1,), total_steps=40, every=3)
     return args, Plan(args.workloads, tuple(range(1, args.seeds + 1)))
@@ -387,7 +512,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Plan]:
 def say(job: Job, result: Result) -> str:
     """Describe a run."""
     score = "failed" if result.score is None else f"{result.score:.4f}"
-    about = f"{job.workload}, {job.rule}, {count(job.workers, 'number')} of workers, seed {job.seed}, lr {job.lr:g}"
+    about = (
+        f"{job.workload}, {job.rule}, {count(job.workers, 'number')} of workers, seed "
+        f"{job.seed}, lr {job.lr:g}"
+    )
     return f"{about}: {score} in {sum(result.steps)} steps, {result.cpu_s:.1f} s"
 
 
@@ -402,10 +530,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         results = run_all(args.json, Job, Result, train, plan.rounds, say, args.jobs)
     if args.page is not None:
-        write(plan, results, args.page, command_line(argv, "benchmarks/studies/resize_rules.py"))
+        write(
+            plan,
+            results,
+            args.page,
+            command_line(argv, "benchmarks/studies/resize_rules.py"),
+        )
     measured, _ = read_steps()
     for workload in plan.workloads:
-        print(f"\n{workload}\n\n{workload_table(plan, results, workload, measured[f'small {workload}'])}")
+        print(
+            f"\n{workload}\n\n{workload_table(plan, results, workload, measured[f'small {workload}'])}"
+        )
     return 0
 
 

@@ -1,17 +1,20 @@
-"""Seconds of ten changes of the number of Ray workers: AdaScale against a batch kept fixed, on the cores of one machine.
+"""Seconds of ten changes of the number of Ray workers: AdaScale against a batch kept
+fixed, on the cores of one machine.
 
     python benchmarks/studies/resize_workers.py            all of it, or the workloads that are missing: about 15 minutes each
     python benchmarks/studies/resize_workers.py --smoke    check that it runs: two changes, 60 steps of the schedule
 
-The numbers of workers and the moments of the changes are those of ``resize_rules.py``, and so are the workloads and their LRs.
-Each part of a run is a ``TorchTrainer`` with that number of workers, which resumes from the checkpoint of the part before.
+The numbers of workers and the moments of the changes are those of ``resize_rules.py``,
+and so are the workloads and their LRs. Each part of a run is a ``TorchTrainer`` with
+that number of workers, which resumes from the checkpoint of the part before.
 
     AdaScale            ``prepare``: each worker has B0 examples a step
     batch kept fixed    a plain Ray Train loop with DDP, as torchft and torchtitan train: the B0 examples of a step are divided
                         among the workers
 
-The two take turns, part by part. The result is kept in ``benchmarks/studies/kept/resize_workers.json``; ``resize_rules.py``
-writes its table into the page.
+The two take turns, part by part. The result is kept in
+``benchmarks/studies/kept/resize_workers.json``; ``resize_rules.py`` writes its table
+into the page.
 """
 
 from __future__ import annotations
@@ -47,10 +50,11 @@ from bench import ROOT, Smoke, in_words, machine, markdown, write_json
 KEPT = ROOT / "benchmarks" / "studies" / "kept" / "resize_workers.json"
 ADASCALE = "AdaScale"
 SEED = 1
-CPUS_A_WORKER = 0.125  # eight workers on one core: Ray counts CPUs and does not reserve them
+# eight workers on one core: Ray counts CPUs and does not reserve them
+CPUS_A_WORKER = 0.125
 
 
-# ---- in the workers --------------------------------------------------------------------------------------------------
+# ---- in the workers ------------------------------------------------------------------
 
 
 def build(job: Mapping[str, Any]) -> Workload:
@@ -58,7 +62,12 @@ def build(job: Mapping[str, Any]) -> Workload:
     prepare_process()
     seed_everything(SEED)
     return SMALL[job["workload"]].workload(
-        {"lr": job["lr"], "schedule": SHAPE, "total_steps": job["total_steps"], "split": "test"}
+        {
+            "lr": job["lr"],
+            "schedule": SHAPE,
+            "total_steps": job["total_steps"],
+            "split": "test",
+        }
     )
 
 
@@ -66,7 +75,8 @@ def adascale(job: dict[str, Any]) -> dict[str, Any]:
     """Train until τ reaches ``job["end"]``, in a worker.
 
     Returns:
-        "start" and "step": optimizer steps before and after; "seconds" of the loop; "score" at the end of the run.
+        "start" and "step": optimizer steps before and after; "seconds" of the loop;
+        "score" at the end of the run.
     """
     built = build(job)
     base, total_steps = SMALL[job["workload"]].base_batch_size, job["total_steps"]
@@ -79,7 +89,14 @@ def adascale(job: dict[str, Any]) -> dict[str, Any]:
         checkpoint_every_s=1e9,
         evaluate_every=total_steps,
     )
-    run = prepare(built.model, built.optimizer, built.scheduler, built.train_dataset, settings, evaluate=built.evaluate)
+    run = prepare(
+        built.model,
+        built.optimizer,
+        built.scheduler,
+        built.train_dataset,
+        settings,
+        evaluate=built.evaluate,
+    )
     start = run.state.iterations
     began = ended = time.perf_counter()
     for batch in run:
@@ -96,7 +113,9 @@ def adascale(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def fixed(job: dict[str, Any]) -> dict[str, Any]:
-    """Train until step ``job["end"]`` with the B0 examples of a step divided among the workers. Return as :func:`adascale`."""
+    """Train until step ``job["end"]`` with the B0 examples of a step divided among
+    the workers. Return as :func:`adascale`.
+    """
     import ray.train
     import ray.train.torch
 
@@ -105,7 +124,10 @@ def fixed(job: dict[str, Any]) -> dict[str, Any]:
     assert scheduler is not None
     assert evaluate is not None
     assert built.metric is not None
-    base, last = SMALL[job["workload"]].base_batch_size, math.ceil(min(job["end"], job["total_steps"]))
+    base, last = (
+        SMALL[job["workload"]].base_batch_size,
+        math.ceil(min(job["end"], job["total_steps"])),
+    )
     context = ray.train.get_context()
     rank, workers = context.get_world_rank(), context.get_world_size()
     data: Any = built.train_dataset
@@ -155,10 +177,12 @@ def fixed(job: dict[str, Any]) -> dict[str, Any]:
 WAYS = {FIXED: fixed, ADASCALE: adascale}
 
 
-# ---- on the driver ---------------------------------------------------------------------------------------------------
+# ---- on the driver -------------------------------------------------------------------
 
 
-def train(workload: str, lr: float, total_steps: int, plan: Sequence[int], storage: Path) -> list[dict[str, Any]]:
+def train(
+    workload: str, lr: float, total_steps: int, plan: Sequence[int], storage: Path
+) -> list[dict[str, Any]]:
     """Run a workload in both ways, part by part in turn. Return a row for each part."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -170,28 +194,53 @@ def train(workload: str, lr: float, total_steps: int, plan: Sequence[int], stora
             began = time.perf_counter()
             result = TorchTrainer(
                 WAYS[way],
-                train_loop_config={"workload": workload, "lr": lr, "total_steps": total_steps, "end": end},
-                scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": CPUS_A_WORKER}),
-                run_config=RunConfig(name=f"{workload}, {way}", storage_path=str(storage)),
+                train_loop_config={
+                    "workload": workload,
+                    "lr": lr,
+                    "total_steps": total_steps,
+                    "end": end,
+                },
+                scaling_config=ScalingConfig(
+                    num_workers=workers, resources_per_worker={"CPU": CPUS_A_WORKER}
+                ),
+                run_config=RunConfig(
+                    name=f"{workload}, {way}", storage_path=str(storage)
+                ),
                 torch_config=TorchConfig(timeout_s=300),
             ).fit()
             whole = time.perf_counter() - began
-            row = {"workload": workload, "way": way, "workers": workers, **result.return_value, "whole": whole}
+            row = {
+                "workload": workload,
+                "way": way,
+                "workers": workers,
+                **result.return_value,
+                "whole": whole,
+            }
             print(row, flush=True)
             before = [part["step"] for part in rows if part["way"] == way]
             if row["start"] != (before or [0])[-1]:
-                raise RuntimeError(f"{way} began at step {row['start']}, and not where it had been left: {before}")
+                raise RuntimeError(
+                    f"{way} began at step {row['start']}, and not where it had been "
+                    f"left: {before}"
+                )
             rows.append(row)
     return rows
 
 
 def table(kept: Mapping[str, Any]) -> str:
-    """Return a table of the kept rows: for each workload and way steps, seconds and the score."""
+    """Return a table of the kept rows: for each workload and way steps, seconds and
+    the score.
+    """
     rows = kept["rows"]
     lines = []
     for workload in dict.fromkeys(row["workload"] for row in rows):
-        parts = {way: [r for r in rows if (r["workload"], r["way"]) == (workload, way)] for way in WAYS}
-        seconds = {way: sum(part["seconds"] for part in of) for way, of in parts.items()}
+        parts = {
+            way: [r for r in rows if (r["workload"], r["way"]) == (workload, way)]
+            for way in WAYS
+        }
+        seconds = {
+            way: sum(part["seconds"] for part in of) for way, of in parts.items()
+        }
         whole = {way: sum(part["whole"] for part in of) for way, of in parts.items()}
         for way, of in parts.items():
             lines.append(
@@ -205,8 +254,17 @@ def table(kept: Mapping[str, Any]) -> str:
                     f"{of[-1]['score']:.4f}",
                 ]
             )
-    head = ["workload", "run", "optimizer steps", "seconds of the steps (× batch kept fixed)"]
-    head += ["start and end of a part, median seconds", "seconds of all parts (× batch kept fixed)", "test metric"]
+    head = [
+        "workload",
+        "run",
+        "optimizer steps",
+        "seconds of the steps (× batch kept fixed)",
+    ]
+    head += [
+        "start and end of a part, median seconds",
+        "seconds of all parts (× batch kept fixed)",
+        "test metric",
+    ]
     return markdown(head, lines)
 
 
@@ -214,19 +272,29 @@ def about(kept: Mapping[str, Any]) -> str:
     """Return a paragraph on the measurement, for the page."""
     of = kept["machine"]
     return (
-        f"`python benchmarks/studies/resize_workers.py`, {of['date'][:10]}, {of['cpu']}, {of['cores']} cores, load {of['load']} "
-        f"before, torch {of['torch']}, Ray {of['ray']}. One seed. The eleven parts of a run are {', '.join(map(str, PLAN))} Ray "
-        "workers, one after the other, and the two ways take turns. The workers share the cores, so further workers make no "
-        "step faster, and the seconds count the work of all of them. Machines of their own are computed above."
+        f"`python benchmarks/studies/resize_workers.py`, {of['date'][:10]}, "
+        f"{of['cpu']}, {of['cores']} cores, load {of['load']} "
+        f"before, torch {of['torch']}, Ray {of['ray']}. One seed. The eleven parts of "
+        f"a run are {', '.join(map(str, PLAN))} Ray "
+        "workers, one after the other, and the two ways take turns. The workers share "
+        "the cores, so further workers make no "
+        "step faster, and the seconds count the work of all of them. Machines of their "
+        "own are computed above."
     )
 
 
 @needs_data
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--workloads", nargs="+", choices=list(SMALL), default=list(SMALL))
-    parser.add_argument("--json", type=Path, default=KEPT, help="kept result (default: %(default)s)")
-    parser.add_argument("--smoke", action=Smoke, help="two changes, 60 steps of the schedule")
+    parser.add_argument(
+        "--workloads", nargs="+", choices=list(SMALL), default=list(SMALL)
+    )
+    parser.add_argument(
+        "--json", type=Path, default=KEPT, help="kept result (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--smoke", action=Smoke, help="two changes, 60 steps of the schedule"
+    )
     args = parser.parse_args(argv)
     import ray
 
@@ -236,18 +304,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     rules = Plan(tuple(args.workloads), (SEED,))
     found = read_runs(ROOT / RULES_KEPT, RulesJob, RulesResult)
     os.environ.setdefault("RAY_TRAIN_METRICS_ENABLED", "0")
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each worker compiles all imported modules
+    # else each worker compiles all imported modules
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     scratch = tempfile.mkdtemp(prefix="rw-")  # short: paths of sockets have a limit
     kept: dict[str, Any] = {"machine": machine(ray=ray.__version__), "rows": []}
     if args.json.exists():
         kept = json.loads(args.json.read_text())
     done = {row["workload"] for row in kept["rows"]}
     try:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=scratch)
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _temp_dir=scratch,
+        )
         for name in args.workloads:
             if name not in done:
                 total_steps = shorter or SMALL[name].total_steps
-                kept["rows"] += train(name, rules.best(found, name), total_steps, numbers, Path(scratch) / "runs")
+                kept["rows"] += train(
+                    name,
+                    rules.best(found, name),
+                    total_steps,
+                    numbers,
+                    Path(scratch) / "runs",
+                )
                 write_json(args.json, kept)
     finally:
         ray.shutdown()

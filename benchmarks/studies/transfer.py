@@ -1,11 +1,13 @@
-"""The paper's experiment: one schedule, tuned at S = 1, carried to S = 4, 16 and 64 by several methods and workloads.
+"""The paper's experiment: one schedule, tuned at S = 1, carried to S = 4, 16 and 64 by
+several methods and workloads.
 
     python benchmarks/studies/transfer.py --page                       all of it: a good half hour on two quiet cores
     python benchmarks/studies/transfer.py --smoke                      check that it runs
     python benchmarks/studies/transfer.py --report-only --page p.md    write the page of the kept runs
 
-First, on every workload, 15 schedules (five peak LRs, three shapes) run at S = 1 and at S = 16 and are scored on the search
-split. The best at S = 1 is the schedule to transfer; the correlation of both rankings shows how robust the choice is. Then that
+First, on every workload, 15 schedules (five peak LRs, three shapes) run at S = 1 and at
+S = 16 and are scored on the search split. The best at S = 1 is the schedule to
+transfer; the correlation of both rankings shows how robust the choice is. Then that
 schedule runs with other seeds, scored on a test split:
 
     AdaScale       LR and clock by the gain r
@@ -29,7 +31,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import comparison
-from comparison import Comparison, Job, Method, Plan, Result, Results, conduct, grid_score
+from comparison import (
+    Comparison,
+    Job,
+    Method,
+    Plan,
+    Result,
+    Results,
+    conduct,
+    grid_score,
+)
 from comparison_page import (
     picture_by_scale,
     picture_by_tau,
@@ -42,7 +53,13 @@ from comparison_page import (
 )
 from study import CASES
 
-from ray_adascale import AdaScaleBetasRule, BetaRule, LinearRule, SquareRootRule, UnscaledRule
+from ray_adascale import (
+    AdaScaleBetasRule,
+    BetaRule,
+    LinearRule,
+    SquareRootRule,
+    UnscaledRule,
+)
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import PAGES, by_hand, count, markdown
@@ -51,14 +68,21 @@ PAGE = PAGES / "transfer.md"
 KEPT = "benchmarks/studies/kept/transfer.jsonl"
 PICTURED = "text"
 """The workload of the picture on the page of results."""
-LABELS = {"LSW": "LR × S, T/S steps", "LSW+": "LR × S", "√": "LR × √S", "unscaled": "LR unscaled"}
+LABELS = {
+    "LSW": "LR × S, T/S steps",
+    "LSW+": "LR × S",
+    "√": "LR × √S",
+    "unscaled": "LR unscaled",
+}
 """Names of methods in that picture, where the page's own are too short."""
 SGD = Comparison(
     optimizer="sgd",
     cases=CASES,
     methods={
         "AdaScale": Method(lambda steps: "adascale"),
-        "AdaScale, m^r": Method(lambda steps: AdaScaleBetasRule(BetaRule(momentum=True))),
+        "AdaScale, m^r": Method(
+            lambda steps: AdaScaleBetasRule(BetaRule(momentum=True))
+        ),
         "LSW": Method(lambda steps: LinearRule()),
         "LSW+": Method(lambda steps: LinearRule(steps=steps), given_steps=True),
         "√": Method(lambda steps: SquareRootRule(steps=steps), given_steps=True),
@@ -78,7 +102,7 @@ def train(job: Job) -> Result:
     return comparison.train(SGD, job)
 
 
-# ---- robustness ------------------------------------------------------------------------------------------------------
+# ---- robustness ----------------------------------------------------------------------
 
 
 def ranks(values: Sequence[float]) -> list[float]:
@@ -95,18 +119,27 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def robustness(plan: Plan, results: Results) -> str:
-    """Return a table of rank correlations between the schedules' scores at S = 1 and at the grid's larger scale."""
+    """Return a table of rank correlations between the schedules' scores at S = 1 and
+    at the grid's larger scale.
+    """
     large = plan.grid_scale
     rows = []
     for workload in plan.workloads:
-        if any(job not in results for job in plan.grid_jobs() if job.workload == workload):
+        if any(
+            job not in results for job in plan.grid_jobs() if job.workload == workload
+        ):
             rows.append([workload, "not run"])
             continue
         grid = plan.grid(workload)
 
-        def scores(scale: int, seeds: Sequence[int] = plan.grid_seeds, workload: str = workload) -> list[float]:
+        def scores(
+            scale: int, seeds: Sequence[int] = plan.grid_seeds, workload: str = workload
+        ) -> list[float]:
             narrow = replace(plan, grid_seeds=tuple(seeds))
-            return [grid_score(narrow, results, workload, scale, *cell) for cell in plan.grid(workload)]
+            return [
+                grid_score(narrow, results, workload, scale, *cell)
+                for cell in plan.grid(workload)
+            ]
 
         small, big = scores(1), scores(large)
         lost = [sum(map(math.isinf, each)) for each in (small, big)]
@@ -114,7 +147,11 @@ def robustness(plan: Plan, results: Results) -> str:
         first, last = plan.grid_seeds[:1], plan.grid_seeds[-1:]
         chosen = min(range(len(grid)), key=lambda i: small[i])
         lr, shape = grid[chosen]
-        edge = ", at the edge of the grid" if lr in (grid[0][0], grid[-1][0]) and len({c[0] for c in grid}) > 2 else ""
+        edge = (
+            ", at the edge of the grid"
+            if lr in (grid[0][0], grid[-1][0]) and len({c[0] for c in grid}) > 2
+            else ""
+        )
         rows.append(
             [
                 workload,
@@ -123,7 +160,9 @@ def robustness(plan: Plan, results: Results) -> str:
                 f"{lost[0]}, {lost[1]}",
                 f"{rank_correlation(small, big):.2f}",
                 f"{rank_correlation([small[i] for i in finite], [big[i] for i in finite]):.2f}",
-                f"{rank_correlation(scores(1, first), scores(1, last)):.2f}" if first != last else "",
+                f"{rank_correlation(scores(1, first), scores(1, last)):.2f}"
+                if first != last
+                else "",
             ]
         )
     head = [
@@ -138,7 +177,7 @@ def robustness(plan: Plan, results: Results) -> str:
     return markdown(head, [row + [""] * (len(head) - len(row)) for row in rows])
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------
 
 HOW = """\
 - Every run is one process with one thread. The n = min(S, 8) gradient samples of a step are *simulated by accumulation*, not by
@@ -166,12 +205,16 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
     """Write the page and its pictures; the part by hand stays."""
     kept = by_hand(page)
     page.parent.mkdir(parents=True, exist_ok=True)
-    scale, curves = (draw(plan, results, page) for draw in (picture_by_scale, picture_by_tau))
+    scale, curves = (
+        draw(plan, results, page) for draw in (picture_by_scale, picture_by_tau)
+    )
     picture_of_one(plan, results, page, PICTURED, LABELS, shown=0.15)
     parts = [
         "# Does the schedule transfer?",
-        "One schedule, tuned at the base batch, carried to larger batches by six methods, on three workloads of different "
-        "kinds. Validation metric on a test split that no choice was made on, mean ± standard deviation over "
+        "One schedule, tuned at the base batch, carried to larger batches by six "
+        "methods, on three workloads of different "
+        "kinds. Validation metric on a test split that no choice was made on, mean ± "
+        "standard deviation over "
         f"{count(plan.seeds, 'seed')}.",
         provenance(plan, results, command),
         "## What it says",
@@ -185,9 +228,12 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
         "## The same curve over effective steps",
         f"![metric against effective steps]({curves.name})",
         "## Robustness: do schedules keep their order?",
-        f"Every schedule of the grid at S = 1 and, under AdaScale, at S = {plan.grid_scale}, on the search split, mean of "
-        f"{count(plan.grid_seeds, 'seed')}; Spearman's ρ between the two. A schedule that failed ranks last. The last "
-        "column is there for comparison: how far two seeds agree about the order at S = 1 is as much as one could hope "
+        "Every schedule of the grid at S = 1 and, under AdaScale, at S = "
+        f"{plan.grid_scale}, on the search split, mean of "
+        f"{count(plan.grid_seeds, 'seed')}; Spearman's ρ between the two. A schedule "
+        "that failed ranks last. The last "
+        "column is there for comparison: how far two seeds agree about the order at S "
+        "= 1 is as much as one could hope "
         "for.",
         robustness(plan, results),
     ]

@@ -1,9 +1,11 @@
-"""Seconds of a plain step, measured on one core, and what a step then takes on separate machines.
+"""Seconds of a plain step, measured on one core, and what a step then takes on separate
+machines.
 
     python benchmarks/studies/wall_clock.py            measure the seconds of a step, for at_size.py and resize_rules.py
     python benchmarks/studies/wall_clock.py --smoke    check that it runs
 
-It needs an idle machine. The kept result is ``benchmarks/studies/kept/step_seconds.json``.
+It needs an idle machine. The kept result is
+``benchmarks/studies/kept/step_seconds.json``.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ SIZES = {"at size": AT_SIZE, "small": SMALL}
 MOST_WORKERS = 64
 
 
-# ---- computed --------------------------------------------------------------------------------------------------------
+# ---- computed ------------------------------------------------------------------------
 
 
 def share(base_batch_size: int, workers: int) -> int:
@@ -43,7 +45,9 @@ def share(base_batch_size: int, workers: int) -> int:
 
 
 def exchange(parameters: int, workers: int) -> float:
-    """Return the seconds of a ring all-reduce of float32 gradients, by ``LATENCY_S`` and ``BYTES_PER_S``."""
+    """Return the seconds of a ring all-reduce of float32 gradients, by ``LATENCY_S``
+    and ``BYTES_PER_S``.
+    """
     if workers == 1:
         return 0.0
     return 2 * (workers - 1) * (LATENCY_S + 4 * parameters / workers / BYTES_PER_S)
@@ -62,26 +66,34 @@ class StepSeconds:
     seconds: Mapping[int, float]
 
     def of(self, examples: int, workers: int) -> float:
-        """Return the seconds of a step in which each of ``workers`` machines has ``examples``."""
+        """Return the seconds of a step in which each of ``workers`` machines has
+        ``examples``.
+        """
         return self.seconds[examples] + exchange(self.parameters, workers)
 
 
 def read_steps(path: Path = STEPS) -> tuple[dict[str, StepSeconds], dict[str, Any]]:
-    """Return the measured steps by size and workload ("small mnist"), and the line about the machine."""
+    """Return the measured steps by size and workload ("small mnist"), and the line
+    about the machine.
+    """
     kept = json.loads(path.read_text())
     return {
-        name: StepSeconds(of["parameters"], {int(k): v for k, v in of["seconds"].items()})
+        name: StepSeconds(
+            of["parameters"], {int(k): v for k, v in of["seconds"].items()}
+        )
         for name, of in kept["workloads"].items()
     }, kept["machine"]
 
 
-# ---- measured --------------------------------------------------------------------------------------------------------
+# ---- measured ------------------------------------------------------------------------
 
 
 def measure_steps(rounds: int = 15) -> dict[str, Any]:
-    """Return the seconds of a plain step on one core for B0 examples and its shares, by size and workload.
+    """Return the seconds of a plain step on one core for B0 examples and its shares, by
+    size and workload.
 
-    The numbers of examples are interleaved; each figure is the median of ``rounds`` blocks of about 0.1 s.
+    The numbers of examples are interleaved; each figure is the median of ``rounds``
+    blocks of about 0.1 s.
     """
     found: dict[str, Any] = {}
     for size, cases in SIZES.items():
@@ -91,9 +103,13 @@ def measure_steps(rounds: int = 15) -> dict[str, Any]:
 
 
 def _measure(case: Case, rounds: int) -> dict[str, Any]:
-    built = case.workload({"lr": 1e-4, "schedule": "warmup", "total_steps": 10**6, "split": "search"})
+    built = case.workload(
+        {"lr": 1e-4, "schedule": "warmup", "total_steps": 10**6, "split": "search"}
+    )
     data: Any = built.train_dataset
-    sizes = sorted({share(case.base_batch_size, workers) for workers in range(1, MOST_WORKERS + 1)})
+    sizes = sorted(
+        {share(case.base_batch_size, workers) for workers in range(1, MOST_WORKERS + 1)}
+    )
     batches = {size: data[torch.arange(size)] for size in sizes}
     built.model.train()
 
@@ -111,19 +127,27 @@ def _measure(case: Case, rounds: int) -> dict[str, Any]:
         for size in sizes:
             seconds[size].append(block(size, steps[size]))
     parameters = sum(p.numel() for p in built.model.parameters())
-    return {"parameters": parameters, "seconds": {str(size): statistics.median(v) for size, v in seconds.items()}}
+    return {
+        "parameters": parameters,
+        "seconds": {str(size): statistics.median(v) for size, v in seconds.items()},
+    }
 
 
 @needs_data
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=STEPS, help="kept results (default: %(default)s)")
+    parser.add_argument(
+        "--json", type=Path, default=STEPS, help="kept results (default: %(default)s)"
+    )
     parser.add_argument("--smoke", action=Smoke, help="one round")
     args = parser.parse_args(argv)
     announce(args.json)
     prepare_process()
     about = machine()
-    write_json(args.json, {"machine": about, "workloads": measure_steps(1 if args.smoke else 15)})
+    write_json(
+        args.json,
+        {"machine": about, "workloads": measure_steps(1 if args.smoke else 15)},
+    )
     print(in_words(about))
     return 0
 

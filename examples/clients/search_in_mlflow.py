@@ -1,9 +1,11 @@
-"""A search logged to MLflow: each trial is a run of an experiment, in a local folder, with the metrics of each evaluation.
+"""A search logged to MLflow: each trial is a run of an experiment, in a local folder,
+with the metrics of each evaluation.
 
     python examples/clients/search_in_mlflow.py            # needs: pip install mlflow
     mlflow ui --backend-store-uri sqlite:///runs/mlflow.db
 
-For Weights & Biases use ``ray.air.integrations.wandb.WandbLoggerCallback``. Tested with MLflow 3.17.2.
+For Weights & Biases use ``ray.air.integrations.wandb.WandbLoggerCallback``. Tested with
+MLflow 3.17.2.
 """
 
 from __future__ import annotations
@@ -31,11 +33,16 @@ def main() -> None:
     search = Search(
         workload,
         {"lr": tune.loguniform(0.005, 0.2), "momentum": 0.9},
-        config=AdaScaleConfig(base_batch_size=8, total_steps=60 if args.smoke else 1800),
+        config=AdaScaleConfig(
+            base_batch_size=8, total_steps=60 if args.smoke else 1800
+        ),
         num_samples=2 if args.smoke else 8,
         storage_path=folder,
         callbacks=[
-            MLflowLoggerCallback(tracking_uri=f"sqlite:///{folder}/mlflow.db", experiment_name="digits at batch 8")
+            MLflowLoggerCallback(
+                tracking_uri=f"sqlite:///{folder}/mlflow.db",
+                experiment_name="digits at batch 8",
+            )
         ],
     )
     recipe = tune_recipe(search)

@@ -15,13 +15,21 @@ from ray_adascale.integrations.client import RecipeRecorder, StepLog
 
 
 def train(
-    lr: float, config: AdaScaleConfig, recipe: Recipe | None, recorder: RecipeRecorder | None, folder: str
+    lr: float,
+    config: AdaScaleConfig,
+    recipe: Recipe | None,
+    recorder: RecipeRecorder | None,
+    folder: str,
 ) -> tuple[nn.Module, AdaScale]:
     """Train with an ``Accelerator``."""
     accelerator = Accelerator(cpu=True)
     bare, sgd, cosine = build(lr)
-    data = DataLoader(splits()[0], batch_size=batch_size(), shuffle=True, drop_last=True)
-    model, optimizer, loader, schedule = prepare(accelerator, bare, sgd, data, cosine, config, recipe)
+    data = DataLoader(
+        splits()[0], batch_size=batch_size(), shuffle=True, drop_last=True
+    )
+    model, optimizer, loader, schedule = prepare(
+        accelerator, bare, sgd, data, cosine, config, recipe
+    )
     steps = StepLog(schedule, folder)
     if recorder is not None:
         recorder.begin(schedule, config)

@@ -26,11 +26,18 @@ class Digits(pl.LightningModule):
         return loss_of(self.net, batch)
 
     def configure_optimizers(self) -> Any:
-        return {"optimizer": self.optimizer, "lr_scheduler": {"scheduler": self.scheduler, "interval": "step"}}
+        return {
+            "optimizer": self.optimizer,
+            "lr_scheduler": {"scheduler": self.scheduler, "interval": "step"},
+        }
 
 
 def train(
-    lr: float, config: AdaScaleConfig, recipe: Recipe | None, recorder: RecipeRecorder | None, folder: str
+    lr: float,
+    config: AdaScaleConfig,
+    recipe: Recipe | None,
+    recorder: RecipeRecorder | None,
+    folder: str,
 ) -> tuple[nn.Module, AdaScale]:
     """Train with ``Trainer``."""
     workers = int(os.environ.get("WORLD_SIZE", "1"))
@@ -47,7 +54,10 @@ def train(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(splits()[0], batch_size=batch_size(), shuffle=True, drop_last=True))
+    trainer.fit(
+        module,
+        DataLoader(splits()[0], batch_size=batch_size(), shuffle=True, drop_last=True),
+    )
     assert adascale.schedule is not None
     assert isinstance(adascale.schedule.optimizer, AdaScale)
     return module.net, adascale.schedule.optimizer

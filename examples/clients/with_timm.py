@@ -1,7 +1,8 @@
-"""Digits in a loop like timm's: the schedule receives the number of updates, and an epoch's last step has fewer passes.
+"""Digits in a loop like timm's: the schedule receives the number of updates, and an
+epoch's last step has fewer passes.
 
-There is no adapter: ``attach`` accepts timm's scheduler, and the loop declares the number of passes of the last step. Commands:
-``digits_data.py``.
+There is no adapter: ``attach`` accepts timm's scheduler, and the loop declares the
+number of passes of the last step. Commands: ``digits_data.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,15 @@ import os
 from typing import Any
 
 import torch.distributed as dist
-from digits_data import PER_WORKER_BATCH, TOTAL_STEPS, batch_size, build, loss_of, main, splits
+from digits_data import (
+    PER_WORKER_BATCH,
+    TOTAL_STEPS,
+    batch_size,
+    build,
+    loss_of,
+    main,
+    splits,
+)
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +30,11 @@ from ray_adascale.integrations.client import RecipeRecorder, StepLog, with_clien
 
 
 def train(
-    lr: float, config: AdaScaleConfig, recipe: Recipe | None, recorder: RecipeRecorder | None, folder: str
+    lr: float,
+    config: AdaScaleConfig,
+    recipe: Recipe | None,
+    recorder: RecipeRecorder | None,
+    folder: str,
 ) -> tuple[nn.Module, AdaScale]:
     """Train, as one of the workers that torchrun started."""
     workers = int(os.environ.get("WORLD_SIZE", "1"))
@@ -39,7 +52,10 @@ def train(
     model = DistributedDataParallel(bare) if workers > 1 else bare
 
     config = with_clients_batch(
-        config, accumulation=(accum_steps, ""), per_worker_batch_size=(examples, ""), dataset=dataset
+        config,
+        accumulation=(accum_steps, ""),
+        per_worker_batch_size=(examples, ""),
+        dataset=dataset,
     )
     optimizer, lr_scheduler = attach(model, sgd, cosine, config, recipe)
     steps = StepLog(lr_scheduler, folder)
@@ -53,8 +69,14 @@ def train(
         sampler.set_epoch(epoch)
         epoch += 1
         for batch_idx, batch in enumerate(loader):
-            need_update = batch_idx == len(loader) - 1 or (batch_idx + 1) % accum_steps == 0
-            passes = last_accum_steps if batch_idx >= last_batch_idx_to_accum else accum_steps
+            need_update = (
+                batch_idx == len(loader) - 1 or (batch_idx + 1) % accum_steps == 0
+            )
+            passes = (
+                last_accum_steps
+                if batch_idx >= last_batch_idx_to_accum
+                else accum_steps
+            )
             if batch_idx == last_batch_idx_to_accum and last_accum_steps:
                 optimizer.expect_passes(last_accum_steps)  # AdaScale needs this line
             if recorder is not None:

@@ -26,7 +26,11 @@ class Digits(nn.Module):
 
 
 def train(
-    lr: float, config: AdaScaleConfig, recipe: Recipe | None, recorder: RecipeRecorder | None, folder: str
+    lr: float,
+    config: AdaScaleConfig,
+    recipe: Recipe | None,
+    recorder: RecipeRecorder | None,
+    folder: str,
 ) -> tuple[nn.Module, AdaScale]:
     """Train with ``Trainer``."""
     net, optimizer, scheduler = build(lr)
@@ -44,7 +48,10 @@ def train(
             disable_tqdm=True,
             remove_unused_columns=False,
         ),
-        train_dataset=[{"images": x, "labels": y} for x, y in zip(*splits()[0].tensors, strict=True)],
+        train_dataset=[
+            {"images": x, "labels": y}
+            for x, y in zip(*splits()[0].tensors, strict=True)
+        ],
         optimizers=(optimizer, scheduler),
         adascale=config,
         recipe=recipe,

@@ -1,4 +1,6 @@
-"""Check of a workload before a run: build it, prepare a run, evaluate it, and make one forward and backward pass."""
+"""Check of a workload before a run: build it, prepare a run, evaluate it, and make
+one forward and backward pass.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,12 @@ def check_workload(
     *,
     evaluates: bool = True,
 ) -> list[Finding]:
-    """Build a workload, prepare a run at its base batch in this process, and make one pass over at most 8 examples.
+    """Build a workload, prepare a run at its base batch in this process, and make one
+    pass over at most 8 examples.
 
-    The untrained model is evaluated. Preparing a run checks the optimizer, the schedule, and the recipe's LR curve. A loss that
-    is a sum in place of a mean gives a warning. The check ends at the first failure.
+    The untrained model is evaluated. Preparing a run checks the optimizer, the
+    schedule, and the recipe's LR curve. A loss that is a sum in place of a mean gives a
+    warning. The check ends at the first failure.
 
     Args:
         workload: A function from a config to a :class:`ray_adascale.Workload`.
@@ -69,8 +73,16 @@ def check_workload(
                 settings = _at_base_batch(config, recipe)
                 seed_everything(settings.seed)
                 built = build(workload, hyperparameters, settings, recipe)
-                if built.train_dataset is None or hasattr(built.train_dataset, "iter_torch_batches"):
-                    return [Finding("ok", "The workload was built. Ray Data has its examples, so no pass was made.")]
+                if built.train_dataset is None or hasattr(
+                    built.train_dataset, "iter_torch_batches"
+                ):
+                    return [
+                        Finding(
+                            "ok",
+                            "The workload was built. Ray Data has its examples, so no "
+                            "pass was made.",
+                        )
+                    ]
                 if not evaluates:
                     built = replace(built, evaluate=None, metric="loss")
                 doing = "The preparation of a run"
@@ -78,26 +90,46 @@ def check_workload(
                 doing = "The evaluation of the untrained model"
                 untrained = run.parts.evaluation.try_out(run.backend.device)
                 if untrained:
-                    found.append(Finding("ok", f"The untrained model was evaluated: {values_of(untrained)}."))
+                    found.append(
+                        Finding(
+                            "ok",
+                            "The untrained model was evaluated: "
+                            f"{values_of(untrained)}.",
+                        )
+                    )
                 doing = "The forward and backward pass"
                 found += _pass(run, built)
                 reads = built.config_reads
                 if reads is not None and reads.unread:
-                    found.append(Finding("warning", unread_warning(reads.unread), repeated=True))
+                    found.append(
+                        Finding("warning", unread_warning(reads.unread), repeated=True)
+                    )
         except Exception as e:
             lines = lines_of(e)
             of_run = (lines, raised_when(e))  # a check has no step
-            notes = "".join(f" {note}" for note in getattr(e, "__notes__", []) if note not in of_run)
-            text = f"{doing} failed. {type(e).__name__}: {e}{notes}" + (f"\n{lines}" if lines else "")
+            notes = "".join(
+                f" {note}" for note in getattr(e, "__notes__", []) if note not in of_run
+            )
+            text = f"{doing} failed. {type(e).__name__}: {e}{notes}" + (
+                f"\n{lines}" if lines else ""
+            )
             found.append(Finding("failed", text))
-    texts = dict.fromkeys(str(warning.message) for warning in heard if issubclass(warning.category, UserWarning))
+    texts = dict.fromkeys(
+        str(warning.message)
+        for warning in heard
+        if issubclass(warning.category, UserWarning)
+    )
     return [*(Finding("warning", text, repeated=True) for text in texts), *found]
 
 
 def _at_base_batch(config: AdaScaleConfig, recipe: Recipe | None) -> AdaScaleConfig:
     """Return the settings of a run at the base batch on one worker."""
     config = read_settings(config).with_recipe(recipe)
-    batch = (each for each in fields(BatchSettings) if each.init and each.name != "base_batch_size")
+    batch = (
+        each
+        for each in fields(BatchSettings)
+        if each.init and each.name != "base_batch_size"
+    )
     fixed: dict[str, Any] = {each.name: each.default for each in batch}
     return replace(config, **fixed, sharding="none", num_loader_workers=0)
 
@@ -111,10 +143,23 @@ def _pass(run: Run, built: Workload) -> list[Finding]:
         summed = [] if advice is None else [Finding("warning", advice)]
         run.backward(loss)
         value = float(loss.detach())
-        how_many = "a batch" if count is None else f"{count} example{'' if count == 1 else 's'}"
-        shapes = [str([*part.shape]) for part in leaves(examples) if hasattr(part, "shape")][:4]
+        how_many = (
+            "a batch"
+            if count is None
+            else f"{count} example{'' if count == 1 else 's'}"
+        )
+        shapes = [
+            str([*part.shape]) for part in leaves(examples) if hasattr(part, "shape")
+        ][:4]
         shown = f", shapes {', '.join(shapes)}" if shapes else ""
         if not math.isfinite(value):
             return [*summed, Finding("warning", f"The loss of {how_many} is {value}.")]
-        return [*summed, Finding("ok", f"One forward and backward pass over {how_many}: loss {value:.4g}{shown}.")]
+        return [
+            *summed,
+            Finding(
+                "ok",
+                f"One forward and backward pass over {how_many}: loss "
+                f"{value:.4g}{shown}.",
+            ),
+        ]
     return [Finding("warning", "The dataset has no batch, so no pass was made.")]

@@ -1,4 +1,6 @@
-"""A description of a recipe, a checkpoint, a run or a search in words, with a check that it is whole."""
+"""A description of a recipe, a checkpoint, a run or a search in words, with a check
+that it is whole.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ from .runs import RunTrace, failure_of, is_number, load_run
 
 
 def describe(path: str | os.PathLike[str]) -> tuple[str, bool]:
-    """Return a few lines for people, and whether the object is whole: not edited, not damaged, no step missing.
+    """Return a few lines for people, and whether the object is whole: not edited, not
+    damaged, no step missing.
 
     Args:
-        path: A path or URI: a recipe's file, a checkpoint's folder, a run's folder, a search's folder.
+        path: A path or URI: a recipe's file, a checkpoint's folder, a run's folder, a
+            search's folder.
 
     Raises:
         ValueError: The path is none of these.
@@ -51,9 +55,15 @@ def _describe_recipe(path: Path) -> tuple[str, bool]:
     try:
         recipe = Recipe.load(path)
     except RecipeError:
-        recipe = Recipe.load(path, accept_edits=True)  # other faults than an edit still raise
-        edited = "\n  EDITED       after the search: it is no longer the result of the search"
-    no_forecast = "" if recipe.noise_by_seed else "\n  no forecast  it holds no noise probes"
+        # other faults than an edit still raise
+        recipe = Recipe.load(path, accept_edits=True)
+        edited = (
+            "\n  EDITED       after the search: it is no longer the result of the "
+            "search"
+        )
+    no_forecast = (
+        "" if recipe.noise_by_seed else "\n  no forecast  it holds no noise probes"
+    )
     return f"{recipe.describe()}{no_forecast}{edited}", not edited
 
 
@@ -67,19 +77,33 @@ def _describe_checkpoint(path: Path) -> tuple[str, bool]:
     except checkpoint.CheckpointError as error:
         return f"Checkpoint {path}\n  DAMAGED      {error}", False
     plan = state.get("plan", {})
-    sizes = [(key, math.prod(info.shape) * info.dtype.itemsize) for key, info in index.items()]
+    sizes = [
+        (key, math.prod(info.shape) * info.dtype.itemsize)
+        for key, info in index.items()
+    ]
     model = [size for key, size in sizes if key.startswith(checkpoint.WEIGHTS_PREFIX)]
-    versions = ", ".join(f"{name} {version}" for name, version in state.get("versions", {}).items())
-    metrics = ", ".join(f"{key} {value:.4g}" for key, value in state.get("recorded", {}).items() if is_number(value))
+    versions = ", ".join(
+        f"{name} {version}" for name, version in state.get("versions", {}).items()
+    )
+    metrics = ", ".join(
+        f"{key} {value:.4g}"
+        for key, value in state.get("recorded", {}).items()
+        if is_number(value)
+    )
     lines = [
         f"Checkpoint {path}",
         "  whole        every file has the size and digest of the manifest",
-        f"  step         {state.get('iterations')}, effective step {state.get('effective_steps'):.1f} of "
-        f"{state.get('total_steps')}{', the end' if state.get('stopped') else ''}, attempt {state.get('attempt')}",
-        f"  batch        {plan.get('global_batch_size')} examples on {plan.get('workers')} workers in "
+        f"  step         {state.get('iterations')}, effective step "
+        f"{state.get('effective_steps'):.1f} of "
+        f"{state.get('total_steps')}{', the end' if state.get('stopped') else ''}, "
+        f"attempt {state.get('attempt')}",
+        f"  batch        {plan.get('global_batch_size')} examples on "
+        f"{plan.get('workers')} workers in "
         f"{plan.get('passes')} passes; base batch {plan.get('base_batch_size')}",
         f"  rule         {state['rule']}",
-        f"  tensors      {len(sizes)}, {filesize.decimal(sum(size for _, size in sizes))}; the model's {len(model)}, "
+        f"  tensors      {len(sizes)}, "
+        f"{filesize.decimal(sum(size for _, size in sizes))}; the model's "
+        f"{len(model)}, "
         f"{filesize.decimal(sum(model))}",
         f"  recipe       {state.get('recipe') or 'none'}",
         f"  versions     {versions or 'not said'}",
@@ -91,69 +115,107 @@ def _describe_checkpoint(path: Path) -> tuple[str, bool]:
 
 def _describe_run(path: Path) -> tuple[str, bool]:
     failure = failure_of(path)
-    failed = [] if failure is None else [f"  failed       {failure} ({ERROR} has the whole traceback)"]
+    failed = (
+        []
+        if failure is None
+        else [f"  failed       {failure} ({ERROR} has the whole traceback)"]
+    )
     try:
         run = load_run(path)
     except ValueError:
         if not failed:
             raise
-        return "\n".join([f"Run {path.resolve().name}", "  steps        none", *failed]), True
+        return "\n".join(
+            [f"Run {path.resolve().name}", "  steps        none", *failed]
+        ), True
     last = run.last
     lines = [
         f"Run {run.label}",
-        f"  steps        {last['optimizer_steps']:,} for {last['effective_steps']:,.1f} effective ones, mean gain "
-        f"{run.mean_gain:.2f} at scale {last['scale']:g} on {workers_in_words(last.get('world_size'))}",
+        f"  steps        {last['optimizer_steps']:,} for "
+        f"{last['effective_steps']:,.1f} effective ones, mean gain "
+        f"{run.mean_gain:.2f} at scale {last['scale']:g} on "
+        f"{workers_in_words(last.get('world_size'))}",
         *([f"  rule         {last['rule']}"] if "rule" in last else []),
     ]
     if (left := _left_in_words(run)) is not None:
         lines.append(f"  left         {left}")
     if run.skipped_steps > 0:
-        lines.append(f"  skipped      {run.skipped_steps} steps, whose gradients were not finite")
+        lines.append(
+            f"  skipped      {run.skipped_steps} steps, whose gradients were not finite"
+        )
     if run.clipped:
         lines.append(f"  clipped      {run.clipped}")
     loss, speed = last.get("loss", math.nan), last.get("examples_per_s", math.nan)
     lines.append(f"  loss         {loss:.4g}, {speed:,.0f} examples/s")
     if math.isfinite(run.noise_scale):
-        lines.append(f"  noise scale  {run.noise_scale:,.3g} examples over the whole run")
-    lines.append(f"  trace        {f'NOT WHOLE: {run.faults}' if run.faults else 'whole: a row for each step'}")
+        lines.append(
+            f"  noise scale  {run.noise_scale:,.3g} examples over the whole run"
+        )
+    lines.append(
+        "  trace        "
+        f"{f'NOT WHOLE: {run.faults}' if run.faults else 'whole: a row for each step'}"
+    )
     for name in run.metrics:
         values = run.column(name)
         lines.append(f"  {name:<12} {values[values == values][-1]:.4g}")
     lines += [f"  τ = {tau:<8,.0f} {what}" for tau, what in run.events]
     if path.is_dir():
         found = checkpoint.in_run(path)
-        whole = next((folder.name for folder in reversed(found) if checkpoint.is_complete(folder)), "none")
+        whole = next(
+            (
+                folder.name
+                for folder in reversed(found)
+                if checkpoint.is_complete(folder)
+            ),
+            "none",
+        )
         lines.append(f"  checkpoints  {len(found)}, newest whole one {whole}")
     return "\n".join([*lines, *failed]), not run.faults
 
 
 def _describe_search(path: Path) -> str:
-    """List the trials of a search, each with its result at T or the step that it has reached, as Ray Tune has stored them."""
+    """List the trials of a search, each with its result at T or the step that it has
+    reached, as Ray Tune has stored them.
+    """
     lines: list[str] = []
     for given in sorted(path.glob("*/params.json")):
         try:
             config = json.loads(given.read_text(encoding="utf-8"))
-            results = given.with_name("result.json").read_text(encoding="utf-8").splitlines()
+            results = (
+                given.with_name("result.json").read_text(encoding="utf-8").splitlines()
+            )
             last = json.loads(results[-1]) if results else {}
             outcome = BaseResult.from_json(last[RESULT]) if RESULT in last else None
         except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(f"Invalid path {str(path)!r}: {given.parent} does not hold a trial: {e}") from e
+            raise ValueError(
+                f"Invalid path {str(path)!r}: {given.parent} does not hold a trial: {e}"
+            ) from e
         error = given.with_name(ERROR)
-        failures = re.findall(r"\(occurred at (\S+)\)", error.read_text(encoding="utf-8")) if error.is_file() else []
+        failures = (
+            re.findall(r"\(occurred at (\S+)\)", error.read_text(encoding="utf-8"))
+            if error.is_file()
+            else []
+        )
         if outcome is not None:
             found = f"{outcome.metric} {outcome.score:.4g}"
-        elif failures and last.get("date", "") <= failures[-1]:  # else it has started again since
+        # Else it has started again since.
+        elif failures and last.get("date", "") <= failures[-1]:
             found = "failed"
         else:
             found = f"effective step {last.get('effective_steps', 0):.0f}"
-        lines.append(f"  {found:<20} {', '.join(f'{key}={value}' for key, value in config.items())}")
+        lines.append(
+            f"  {found:<20} "
+            f"{', '.join(f'{key}={value}' for key, value in config.items())}"
+        )
     failed = sum(line.startswith("  failed ") for line in lines)
     counts = f": {len(lines)} trials, {failed} failed" if failed else ""
     return "\n".join([f"Search {path.resolve().name}{counts}", *lines])
 
 
 def _left_in_words(run: RunTrace) -> str | None:
-    """Return the forecast's steps and time to the end, as of the newest row; None without a forecast, or at the end."""
+    """Return the forecast's steps and time to the end, as of the newest row; None
+    without a forecast, or at the end.
+    """
     steps = run.last.get("steps_left")
     if not is_number(steps) or steps <= 0:
         return None

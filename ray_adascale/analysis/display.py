@@ -1,7 +1,8 @@
-"""A live display for a run or a search: on a terminal at the bottom, elsewhere as plain lines.
+"""A live display for a run or a search: on a terminal at the bottom, elsewhere as plain
+lines.
 
-It goes to standard error, so that a command's own output stays clean. Other output, of the program or of Ray's workers, scrolls
-past above it.
+It goes to standard error, so that a command's own output stays clean. Other output, of
+the program or of Ray's workers, scrolls past above it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,13 @@ def _bar(label: str, share: float, *texts: str) -> Table:
 
 def _live(shown: RenderableType, console: Console, **options: Any) -> Live:
     # Output to a file is not redirected.
-    return Live(shown, console=console, refresh_per_second=4, redirect_stdout=sys.stdout.isatty(), **options)
+    return Live(
+        shown,
+        console=console,
+        refresh_per_second=4,
+        redirect_stdout=sys.stdout.isatty(),
+        **options,
+    )
 
 
 def _line(text: str) -> Text:
@@ -52,13 +59,16 @@ def _print(console: Console, text: str) -> None:
 
 
 class RunDisplay:
-    """Shows the newest metrics from ``poll`` until the ``with`` block ends. Then a terminal's display is removed.
+    """Shows the newest metrics from ``poll`` until the ``with`` block ends. Then a
+    terminal's display is removed.
 
     Args:
-        poll: Returns the newest metrics, with ``total_steps``, or None before the first. Called in a thread of its own.
+        poll: Returns the newest metrics, with ``total_steps``, or None before the
+            first. Called in a thread of its own.
         label: The run's name, at the beginning of each line.
         interval_s: Seconds between lines where the output is not a terminal.
-        log: Show this logger's messages from INFO on, a line each, with their time; on a terminal above the display.
+        log: Show this logger's messages from INFO on, a line each, with their time; on
+            a terminal above the display.
         console: The output; default: standard error.
     """
 
@@ -86,16 +96,31 @@ class RunDisplay:
         return f"{label}{format_metrics(metrics, metrics['total_steps'], Eta.from_metrics(metrics))}"
 
     def render(self, metrics: Mapping[str, Any]) -> RenderableType:
-        """Return the display of these metrics: a bar over τ, the run's state, and the user's own metrics."""
+        """Return the display of these metrics: a bar over τ, the run's state, and
+        the user's own metrics.
+        """
         total = metrics["total_steps"]
         rows: list[RenderableType] = [
             _bar(
-                self._label, metrics["effective_steps"] / total, tau_of(metrics, total), str(Eta.from_metrics(metrics))
+                self._label,
+                metrics["effective_steps"] / total,
+                tau_of(metrics, total),
+                str(Eta.from_metrics(metrics)),
             ),
             _line(state_of(metrics)),
         ]
-        numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
-        own = values_of({key: value for key, value in numbers.items() if key not in (*METRICS, *LEFT, "total_steps")})
+        numbers = {
+            key: value
+            for key, value in metrics.items()
+            if isinstance(value, int | float)
+        }
+        own = values_of(
+            {
+                key: value
+                for key, value in numbers.items()
+                if key not in (*METRICS, *LEFT, "total_steps")
+            }
+        )
         if own:
             rows.append(_line(own))
         return Group(*rows)
@@ -103,14 +128,19 @@ class RunDisplay:
     def __enter__(self) -> RunDisplay:
         live = None
         if self._console.is_terminal:
-            # Start here and not in the thread, so that the program's output goes above the display from now on.
-            live = _live(_line(f"{self._label}  starting"), self._console, transient=True)
+            # Start here and not in the thread, so that the program's output goes above
+            # the display from now on.
+            live = _live(
+                _line(f"{self._label}  starting"), self._console, transient=True
+            )
             live.start()
         if self._log is not None:
             self._level = self._log.level
             self._log.setLevel(min(self._log.getEffectiveLevel(), logging.INFO))
             self._log.addHandler(self._handler)
-        self._thread = threading.Thread(target=self._run, args=(live,), name="ray_adascale-display", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(live,), name="ray_adascale-display", daemon=True
+        )
         self._thread.start()
         return self
 
@@ -131,14 +161,19 @@ class RunDisplay:
             while not done:
                 done = self._done.wait(self._interval_s if live is None else 0.5)
                 metrics = None
-                with suppress(Exception):  # a display never ends its run; the run reports its own errors
+                # a display never ends its run; the run reports its own errors
+                with suppress(Exception):
                     metrics = self._poll()
                 if metrics is None:
                     continue
                 if live is not None:
                     live.update(self.render(metrics))
-                # The caller prints the result of a finished run. One that stops early is printed, to show where.
-                elif metrics["effective_steps"] < metrics["total_steps"] and "stopped" not in metrics:
+                # The caller prints the result of a finished run. One that stops early
+                # is printed, to show where.
+                elif (
+                    metrics["effective_steps"] < metrics["total_steps"]
+                    and "stopped" not in metrics
+                ):
                     shown = self.line(metrics)
                     if shown != last:
                         _print(self._console, shown)
@@ -159,7 +194,8 @@ class _Lines(logging.Handler):
 
 
 class SearchDisplay:
-    """Shows the number of finished and running trials and the best one so far, and prints a line for each finished one.
+    """Shows the number of finished and running trials and the best one so far, and
+    prints a line for each finished one.
 
     Args:
         what: Their name, "trial" or "repeat".
@@ -167,7 +203,9 @@ class SearchDisplay:
         console: The output; default: standard error.
     """
 
-    def __init__(self, what: str, total: int, *, console: Console | None = None) -> None:
+    def __init__(
+        self, what: str, total: int, *, console: Console | None = None
+    ) -> None:
         self._what = what
         self._total = total
         self._console = Console(stderr=True) if console is None else console
@@ -183,7 +221,9 @@ class SearchDisplay:
         self._show()
 
     def finish(self, trial_id: str, line: str, best: str) -> None:
-        """Count a trial as finished, and print ``line``. ``best`` describes the best trial so far, or is empty."""
+        """Count a trial as finished, and print ``line``. ``best`` describes the best
+        trial so far, or is empty.
+        """
         self._running.pop(trial_id, None)
         self._done += 1
         self._best = best
@@ -195,7 +235,9 @@ class SearchDisplay:
         _print(self._console, f"{self._what} {text}")
 
     def skip(self, trial_id: str) -> None:
-        """Count a trial that had ended before this start, without an effect on the pace."""
+        """Count a trial that had ended before this start, without an effect on the
+        pace.
+        """
         self._done += 1
         self._earlier += 1
 
@@ -203,10 +245,22 @@ class SearchDisplay:
         """Return the display."""
         now, total = self._done + sum(self._running.values()), max(self._total, 1)
         mine = now - self._earlier
-        left = (total - now) * (time.monotonic() - self._began) / mine if mine > 0 else math.inf
+        left = (
+            (total - now) * (time.monotonic() - self._began) / mine
+            if mine > 0
+            else math.inf
+        )
         running = f"{len(self._running)} running" if self._running else ""
-        texts = [f"{self._done}/{self._total} {self._what}s", running, f"{clock_time(left)} left"]
-        bar = _bar("search" if self._what == "trial" else f"{self._what}s", now / total, *filter(None, texts))
+        texts = [
+            f"{self._done}/{self._total} {self._what}s",
+            running,
+            f"{clock_time(left)} left",
+        ]
+        bar = _bar(
+            "search" if self._what == "trial" else f"{self._what}s",
+            now / total,
+            *filter(None, texts),
+        )
         return Group(bar, _line(f"best {self._best}")) if self._best else bar
 
     def _show(self) -> None:

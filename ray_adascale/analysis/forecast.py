@@ -1,6 +1,8 @@
-"""The forecast: the steps, time and cost of a recipe on each number of workers, before the large run.
+"""The forecast: the steps, time and cost of a recipe on each number of workers, before
+the large run.
 
-The steps are those of a :mod:`~ray_adascale.replay`. The time of a step is that of :mod:`~ray_adascale.throughput`.
+The steps are those of a :mod:`~ray_adascale.replay`. The time of a step is that of
+:mod:`~ray_adascale.throughput`.
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ from ..recipe import Recipe
 from ..run.observe.advice import forecast_advice
 from ..run.observe.eta import clock_time
 
-_PAYS = 0.5  # share of the first worker's speed that further workers must add to be useful
+# share of the first worker's speed that further workers must add to be useful
+_PAYS = 0.5
 _FAR = 16  # S above which a note says that the forecast is rough
-_ROUGH_STEPS = 2000  # in the replays for the useful number of workers, some hundred of them
+# in the replays for the useful number of workers, some hundred of them
+_ROUGH_STEPS = 2000
 _MOST = 4096  # largest number of workers that is tried for the useful number
 
 
@@ -39,22 +43,27 @@ class ForecastRow:
         workers: k.
         accumulation: Passes a step on each worker.
         global_batch_size: B, examples a step.
-        scale: S = B / B0; the mean over the steps for a run that changes its batch. ``accumulation``, ``global_batch_size``
-            and ``num_samples`` of such a run are the last step's.
+        scale: S = B / B0; the mean over the steps for a run that changes its batch.
+            ``accumulation``, ``global_batch_size`` and ``num_samples`` of such a run
+            are the last step's.
         last_scale: S of the last step.
         num_samples: n = k · accumulation.
         examples: Examples of all steps together.
         steps: Optimizer steps, by the noise of all seeds together.
-        low: Fewest steps of the interval, see :class:`ray_adascale.forecast.replay.Forecaster`.
+        low: Fewest steps of the interval, see
+            :class:`ray_adascale.forecast.replay.Forecaster`.
         high: Most steps of the interval.
         mean_gain: r̄, over optimizer steps.
         efficiency: r̄ / S, the share of the examples that results in effective steps.
         seconds: Wall time; None without a throughput model.
-        seconds_low: The wall time of ``low`` steps at the lower quartile of the measured times of a step.
+        seconds_low: The wall time of ``low`` steps at the lower quartile of the
+            measured times of a step.
         seconds_high: The wall time of ``high`` steps at the upper quartile.
-        speedup: Relative to the base run: in time, or without a throughput model in consecutive passes.
+        speedup: Relative to the base run: in time, or without a throughput model in
+            consecutive passes.
         cost: Price of ``seconds``; None without a price or without seconds.
-        marginal: Speed-up that the last of these workers adds. Unlike ``speedup``, it is not rounded to whole steps.
+        marginal: Speed-up that the last of these workers adds. Unlike ``speedup``, it
+            is not rounded to whole steps.
         pays: Whether there are no more workers than ``Forecast.max_useful_workers``.
     """
 
@@ -81,7 +90,8 @@ class ForecastRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A forecast for a recipe: a row for each number of workers, and notes about the uncertainty.
+    """A forecast for a recipe: a row for each number of workers, and notes about the
+    uncertainty.
 
     Attributes:
         recipe: The recipe's fingerprint.
@@ -90,11 +100,14 @@ class Forecast:
         base_batch_size: B0.
         rows: A row for each number of workers, in increasing order.
         notes: Sources of uncertainty, a sentence each.
-        max_useful_workers: The largest useful number of workers: further ones, up to twice as many, each add less than half of
-            the first one's speed-up. It does not depend on the rows. Above 64 it is exact to a sixteenth. None: 4,096 workers
-            are still useful.
-        max_useful_workers_low: ``max_useful_workers`` at the end of the interval with the smaller number of workers.
-        max_useful_workers_high: ``max_useful_workers`` at the other end of the interval.
+        max_useful_workers: The largest useful number of workers: further ones, up to
+            twice as many, each add less than half of the first one's speed-up. It does
+            not depend on the rows. Above 64 it is exact to a sixteenth. None: 4,096
+            workers are still useful.
+        max_useful_workers_low: ``max_useful_workers`` at the end of the interval with
+            the smaller number of workers.
+        max_useful_workers_high: ``max_useful_workers`` at the other end of the
+            interval.
     """
 
     recipe: str
@@ -112,9 +125,12 @@ class Forecast:
         return json.dumps(asdict(self), indent=2)
 
     def table(self) -> Table:
-        """Return the rows as a table for a terminal: ``rich.print(forecast.table())``."""
+        """Return the rows as a table for a terminal:
+        ``rich.print(forecast.table())``.
+        """
         table = Table(
-            title=f"Recipe {self.recipe}: {self.total_steps:,} base steps of {self.base_batch_size} examples, "
+            title=f"Recipe {self.recipe}: {self.total_steps:,} base steps of "
+            f"{self.base_batch_size} examples, "
             f"rule {self.rule}",
             caption="\n".join(self.lines()),
             title_justify="left",
@@ -134,10 +150,16 @@ class Forecast:
     def lines(self) -> list[str]:
         """Return the lines below the table."""
         if self.max_useful_workers is None:
-            verdict = f"Adding workers still pays at {_MOST:,}: each adds at least half as much as the first"
+            verdict = (
+                f"Adding workers still pays at {_MOST:,}: each adds at least half as "
+                "much as the first"
+            )
         else:
             most = f"{self.max_useful_workers:,}"
-            verdict = f"Adding workers pays up to {most}: further ones each add less than half as much as the first"
+            verdict = (
+                f"Adding workers pays up to {most}: further ones each add less than "
+                "half as much as the first"
+            )
         low, high = (
             f"{k:,}" if k is not None else f"over {_MOST:,}"
             for k in (self.max_useful_workers_low, self.max_useful_workers_high)
@@ -169,7 +191,9 @@ class Forecast:
         columns["speed-\nup"] = [f"{row.speedup:.2f}" for row in rows]
         columns["last\nadds"] = [f"{row.marginal:.2f}" for row in rows]
         if any(row.cost is not None for row in rows):
-            columns["cost"] = ["" if row.cost is None else f"{row.cost:,.2f}" for row in rows]
+            columns["cost"] = [
+                "" if row.cost is None else f"{row.cost:,.2f}" for row in rows
+            ]
         return columns
 
 
@@ -181,45 +205,70 @@ def forecast_recipe(
     throughput: Throughput | None = None,
     cost_per_worker_hour: float | None = None,
 ) -> Forecast:
-    """Forecast a recipe's steps, time and cost on each number of workers, before the large run.
+    """Forecast a recipe's steps, time and cost on each number of workers, before the
+    large run.
 
     Args:
-        recipe: A recipe with noise. Repeats make the estimate and the interval more precise.
+        recipe: A recipe with noise. Repeats make the estimate and the interval more
+            precise.
         workers: Numbers of workers.
-        config: As for :class:`ray_adascale.AdaScaleTrainer`: batch of a worker, accumulation, rule, averaging window. With
-            ``target_efficiency`` the scale is chosen step by step, as in the run. Passes are added if few workers would
-            make less than a base batch. The rule "adamscale" raises an error, because a search does not measure its statistics.
-        throughput: Time of a step; see :func:`ray_adascale.measure_throughput`. Without it, time is counted in passes.
+        config: As for :class:`ray_adascale.AdaScaleTrainer`: batch of a worker,
+            accumulation, rule, averaging window. With ``target_efficiency`` the scale
+            is chosen step by step, as in the run. Passes are added if few workers would
+            make less than a base batch. The rule "adamscale" raises an error, because a
+            search does not measure its statistics.
+        throughput: Time of a step; see :func:`ray_adascale.measure_throughput`. Without
+            it, time is counted in passes.
         cost_per_worker_hour: Price, in any currency; needs ``throughput``.
 
     Raises:
         ValueError: An argument can't work, or the recipe holds no noise.
     """
     ks = sorted(set(workers))
-    if not ks or any(isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in ks):
-        raise ValueError(f"Invalid {workers=}. Must be numbers of workers, each at least 1.")
+    if not ks or any(
+        isinstance(k, bool) or not isinstance(k, int) or k < 1 for k in ks
+    ):
+        raise ValueError(
+            f"Invalid {workers=}. Must be numbers of workers, each at least 1."
+        )
     if cost_per_worker_hour is not None and not cost_per_worker_hour >= 0:
-        raise ValueError(f"Invalid {cost_per_worker_hour=}. Must be a price per worker and hour, at least 0.")
+        raise ValueError(
+            f"Invalid {cost_per_worker_hour=}. Must be a price per worker and hour, at "
+            "least 0."
+        )
     if cost_per_worker_hour is not None and throughput is None:
         raise ValueError(
-            f"Invalid {cost_per_worker_hour=} without throughput. Cost follows from time: give throughput= as well, from "
-            "measure_throughput() or Throughput.fit() (on the command line --measure WORKLOAD or --run RUN)."
+            f"Invalid {cost_per_worker_hour=} without throughput. Cost follows from "
+            "time: give throughput= as well, from "
+            "measure_throughput() or Throughput.fit() (on the command line --measure "
+            "WORKLOAD or --run RUN)."
         )
-    # Precision, clipping and the order of examples do not change the forecast, so there is no warning about them.
-    config = replace(read_settings(config), elastic=True).with_recipe(replace(recipe, settings=None))
+    # Precision, clipping and the order of examples do not change the forecast, so there
+    # is no warning about them.
+    config = replace(read_settings(config), elastic=True).with_recipe(
+        replace(recipe, settings=None)
+    )
     if config.rule == AUTO:
         config = replace(config, rule=auto_rule_of(recipe.optimizer_class))
     made = make_rule(config.rule)
     if metric_of(made) != "euclidean":
         raise ValueError(
-            f"Invalid rule={config.rule!r}: its gain is taken in Adam's metric, and a search probes plain gradients. There "
+            f"Invalid rule={config.rule!r}: its gain is taken in Adam's metric, and a "
+            "search probes plain gradients. There "
             "is no forecast for it."
         )
     forecaster = Forecaster(recipe, rule=made, averaging_window=config.averaging_window)
     runs = _Runs(recipe, forecaster, config.batch, throughput)
-    asked = [(k, *runs.on(k)) for k in ks]  # first, since it refuses numbers that can't make a batch
-    useful = [max_useful_workers(functools.partial(runs.speedup, edge=edge), _MOST) for edge in range(3)]
-    pays_up_to, fewest, *_, most = useful[0], *sorted(useful, key=lambda k: math.inf if k is None else k)
+    # first, since it refuses numbers that can't make a batch
+    asked = [(k, *runs.on(k)) for k in ks]
+    useful = [
+        max_useful_workers(functools.partial(runs.speedup, edge=edge), _MOST)
+        for edge in range(3)
+    ]
+    pays_up_to, fewest, *_, most = (
+        useful[0],
+        *sorted(useful, key=lambda k: math.inf if k is None else k),
+    )
     rows: list[ForecastRow] = []
     for k, found, step_s in asked:
         expected = found.expected
@@ -230,8 +279,15 @@ def forecast_recipe(
         seconds = seconds_low = seconds_high = cost = None
         if throughput is not None:
             seconds = expected.steps * step_s
-            seconds_low, seconds_high = low * step_s * throughput.low, high * step_s * throughput.high
-            cost = None if cost_per_worker_hour is None else k * seconds / 3600 * cost_per_worker_hour
+            seconds_low, seconds_high = (
+                low * step_s * throughput.low,
+                high * step_s * throughput.high,
+            )
+            cost = (
+                None
+                if cost_per_worker_hour is None
+                else k * seconds / 3600 * cost_per_worker_hour
+            )
         rows.append(
             ForecastRow(
                 workers=k,
@@ -272,7 +328,11 @@ class _Runs:
     """The steps of a recipe's run, and the time of a step, by the number of workers."""
 
     def __init__(
-        self, recipe: Recipe, forecaster: Forecaster, batch: BatchSettings, throughput: Throughput | None
+        self,
+        recipe: Recipe,
+        forecaster: Forecaster,
+        batch: BatchSettings,
+        throughput: Throughput | None,
     ) -> None:
         self._forecaster, self._batch, self._throughput = forecaster, batch, throughput
         self._found: dict[int, tuple[float, float, float]] = {}
@@ -284,34 +344,44 @@ class _Runs:
         """Return the steps on k workers, and the mean time of one step."""
         found = self._forecaster.following(self._batch, k, most_steps=most_steps)
         plans = found.expected.plans or [self._batch.plan(k)]
-        return found, statistics.fmean(_step_time(self._throughput, plan) for plan in plans)
+        return found, statistics.fmean(
+            _step_time(self._throughput, plan) for plan in plans
+        )
 
     def speedup(self, k: int, edge: int = 0) -> float:
-        """Return the speed relative to the base run, not rounded to whole steps; 0 if these workers can't make a batch.
+        """Return the speed relative to the base run, not rounded to whole steps; 0 if
+        these workers can't make a batch.
 
         Args:
             k: Number of workers.
-            edge: 0 for the expected steps, 1 and 2 for the fewest and the most of the interval.
+            edge: 0 for the expected steps, 1 and 2 for the fewest and the most of the
+                interval.
         """
         if k not in self._found:
             try:
                 found, step_s = self.on(k, _ROUGH_STEPS)
-                self._found[k] = found.expected.exact_steps * step_s, found.low * step_s, found.high * step_s
+                self._found[k] = (
+                    found.expected.exact_steps * step_s,
+                    found.low * step_s,
+                    found.high * step_s,
+                )
             except SettingError:
                 self._found[k] = (math.inf,) * 3
         return self.base / self._found[k][edge]
 
 
 def max_useful_workers(speedup: Callable[[int], float], most: int) -> int | None:
-    """Return the largest useful number of workers: each of the last ones still adds a share of the first one's speed.
+    """Return the largest useful number of workers: each of the last ones still adds a
+    share of the first one's speed.
 
-    The increase is averaged over up to twice as many workers: with a fixed batch, three workers may need as many passes as two.
-    The number is exact up to 64 workers and to a sixteenth above them. It is None where even ``most`` workers are useful.
-    The share is ``½ · speedup(1)``.
+    The increase is averaged over up to twice as many workers: with a fixed batch, three
+    workers may need as many passes as two. The number is exact up to 64 workers and to
+    a sixteenth above them. It is None where even ``most`` workers are useful. The share
+    is ``½ · speedup(1)``.
 
     Args:
-        speedup: Speed by the number of workers, in any unit; 0 for workers that can't make a batch. One worker can make any batch
-            that several can.
+        speedup: Speed by the number of workers, in any unit; 0 for workers that can't
+            make a batch. One worker can make any batch that several can.
         most: Largest number of workers to try.
     """
     tried = list(range(1, min(64, most) + 1))
@@ -319,7 +389,11 @@ def max_useful_workers(speedup: Callable[[int], float], most: int) -> int | None
         tried.append(tried[-1] + tried[-1] // 16)
     here, share = 1, _PAYS * speedup(1)
     while here <= most:
-        more = (k for k in tried if here < k <= 2 * here and speedup(k) - speedup(here) >= share * (k - here))
+        more = (
+            k
+            for k in tried
+            if here < k <= 2 * here and speedup(k) - speedup(here) >= share * (k - here)
+        )
         found = next(more, None)
         if found is None:
             return here
@@ -328,7 +402,9 @@ def max_useful_workers(speedup: Callable[[int], float], most: int) -> int | None
 
 
 def _step_time(throughput: Throughput | None, plan: StepPlan) -> float:
-    """Return the seconds of a step; without a throughput model the number of its passes, as if nothing else took time."""
+    """Return the seconds of a step; without a throughput model the number of its
+    passes, as if nothing else took time.
+    """
     if throughput is None:
         return plan.passes
     # Workers wait for the largest pass.
@@ -336,10 +412,16 @@ def _step_time(throughput: Throughput | None, plan: StepPlan) -> float:
 
 
 def _notes(
-    recipe: Recipe, rows: Sequence[ForecastRow], forecaster: Forecaster, throughput: Throughput | None
+    recipe: Recipe,
+    rows: Sequence[ForecastRow],
+    forecaster: Forecaster,
+    throughput: Throughput | None,
 ) -> list[str]:
     if throughput is None:
-        time = ["Without a throughput model: speed-up counts passes, as if each took as long and nothing else did."]
+        time = [
+            "Without a throughput model: speed-up counts passes, as if each took as "
+            "long and nothing else did."
+        ]
     else:
         time = list(throughput.notes)
     if not forecaster.measures:
@@ -347,15 +429,18 @@ def _notes(
     notes = list(filter(None, [forecast_advice(recipe.optimizer_class)]))
     if rows[-1].scale > _FAR:
         notes.append(
-            f"Above S = {_FAR} a forecast is rough: of twelve at S = 64, six were within a quarter of the actual steps."
+            f"Above S = {_FAR} a forecast is rough: of twelve at S = 64, six were "
+            "within a quarter of the actual steps."
         )
     if forecaster.seeds == 1:
         notes.append(
-            "The recipe has the noise of one seed, so the interval is wider: search with repeats (--repeats 2) for a closer one."
+            "The recipe has the noise of one seed, so the interval is wider: search "
+            "with repeats (--repeats 2) for a closer one."
         )
     probes = sum(map(len, recipe.noise_by_seed))
     if probes < 40:
         notes.append(
-            f"Only {probes} probes: at large scales the steps are rough. A search with a smaller --probe-every has more."
+            f"Only {probes} probes: at large scales the steps are rough. A search with "
+            "a smaller --probe-every has more."
         )
     return [*notes, *time]

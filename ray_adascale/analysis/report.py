@@ -1,6 +1,8 @@
-"""The report: one HTML file about the traces of runs, which shows whether the schedule held.
+"""The report: one HTML file about the traces of runs, which shows whether the schedule
+held.
 
-The file contains everything: plots as SVG, no scripts, nothing from a network. It follows the reader's dark or light mode.
+The file contains everything: plots as SVG, no scripts, nothing from a network. It
+follows the reader's dark or light mode.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from .runs import RunTrace, alike_groups, failure_of, load_run, with_distinct_la
 
 
 def write_report(
-    runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]],
+    runs: str
+    | os.PathLike[str]
+    | Sequence[str | os.PathLike[str]]
+    | Mapping[str, str | os.PathLike[str]],
     output: str | os.PathLike[str] = "report.html",
     *,
     recipe: Recipe | None = None,
@@ -35,7 +40,8 @@ def write_report(
     """Write a report of runs as an HTML page.
 
     Args:
-        runs: The folder of one run or several; the base run first, if there is one. A mapping gives them labels.
+        runs: The folder of one run or several; the base run first, if there is one. A
+            mapping gives them labels.
         output: The HTML file; its folder is made if missing.
         recipe: Shown in the page. The runs are compared with a forecast from its noise.
 
@@ -43,11 +49,16 @@ def write_report(
         The HTML file's path.
 
     Raises:
-        ValueError: A run has no trace, the output is a folder, or matplotlib is missing.
+        ValueError: A run has no trace, the output is a folder, or matplotlib is
+            missing.
     """
     if isinstance(runs, str | os.PathLike):
         runs = [runs]
-    named = list(runs.items()) if isinstance(runs, Mapping) else [(None, run) for run in runs]
+    named = (
+        list(runs.items())
+        if isinstance(runs, Mapping)
+        else [(None, run) for run in runs]
+    )
     if not named:
         raise ValueError("Invalid runs: none given. Give at least one run folder.")
     loaded, failures = [], []
@@ -59,11 +70,15 @@ def write_report(
             loaded.append(load_run(run, label=label))
         except ValueError:
             if failure is None:
-                raise  # it has not failed, so it is no run; a run that failed may have no steps
+                # it has not failed, so it is no run; a run that failed may have no
+                # steps
+                raise
     loaded = with_distinct_labels(loaded)
     output = Path(output).expanduser()
     if output.is_dir():
-        raise ValueError(f"Invalid output {str(output)!r}: a folder. Name the HTML file.")
+        raise ValueError(
+            f"Invalid output {str(output)!r}: a folder. Name the HTML file."
+        )
     output.parent.mkdir(parents=True, exist_ok=True)
     panels, groups = make_panels(loaded) if loaded else [], alike_groups(loaded)
     figures = [(panel.title, draw_svg(panel, groups)) for panel in panels]
@@ -73,16 +88,26 @@ def write_report(
 
 
 def _render(
-    runs: list[RunTrace], failures: list[tuple[str, str]], figures: list[tuple[str, str]], recipe: Recipe | None
+    runs: list[RunTrace],
+    failures: list[tuple[str, str]],
+    figures: list[tuple[str, str]],
+    recipe: Recipe | None,
 ) -> str:
     """Return the HTML, from report.html.j2."""
     metrics = list(dict.fromkeys(key for run in runs for key in run.metrics))
     groups = alike_groups(runs)
     # Label and colour of each run in the page and its plots.
-    keys = [(run.label, next(color_of(i) for i, group in enumerate(groups) if run in group)) for run in runs]
+    keys = [
+        (run.label, next(color_of(i) for i, group in enumerate(groups) if run in group))
+        for run in runs
+    ]
     loader = PackageLoader(__package__, ".")
     templates = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     return templates.get_template("report.html.j2").render(
         made=f"ray_adascale {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -90,8 +115,14 @@ def _render(
         metrics=metrics,
         failures=failures,
         values_of=values_of,
-        outcomes=[(key, _outcome(run, metrics)) for key, run in zip(keys, runs, strict=True)],
-        events=[(key, [f"{tau:,.0f}", what]) for key, run in zip(keys, runs, strict=True) for tau, what in run.events],
+        outcomes=[
+            (key, _outcome(run, metrics)) for key, run in zip(keys, runs, strict=True)
+        ],
+        events=[
+            (key, [f"{tau:,.0f}", what])
+            for key, run in zip(keys, runs, strict=True)
+            for tau, what in run.events
+        ],
         comparisons=[(keys[i], cells) for i, cells in _comparisons(runs, recipe)],
         figures=figures,
         recipe=recipe,
@@ -104,13 +135,16 @@ def _render(
 def _outcome(run: RunTrace, metrics: Iterable[str]) -> list[str]:
     """Return a run's row: its figures, and the newest value of each metric."""
     last, position = run.last, run.last.get("position")
-    losses = run.column("loss")[run.column("optimizer_steps") > 0.95 * last["optimizer_steps"]]
+    losses = run.column("loss")[
+        run.column("optimizer_steps") > 0.95 * last["optimizer_steps"]
+    ]
     losses = losses[np.isfinite(losses)]
     return [
         _changes([row.get("world_size") for row in run.rows]),
         _scales_in_words(run),
         f"{last['optimizer_steps']:,}",
-        f"{position:,}" if isinstance(position, int) else "",  # examples, where the trace has them
+        # examples, where the trace has them
+        f"{position:,}" if isinstance(position, int) else "",
         f"{last['effective_steps']:,.0f}",
         f"{run.mean_gain:.2f}",
         f"{run.mean_gain / _mean_scale(run):.0%}",
@@ -130,7 +164,9 @@ def _mean_scale(run: RunTrace) -> float:
 
 
 def _scales_in_words(run: RunTrace) -> str:
-    """Return S, or all its values; for a run that changed its batch the first and last one, and the mean."""
+    """Return S, or all its values; for a run that changed its batch the first and
+    last one, and the mean.
+    """
     scales = run.whole_steps.column("scale")
     if not run.changed_its_batch:
         return _changes(scales.tolist())
@@ -139,12 +175,16 @@ def _scales_in_words(run: RunTrace) -> str:
 
 def _changes(values: list[Any]) -> str:
     """Return the value, or all values in order if it changed."""
-    found = [value for i, value in enumerate(values) if i == 0 or value != values[i - 1]]
+    found = [
+        value for i, value in enumerate(values) if i == 0 or value != values[i - 1]
+    ]
     return " → ".join("?" if value is None else f"{value:g}" for value in found)
 
 
 def _four_digits(value: float) -> str:
-    """Return the value with four digits, with trailing zeros, so that a column lines up."""
+    """Return the value with four digits, with trailing zeros, so that a column lines
+    up.
+    """
     return f"{value:#.4g}".removesuffix(".")
 
 
@@ -153,10 +193,14 @@ def _newest(values: np.ndarray) -> str:
     return _four_digits(values[-1]) if len(values) else ""
 
 
-def _comparisons(runs: list[RunTrace], recipe: Recipe | None) -> Iterator[tuple[int, list[str]]]:
-    """Yield (index of a run, [S, forecast steps, their interval, steps taken, difference]) for each run above the base batch.
+def _comparisons(
+    runs: list[RunTrace], recipe: Recipe | None
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield (index of a run, [S, forecast steps, their interval, steps taken,
+    difference]) for each run above the base batch.
 
-    The steps are those of a replay of the recipe's noise. Without a recipe that has noise there is no comparison.
+    The steps are those of a replay of the recipe's noise. Without a recipe that has
+    noise there is no comparison.
     """
     if recipe is None or not recipe.noise_by_seed:
         return
@@ -170,7 +214,11 @@ def _comparisons(runs: list[RunTrace], recipe: Recipe | None) -> Iterator[tuple[
             expected, low, high = found
             steps, interval = f"{expected:,}", f"{low:,}–{high:,}"
             done = run.last["effective_steps"] / recipe.total_steps
-            off = f"{expected / taken - 1:+.1%}" if done >= 1 else f"not finished: at {done:.0%}"
+            off = (
+                f"{expected / taken - 1:+.1%}"
+                if done >= 1
+                else f"not finished: at {done:.0%}"
+            )
             if done >= 1 and not low <= taken <= high:
                 off += ", outside the interval"
         yield i, [_scales_in_words(run), steps, interval, f"{taken:,}", off]
@@ -188,12 +236,20 @@ def _expected_steps(run: RunTrace, recipe: Recipe) -> tuple[int, int, int] | str
     # AdaScale's clock advances by the gain.
     if not math.isclose(last["progress"], last["effective_steps"], rel_tol=1e-6):
         return "another rule than AdaScale's"
-    found = Forecaster(recipe, rule=last["rule"] if last.get("rule") in RULES else "adascale").at(last["scale"])
+    found = Forecaster(
+        recipe, rule=last["rule"] if last.get("rule") in RULES else "adascale"
+    ).at(last["scale"])
     return found.expected.steps, math.floor(found.low), math.ceil(found.high)
 
 
 def _follows(run: RunTrace, recipe: Recipe) -> bool:
-    """Return whether the run began at the recipe's learning rate; also True if its trace does not show it."""
+    """Return whether the run began at the recipe's learning rate; also True if its
+    trace does not show it.
+    """
     rate = run.column("lr")[0]
     began_earlier = run.rows[0]["optimizer_steps"] != 1
-    return began_earlier or math.isnan(rate) or math.isclose(rate, recipe.lr_curve[0][0], rel_tol=1e-6)
+    return (
+        began_earlier
+        or math.isnan(rate)
+        or math.isclose(rate, recipe.lr_curve[0][0], rel_tol=1e-6)
+    )

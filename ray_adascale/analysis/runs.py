@@ -30,14 +30,18 @@ class RunTrace:
     rows: list[dict[str, Any]]
 
     def column(self, key: str) -> np.ndarray:
-        """Return the values of a key as floats, shape (rows,); NaN where a row lacks the key or has no number.
+        """Return the values of a key as floats, shape (rows,); NaN where a row lacks
+        the key or has no number.
 
-        ``steps_expected`` are the expected steps of the whole run, by each row: the steps taken and those left.
+        ``steps_expected`` are the expected steps of the whole run, by each row: the
+        steps taken and those left.
         """
         if key == "steps_expected":
             return self.column("optimizer_steps") + self.column("steps_left")
         values = (row.get(key) for row in self.rows)
-        return np.array([float(value) if is_number(value) else math.nan for value in values])
+        return np.array(
+            [float(value) if is_number(value) else math.nan for value in values]
+        )
 
     @property
     def last(self) -> dict[str, Any]:
@@ -52,7 +56,9 @@ class RunTrace:
 
     @property
     def skipped_steps(self) -> int:
-        """The number of steps that were left out, because their gradients were not finite."""
+        """The number of steps that were left out, because their gradients were not
+        finite.
+        """
         taken = self.last["optimizer_steps"]
         return int(self.last.get("step", taken) - taken)
 
@@ -60,63 +66,104 @@ class RunTrace:
     def faults(self) -> str:
         """What the trace lacks; empty if it has a row for each step."""
         found = faults_of(self.rows)
-        return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+        return "; ".join(found[:3]) + (
+            f"; and {len(found) - 3} more" if len(found) > 3 else ""
+        )
 
     @property
     def clipped(self) -> str:
-        """The share of the steps that were clipped at a multiple of the expected norm, of the rows kept; empty if none was."""
+        """The share of the steps that were clipped at a multiple of the expected
+        norm, of the rows kept; empty if none was.
+        """
         share = sum(bool(row.get("clipped")) for row in self.rows) / len(self.rows)
-        return f"{100 * share:.2g} % of the steps, at a multiple of the expected norm" if share else ""
+        return (
+            f"{100 * share:.2g} % of the steps, at a multiple of the expected norm"
+            if share
+            else ""
+        )
 
     @property
     def noise_scale(self) -> float:
-        """B_noise in examples over the whole run: B0·Σσ²/Σμ² over effective steps, as a recipe has it. NaN if it is unknown."""
-        sigma2, mu2, of_row = (self.column(key) for key in ("sigma2", "mu2", "noise_scale"))
+        """B_noise in examples over the whole run: B0·Σσ²/Σμ² over effective steps,
+        as a recipe has it. NaN if it is unknown.
+        """
+        sigma2, mu2, of_row = (
+            self.column(key) for key in ("sigma2", "mu2", "noise_scale")
+        )
         known = np.isfinite(sigma2) & np.isfinite(mu2)
         with np.errstate(all="ignore"):
             base_batch_size = (of_row * mu2 / sigma2)[known]
         base_batch_size = base_batch_size[np.isfinite(base_batch_size)]
         steps = np.diff(self.column("effective_steps"), prepend=0.0)[known]
-        noise, signal = float(np.dot(steps, sigma2[known])), float(np.dot(steps, mu2[known]))
-        return float(base_batch_size[-1]) * noise / signal if len(base_batch_size) and signal > 0 else math.nan
+        noise, signal = (
+            float(np.dot(steps, sigma2[known])),
+            float(np.dot(steps, mu2[known])),
+        )
+        return (
+            float(base_batch_size[-1]) * noise / signal
+            if len(base_batch_size) and signal > 0
+            else math.nan
+        )
 
     @property
     def metrics(self) -> list[str]:
-        """The keys of the user's metrics: keys with numbers that the run does not write itself."""
+        """The keys of the user's metrics: keys with numbers that the run does not
+        write itself.
+        """
         found = dict.fromkeys(
-            key for row in self.rows for key, value in row.items() if is_number(value) and not math.isnan(value)
+            key
+            for row in self.rows
+            for key, value in row.items()
+            if is_number(value) and not math.isnan(value)
         )
         return [key for key in found if key not in METRICS and key not in COUNTERS]
 
     @property
     def untrained(self) -> dict[str, float]:
         """The numbers among the untrained model's metrics."""
-        return {key: value for key, value in self.rows[0].get("untrained", {}).items() if is_number(value)}
+        return {
+            key: value
+            for key, value in self.rows[0].get("untrained", {}).items()
+            if is_number(value)
+        }
 
     @property
     def whole_steps(self) -> RunTrace:
-        """The run without its short steps, which had fewer passes than declared. They occur at the end of a client's epochs."""
-        return replace(self, rows=[row for row in self.rows if not row.get(SHORT_STEP)] or self.rows)
+        """The run without its short steps, which had fewer passes than declared.
+        They occur at the end of a client's epochs.
+        """
+        return replace(
+            self,
+            rows=[row for row in self.rows if not row.get(SHORT_STEP)] or self.rows,
+        )
 
     @property
     def steps_by_row(self) -> np.ndarray:
-        """Number of optimizer steps of each row, shape (rows,). It is above 1 in a long trace, which is thinned."""
+        """Number of optimizer steps of each row, shape (rows,). It is above 1 in a
+        long trace, which is thinned.
+        """
         steps = self.column("optimizer_steps")
         counts: np.ndarray = np.diff(steps, prepend=steps[0] - 1)
         return counts
 
     @property
     def changed_its_batch(self) -> bool:
-        """Whether the run changed its batch by a policy: its scale has changed within a start, on a fixed number of workers."""
+        """Whether the run changed its batch by a policy: its scale has changed
+        within a start, on a fixed number of workers.
+        """
         return any(
             now.get("scale") != before.get("scale")
-            and all(now.get(key) == before.get(key) for key in ("attempt", "world_size"))
+            and all(
+                now.get(key) == before.get(key) for key in ("attempt", "world_size")
+            )
             for before, now in itertools.pairwise(self.whole_steps.rows)
         )
 
     @property
     def events(self) -> list[tuple[float, str]]:
-        """(τ, event): restarts, and changes of the number of workers, or of a scale that did not follow the noise."""
+        """(τ, event): restarts, and changes of the number of workers, or of a scale
+        that did not follow the noise.
+        """
         found = []
         sizes = ("world_size",) if self.changed_its_batch else ("world_size", "scale")
         for before, now in itertools.pairwise(self.whole_steps.rows):
@@ -131,11 +178,19 @@ class RunTrace:
 
 
 def alike_groups(runs: list[RunTrace]) -> list[list[RunTrace]]:
-    """Return the runs in groups that are alike in S, workers, learning rate, rule and optimizer, as seeds of one run are."""
+    """Return the runs in groups that are alike in S, workers, learning rate, rule
+    and optimizer, as seeds of one run are.
+    """
     groups: dict[tuple[Any, ...], list[RunTrace]] = {}
     for run in runs:
         first, last = run.rows[0], run.last
-        kind = last["scale"], last.get("world_size"), first.get("lr"), last.get("rule"), first.get("optimizer")
+        kind = (
+            last["scale"],
+            last.get("world_size"),
+            first.get("lr"),
+            last.get("rule"),
+            first.get("optimizer"),
+        )
         groups.setdefault(kind, []).append(run)
     return list(groups.values())
 
@@ -144,14 +199,19 @@ def with_distinct_labels(runs: list[RunTrace]) -> list[RunTrace]:
     """Return the runs, with numbers added to equal labels."""
     labels = [run.label for run in runs]
     return [
-        replace(run, label=f"{run.label} ({labels[: i + 1].count(run.label)})") if labels.count(run.label) > 1 else run
+        replace(run, label=f"{run.label} ({labels[: i + 1].count(run.label)})")
+        if labels.count(run.label) > 1
+        else run
         for i, run in enumerate(runs)
     ]
 
 
 def _size_in_words(row: dict[str, Any]) -> str:
     scale = row.get("scale")
-    return f"{workers_in_words(row.get('world_size'))} (S = {scale if is_number(scale) else math.nan:g})"
+    return (
+        f"{workers_in_words(row.get('world_size'))} (S = "
+        f"{scale if is_number(scale) else math.nan:g})"
+    )
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -167,9 +227,15 @@ def _folder_of(run: str | os.PathLike[str]) -> Path:
 
 
 def failure_of(run: str | os.PathLike[str]) -> str | None:
-    """Return the failure of a run's last start in a sentence; None if it has not failed, or was not started by ``train``."""
+    """Return the failure of a run's last start in a sentence; None if it has not
+    failed, or was not started by ``train``.
+    """
     error = _folder_of(run) / ERROR
-    return next(iter(error.read_text(errors="replace").splitlines()), "") if error.is_file() else None
+    return (
+        next(iter(error.read_text(errors="replace").splitlines()), "")
+        if error.is_file()
+        else None
+    )
 
 
 def load_run(run: str | os.PathLike[str], *, label: str | None = None) -> RunTrace:
@@ -184,9 +250,15 @@ def load_run(run: str | os.PathLike[str], *, label: str | None = None) -> RunTra
     """
     rows = read_trace(run)
     if not rows:
-        raise ValueError(f"Invalid run {str(run)!r}: its trace is empty. No optimizer step was taken.")
+        raise ValueError(
+            f"Invalid run {str(run)!r}: its trace is empty. No optimizer step was "
+            "taken."
+        )
     for key in ("effective_steps", "optimizer_steps", "progress", "scale", "gain"):
         value = rows[-1].get(key)
         if not is_number(value) or math.isnan(value):
-            raise ValueError(f"Invalid run {str(run)!r}: there is no {key!r} in its last row. Is it a run's trace?")
+            raise ValueError(
+                f"Invalid run {str(run)!r}: there is no {key!r} in its last row. Is it "
+                "a run's trace?"
+            )
     return RunTrace(label or _folder_of(run).name, rows)

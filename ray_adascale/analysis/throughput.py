@@ -1,4 +1,6 @@
-"""Measurements for the model of a step's seconds (:mod:`ray_adascale.throughput`): timed here, or read from a run's trace."""
+"""Measurements for the model of a step's seconds (:mod:`ray_adascale.throughput`):
+timed here, or read from a run's trace.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ _WIDE = 1.5
 def measurement_from_trace(
     run: str | os.PathLike[str], *, base_batch_size: int, per_worker_batch_size: int
 ) -> Measurement:
-    """Return the median step time of the second half of a run, from ``examples_per_s`` in its trace.
+    """Return the median step time of the second half of a run, from ``examples_per_s``
+    in its trace.
 
     The time includes evaluations, reports and checkpoints, as ``examples_per_s`` does.
 
@@ -37,26 +40,35 @@ def measurement_from_trace(
         per_worker_batch_size: Examples a pass on one worker.
 
     Raises:
-        ValueError: There is no trace, the run changed its number of workers, or its batch isn't made of such passes.
+        ValueError: There is no trace, the run changed its number of workers, or its
+            batch isn't made of such passes.
     """
     rows = read_trace(run)
     rows = rows[len(rows) // 2 :]
     if not rows:
-        raise ValueError(f"The trace of {run} is empty: there is no throughput to read.")
+        raise ValueError(
+            f"The trace of {run} is empty: there is no throughput to read."
+        )
     sizes = {(row["world_size"], row["scale"]) for row in rows}
     if len(sizes) > 1:
-        raise ValueError(f"The run in {run} was resized. Use a run that kept its number of workers.")
+        raise ValueError(
+            f"The run in {run} was resized. Use a run that kept its number of workers."
+        )
     ((workers, scale),) = sizes
     batch = round(scale * base_batch_size)
     passes, rest = divmod(batch, workers * per_worker_batch_size)
     if rest or not passes:
         raise ValueError(
-            f"Invalid {per_worker_batch_size=}: the batch of {batch} in {run} is not made of whole passes of that many "
+            f"Invalid {per_worker_batch_size=}: the batch of {batch} in {run} is not "
+            "made of whole passes of that many "
             f"examples on {workers} workers."
         )
     rate = statistics.median(row["examples_per_s"] for row in rows)
     return Measurement(
-        workers=workers, accumulation=passes, per_worker_batch_size=per_worker_batch_size, step_s=batch / rate
+        workers=workers,
+        accumulation=passes,
+        per_worker_batch_size=per_worker_batch_size,
+        step_s=batch / rate,
     )
 
 
@@ -73,20 +85,23 @@ def measure_throughput(
 ) -> Throughput:
     """Time the workload's steps on one worker, in this process, and fit the model.
 
-    Steps of 2 and of 4 passes are timed for half of ``seconds`` each, after a few steps to warm up, with as many threads as a
-    worker has. Use a machine of the workers' kind. A warning follows where the times of the steps differ widely: something
-    else is busy on the machine, and all times are rough.
+    Steps of 2 and of 4 passes are timed for half of ``seconds`` each, after a few steps
+    to warm up, with as many threads as a worker has. Use a machine of the workers'
+    kind. A warning follows where the times of the steps differ widely: something else
+    is busy on the machine, and all times are rough.
 
     Args:
         workload: A function from a config to a :class:`ray_adascale.Workload`.
         hyperparameters: Its config, such as a recipe's.
         per_worker_batch_size: m, examples a pass.
-        config: Precision, clipping and loader processes; T and B0, where the workload asks its config for them.
-        runs: Folders of runs at k workers with the same ``per_worker_batch_size``, for the synchronisation.
+        config: Precision, clipping and loader processes; T and B0, where the workload
+            asks its config for them.
+        runs: Folders of runs at k workers with the same ``per_worker_batch_size``, for
+            the synchronisation.
         base_batch_size: B0 of those runs.
         seconds: How long to measure.
-        threads: torch's CPU threads during the measurement. Ray gives a worker one for each of its CPUs: 1 by default, and
-            beside a GPU.
+        threads: torch's CPU threads during the measurement. Ray gives a worker one for
+            each of its CPUs: 1 by default, and beside a GPU.
 
     Raises:
         ValueError: An argument can't work.
@@ -101,7 +116,14 @@ def measure_throughput(
     torch.set_num_threads(threads)
     try:
         points = [
-            _time_alone(workload, hyperparameters, per_worker_batch_size, passes, read_settings(config), seconds / 2)
+            _time_alone(
+                workload,
+                hyperparameters,
+                per_worker_batch_size,
+                passes,
+                read_settings(config),
+                seconds / 2,
+            )
             for passes in (2, 4)
         ]
     finally:
@@ -109,13 +131,19 @@ def measure_throughput(
     for run in runs:
         assert base_batch_size is not None
         points.append(
-            measurement_from_trace(run, base_batch_size=base_batch_size, per_worker_batch_size=per_worker_batch_size)
+            measurement_from_trace(
+                run,
+                base_batch_size=base_batch_size,
+                per_worker_batch_size=per_worker_batch_size,
+            )
         )
     fitted = Throughput.fit(points)
     if fitted.high > _WIDE * fitted.low:
         warn_at_user(
-            f"The time of a step is known roughly only: half of those measured took between {fitted.low:.2f} and "
-            f"{fitted.high:.2f} times their median. Something else is busy on this machine, or examples differ in size. "
+            "The time of a step is known roughly only: half of those measured took "
+            f"between {fitted.low:.2f} and "
+            f"{fitted.high:.2f} times their median. Something else is busy on this "
+            "machine, or examples differ in size. "
             "Measure on an idle one, or for longer."
         )
     return fitted
@@ -132,7 +160,8 @@ def _time_alone(
     """Measure a step of this number of passes on one worker."""
     seed_everything(config.seed)
     built = build(workload, hyperparameters, config)
-    built.config_reads = None  # the search has checked a recipe's hyperparameters already
+    # the search has checked a recipe's hyperparameters already
+    built.config_reads = None
     settings = AdaScaleConfig(
         base_batch_size=per_worker_batch_size,
         total_steps=1_000_000_000,

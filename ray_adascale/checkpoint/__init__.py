@@ -1,15 +1,19 @@
-"""The checkpoint on disk: saved, verified and loaded. It is complete or absent, and nothing in it is ever unpickled.
+"""The checkpoint on disk: saved, verified and loaded. It is complete or absent, and
+nothing in it is ever unpickled.
 
-``save`` is collective: every worker writes its share of the tensors, to a folder of its own (Ray merges the folders;
-file names never collide) or to a shared one. Reading (``Saved``) is not collective: each worker reads the tensors that it needs,
-so the number of workers and the kind of sharding may differ from those of the save. ``files`` defines the files of the folder,
-``dcp`` the format of the tensors.
+``save`` is collective: every worker writes its share of the tensors, to a folder of its
+own (Ray merges the folders; file names never collide) or to a shared one. Reading
+(``Saved``) is not collective: each worker reads the tensors that it needs, so the
+number of workers and the kind of sharding may differ from those of the save. ``files``
+defines the files of the folder, ``dcp`` the format of the tensors.
 
-Data from a file is never unpickled, since files come from elsewhere. The ranks of a process group run one program and trust
-each other, so torch's object collectives pickle the data that they exchange during a save.
+Data from a file is never unpickled, since files come from elsewhere. The ranks of a
+process group run one program and trust each other, so torch's object collectives pickle
+the data that they exchange during a save.
 
-A checkpoint exists once it has a manifest, and every file has the size and digest in the manifest. ``verify`` checks both. Ray
-uploads files in any order, so a manifest alone proves nothing.
+A checkpoint exists once it has a manifest, and every file has the size and digest in
+the manifest. ``verify`` checks both. Ray uploads files in any order, so a manifest
+alone proves nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ from .files import (
 )
 from .ranks import Ranks
 
-if TYPE_CHECKING:  # DCP takes most of a second, so `dcp`, which imports it, is imported where it is needed
+# DCP takes most of a second, so `dcp`, which imports it, is imported where it is needed
+if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata, SavePlan
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -55,7 +60,9 @@ _Candidate = TypeVar("_Candidate")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A stored tensor: its ``dtype``, and the ``shape`` of the whole tensor over all shards."""
+    """A stored tensor: its ``dtype``, and the ``shape`` of the whole tensor over all
+    shards.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
@@ -73,26 +80,32 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     background: bool = False,
 ) -> Save:
-    """Write a checkpoint. Collective: every rank of the group calls this, or one process without a group.
+    """Write a checkpoint. Collective: every rank of the group calls this, or one
+    process without a group.
 
-    Either all ranks return, and the checkpoint is complete and on disk, or all ranks raise, and no manifest exists.
+    Either all ranks return, and the checkpoint is complete and on disk, or all ranks
+    raise, and no manifest exists.
 
     Args:
-        directory: A folder for this rank's files, made if missing: one for all ranks, or one for each. Rank 0's folder
-            gets the JSON files.
-        tensors: By key. One of the ranks with the key writes a plain tensor, which must be equal on all of them. Of a
-            ``TensorShard`` and of a ``DTensor`` each rank writes its own part. The parts together must be the whole. A rank
-            may leave out any key.
-        state: JSON values from rank 0; those of other ranks are ignored. Floats are restored to the last bit, NaN and
-            ±inf included. Tuples come back as lists.
+        directory: A folder for this rank's files, made if missing: one for all ranks,
+            or one for each. Rank 0's folder gets the JSON files.
+        tensors: By key. One of the ranks with the key writes a plain tensor, which must
+            be equal on all of them. Of a ``TensorShard`` and of a ``DTensor`` each rank
+            writes its own part. The parts together must be the whole. A rank may leave
+            out any key.
+        state: JSON values from rank 0; those of other ranks are ignored. Floats are
+            restored to the last bit, NaN and ±inf included. Tuples come back as lists.
         process_group: Default: all ranks. "Rank 0" is rank 0 of the group.
-        background: Copy this rank's share to the CPU, and let a thread write the copy. The tensors may change after the call.
-            The checkpoint is complete once all ranks have called :meth:`Save.finish`, which raises the threads' errors.
+        background: Copy this rank's share to the CPU, and let a thread write the copy.
+            The tensors may change after the call. The checkpoint is complete once all
+            ranks have called :meth:`Save.finish`, which raises the threads' errors.
 
     Raises:
-        TypeError: A value is not a dense tensor, or a value in ``state`` is not a JSON value. Every rank names it.
-        CheckpointError: The folder already holds a checkpoint, the ranks disagree about a key, shards are missing or
-            overlap, or a rank could not write. Every rank names all ranks that failed, with the causes.
+        TypeError: A value is not a dense tensor, or a value in ``state`` is not a JSON
+            value. Every rank names it.
+        CheckpointError: The folder already holds a checkpoint, the ranks disagree about
+            a key, shards are missing or overlap, or a rank could not write. Every rank
+            names all ranks that failed, with the causes.
     """
     saving = Save(directory, tensors, state, process_group)
     if background:
@@ -106,7 +119,8 @@ def save(
 class Save:
     """A checkpoint that is being written; returned by :func:`save`.
 
-    :meth:`finish` is collective, and so is the constructor, in which the ranks agree on the share of each.
+    :meth:`finish` is collective, and so is the constructor, in which the ranks agree on
+    the share of each.
     """
 
     def __init__(
@@ -144,12 +158,17 @@ class Save:
         except Exception as e:  # out of memory: finish reports it to the other ranks
             self._error = e
             return
-        # A daemon thread, so that a process that ends for another reason does not wait for its disk.
-        self._thread = threading.Thread(target=self.write, name="ray_adascale-checkpoint", daemon=True)
+        # A daemon thread, so that a process that ends for another reason does not wait
+        # for its disk.
+        self._thread = threading.Thread(
+            target=self.write, name="ray_adascale-checkpoint", daemon=True
+        )
         self._thread.start()
 
     def write(self) -> None:
-        """Write this rank's share. :meth:`finish` raises an error of it on all ranks."""
+        """Write this rank's share. :meth:`finish` raises an error of it on all
+        ranks.
+        """
         try:
             self._results = self._writer.write_data(self._plan, self._planner).wait()
         except BaseException as e:
@@ -162,10 +181,12 @@ class Save:
         return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait for this rank's files, and complete the checkpoint with a manifest. Collective.
+        """Wait for this rank's files, and complete the checkpoint with a manifest.
+        Collective.
 
         Raises:
-            CheckpointError: A rank could not write, so no manifest exists. Every rank raises it.
+            CheckpointError: A rank could not write, so no manifest exists. Every rank
+                raises it.
         """
         if self._thread is not None:
             self._thread.join()
@@ -184,14 +205,16 @@ class Save:
 
 
 def verify(directory: StrPath) -> None:
-    """Raise CheckpointError unless the checkpoint is complete and undamaged. Reads and hashes every file of it.
+    """Raise CheckpointError unless the checkpoint is complete and undamaged. Reads and
+    hashes every file of it.
 
     Other files in the folder, left by an interrupted save on more workers, are ignored.
     """
     path = Path(directory)
     files = disk.read_manifest(path)
     for file in files.values():
-        disk.check_size(path, file)  # all sizes first: a file cut short is found without reading the others
+        # all sizes first: a file cut short is found without reading the others
+        disk.check_size(path, file)
     with ThreadPoolExecutor(max_workers=4) as threads:  # hashing releases the GIL
         for _ in threads.map(lambda file: disk.check_file(path, file), files.values()):
             pass
@@ -207,21 +230,26 @@ def is_complete(directory: StrPath) -> bool:
 
 
 def is_sealed(directory: StrPath) -> bool:
-    """Return whether the checkpoint has a manifest, so that it was complete once. It may be damaged since."""
+    """Return whether the checkpoint has a manifest, so that it was complete once. It
+    may be damaged since.
+    """
     return (Path(directory) / MANIFEST).exists()
 
 
 def delete(directory: StrPath) -> None:
-    """Remove a checkpoint's folder, the manifest first: at any moment the checkpoint is complete or absent."""
+    """Remove a checkpoint's folder, the manifest first: at any moment the checkpoint
+    is complete or absent.
+    """
     (Path(directory) / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(directory)
 
 
 def in_run(directory: StrPath) -> list[Path]:
-    """Return the checkpoints in a run's folder, a LocalBackend's or Ray Train's, oldest first: by start, then by step.
+    """Return the checkpoints in a run's folder, a LocalBackend's or Ray Train's, oldest
+    first: by start, then by step.
 
-    Names may be times, of machines whose clocks differ. A checkpoint without a readable step is placed by its name. Only folders
-    count.
+    Names may be times, of machines whose clocks differ. A checkpoint without a readable
+    step is placed by its name. Only folders count.
     """
     found: list[tuple[tuple[int, int], Path]] = []
     for path in sorted(Path(directory).glob("checkpoint_*")):
@@ -241,25 +269,31 @@ def latest_valid(
     fetch: Callable[[_Candidate], StrPath] | None = None,
     called: Callable[[_Candidate], str] = str,
 ) -> _Candidate | None:
-    """Return the last of the checkpoints that verifies; None without any. A RuntimeWarning names each skipped one.
+    """Return the last of the checkpoints that verifies; None without any. A
+    RuntimeWarning names each skipped one.
 
     Args:
         candidates: Oldest first. Folders, or arguments of ``fetch``.
-        fetch: Returns the folder of a candidate. Called only for candidates that are tried.
+        fetch: Returns the folder of a candidate. Called only for candidates that are
+            tried.
         called: Returns the candidate's name for the warning.
     """
     for candidate in reversed(candidates):
         try:
             verify(cast(StrPath, candidate) if fetch is None else fetch(candidate))
         except (CheckpointError, OSError) as e:
-            warn_at_user(f"Skipped the checkpoint {called(candidate)}: {e}", RuntimeWarning)
+            warn_at_user(
+                f"Skipped the checkpoint {called(candidate)}: {e}", RuntimeWarning
+            )
         else:
             return candidate
     return None
 
 
 def _chosen(directory: StrPath) -> Path:
-    """Return a checkpoint's folder itself, and for a run's folder its newest checkpoint that verifies."""
+    """Return a checkpoint's folder itself, and for a run's folder its newest
+    checkpoint that verifies.
+    """
     path = Path(directory)
     inside = [] if is_sealed(path) else in_run(path)
     if not inside:
@@ -267,15 +301,20 @@ def _chosen(directory: StrPath) -> Path:
         return path
     newest = latest_valid(inside)
     if newest is None:
-        raise NoUsableCheckpoint(f"None of the {len(inside)} checkpoints in {path} can be used; the warnings say why.")
+        raise NoUsableCheckpoint(
+            f"None of the {len(inside)} checkpoints in {path} can be used; the "
+            "warnings say why."
+        )
     return newest
 
 
 class Saved:
-    """A checkpoint that is read. Its manifest, state and index are read once, when they are first needed.
+    """A checkpoint that is read. Its manifest, state and index are read once, when they
+    are first needed.
 
-    Digests are compared for the state and the index, and for files of tensors their sizes only. Call :func:`verify` before, on
-    one rank. Not collective: each rank loads the keys and shards that it needs.
+    Digests are compared for the state and the index, and for files of tensors their
+    sizes only. Call :func:`verify` before, on one rank. Not collective: each rank loads
+    the keys and shards that it needs.
 
     Args:
         directory: A folder with all files of the checkpoint.
@@ -302,7 +341,8 @@ class Saved:
         """The ``state`` of ``save``; empty where it was None.
 
         Raises:
-            CheckpointError: The manifest or state.json is missing, damaged or malformed.
+            CheckpointError: The manifest or state.json is missing, damaged or
+                malformed.
         """
         return disk.read_json(self.folder, self._manifest[STATE])
 
@@ -311,14 +351,26 @@ class Saved:
         """Dtype and shape of each tensor by key.
 
         Raises:
-            CheckpointError: The manifest or tensors.json is missing, damaged or malformed.
+            CheckpointError: The manifest or tensors.json is missing, damaged or
+                malformed.
         """
-        tensors = cast("dict[str, TensorStorageMetadata]", self._metadata.state_dict_metadata)
-        return {key: TensorInfo(value.properties.dtype, value.size) for key, value in tensors.items()}
+        tensors = cast(
+            "dict[str, TensorStorageMetadata]", self._metadata.state_dict_metadata
+        )
+        return {
+            key: TensorInfo(value.properties.dtype, value.size)
+            for key, value in tensors.items()
+        }
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """Load all tensors whose keys begin with a prefix, on the CPU; return them by the rest of their keys."""
-        into = {key: info.empty() for key, info in self.index.items() if key.startswith(prefix)}
+        """Load all tensors whose keys begin with a prefix, on the CPU; return them
+        by the rest of their keys.
+        """
+        into = {
+            key: info.empty()
+            for key, info in self.index.items()
+            if key.startswith(prefix)
+        }
         self.load(into)
         return {key.removeprefix(prefix): value for key, value in into.items()}
 
@@ -326,7 +378,8 @@ class Saved:
         """Load the model's state dict; empty where the checkpoint holds no model.
 
         Args:
-            into: Tensors to fill, by key, where their shape is the stored one. The others are new, on the CPU.
+            into: Tensors to fill, by key, where their shape is the stored one. The
+                others are new, on the CPU.
 
         Raises:
             CheckpointError: A tensor to fill has another dtype than the stored one.
@@ -336,10 +389,18 @@ class Saved:
             if key.startswith(WEIGHTS_PREFIX):
                 name = key.removeprefix(WEIGHTS_PREFIX)
                 live = into.get(name)
-                state[name] = live if isinstance(live, Tensor) and live.shape == info.shape else info.empty()
+                state[name] = (
+                    live
+                    if isinstance(live, Tensor) and live.shape == info.shape
+                    else info.empty()
+                )
         self.load({f"{WEIGHTS_PREFIX}{name}": tensor for name, tensor in state.items()})
-        if (rest := self.state.get("model")) is not None:  # older checkpoints have tensors only
-            extra = {f"{EXTRA_OF_MODEL}{key}": value for key, value in self.tensors(EXTRA_OF_MODEL).items()}
+        # older checkpoints have tensors only
+        if (rest := self.state.get("model")) is not None:
+            extra = {
+                f"{EXTRA_OF_MODEL}{key}": value
+                for key, value in self.tensors(EXTRA_OF_MODEL).items()
+            }
             state.update(disk.put_together(rest["values"], extra))
             state._metadata = rest["metadata"]  # type: ignore[attr-defined]
         return state
@@ -348,13 +409,15 @@ class Saved:
         """Fill tensors in place, from the chunks that overlap with them.
 
         Args:
-            into: Tensors to fill, on any device, by key. A DTensor gets this rank's part. A TensorShard or a plain
-                one-dimensional tensor loads from shards and from a plain one-dimensional tensor.
+            into: Tensors to fill, on any device, by key. A DTensor gets this rank's
+                part. A TensorShard or a plain one-dimensional tensor loads from shards
+                and from a plain one-dimensional tensor.
 
         Raises:
             TypeError: A value is not a dense tensor.
-            CheckpointError: The key is missing or has another dtype or shape, and no tensor is filled. Or a file is missing or
-                malformed, and some tensors may be filled.
+            CheckpointError: The key is missing or has another dtype or shape, and no
+                tensor is filled. Or a file is missing or malformed, and some tensors
+                may be filled.
         """
         from . import dcp
 
@@ -362,19 +425,28 @@ class Saved:
             disk.check_tensor(key, value)
             if key not in self.index:
                 near = difflib.get_close_matches(key, self.index, n=3, cutoff=0.0)
-                raise CheckpointError(f"{self.folder} has no tensor {key!r}; it has, among {len(self.index)}, {near}.")
+                raise CheckpointError(
+                    f"{self.folder} has no tensor {key!r}; it has, among "
+                    f"{len(self.index)}, {near}."
+                )
             stored = self.index[key]
             tensor, shape = (
-                (value.tensor, torch.Size([value.numel])) if isinstance(value, TensorShard) else (value, value.shape)
+                (value.tensor, torch.Size([value.numel]))
+                if isinstance(value, TensorShard)
+                else (value, value.shape)
             )
             if (tensor.dtype, shape) != (stored.dtype, stored.shape):
                 raise CheckpointError(
-                    f"{self.folder}, key {key!r}: holds {stored.dtype} of shape {tuple(stored.shape)}, "
+                    f"{self.folder}, key {key!r}: holds {stored.dtype} of shape "
+                    f"{tuple(stored.shape)}, "
                     f"to be loaded into {tensor.dtype} of shape {tuple(shape)}."
                 )
-        # The steps of DCP's own ``load`` in a single process, without its fallback to DCP's metadata after an error, its warning
-        # and its BaseException.
-        reader, planner = dcp.Reader(self.folder, self._manifest), dcp.ShardLoadPlanner(into)
+        # The steps of DCP's own ``load`` in a single process, without its fallback to
+        # DCP's metadata after an error, its warning and its BaseException.
+        reader, planner = (
+            dcp.Reader(self.folder, self._manifest),
+            dcp.ShardLoadPlanner(into),
+        )
         planner.set_up_planner({}, self._metadata, is_coordinator=True)
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         plan = reader.prepare_local_plan(planner.create_local_plan())
@@ -382,14 +454,17 @@ class Saved:
 
 
 def load_weights(directory: StrPath) -> dict[str, Any]:
-    """Verify a checkpoint and read the model's plain state dict, on the CPU, for ``model.load_state_dict``.
+    """Verify a checkpoint and read the model's plain state dict, on the CPU, for
+    ``model.load_state_dict``.
 
-    No process group is needed. The names are those of the model before ``torch.compile``: load them before it is compiled. All
-    values are tensors, but for a module's extra state.
+    No process group is needed. The names are those of the model before
+    ``torch.compile``: load them before it is compiled. All values are tensors, but for
+    a module's extra state.
 
     Args:
-        directory: A checkpoint's folder, or a run's folder for its newest usable checkpoint. A RuntimeWarning names each newer
-            one that is incomplete or damaged. Of a URI a copy is made first, of a run's all checkpoints.
+        directory: A checkpoint's folder, or a run's folder for its newest usable
+            checkpoint. A RuntimeWarning names each newer one that is incomplete or
+            damaged. Of a URI a copy is made first, of a run's all checkpoints.
 
     Raises:
         CheckpointError: The checkpoint is incomplete or damaged, or holds no model.
@@ -397,5 +472,7 @@ def load_weights(directory: StrPath) -> dict[str, Any]:
     saved = Saved(_chosen(fetched(directory)))
     weights = saved.weights({})
     if not weights:
-        raise CheckpointError(f"{saved.folder} holds no model: no key starts with {WEIGHTS_PREFIX!r}.")
+        raise CheckpointError(
+            f"{saved.folder} holds no model: no key starts with {WEIGHTS_PREFIX!r}."
+        )
     return weights

@@ -1,4 +1,5 @@
-"""The files of a checkpoint: names, sizes, digests and JSON, and checks of what goes in. ``dcp`` handles the tensor files.
+"""The files of a checkpoint: names, sizes, digests and JSON, and checks of what goes
+in. ``dcp`` handles the tensor files.
 
 A checkpoint is a folder::
 
@@ -7,7 +8,8 @@ A checkpoint is a folder::
     tensors.json         per key: dtype, shape, and the chunks: where each lies in the tensor, and in which file
     __{rank}_{i}.distcp  tensors, see :mod:`ray_adascale.checkpoint.dcp`
 
-``dcp`` imports ``torch.distributed.checkpoint``, which takes most of a second; this module doesn't.
+``dcp`` imports ``torch.distributed.checkpoint``, which takes most of a second; this
+module doesn't.
 """
 
 from __future__ import annotations
@@ -34,14 +36,18 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 TENSORS = "tensors.json"
 WEIGHTS_PREFIX = "model/"
-"""Prefix of the keys of the model's state dict. ``load_weights`` finds the model by it."""
+"""Prefix of the keys of the model's state dict. ``load_weights`` finds the model by
+it.
+"""
 EXTRA_OF_MODEL = "model.extra/"
 """Prefix of the keys of tensors in other values of the model's state dict."""
 _TENSOR = "__tensor__"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is incomplete, damaged or does not fit, or it could not be written. Names the file and the cause."""
+    """A checkpoint is incomplete, damaged or does not fit, or it could not be
+    written. Names the file and the cause.
+    """
 
 
 class NoUsableCheckpoint(CheckpointError):
@@ -49,15 +55,19 @@ class NoUsableCheckpoint(CheckpointError):
 
 
 class NotPermitted(CheckpointError):
-    """A checkpoint may not be written where it is stored. A restart would fail alike."""
+    """A checkpoint may not be written where it is stored. A restart would fail
+    alike.
+    """
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Elements ``[offset, offset + len(tensor))`` of a logical one-dimensional tensor of ``numel`` elements.
+    """Elements ``[offset, offset + len(tensor))`` of a logical one-dimensional tensor
+    of ``numel`` elements.
 
-    Optimizer state is stored flattened. So a split by element and a split by whole parameters are both chunks of one logical
-    tensor, and each can be loaded from the other.
+    Optimizer state is stored flattened. So a split by element and a split by whole
+    parameters are both chunks of one logical tensor, and each can be loaded from the
+    other.
 
     Attributes:
         tensor: This worker's elements, shape ``(n,)``, ``n`` ≥ 0, on any device.
@@ -71,27 +81,38 @@ class TensorShard:
 
 
 def check_tensor(key: object, value: object) -> None:
-    """Raise TypeError unless ``value`` is a tensor with data of its own, which can be stored without pickling."""
+    """Raise TypeError unless ``value`` is a tensor with data of its own, which can
+    be stored without pickling.
+    """
     if not isinstance(key, str):
         raise TypeError(f"key {key!r}: keys are strings, not {type(key).__name__}.")
     if is_dtensor(value):
         return
     tensor = value.tensor if isinstance(value, TensorShard) else value
-    # `detach` turns a Parameter into a plain tensor. Any other subclass would be pickled as an object.
+    # `detach` turns a Parameter into a plain tensor. Any other subclass would be
+    # pickled as an object.
     if not isinstance(tensor, Tensor) or type(tensor.detach()) is not Tensor:
-        raise TypeError(f"key {key!r}: only tensors go into a checkpoint, not a {type(tensor).__name__}.")
+        raise TypeError(
+            f"key {key!r}: only tensors go into a checkpoint, not a "
+            f"{type(tensor).__name__}."
+        )
     if tensor.layout is not torch.strided or tensor.is_meta:
         kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
-        raise TypeError(f"key {key!r}: only dense tensors with data go into a checkpoint, not a {kind} one.")
+        raise TypeError(
+            f"key {key!r}: only dense tensors with data go into a checkpoint, not a "
+            f"{kind} one."
+        )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # JSON files and the manifest
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """A file of a checkpoint: its plain name, its size in bytes, and its SHA-256 in hexadecimal."""
+    """A file of a checkpoint: its plain name, its size in bytes, and its SHA-256 in
+    hexadecimal.
+    """
 
     name: str
     size: int
@@ -101,11 +122,17 @@ class FileDigest:
 def digest(directory: Path, name: str) -> FileDigest:
     """Read a file and hash it."""
     with (directory / name).open("rb") as file:
-        return FileDigest(name, os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+        return FileDigest(
+            name,
+            os.fstat(file.fileno()).st_size,
+            hashlib.file_digest(file, "sha256").hexdigest(),
+        )
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names of new files survive a power cut, as fsync does for their content."""
+    """Make the names of new files survive a power cut, as fsync does for their
+    content.
+    """
     with contextlib.suppress(OSError):  # some file systems do not support it
         descriptor = os.open(directory, os.O_RDONLY)
         try:
@@ -122,7 +149,9 @@ def write_text(directory: Path, name: str, text: str) -> FileDigest:
 
 
 def is_count(value: object) -> bool:
-    """Return whether a value from a JSON file can be a size or an offset: a non-negative int of at most 63 bits."""
+    """Return whether a value from a JSON file can be a size or an offset: a
+    non-negative int of at most 63 bits.
+    """
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -132,7 +161,9 @@ def _parse_json(path: Path, data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as e:
         raise CheckpointError(f"{path} is not JSON: {e}") from e
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object.")
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__}, not an object."
+        )
     return content
 
 
@@ -140,20 +171,26 @@ def read_manifest(directory: Path) -> dict[str, FileDigest]:
     """Return the files of the checkpoint by name.
 
     Raises:
-        CheckpointError: The manifest is missing or malformed, or its version is unknown.
+        CheckpointError: The manifest is missing or malformed, or its version is
+            unknown.
     """
     path = directory / MANIFEST
     try:
         content = _parse_json(path, path.read_bytes())
     except FileNotFoundError as e:
-        raise CheckpointError(f"{path} is missing: no checkpoint, or one that was never completed.") from e
+        raise CheckpointError(
+            f"{path} is missing: no checkpoint, or one that was never completed."
+        ) from e
     except OSError as e:
         raise CheckpointError(f"{path} cannot be read: {e}") from e
     if content.get("format") != FORMAT:
-        raise CheckpointError(f"{path} says format {content.get('format')!r}, not {FORMAT!r}.")
+        raise CheckpointError(
+            f"{path} says format {content.get('format')!r}, not {FORMAT!r}."
+        )
     if type(content.get("version")) is not int or content["version"] != VERSION:
         raise CheckpointError(
-            f"{path} says version {content.get('version')!r}; this ray_adascale reads version {VERSION}. Use the version of "
+            f"{path} says version {content.get('version')!r}; this ray_adascale reads "
+            f"version {VERSION}. Use the version of "
             "ray_adascale that wrote it."
         )
     files = content.get("files")
@@ -163,10 +200,22 @@ def read_manifest(directory: Path) -> dict[str, FileDigest]:
     for name, entry in files.items():
         # The name is joined to the folder, and must not lead out of it.
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-            raise CheckpointError(f"{path} lists {name!r}, which is not a plain file name.")
-        size, sha256 = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
-        if not (is_count(size) and isinstance(sha256, str) and re.fullmatch(r"[0-9a-f]{64}", sha256)):
-            raise CheckpointError(f"{path} lists {name!r} without a valid size and sha256.")
+            raise CheckpointError(
+                f"{path} lists {name!r}, which is not a plain file name."
+            )
+        size, sha256 = (
+            (entry.get("size"), entry.get("sha256"))
+            if isinstance(entry, dict)
+            else (None, None)
+        )
+        if not (
+            is_count(size)
+            and isinstance(sha256, str)
+            and re.fullmatch(r"[0-9a-f]{64}", sha256)
+        ):
+            raise CheckpointError(
+                f"{path} lists {name!r} without a valid size and sha256."
+            )
         manifest[name] = FileDigest(name, cast(int, size), sha256)
     for name in (STATE, TENSORS):
         if name not in manifest:
@@ -175,18 +224,24 @@ def read_manifest(directory: Path) -> dict[str, FileDigest]:
 
 
 def check_size(directory: Path, expected: FileDigest) -> None:
-    """Raise CheckpointError unless the file exists with the size in the manifest. Does not read it."""
+    """Raise CheckpointError unless the file exists with the size in the manifest.
+    Does not read it.
+    """
     path = directory / expected.name
     try:
         size = path.stat().st_size
     except OSError as e:
         raise CheckpointError(f"{path} is missing or cannot be read: {e}") from e
     if size != expected.size:
-        raise CheckpointError(f"{path} has {size} bytes; the manifest says {expected.size}.")
+        raise CheckpointError(
+            f"{path} has {size} bytes; the manifest says {expected.size}."
+        )
 
 
 def check_file(directory: Path, expected: FileDigest) -> None:
-    """Raise CheckpointError unless the file has the size and the digest in the manifest. Reads all of it."""
+    """Raise CheckpointError unless the file has the size and the digest in the
+    manifest. Reads all of it.
+    """
     check_size(directory, expected)
     try:
         found = digest(directory, expected.name)
@@ -200,12 +255,16 @@ def check_file(directory: Path, expected: FileDigest) -> None:
 
 
 def read_json(directory: Path, expected: FileDigest) -> dict[str, Any]:
-    """Read the object in a JSON file, after a comparison of size and digest with the manifest."""
+    """Read the object in a JSON file, after a comparison of size and digest with the
+    manifest.
+    """
     check_file(directory, expected)
-    return _parse_json(directory / expected.name, (directory / expected.name).read_bytes())
+    return _parse_json(
+        directory / expected.name, (directory / expected.name).read_bytes()
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Nested states
 
 
@@ -213,7 +272,8 @@ def taken_apart(state: Any, key: str, tensors: dict[str, Any]) -> Any:
     """Return a nested state as JSON values, with a placeholder for each tensor.
 
     Args:
-        state: Dicts with strings as keys, lists, tuples (loaded as lists), tensors, and JSON values.
+        state: Dicts with strings as keys, lists, tuples (loaded as lists), tensors, and
+            JSON values.
         key: The key of the state in the checkpoint.
         tensors: Receives the tensors, by key.
 
@@ -222,26 +282,43 @@ def taken_apart(state: Any, key: str, tensors: dict[str, Any]) -> Any:
     """
     if isinstance(state, Tensor):
         if type(state) not in (Tensor, nn.Parameter):
-            raise TypeError(f"Invalid {key}: a {type(state).__name__}. Must be a plain tensor, whole on each worker.")
+            raise TypeError(
+                f"Invalid {key}: a {type(state).__name__}. Must be a plain tensor, "
+                "whole on each worker."
+            )
         tensors[key] = state.detach()
         return {_TENSOR: key}
     if isinstance(state, Mapping):
-        wrong = next((name for name in state if not isinstance(name, str) or name == _TENSOR), None)
+        wrong = next(
+            (name for name in state if not isinstance(name, str) or name == _TENSOR),
+            None,
+        )
         if wrong is not None:
-            raise TypeError(f"Invalid key {wrong!r} in {key}. Must be a string other than {_TENSOR!r}.")
-        return {name: taken_apart(value, f"{key}/{name}", tensors) for name, value in state.items()}
+            raise TypeError(
+                f"Invalid key {wrong!r} in {key}. Must be a string other than "
+                f"{_TENSOR!r}."
+            )
+        return {
+            name: taken_apart(value, f"{key}/{name}", tensors)
+            for name, value in state.items()
+        }
     if isinstance(state, list | tuple):
-        return [taken_apart(value, f"{key}/{i}", tensors) for i, value in enumerate(state)]
+        return [
+            taken_apart(value, f"{key}/{i}", tensors) for i, value in enumerate(state)
+        ]
     if state is None or isinstance(state, bool | int | float | str):
         return state
     raise TypeError(
-        f"Invalid {key}: a {type(state).__name__}. Must be tensors and JSON values in the state of extra_state and in a module's "
+        f"Invalid {key}: a {type(state).__name__}. Must be tensors and JSON values in "
+        "the state of extra_state and in a module's "
         "get_extra_state(), because nothing in a checkpoint is pickled."
     )
 
 
 def put_together(state: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the nested state from the JSON values and tensors of :func:`taken_apart`."""
+    """Return the nested state from the JSON values and tensors of
+    :func:`taken_apart`.
+    """
     if isinstance(state, Mapping):
         if set(state) == {_TENSOR}:
             return tensors[state[_TENSOR]]

@@ -11,16 +11,18 @@ import torch
 
 
 class PerWorker:
-    """An object of ``extra_state`` whose state differs between workers, such as a random generator.
+    """An object of ``extra_state`` whose state differs between workers, such as a
+    random generator.
 
-    A checkpoint has the state of each worker's, and the same number of workers resumes with them. On another number of workers
-    each object stays as built, with a warning::
+    A checkpoint has the state of each worker's, and the same number of workers resumes
+    with them. On another number of workers each object stays as built, with a warning::
 
         generator = torch.Generator().manual_seed(1000 * seed + rank)
         run = Run(..., extra_state={"augmentation": PerWorker(generator)})
 
     Args:
-        of: A ``torch.Generator``, a ``numpy.random.Generator``, or an object with ``state_dict()`` and ``load_state_dict()``.
+        of: A ``torch.Generator``, a ``numpy.random.Generator``, or an object with
+            ``state_dict()`` and ``load_state_dict()``.
 
     Raises:
         ValueError: It is none of these.
@@ -29,7 +31,8 @@ class PerWorker:
     def __init__(self, of: Any) -> None:
         if not (isinstance(of, torch.Generator | np.random.Generator) or has_state(of)):
             raise ValueError(
-                f"Invalid PerWorker of a {type(of).__name__}. Must be a torch.Generator, a numpy.random.Generator, or have "
+                f"Invalid PerWorker of a {type(of).__name__}. Must be a "
+                "torch.Generator, a numpy.random.Generator, or have "
                 "state_dict() and load_state_dict()."
             )
         self.of = of
@@ -39,7 +42,9 @@ class PerWorker:
         if isinstance(self.of, torch.Generator):
             return {"state": self.of.get_state()}
         if isinstance(self.of, np.random.Generator):
-            state: dict[str, Any] = json.loads(json.dumps(self.of.bit_generator.state, default=np.ndarray.tolist))
+            state: dict[str, Any] = json.loads(
+                json.dumps(self.of.bit_generator.state, default=np.ndarray.tolist)
+            )
             return state
         found: Mapping[str, Any] = self.of.state_dict()
         return found
@@ -56,9 +61,17 @@ class PerWorker:
 
 def without_own(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return the objects of ``extra_state`` whose states are equal on all workers."""
-    return {name: stateful for name, stateful in extra.items() if not isinstance(stateful, PerWorker)}
+    return {
+        name: stateful
+        for name, stateful in extra.items()
+        if not isinstance(stateful, PerWorker)
+    }
 
 
 def has_state(of: Any) -> bool:
-    """Return whether an object can be saved: it has ``state_dict()`` and ``load_state_dict()``."""
-    return callable(getattr(of, "state_dict", None)) and callable(getattr(of, "load_state_dict", None))
+    """Return whether an object can be saved: it has ``state_dict()`` and
+    ``load_state_dict()``.
+    """
+    return callable(getattr(of, "state_dict", None)) and callable(
+        getattr(of, "load_state_dict", None)
+    )

@@ -1,4 +1,6 @@
-"""The random number generators of the workers: their seeds, their states as tensors for a checkpoint, a stream for each rank."""
+"""The random number generators of the workers: their seeds, their states as tensors
+for a checkpoint, a stream for each rank.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ _log = logging.getLogger(__name__)
 
 
 def capture_rng(device: torch.device) -> dict[str, Tensor]:
-    """Copy the state of Python's, NumPy's global, torch's CPU and, on a GPU, torch's device generator."""
+    """Copy the state of Python's, NumPy's global, torch's CPU and, on a GPU, torch's
+    device generator.
+    """
     _, words, gauss = random.getstate()
     state = np.random.get_state(legacy=True)  # noqa: NPY002 (users' code draws from the global generator)
     _, keys, position, has_gauss, cached = tuple[Any, ...](state)
     out = {
         "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor(math.nan if gauss is None else gauss, dtype=torch.float64),
+        "python_gauss": torch.tensor(
+            math.nan if gauss is None else gauss, dtype=torch.float64
+        ),
         "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
         "numpy_gauss": torch.tensor(cached, dtype=torch.float64),
         "torch": torch.get_rng_state(),
@@ -36,17 +42,27 @@ def capture_rng(device: torch.device) -> dict[str, Tensor]:
 
 
 def empty_rng(device: torch.device) -> dict[str, Tensor]:
-    """Return tensors of the shapes and dtypes of :func:`capture_rng`, to load a state into."""
+    """Return tensors of the shapes and dtypes of :func:`capture_rng`, to load a
+    state into.
+    """
     return {key: torch.empty_like(value) for key, value in capture_rng(device).items()}
 
 
 def restore_rng(state: Mapping[str, Tensor], device: torch.device) -> None:
     """Restore the state from :func:`capture_rng`."""
     gauss = float(state["python_gauss"])
-    random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(gauss) else gauss))
+    random.setstate(
+        (3, tuple(state["python"].tolist()), None if math.isnan(gauss) else gauss)
+    )
     *keys, position, has_gauss = state["numpy"].tolist()
     np.random.set_state(  # noqa: NPY002
-        ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, float(state["numpy_gauss"]))
+        (
+            "MT19937",
+            np.array(keys, dtype=np.uint32),
+            position,
+            has_gauss,
+            float(state["numpy_gauss"]),
+        )
     )
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
@@ -54,31 +70,43 @@ def restore_rng(state: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's global and torch's generators (the CPU's and every device's), as held by a checkpoint."""
+    """Seed Python's, NumPy's global and torch's generators (the CPU's and every
+    device's), as held by a checkpoint.
+    """
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
 
 
 def separate_streams(rank: int, world_size: int, device: torch.device) -> list[str]:
-    """Give each worker random streams of its own where workers have equal ones, as after ``torch.manual_seed(0)`` on each.
+    """Give each worker random streams of its own where workers have equal ones, as
+    after ``torch.manual_seed(0)`` on each.
 
-    With equal streams dropout and augmentation are the same on all workers, so their noise would not average out. Each
-    generator (torch's, the GPU's, NumPy's, Python's) is compared by itself. A worker changes a generator if a lower rank has an
-    equal one. After an exact resume all are separate. Collective.
+    With equal streams dropout and augmentation are the same on all workers, so their
+    noise would not average out. Each generator (torch's, the GPU's, NumPy's, Python's)
+    is compared by itself. A worker changes a generator if a lower rank has an equal
+    one. After an exact resume all are separate. Collective.
 
     Returns:
-        The names of the generators that any worker has changed, the same on all workers. Rank 0 logs them.
+        The names of the generators that any worker has changed, the same on all
+        workers. Rank 0 logs them.
     """
     if world_size == 1:
         return []
     states: dict[str, list[Tensor]] = {}
     for key, value in capture_rng(device).items():
         states.setdefault(key.removesuffix("_gauss"), []).append(value)
-    own = torch.tensor([digest_of(*parts) for parts in states.values()], dtype=torch.int64, device=device)
+    own = torch.tensor(
+        [digest_of(*parts) for parts in states.values()],
+        dtype=torch.int64,
+        device=device,
+    )
     gathered = [torch.empty_like(own) for _ in range(world_size)]
     dist.all_gather(gathered, own)
-    table = [list(column) for column in zip(*(digests.tolist() for digests in gathered), strict=True)]
+    table = [
+        list(column)
+        for column in zip(*(digests.tolist() for digests in gathered), strict=True)
+    ]
 
     def seed_cuda(seed: int) -> None:
         with torch.cuda.device(device):
@@ -98,7 +126,8 @@ def separate_streams(rank: int, world_size: int, device: torch.device) -> list[s
             changed.append(name)
     if changed and rank == 0:
         _log.info(
-            "Workers had equal random generators (%s). Each rank above 0 goes on with a stream of its own, so that dropout and "
+            "Workers had equal random generators (%s). Each rank above 0 goes on with "
+            "a stream of its own, so that dropout and "
             "augmentation differ.",
             ", ".join(changed),
         )

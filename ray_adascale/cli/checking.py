@@ -1,8 +1,9 @@
 """`ray-adascale check`, and the same command before another one starts Ray.
 
-A check builds the model, loads the data and may use a GPU. All of that would stay in a process that goes on to start Ray, and
-what the workload keeps in its module would be sent to the workers. So the check before a start is a process of its own, and
-Ray starts beside it. What it writes to standard error is shown.
+A check builds the model, loads the data and may use a GPU. All of that would stay in a
+process that goes on to start Ray, and what the workload keeps in its module would be
+sent to the workers. So the check before a start is a process of its own, and Ray starts
+beside it. What it writes to standard error is shown.
 """
 
 from __future__ import annotations
@@ -29,27 +30,33 @@ if TYPE_CHECKING:
 _BATCH, _STEPS = 8, 1000
 """B0 and T of a check if they are not given and there is no recipe."""
 _LIMIT_S = 120.0
-"""Time limit of the check before a start. A start that waits longer for it would cost more than a mistake."""
+"""Time limit of the check before a start. A start that waits longer for it would
+cost more than a mistake.
+"""
 
 
 @dataclass(kw_only=True)
 class Check(OfWorkload):
-    """Check a workload here, without Ray: build it, prepare a run, evaluate it, and make one forward and backward pass.
+    """Check a workload here, without Ray: build it, prepare a run, evaluate it, and
+    make one forward and backward pass.
 
     ray-adascale check my/file.py:workload lr=0.1 --storage-path s3://bucket/runs
     ray-adascale check my/file.py:workload --memory
 
-    `tune`, `train` and `resume` make the same check first, without the evaluation, with which their runs begin. Hyperparameters
-    that are not given come from the recipe, or are drawn from param_space beside the workload. Without a recipe, B0 is 8 and T
-    is 1000 unless they are given.
+    `tune`, `train` and `resume` make the same check first, without the evaluation, with
+    which their runs begin. Hyperparameters that are not given come from the recipe, or
+    are drawn from param_space beside the workload. Without a recipe, B0 is 8 and T is
+    1000 unless they are given.
 
     Attributes:
         recipe: Check that the learning-rate curve is that of this recipe.
         storage_path: Check that files can be written there, a folder or URI.
         param_space: Search space, a dict. Default: param_space beside the workload.
-        memory: Also find the largest micro-batch that fits into the memory of this machine's GPU, by steps of growing size.
+        memory: Also find the largest micro-batch that fits into the memory of this
+            machine's GPU, by steps of growing size.
         draws: Draw the hyperparameters that are not given from the search space.
-        before_start: Print failures, and the warnings that a run does not give itself. The run evaluates the untrained model.
+        before_start: Print failures, and the warnings that a run does not give itself.
+            The run evaluates the untrained model.
     """
 
     recipe: str | None = option(None, metavar="FILE")
@@ -61,12 +68,19 @@ class Check(OfWorkload):
     shown = ("base_batch_size", "total_steps", "total_epochs", "precision", "seed")
 
     def __call__(self) -> int:
-        findings = sorted(self.findings(), key=lambda found: self.before_start and found.level == "failed")
+        findings = sorted(
+            self.findings(),
+            key=lambda found: self.before_start and found.level == "failed",
+        )
         for found in findings:
             if not self.before_start:
                 print(f"{found.level:8}{found.text}")
-            elif found.level == "failed" or (found.level == "warning" and not found.repeated):
-                tell(found.text if found.level == "failed" else f"warning: {found.text}")
+            elif found.level == "failed" or (
+                found.level == "warning" and not found.repeated
+            ):
+                tell(
+                    found.text if found.level == "failed" else f"warning: {found.text}"
+                )
         return 1 if any(found.level == "failed" for found in findings) else 0
 
     @property
@@ -75,21 +89,46 @@ class Check(OfWorkload):
         config = super().config
         if self.recipe is not None:
             return config
-        length = None if config.total_epochs is not None else config.total_steps or _STEPS
-        return replace(config, base_batch_size=config.base_batch_size or _BATCH, total_steps=length)
+        length = (
+            None if config.total_epochs is not None else config.total_steps or _STEPS
+        )
+        return replace(
+            config, base_batch_size=config.base_batch_size or _BATCH, total_steps=length
+        )
 
     def passed(self, beside: Callable[[], object]) -> bool:
-        """Run this check in a process of its own. If it takes longer than the time limit, it counts as passed.
+        """Run this check in a process of its own. If it takes longer than the time
+        limit, it counts as passed.
 
         Args:
             beside: Called while the check runs. If it raises, the check is ended.
         """
-        own = {name: getattr(self, name) for name in ("recipe", "storage_path", "param_space", "draws")}
-        given = {name: value for name, value in own.items() if value is not None} | {"before_start": True}
+        own = {
+            name: getattr(self, name)
+            for name in ("recipe", "storage_path", "param_space", "draws")
+        }
+        given = {name: value for name, value in own.items() if value is not None} | {
+            "before_start": True
+        }
         given |= self.given(field.name for field in fields(AdaScaleConfig))
-        words = [self.workload, *self.overrides, *(typed(*setting) for setting in given.items())]
-        command = [sys.executable, "-X", "faulthandler", "-m", __package__.partition(".")[0], "check", *words]
-        tell(f"checking {self.workload} (at most {_LIMIT_S:g} s; --no-check leaves it out) ...")
+        words = [
+            self.workload,
+            *self.overrides,
+            *(typed(*setting) for setting in given.items()),
+        ]
+        command = [
+            sys.executable,
+            "-X",
+            "faulthandler",
+            "-m",
+            __package__.partition(".")[0],
+            "check",
+            *words,
+        ]
+        tell(
+            f"checking {self.workload} (at most {_LIMIT_S:g} s; --no-check leaves it "
+            "out) ..."
+        )
         quiet = subprocess.DEVNULL  # what the user types is not for the check
         with subprocess.Popen(command, stdin=quiet, stdout=quiet) as process:
             ends = time.monotonic() + _LIMIT_S
@@ -97,7 +136,10 @@ class Check(OfWorkload):
                 beside()
                 code = process.wait(max(ends - time.monotonic(), 0))
             except subprocess.TimeoutExpired:
-                text = f"The check of {self.workload} took more than {_LIMIT_S:g} s and was ended."
+                text = (
+                    f"The check of {self.workload} took more than {_LIMIT_S:g} s and "
+                    "was ended."
+                )
                 tell(f"warning: {text} --no-check leaves it out.")
                 return True
             finally:
@@ -106,7 +148,11 @@ class Check(OfWorkload):
             advice = " There may be too little memory here." if code == -9 else ""
             tell(f"The process of the check ended with signal {-code}.{advice}")
         if code:
-            print("No worker was started. --no-check starts without this check of the workload.", file=sys.stderr)
+            print(
+                "No worker was started. --no-check starts without this check of the "
+                "workload.",
+                file=sys.stderr,
+            )
         return code == 0
 
     def findings(self) -> list[Finding]:
@@ -121,15 +167,22 @@ class Check(OfWorkload):
         if self.storage_path is not None:
             try:
                 check_storage(absolute(self.storage_path))
-                found.append(Finding("ok", f"Files can be written to {self.storage_path}."))
+                found.append(
+                    Finding("ok", f"Files can be written to {self.storage_path}.")
+                )
             except (OSError, ValueError) as e:
-                text = f"Files can't be written to {self.storage_path} ({type(e).__name__}: {e})"
+                text = (
+                    f"Files can't be written to {self.storage_path} "
+                    f"({type(e).__name__}: {e})"
+                )
                 found.append(Finding("failed", f"{text}. Name another --storage-path."))
         try:
             recipe = None if self.recipe is None else Recipe.load(self.recipe)
             workload = resolve(self.workload)
             drawn_from = self.draws and recipe is None
-            space = search_space(self.param_space, self.workload) if drawn_from else None
+            space = (
+                search_space(self.param_space, self.workload) if drawn_from else None
+            )
         except (ValueError, OSError) as e:
             return [*found, Finding("failed", str(e))]
         problem = pickling_problem(workload)
@@ -137,7 +190,10 @@ class Check(OfWorkload):
         found.append(sent if problem is None else Finding("failed", problem))
         if recipe is not None:
             found += _other_workload(recipe.workload, workload)
-        given = {**(recipe.hyperparameters if recipe is not None else {}), **self.hyperparameters}
+        given = {
+            **(recipe.hyperparameters if recipe is not None else {}),
+            **self.hyperparameters,
+        }
         return found + check_at_draws(
             workload,
             {} if space is None else space,
@@ -151,7 +207,9 @@ class Check(OfWorkload):
 
 
 def _other_workload(named: str, workload: Any) -> list[Finding]:
-    """Return a warning if a recipe names another workload; none if the names of file and function agree, since files move."""
+    """Return a warning if a recipe names another workload; none if the names of file
+    and function agree, since files move.
+    """
     from ..analysis.check import Finding
     from ..run.base.base_run import workload_name
 
@@ -167,9 +225,11 @@ class Connection:
     """Options of a command on Ray that apply to one start.
 
     Attributes:
-        check: Check the workload on this machine first; it may lack the data, a GPU or memory.
+        check: Check the workload on this machine first; it may lack the data, a GPU or
+            memory.
         verbose: Show what the workers print, too.
-        address: Address of a running Ray cluster, as HOST:6379 or auto. Default: RAY_ADDRESS, else a new local one.
+        address: Address of a running Ray cluster, as HOST:6379 or auto. Default:
+            RAY_ADDRESS, else a new local one.
     """
 
     check: bool = True
@@ -183,21 +243,27 @@ class OnRay(OfWorkload, Connection):
 
     Attributes:
         storage_path: Where results go, a folder or URI. Default: ~/ray_results.
-        name: Name of the run or search; the same name and storage path continue it. Default: a new one.
+        name: Name of the run or search; the same name and storage path continue it.
+            Default: a new one.
     """
 
     storage_path: str | None = None
     name: str | None = None
 
     def start(self, **check: Any) -> bool:
-        """Check the workload, and meanwhile connect to Ray. Return False if the check failed, after its failures are printed.
+        """Check the workload, and meanwhile connect to Ray. Return False if the check
+        failed, after its failures are printed.
 
         Args:
             **check: Fields of :class:`Check`, beside those that any workload has.
         """
-        common = Check(workload=self.workload, overrides=self.overrides, settings=self.settings)
+        common = Check(
+            workload=self.workload, overrides=self.overrides, settings=self.settings
+        )
         begin = partial(connect, self.address, verbose=self.verbose)
-        passed = replace(common, **check).passed(begin) if self.check else begin() is None
+        passed = (
+            replace(common, **check).passed(begin) if self.check else begin() is None
+        )
         if not passed:
             import ray
 

@@ -1,4 +1,6 @@
-"""What the commands have in common: options, and the settings, hyperparameters and search space that are given by them."""
+"""What the commands have in common: options, and the settings, hyperparameters and
+search space that are given by them.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ from .source import resolve
 
 @dataclass(kw_only=True)
 class Command(ABC):
-    """A command of ``ray-adascale``. Its options are its fields; its docstring, up to the fields, begins its help.
+    """A command of ``ray-adascale``. Its options are its fields; its docstring, up to
+    the fields, begins its help.
 
     Fields of the class:
-        others: Dataclasses whose fields are options as well. The given ones are in ``settings``.
+        others: Dataclasses whose fields are options as well. The given ones are in
+        ``settings``.
         shown: Those of them that the help lists.
     """
 
@@ -38,8 +42,17 @@ class Command(ABC):
         add_options(parser, cls)
         if AdaScaleConfig in cls.others:
             every = len(cls.shown) == len(dataclasses.fields(AdaScaleConfig))
-            more = "" if every else "; the others that `ray-adascale train --help` lists are options here as well"
-            add_options(parser.add_argument_group(f"settings{more}"), AdaScaleConfig, shown=cls.shown)
+            more = (
+                ""
+                if every
+                else "; the others that `ray-adascale train --help` lists are options "
+                "here as well"
+            )
+            add_options(
+                parser.add_argument_group(f"settings{more}"),
+                AdaScaleConfig,
+                shown=cls.shown,
+            )
 
     def given(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the given ones of these settings."""
@@ -64,8 +77,12 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Comman
     given = vars(args)
     command: type[Command] = given.pop("command")
     own = {field.name for field in dataclasses.fields(command)}
-    # argparse accepts positional arguments in one sequence only; key=value may also stand after options.
-    if rest and not ("overrides" in own and all("=" in item and not item.startswith("-") for item in rest)):
+    # argparse accepts positional arguments in one sequence only; key=value may also
+    # stand after options.
+    if rest and not (
+        "overrides" in own
+        and all("=" in item and not item.startswith("-") for item in rest)
+    ):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if "overrides" in own:
         given["overrides"] = [*given.get("overrides", ()), *rest]
@@ -79,7 +96,8 @@ class OfWorkload(Command):
 
     Attributes:
         workload: A function, path/to/file.py:function or package.module:function.
-        overrides: Hyperparameters, which replace those of a recipe or of the search space.
+        overrides: Hyperparameters, which replace those of a recipe or of the search
+            space.
     """
 
     workload: str = option()
@@ -88,12 +106,15 @@ class OfWorkload(Command):
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """The hyperparameters that are given. A later value replaces an earlier one, as with options."""
+        """The hyperparameters that are given. A later value replaces an earlier one,
+        as with options.
+        """
         return dict(map(key_and_value, self.overrides))
 
 
 def key_and_value(text: str) -> tuple[str, Any]:
-    """Return key and value of ``key=value``: a JSON value, or a string if the text is no JSON.
+    """Return key and value of ``key=value``: a JSON value, or a string if the text is
+    no JSON.
 
     Raises:
         ValueError: The text does not have that form.
@@ -108,19 +129,26 @@ def key_and_value(text: str) -> tuple[str, Any]:
 
 
 def file_and_function(name: str) -> tuple[str, str]:
-    """Return the name of a workload's file or module without folders and packages, and the function's name."""
+    """Return the name of a workload's file or module without folders and packages,
+    and the function's name.
+    """
     where, _, function = name.rpartition(":")
-    return Path(where).stem if where.endswith(".py") else where.rpartition(".")[2], function
+    return Path(where).stem if where.endswith(".py") else where.rpartition(".")[
+        2
+    ], function
 
 
 def search_space(named: str | None, workload: str) -> Any:
-    """Return the search space that is named, else ``param_space`` beside the workload; None if there is none.
+    """Return the search space that is named, else ``param_space`` beside the workload;
+    None if there is none.
 
     Raises:
         ValueError: The named one does not exist, or an import failed.
     """
     try:
-        return resolve(named or f"{workload.rpartition(':')[0]}:param_space", "--param-space")
+        return resolve(
+            named or f"{workload.rpartition(':')[0]}:param_space", "--param-space"
+        )
     except ValueError as e:
         if named or not isinstance(e.__cause__, AttributeError):
             raise

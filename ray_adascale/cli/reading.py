@@ -1,4 +1,6 @@
-"""`ray-adascale forecast`, `report` and `describe`: the commands that read what searches and runs have left."""
+"""`ray-adascale forecast`, `report` and `describe`: the commands that read what
+searches and runs have left.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,24 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Forecast(Command):
-    """Predict the optimizer steps of a recipe on each number of workers, and with --measure time and cost.
+    """Predict the optimizer steps of a recipe on each number of workers, and with
+    --measure time and cost.
 
-    ray-adascale forecast recipe.json --workers 1,2,4,8 --measure my/file.py:workload --cost-per-worker-hour 2.5
+    ray-adascale forecast recipe.json --workers 1,2,4,8 --measure my/file.py:workload
+    --cost-per-worker-hour 2.5
 
     A pass is one forward and backward. Nothing is started on Ray.
 
     Attributes:
         recipe: The file that `ray-adascale tune` wrote.
         workers: Numbers of workers.
-        measure: Time the workload's steps on this machine for a few seconds: gives wall time.
-        run: Folder (path or URI) of a run on several workers, with the same --per-worker-batch-size, for the time of
-            synchronisation in its trace; needs ``measure``; may be given again.
-        cost_per_worker_hour: Price of a worker's hour in any currency; needs ``measure``.
+        measure: Time the workload's steps on this machine for a few seconds: gives wall
+            time.
+        run: Folder (path or URI) of a run on several workers, with the same
+            --per-worker-batch-size, for the time of synchronisation in its trace; needs
+            ``measure``; may be given again.
+        cost_per_worker_hour: Price of a worker's hour in any currency; needs
+            ``measure``.
         json: Print JSON instead of the table.
     """
 
@@ -42,7 +49,13 @@ class Forecast(Command):
     cost_per_worker_hour: float | None = option(None, metavar="PRICE")
     json: bool = False
     others = (AdaScaleConfig,)
-    shown = ("per_worker_batch_size", "accumulation", "target_efficiency", "batch_schedule", "rule")
+    shown = (
+        "per_worker_batch_size",
+        "accumulation",
+        "target_efficiency",
+        "batch_schedule",
+        "rule",
+    )
 
     def __call__(self) -> int:
         from rich.console import Console
@@ -51,14 +64,22 @@ class Forecast(Command):
         from ..recipe import Recipe
 
         recipe, config = Recipe.load(self.recipe), self.config
-        for flag, value in (("--run", self.run), ("--cost-per-worker-hour", self.cost_per_worker_hour)):
+        for flag, value in (
+            ("--run", self.run),
+            ("--cost-per-worker-hour", self.cost_per_worker_hour),
+        ):
             if value not in (None, []) and not self.measure:
-                raise ValueError(f"{flag} needs --measure WORKLOAD: time and cost follow from the time of a step.")
+                raise ValueError(
+                    f"{flag} needs --measure WORKLOAD: time and cost follow from the "
+                    "time of a step."
+                )
         made = forecast_recipe(
             recipe,
             workers=[int(number) for number in self.workers.split(",")],
             config=config,
-            throughput=self._throughput(self.measure, recipe, config) if self.measure else None,
+            throughput=self._throughput(self.measure, recipe, config)
+            if self.measure
+            else None,
             cost_per_worker_hour=self.cost_per_worker_hour,
         )
         if self.json:
@@ -67,7 +88,9 @@ class Forecast(Command):
             Console().print(made.table())
         return 0
 
-    def _throughput(self, measure: str, recipe: Recipe, config: AdaScaleConfig) -> Throughput:
+    def _throughput(
+        self, measure: str, recipe: Recipe, config: AdaScaleConfig
+    ) -> Throughput:
         """Fit the throughput model that ``--measure`` and ``--run`` ask for."""
         from ..analysis.throughput import measure_throughput
 
@@ -76,7 +99,8 @@ class Forecast(Command):
             return measure_throughput(
                 workload,
                 recipe.hyperparameters,
-                per_worker_batch_size=config.per_worker_batch_size or recipe.base_batch_size,
+                per_worker_batch_size=config.per_worker_batch_size
+                or recipe.base_batch_size,
                 config=config.with_recipe(replace(recipe, settings=None)),
                 runs=[fetched(run, checkpoints=False) for run in self.run],
                 base_batch_size=recipe.base_batch_size,
@@ -84,7 +108,9 @@ class Forecast(Command):
         except ValueError:
             raise
         except Exception as e:  # in the workload's own code
-            raise RuntimeError(f"Measuring {measure} failed. {type(e).__name__}: {e}") from e
+            raise RuntimeError(
+                f"Measuring {measure} failed. {type(e).__name__}: {e}"
+            ) from e
 
 
 @dataclass(kw_only=True)
@@ -96,7 +122,8 @@ class Report(Command):
     Attributes:
         runs: A run's folder (path or URI); the base run first, if there is one.
         recipe: Show this recipe, and compare its forecast with the steps taken.
-        tensorboard: Write TensorBoard event files there too, against steps and against effective steps.
+        tensorboard: Write TensorBoard event files there too, against steps and against
+            effective steps.
         output: File of the page.
     """
 
@@ -116,8 +143,13 @@ class Report(Command):
         if self.tensorboard:
             for run in with_distinct_labels([load_run(run) for run in runs]):
                 write_events(run, self.tensorboard)
-            print(f"Event files are in {self.tensorboard}: tensorboard --logdir {self.tensorboard}")
-        replaced = ", in place of an earlier page" if Path(self.output).is_file() else ""
+            print(
+                f"Event files are in {self.tensorboard}: tensorboard --logdir "
+                f"{self.tensorboard}"
+            )
+        replaced = (
+            ", in place of an earlier page" if Path(self.output).is_file() else ""
+        )
         print(f"Written to {write_report(runs, self.output, recipe=recipe)}{replaced}")
         return 0
 
@@ -127,7 +159,8 @@ class Describe(Command):
     """Describe a recipe, a checkpoint, a run or a search, and check that it is whole.
 
     Attributes:
-        path: A recipe's file, or the folder of a checkpoint, a run or a search: a path or a URI.
+        path: A recipe's file, or the folder of a checkpoint, a run or a search: a path
+            or a URI.
     """
 
     path: str = option()

@@ -1,4 +1,6 @@
-"""The command line's files in a run's folder: the options of `train`, which `resume` reads, and the traceback of a failure."""
+"""The command line's files in a run's folder: the options of `train`, which `resume`
+reads, and the traceback of a failure.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,25 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from .._files import ERROR, SEARCH, absolute, join, list_names, read_json, read_text, rename_file, split, write_text
+from .._files import (
+    ERROR,
+    SEARCH,
+    absolute,
+    join,
+    list_names,
+    read_json,
+    read_text,
+    rename_file,
+    split,
+    write_text,
+)
 
 OPTIONS = "options.txt"
 """The options of the ``ray-adascale train`` that started a run."""
 
 _FIRST_LINE = (
-    f"# `ray-adascale train @{OPTIONS}` goes on with this run, and so does `ray-adascale resume` with its folder.\n"
+    f"# `ray-adascale train @{OPTIONS}` goes on with this run, and so does "
+    "`ray-adascale resume` with its folder.\n"
 )
 
 
@@ -34,7 +48,10 @@ class RunFolder:
 
     def write_options(self) -> None:
         """Write the arguments, one a line."""
-        write_text(join(self.path, OPTIONS), _FIRST_LINE + "".join(f"{shlex.quote(word)}\n" for word in self.words))
+        write_text(
+            join(self.path, OPTIONS),
+            _FIRST_LINE + "".join(f"{shlex.quote(word)}\n" for word in self.words),
+        )
 
     def started(self) -> None:
         """Write the options, once the workers are in their loop."""
@@ -42,12 +59,15 @@ class RunFolder:
         self.rename_traceback()
 
     def rename_traceback(self) -> None:
-        """Rename the traceback of an earlier start, once a later start has succeeded."""
+        """Rename the traceback of an earlier start, once a later start has
+        succeeded.
+        """
         with contextlib.suppress(OSError):  # an old traceback is no reason to end a run
             rename_file(join(self.path, ERROR), join(self.path, "error-earlier.txt"))
 
     def keep_failure(self, text: str) -> str:
-        """Write a failure to the folder, with the options if a failed build has left none. Return the path of the text.
+        """Write a failure to the folder, with the options if a failed build has left
+        none. Return the path of the text.
 
         If the folder can't be written, the text goes to a scratch file.
 
@@ -60,13 +80,17 @@ class RunFolder:
                 self.write_options()
             write_text(path, text)
         except OSError:
-            with tempfile.NamedTemporaryFile("w", prefix="ray_adascale-error-", suffix=".txt", delete=False) as file:
+            with tempfile.NamedTemporaryFile(
+                "w", prefix="ray_adascale-error-", suffix=".txt", delete=False
+            ) as file:
                 file.write(text)
             return file.name
         return path
 
     def print_how_to_continue(self, otherwise: str = "") -> None:
-        """Print the command that goes on with the run; another sentence if the folder has no start to repeat."""
+        """Print the command that goes on with the run; another sentence if the
+        folder has no start to repeat.
+        """
         from ..train.ray_record import newest_checkpoint
 
         command = f"`ray-adascale resume {shlex.quote(self.path)}`"
@@ -74,7 +98,9 @@ class RunFolder:
             if newest_checkpoint(self.path) is not None:
                 otherwise = f"{command} goes on from the last checkpoint."
             elif OPTIONS in list_names(self.path):
-                otherwise = f"There is no checkpoint yet; {command} starts the run again."
+                otherwise = (
+                    f"There is no checkpoint yet; {command} starts the run again."
+                )
         if otherwise:
             print(otherwise, file=sys.stderr)
 
@@ -84,8 +110,9 @@ def folder_of(run: str, storage_path: str | None) -> str:
 
     Args:
         run: The folder, or the run's name.
-        storage_path: Where the folder of a name is; None if it was not given. With a storage path a relative path is a name, even
-            if it has slashes, or if the current folder has a folder of that name.
+        storage_path: Where the folder of a name is; None if it was not given. With a
+            storage path a relative path is a name, even if it has slashes, or if the
+            current folder has a folder of that name.
     """
     is_path = storage_path is None and (os.sep in run or Path(run).is_dir())
     if is_path or "://" in run or Path(run).expanduser().is_absolute():
@@ -109,13 +136,16 @@ def read_options(folder: str) -> list[str]:
     text = read_text(path)
     if text is None and read_json(join(folder, SEARCH)) is not None:
         raise ValueError(
-            f"Invalid run {folder!r}: a search. It goes on with the `ray-adascale tune` that started it, with --name "
+            f"Invalid run {folder!r}: a search. It goes on with the `ray-adascale "
+            "tune` that started it, with --name "
             f"{shlex.quote(split(folder)[1])} and the same --storage-path."
         )
     if text is None:
         raise ValueError(
-            f"Invalid run {folder!r}: no {OPTIONS} in {folder}. `ray-adascale train` writes it; a run that was started "
-            "otherwise goes on when it is started again with the same name and storage path."
+            f"Invalid run {folder!r}: no {OPTIONS} in {folder}. `ray-adascale train` "
+            "writes it; a run that was started "
+            "otherwise goes on when it is started again with the same name and storage "
+            "path."
         )
     try:
         words = shlex.split(text, comments=True)

@@ -1,4 +1,6 @@
-"""The object that a text of the command line names: ``path/to/file.py:name`` or ``package.module:name``."""
+"""The object that a text of the command line names: ``path/to/file.py:name`` or
+``package.module:name``.
+"""
 
 from __future__ import annotations
 
@@ -17,43 +19,59 @@ from typing import Any
 def resolve(spec: str, what: str = "workload") -> Any:
     """Return the object with a name from the command line.
 
-    A file is imported as by ``python file.py``: its folder goes to the front of ``sys.path``, so that the file can import its
-    neighbours, and its module has the file's name. Functions then pickle by reference, and other processes with that folder
-    on their path find them. If another module has the name already (``json.py``), the file is loaded under a name of its own
-    that is not left in ``sys.modules``: cloudpickle then sends functions by value.
+    A file is imported as by ``python file.py``: its folder goes to the front of
+    ``sys.path``, so that the file can import its neighbours, and its module has the
+    file's name. Functions then pickle by reference, and other processes with that
+    folder on their path find them. If another module has the name already
+    (``json.py``), the file is loaded under a name of its own that is not left in
+    ``sys.modules``: cloudpickle then sends functions by value.
 
-    A file in a package (a folder with ``__init__.py``) is imported as the package's module, so that its relative imports
-    work. The folder of the package goes to the front of ``sys.path``. The file's own folder goes to the end, for a file that
+    A file in a package (a folder with ``__init__.py``) is imported as the package's
+    module, so that its relative imports work. The folder of the package goes to the
+    front of ``sys.path``. The file's own folder goes to the end, for a file that
     imports its neighbours by their bare names.
 
-    A module is found as by ``python -m``: the current folder goes to the front of ``sys.path``.
+    A module is found as by ``python -m``: the current folder goes to the front of
+    ``sys.path``.
 
     Args:
-        spec: ``"path/to/file.py:name"`` or ``"package.module:name"``; the name may have dots.
+        spec: ``"path/to/file.py:name"`` or ``"package.module:name"``; the name may have
+            dots.
         what: The object's name in errors.
 
     Raises:
-        ValueError: The spec is malformed, the file, module or name does not exist, or the import failed (with the cause and
-            its traceback).
+        ValueError: The spec is malformed, the file, module or name does not exist, or
+            the import failed (with the cause and its traceback).
     """
     where, _, name = spec.rpartition(":")
     if not where or not name:
-        raise ValueError(f"Invalid {what} {spec!r}. Must be 'path/to/file.py:name' or 'package.module:name'.")
+        raise ValueError(
+            f"Invalid {what} {spec!r}. Must be 'path/to/file.py:name' or "
+            "'package.module:name'."
+        )
     try:
-        module = _load_file(Path(where).expanduser().resolve()) if where.endswith(".py") else _load_module(where)
+        module = (
+            _load_file(Path(where).expanduser().resolve())
+            if where.endswith(".py")
+            else _load_module(where)
+        )
     except _ImportFailed as e:
         raise ValueError(f"Invalid {what} {spec!r}: {e}") from e.__cause__
     try:
         return operator.attrgetter(name)(module)
     except AttributeError as e:
-        raise ValueError(f"Invalid {what} {spec!r}: there is no {name!r} in {where}. {_contents(module)}") from e
+        raise ValueError(
+            f"Invalid {what} {spec!r}: there is no {name!r} in {where}. "
+            f"{_contents(module)}"
+        ) from e
 
 
 class _ImportFailed(Exception):
     """The end of an error's message, from ":" on."""
 
 
-_loaded: dict[Path, ModuleType] = {}  # files under a name of their own, so that resolving twice gives the same objects
+# files under a name of their own, so that resolving twice gives the same objects
+_loaded: dict[Path, ModuleType] = {}
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -64,14 +82,19 @@ def _load_file(path: Path) -> ModuleType:
     root, name = _module_of(path)
     top = name.partition(".")[0]
     origin = path if name == path.stem else root / top / "__init__.py"
-    taken = not name.replace(".", "").isidentifier() or _origin_of(top) not in (None, origin)
+    taken = not name.replace(".", "").isidentifier() or _origin_of(top) not in (
+        None,
+        origin,
+    )
     if taken:
-        root = path.parent  # the package's folder at the front would hide the other module
+        # the package's folder at the front would hide the other module
+        root = path.parent
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    importlib.invalidate_caches()  # the file may be younger than the finder's listing of its folder
+    # the file may be younger than the finder's listing of its folder
+    importlib.invalidate_caches()
     if not taken:
         with _import_errors(name):
             return importlib.import_module(name)
@@ -92,7 +115,9 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _module_of(path: Path) -> tuple[Path, str]:
-    """Return the folder that a file is imported from, and the module's name, with dots in a package."""
+    """Return the folder that a file is imported from, and the module's name, with
+    dots in a package.
+    """
     root, names = path.parent, [path.stem]
     while (root / "__init__.py").is_file():
         if not root.name.isidentifier():
@@ -126,16 +151,24 @@ def _import_errors(name: str) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         hint = ""
-        # "No module named 'a'" for an import of a.b means that the user's spec is wrong. Any other name is of an import inside
-        # the user's code.
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-            where = f"in {Path.cwd()} or among the installed ones. For a file, write path/to/file.py:name."
+        # "No module named 'a'" for an import of a.b means that the user's spec is
+        # wrong. Any other name is of an import inside the user's code.
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and error.name
+            and f"{name}.".startswith(f"{error.name}.")
+        ):
+            where = (
+                f"in {Path.cwd()} or among the installed ones. For a file, write "
+                "path/to/file.py:name."
+            )
             raise _ImportFailed(f"there is no module {error.name!r} {where}") from error
         if isinstance(error, SystemExit):
             hint = " Does it run as a script without `if __name__ == '__main__'`?"
         elif isinstance(error, ImportError) and "relative import" in str(error):
             hint = (
-                " A relative import needs a package: every folder of it has an __init__.py, and no other module that is loaded "
+                " A relative import needs a package: every folder of it has an "
+                "__init__.py, and no other module that is loaded "
                 "or installed has the package's name."
             )
         cause = f"{type(error).__name__}: {error}".removesuffix(".")
@@ -143,9 +176,19 @@ def _import_errors(name: str) -> Iterator[None]:
 
 
 def _contents(module: ModuleType) -> str:
-    """Return the names in the module that may have been meant: its own functions and classes, and its dictionaries."""
+    """Return the names in the module that may have been meant: its own functions and
+    classes, and its dictionaries.
+    """
     public = {k: v for k, v in vars(module).items() if not k.startswith("_")}
-    own = sorted(k for k, v in public.items() if callable(v) and getattr(v, "__module__", None) == module.__name__)
+    own = sorted(
+        k
+        for k, v in public.items()
+        if callable(v) and getattr(v, "__module__", None) == module.__name__
+    )
     dicts = sorted(k for k, v in public.items() if isinstance(v, dict))
-    parts = [f"{what}: {', '.join(names)}." for what, names in (("Functions", own), ("Dictionaries", dicts)) if names]
+    parts = [
+        f"{what}: {', '.join(names)}."
+        for what, names in (("Functions", own), ("Dictionaries", dicts))
+        if names
+    ]
     return " ".join(parts) or "The module defines no function and no dictionary."

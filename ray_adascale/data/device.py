@@ -1,4 +1,6 @@
-"""Moves micro-batches to the device. On a GPU those of loader processes are copied one ahead, while it computes."""
+"""Moves micro-batches to the device. On a GPU those of loader processes are copied
+one ahead, while it computes.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,18 @@ from .._torch import leaves, with_parts
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on the device, through nested mappings, tuples and lists.
+    """Return a batch with its tensors on the device, through nested mappings, tuples
+    and lists.
 
-    An object with a method ``to``, such as a ``PackedSequence``, is what its ``to(device)`` returns.
+    An object with a method ``to``, such as a ``PackedSequence``, is what its
+    ``to(device)`` returns.
     """
     if isinstance(batch, Tensor):
-        # From pinned memory the copy runs while the device computes; else the host would wait for it.
-        return (pinned(batch) if device.type == "cuda" else batch).to(device, non_blocking=True)
+        # From pinned memory the copy runs while the device computes; else the host
+        # would wait for it.
+        return (pinned(batch) if device.type == "cuda" else batch).to(
+            device, non_blocking=True
+        )
     if type(batch) is list:  # of most loaders
         return [to_device(part, device) for part in batch]
     if callable(getattr(batch, "to", None)):
@@ -31,28 +38,39 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return (
+        type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+    )
 
 
 def pinned(tensor: Tensor) -> Tensor:
     """Return a plain tensor of the host in pinned memory, any other tensor itself."""
     if not _is_plain(tensor) or tensor.is_pinned():
         return tensor
-    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)  # Tensor.pin_memory() refuses an expanded tensor
+    # Tensor.pin_memory() refuses an expanded tensor
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
 
 def _with_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a batch with ``change(tensor)`` in place of each tensor outside of objects with a method ``to``."""
+    """Return a batch with ``change(tensor)`` in place of each tensor outside of
+    objects with a method ``to``.
+    """
     if isinstance(batch, Tensor):
         return change(batch)
     return (
-        batch if callable(getattr(batch, "to", None)) else with_parts(batch, lambda part: _with_tensors(part, change))
+        batch
+        if callable(getattr(batch, "to", None))
+        else with_parts(batch, lambda part: _with_tensors(part, change))
     )
 
 
 @dataclass(frozen=True)
 class Pinnable:
-    """A batch from a loader process. The pinning thread of a ``DataLoader`` calls its ``pin_memory()``."""
+    """A batch from a loader process. The pinning thread of a ``DataLoader`` calls
+    its ``pin_memory()``.
+    """
 
     batch: Any
 
@@ -65,9 +83,11 @@ _AHEAD = 2
 
 
 class CopiesAhead:
-    """Copies batches to a GPU on a stream of its own, each while the GPU computes with the one before.
+    """Copies batches to a GPU on a stream of its own, each while the GPU computes with
+    the one before.
 
-    What is no plain tensor, such as an object with a method ``to``, is moved when its batch is used.
+    What is no plain tensor, such as an object with a method ``to``, is moved when its
+    batch is used.
 
     Args:
         device: The GPU.
@@ -78,7 +98,9 @@ class CopiesAhead:
         self._begun = deque[tuple[Any, Any, torch.cuda.Event]]()
 
     def ahead(self, loaded: Iterator[Pinnable]) -> Iterator[Any]:
-        """Yield the batches of an endless iterator, on the host, each once the copy of the next one has begun."""
+        """Yield the batches of an endless iterator, on the host, each once the copy
+        of the next one has begun.
+        """
         try:
             for batch, _ in itertools.pairwise(map(self._begin, loaded)):
                 yield batch
@@ -87,14 +109,22 @@ class CopiesAhead:
 
     def _begin(self, loaded: Pinnable) -> Any:
         moved = loaded.batch
-        if len(self._begun) < _AHEAD:  # else a whole step is loaded before its first pass, for its weights
+        # else a whole step is loaded before its first pass, for its weights
+        if len(self._begun) < _AHEAD:
             with torch.cuda.stream(self._stream):
-                moved = _with_tensors(moved, lambda t: t.to(self._device, non_blocking=True) if _is_plain(t) else t)
+                moved = _with_tensors(
+                    moved,
+                    lambda t: (
+                        t.to(self._device, non_blocking=True) if _is_plain(t) else t
+                    ),
+                )
         self._begun.append((loaded.batch, moved, self._stream.record_event()))
         return loaded.batch
 
     def arrived(self, batch: Any) -> Any:
-        """Return a batch of :meth:`ahead` on the device. The current stream waits for its copy; the host does not."""
+        """Return a batch of :meth:`ahead` on the device. The current stream waits
+        for its copy; the host does not.
+        """
         while True:
             host, moved, event = self._begun.popleft()
             if host is batch:  # else it was discarded, since its step was split anew
@@ -103,5 +133,6 @@ class CopiesAhead:
         stream.wait_event(event)
         for part in leaves(moved):
             if isinstance(part, Tensor) and part.is_cuda:
-                part.record_stream(stream)  # else its memory would be used again while this stream reads it
+                # else its memory would be used again while this stream reads it
+                part.record_stream(stream)
         return to_device(moved, self._device)

@@ -1,4 +1,6 @@
-"""Fetches the examples of a micro-batch, in the training or in a loader process; shows whether a dataset has changed."""
+"""Fetches the examples of a micro-batch, in the training or in a loader process;
+shows whether a dataset has changed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from .._torch import count_of_writes
 from .order import stable_seed
 
 Fetch = Callable[[int, Tensor], Any]
-"""Returns the batch at a position in the stream, of some indices, int64 of shape (size,)."""
+"""Returns the batch at a position in the stream, of some indices, int64 of shape
+(size,).
+"""
 
 
 @dataclass(frozen=True)
@@ -34,14 +38,19 @@ class Rows:
 
 
 class Examples:
-    """Fetches examples of a dataset, with its ``__getitems__`` if there is one, and makes a batch of them.
+    """Fetches examples of a dataset, with its ``__getitems__`` if there is one, and
+    makes a batch of them.
 
-    A dataset with ``set_epoch``, or one that it wraps, gets the epoch before its examples are fetched, in each process.
+    A dataset with ``set_epoch``, or one that it wraps, gets the epoch before its
+    examples are fetched, in each process.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], length: int) -> None:
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[list[Any]], Any], length: int
+    ) -> None:
         self._dataset, self._collate_fn, self._length = dataset, collate_fn, length
-        self._epoch, self._splits = -1, False  # whether a batch is fetched epoch by epoch
+        # whether a batch is fetched epoch by epoch
+        self._epoch, self._splits = -1, False
 
     def __call__(self, position: int, indices: Tensor) -> Any:
         wanted: list[int] = indices.tolist()
@@ -55,19 +64,29 @@ class Examples:
                     set_epoch(epoch)
             count = self._length - before if self._splits else len(wanted)
             fetch, part = getattr(self._dataset, "__getitems__", None), wanted[:count]
-            examples += fetch(part) if fetch else [self._dataset[index] for index in part]
+            examples += (
+                fetch(part) if fetch else [self._dataset[index] for index in part]
+            )
             wanted, position = wanted[count:], position + count
         return self._collate_fn(examples)
 
 
 _ENTRIES, _OBJECTS, _ELEMENTS = 100, 10_000, 2**17
-"""Most entries of a list and objects of a dataset that are looked into, and (about) elements of an array that count."""
+"""Most entries of a list and objects of a dataset that are looked into, and (about)
+elements of an array that count.
+"""
 
 
 def _held(value: Any) -> Iterator[Iterable[Any]]:
-    """Yield what an object holds: entries; and names and values of attributes, or of the variables around a function."""
-    slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
-    named = {name: getattr(value, name, None) for name in slots} | dict(getattr(value, "__dict__", {}))
+    """Yield what an object holds: entries; and names and values of attributes, or of
+    the variables around a function.
+    """
+    slots = (
+        name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())
+    )
+    named = {name: getattr(value, name, None) for name in slots} | dict(
+        getattr(value, "__dict__", {})
+    )
     if inspect.isfunction(value):
         with suppress(ValueError):  # a variable has no value yet
             named |= inspect.getclosurevars(value).nonlocals
@@ -83,27 +102,40 @@ def _objects(value: Any) -> Iterator[tuple[Any, list[tuple[Any, ...]]]]:
     queue = deque([value])
     while queue and len(seen) < _OBJECTS:
         each = queue.popleft()
-        if id(each) in seen or each is None or isinstance(each, int | float | complex | str | bytes):
+        if (
+            id(each) in seen
+            or each is None
+            or isinstance(each, int | float | complex | str | bytes)
+        ):
             continue
         seen[id(each)] = each
         held = [*map(tuple, _held(each))]
         yield each, held
         for inside in held:
-            queue.extend(inside if isinstance(next(iter(inside), None), Dataset) else inside[:_ENTRIES])
+            queue.extend(
+                inside
+                if isinstance(next(iter(inside), None), Dataset)
+                else inside[:_ENTRIES]
+            )
 
 
 def epoch_setters(data: Any) -> list[Callable[[int], object]]:
-    """Return the methods ``set_epoch`` of a dataset or a loader, and of the samplers, datasets and transforms that it holds."""
+    """Return the methods ``set_epoch`` of a dataset or a loader, and of the
+    samplers, datasets and transforms that it holds.
+    """
     return [
-        each.set_epoch for each, _ in _objects(data) if hasattr(type(each), "set_epoch") and callable(each.set_epoch)
+        each.set_epoch
+        for each, _ in _objects(data)
+        if hasattr(type(each), "set_epoch") and callable(each.set_epoch)
     ]
 
 
 def state_of(value: Any) -> tuple[list[int], object]:
-    """Return numbers that change if an object is changed, or one that it holds; and objects to keep while they count.
+    """Return numbers that change if an object is changed, or one that it holds; and
+    objects to keep while they count.
 
-    An object is known by its identity and by those of what it holds, a tensor by the count of writes to it, an array by its
-    elements, of a large one by some of them.
+    An object is known by its identity and by those of what it holds, a tensor by the
+    count of writes to it, an array by its elements, of a large one by some of them.
     """
     found: list[int] = []
     kept = []  # so that no new object gets the identity of a lost one
@@ -112,21 +144,30 @@ def state_of(value: Any) -> tuple[list[int], object]:
         found += [id(each), *(hash(tuple(map(id, inside))) for inside in held)]
         if isinstance(each, Tensor):
             found.append(count_of_writes(each))
-        elif isinstance(each, np.ndarray) and each.flags.writeable and not isinstance(each, np.memmap):
+        elif (
+            isinstance(each, np.ndarray)
+            and each.flags.writeable
+            and not isinstance(each, np.memmap)
+        ):
             found.append(hash(each.flat[:: 1 + each.size // _ELEMENTS].tobytes()))
     return found, kept
 
 
 def has_plain_rows(dataset: Any) -> bool:
-    """Return whether selecting rows gives the same as torch's collation, strides included."""
-    return type(dataset) is TensorDataset and all(type(t) is Tensor and t.is_contiguous() for t in dataset.tensors)
+    """Return whether selecting rows gives the same as torch's collation, strides
+    included.
+    """
+    return type(dataset) is TensorDataset and all(
+        type(t) is Tensor and t.is_contiguous() for t in dataset.tensors
+    )
 
 
 def stacked(examples: list[Any]) -> Any:
     """Return a batch by torch's own collation."""
     with noted(
         lambda: (
-            f"While {len(examples)} examples were made a batch, by torch's default_collate: they must have equal shapes and "
+            f"While {len(examples)} examples were made a batch, by torch's "
+            "default_collate: they must have equal shapes and "
             "types. Give a collate_fn that pads them, or one for types of your own."
         )
     ):
@@ -135,7 +176,9 @@ def stacked(examples: list[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Seeded(Dataset[Any]):
-    """Fetches the batch of a request in a loader process. It first seeds the generators of the process, by run and position."""
+    """Fetches the batch of a request in a loader process. It first seeds the
+    generators of the process, by run and position.
+    """
 
     fetch: Fetch
     seed: int

@@ -17,19 +17,25 @@ from .._warn import warn_on_first_worker
 from .order import stable_seed
 
 ExampleSampler = Iterable[int] | Callable[[int], Iterable[int]]
-"""A torch ``Sampler``, or a function from an epoch, counted from 0, to the indices of its examples."""
+"""A torch ``Sampler``, or a function from an epoch, counted from 0, to the indices
+of its examples.
+"""
 
 _REMEDY = (
-    "Let it draw from torch's, Python's or NumPy's global generator, or from a torch.Generator that is its attribute .generator: "
-    "they are seeded by (seed, epoch). If it counts epochs, give it set_epoch(epoch) instead."
+    "Let it draw from torch's, Python's or NumPy's global generator, or from a "
+    "torch.Generator that is its attribute .generator: "
+    "they are seeded by (seed, epoch). If it counts epochs, give it set_epoch(epoch) "
+    "instead."
 )
 
 
 class SampledOrder:
-    """The indices of each epoch by a sampler or a function, the same on each worker and after each resume.
+    """The indices of each epoch by a sampler or a function, the same on each worker and
+    after each resume.
 
-    A sampler is iterated twice an epoch, each time after ``set_epoch(epoch)`` if there is one, with torch's, Python's and NumPy's
-    generators and its own ``generator`` seeded by (seed, epoch). Both orders must be equal, else a resumed run would have
+    A sampler is iterated twice an epoch, each time after ``set_epoch(epoch)`` if there
+    is one, with torch's, Python's and NumPy's generators and its own ``generator``
+    seeded by (seed, epoch). Both orders must be equal, else a resumed run would have
     another one. An index may come several times an epoch, or never.
 
     Args:
@@ -42,14 +48,18 @@ class SampledOrder:
         length: Indices in an epoch.
 
     Raises:
-        ValueError: The sampler has no length, draws for one worker alone, or yields lists; or an epoch's indices are not in the
-            dataset, or their number changes, or they are not a function of (seed, epoch).
+        ValueError: The sampler has no length, draws for one worker alone, or yields
+            lists; or an epoch's indices are not in the dataset, or their number
+            changes, or they are not a function of (seed, epoch).
     """
 
     def __init__(self, sampling: ExampleSampler, size: int, seed: int) -> None:
-        if getattr(sampling, "num_replicas", 1) != 1 or isinstance(sampling, DistributedSampler):
+        if getattr(sampling, "num_replicas", 1) != 1 or isinstance(
+            sampling, DistributedSampler
+        ):
             raise ValueError(
-                f"Invalid sampler: {kind_of(sampling)} draws one worker's share. Give a sampler of all examples, which is shared "
+                f"Invalid sampler: {kind_of(sampling)} draws one worker's share. Give "
+                "a sampler of all examples, which is shared "
                 "out here, or none for a shuffled order."
             )
         self._sampling, self._size, self._seed = sampling, size, seed
@@ -60,22 +70,27 @@ class SampledOrder:
         self.length = 0
         self.length = len(self.indices(0))
         if self.length == 0:
-            raise ValueError(f"Invalid sampler: {self.name} yields no index in epoch 0.")
+            raise ValueError(
+                f"Invalid sampler: {self.name} yields no index in epoch 0."
+            )
 
     def indices(self, epoch: int) -> Tensor:
         """Return the indices of an epoch, int64 of shape (length,)."""
-        if self._epoch[0] != epoch:  # one epoch is enough: a worker reads the stream in its order
+        # one epoch is enough: a worker reads the stream in its order
+        if self._epoch[0] != epoch:
             indices = self._draw(epoch)
             if not torch.equal(indices, self._draw(epoch)):
                 self.refuse(
-                    f"yields another order of epoch {epoch} each time, so a resumed run would repeat examples and leave others "
+                    f"yields another order of epoch {epoch} each time, so a resumed "
+                    "run would repeat examples and leave others "
                     "out. It has random numbers of its own, or counts its epochs"
                 )
             self._epoch = epoch, indices
             self._digests[epoch] = digest = digest_of(indices)
             if self._saved.get(epoch, digest) != digest:
                 warn_on_first_worker(
-                    f"The sampler {self.name} yields another order of epoch {epoch} than before the checkpoint, so some examples "
+                    f"The sampler {self.name} yields another order of epoch {epoch} "
+                    "than before the checkpoint, so some examples "
                     f"come twice in this epoch, and others not. {_REMEDY}"
                 )
         return self._epoch[1]
@@ -87,7 +102,8 @@ class SampledOrder:
         return self._digests[epoch]
 
     def refuse(self, what: str) -> NoReturn:
-        """Raise an error, because the orders of epochs are not a function of (seed, epoch).
+        """Raise an error, because the orders of epochs are not a function of (seed,
+        epoch).
 
         Args:
             what: The sampler's fault: a predicate.
@@ -98,7 +114,9 @@ class SampledOrder:
         raise ValueError(f"Invalid sampler: {self.name} {what}. {_REMEDY}")
 
     def expect(self, epoch: int, digest: int) -> None:
-        """Set the order that an epoch had before a resume. If it differs when it is next drawn, there is a warning."""
+        """Set the order that an epoch had before a resume. If it differs when it is
+        next drawn, there is a warning.
+        """
         self._saved = {epoch: digest}
         self._epoch = -1, self._epoch[1]
 
@@ -113,7 +131,8 @@ class SampledOrder:
                 drawn = sampler(epoch)
             elif not hasattr(sampler, "__len__"):
                 raise ValueError(
-                    f"Invalid sampler: {kind_of(sampler)} has no length, so its epochs can't be counted. Give it a __len__, or "
+                    f"Invalid sampler: {kind_of(sampler)} has no length, so its epochs "
+                    "can't be counted. Give it a __len__, or "
                     "give a function from an epoch to a list of indices."
                 )
             else:
@@ -122,18 +141,30 @@ class SampledOrder:
                 if isinstance(getattr(sampler, "generator", None), torch.Generator):
                     sampler.generator.manual_seed(seed)
                 drawn = iter(sampler)
-            found = drawn.tolist() if isinstance(drawn, Tensor | np.ndarray) else list(drawn)
+            found = (
+                drawn.tolist()
+                if isinstance(drawn, Tensor | np.ndarray)
+                else list(drawn)
+            )
         if any(isinstance(index, list | tuple) for index in found[:1]):
-            raise ValueError(f"Invalid sampler: {self.name} yields lists of indices. Give one of single examples.")
+            raise ValueError(
+                f"Invalid sampler: {self.name} yields lists of indices. Give one of "
+                "single examples."
+            )
         indices = torch.tensor(found, dtype=torch.int64)
         if self.length and len(indices) != self.length:
             raise ValueError(
-                f"Invalid sampler: {self.name} yields {len(indices)} indices in epoch {epoch} and {self.length} in epoch 0. T "
+                f"Invalid sampler: {self.name} yields {len(indices)} indices in epoch "
+                f"{epoch} and {self.length} in epoch 0. T "
                 "counts epochs of one length."
             )
-        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self._size:
+        if (
+            len(indices)
+            and not 0 <= int(indices.min()) <= int(indices.max()) < self._size
+        ):
             raise ValueError(
-                f"Invalid sampler: {self.name} yields indices from {int(indices.min())} to {int(indices.max())} in epoch "
+                f"Invalid sampler: {self.name} yields indices from "
+                f"{int(indices.min())} to {int(indices.max())} in epoch "
                 f"{epoch}, and the dataset has {self._size} examples."
             )
         return indices

@@ -1,11 +1,14 @@
-"""The replay: a run at a larger scale, step by step, over the noise that the search measured at the base batch.
+"""The replay: a run at a larger scale, step by step, over the noise that the search
+measured at the base batch.
 
-The noise goes through the arithmetic of the loop: the moving averages over effective time, clipping on reading, the rule's pair
-(LR factor, clock increment). In the limit of no averaging the number of steps is ``N(S) = ∫ dτ / r(τ; S)``. :class:`Law` converts
-the noise of the base batch to that of another scale.
+The noise goes through the arithmetic of the loop: the moving averages over effective
+time, clipping on reading, the rule's pair (LR factor, clock increment). In the limit of
+no averaging the number of steps is ``N(S) = ∫ dτ / r(τ; S)``. :class:`Law` converts the
+noise of the base batch to that of another scale.
 
-The replay leaves out the sampling noise of a single step's σ² and μ² on purpose. Runs of one batch cut into 2 and into 16
-gradient samples differ by at most about 5 % in steps, because the averages reach over many samples (docs/results.md).
+The replay leaves out the sampling noise of a single step's σ² and μ² on purpose. Runs
+of one batch cut into 2 and into 16 gradient samples differ by at most about 5 % in
+steps, because the averages reach over many samples (docs/results.md).
 """
 
 from __future__ import annotations
@@ -25,29 +28,37 @@ from ..gain import advanced, plain_effective_decay, plain_gain
 from ..optim.rules import RuleInput, ScalingRule, betas_of, make_rule
 from ..recipe import NoiseProbe, Recipe, smoothing_width
 
-_EARLY, _EARLY_POINTS, _POINTS = 0.08, 160, 400  # grid of a smoothed curve: 160 of its 400 points lie in the first 8 %
+# grid of a smoothed curve: 160 of its 400 points lie in the first 8 %
+_EARLY, _EARLY_POINTS, _POINTS = 0.08, 160, 400
 _BATCH = 2_000_000  # weights computed at once
 _MOST_RATIO = 3.0  # largest q: the gain hardly depends on larger ones
 
 MOST_STEPS = 20_000
-"""Base steps beyond which a forecast takes longer strides, so that it does not delay the start of a run."""
+"""Base steps beyond which a forecast takes longer strides, so that it does not delay
+the start of a run.
+"""
 
 UNSURE = 0.04
-"""The interval is wider than the forecasts of the single seeds by a factor of e^(±0.04·log₂S): 8, 17 and 27 % at S = 4, 16
-and 64. That was the law's error where the seeds agree, in the study that found the law (docs/results.md)."""
+"""The interval is wider than the forecasts of the single seeds by a factor of
+e^(±0.04·log₂S): 8, 17 and 27 % at S = 4, 16 and 64. That was the law's error where the
+seeds agree, in the study that found the law (docs/results.md)."""
 
 UNSURE_ALONE = 0.1
-"""The exponent's factor for one seed: nothing tells how far its noise is from that of other seeds."""
+"""The exponent's factor for one seed: nothing tells how far its noise is from that
+of other seeds.
+"""
 
 
 @dataclass(frozen=True)
 class NoiseCurve:
-    """σ² and μ² over a base run, smoothed; linear between the points, constant beyond them.
+    """σ² and μ² over a base run, smoothed; linear between the points, constant beyond
+    them.
 
     Attributes:
         tau: Effective steps, increasing.
         sigma2: Gradient variance of one base batch.
-        mu2: Squared norm of the true gradient. May be negative where it is lost in the noise.
+        mu2: Squared norm of the true gradient. May be negative where it is lost in the
+            noise.
         ratio: q = μ²/σ², smoothed over a wider range, within 0 and 3; None for zeros.
     """
 
@@ -57,14 +68,19 @@ class NoiseCurve:
     ratio: np.ndarray | None = None
 
     @classmethod
-    def from_probes(cls, probes: Iterable[NoiseProbe], total_steps: float) -> NoiseCurve:
+    def from_probes(
+        cls, probes: Iterable[NoiseProbe], total_steps: float
+    ) -> NoiseCurve:
         """Fit local lines to the raw probes, weighted by a Gaussian.
 
-        The Gaussian's width (its σ) at τ is :func:`ray_adascale.recipe.smoothing_width`; for ``ratio`` it is that of the end
-        throughout. The fit gives means, not medians: the loop's averages are means too, and single probes have long tails.
+        The Gaussian's width (its σ) at τ is
+        :func:`ray_adascale.recipe.smoothing_width`; for ``ratio`` it is that of the end
+        throughout. The fit gives means, not medians: the loop's averages are means too,
+        and single probes have long tails.
 
         Args:
-            probes: The probes of one run, or of several runs with the same schedule, pooled.
+            probes: The probes of one run, or of several runs with the same schedule,
+                pooled.
             total_steps: T.
 
         Raises:
@@ -73,7 +89,8 @@ class NoiseCurve:
         rows = sorted((p.effective_steps, p.sigma2, p.mu2) for p in probes)
         if not rows:
             raise ValueError(
-                "There are no noise probes to forecast from. Search again with confirm=True, as is the default, or record a base "
+                "There are no noise probes to forecast from. Search again with "
+                "confirm=True, as is the default, or record a base "
                 "run with record_recipe."
             )
         points = np.array(rows, dtype=np.float64)
@@ -81,14 +98,23 @@ class NoiseCurve:
         early = min(max(_EARLY * total_steps, first), last)
         tau = np.unique(
             np.concatenate(
-                [np.linspace(first, early, _EARLY_POINTS), np.linspace(early, last, _POINTS - _EARLY_POINTS)]
+                [
+                    np.linspace(first, early, _EARLY_POINTS),
+                    np.linspace(early, last, _POINTS - _EARLY_POINTS),
+                ]
             )
         )
         width = smoothing_width(tau, total_steps)
         narrow = _local_lines(points, tau, width)
-        broad = _local_lines(points, tau, np.full_like(tau, smoothing_width(total_steps, total_steps)))
+        broad = _local_lines(
+            points, tau, np.full_like(tau, smoothing_width(total_steps, total_steps))
+        )
         sigma2, mu2 = broad[:, 0].clip(min=0), broad[:, 1].clip(min=0)
-        ratio = np.where(mu2 >= _MOST_RATIO * sigma2, _MOST_RATIO, mu2 / np.where(sigma2 > 0, sigma2, 1))
+        ratio = np.where(
+            mu2 >= _MOST_RATIO * sigma2,
+            _MOST_RATIO,
+            mu2 / np.where(sigma2 > 0, sigma2, 1),
+        )
         return cls(tau, narrow[:, 0], narrow[:, 1], np.where(mu2 > 0, ratio, 0.0))
 
     def at(self, tau: Any) -> tuple[Any, Any]:
@@ -97,11 +123,16 @@ class NoiseCurve:
 
     def ratio_at(self, tau: Any) -> Any:
         """Return q at τ, a number or an array."""
-        return np.zeros_like(tau, dtype=float) if self.ratio is None else np.interp(tau, self.tau, self.ratio)
+        return (
+            np.zeros_like(tau, dtype=float)
+            if self.ratio is None
+            else np.interp(tau, self.tau, self.ratio)
+        )
 
 
 def _local_lines(points: np.ndarray, at: np.ndarray, width: np.ndarray) -> np.ndarray:
-    """Fit weighted least-squares lines to the columns after the first, and return their values at ``at``.
+    """Fit weighted least-squares lines to the columns after the first, and return their
+    values at ``at``.
 
     Args:
         points: Shape (m, 3): x, and two columns of y.
@@ -111,9 +142,12 @@ def _local_lines(points: np.ndarray, at: np.ndarray, width: np.ndarray) -> np.nd
     Returns:
         Shape (n, 2).
     """
-    nearest = np.abs(points[np.searchsorted(points[:, 0], at).clip(max=len(points) - 1), 0] - at)
+    nearest = np.abs(
+        points[np.searchsorted(points[:, 0], at).clip(max=len(points) - 1), 0] - at
+    )
     before = np.abs(points[(np.searchsorted(points[:, 0], at) - 1).clip(min=0), 0] - at)
-    width = np.maximum(width, np.minimum(nearest, before) / 3)  # otherwise the weights of far probes would all vanish
+    # otherwise the weights of far probes would all vanish
+    width = np.maximum(width, np.minimum(nearest, before) / 3)
     out = np.empty((len(at), 2))
     rows = max(_BATCH // len(points), 1)
     for i in range(0, len(at), rows):
@@ -122,14 +156,20 @@ def _local_lines(points: np.ndarray, at: np.ndarray, width: np.ndarray) -> np.nd
         s0, s1, s2 = weight.sum(1), (weight * x).sum(1), (weight * x * x).sum(1)
         determinant = s0 * s2 - s1 * s1
         mean = weight @ points[:, 1:] / s0[:, None]
-        alone = determinant <= 1e-9 * s0 * s2  # a single probe within reach: use its value
-        line = (weight * (s2[:, None] - s1[:, None] * x)) @ points[:, 1:] / np.where(alone, 1, determinant)[:, None]
+        # a single probe within reach: use its value
+        alone = determinant <= 1e-9 * s0 * s2
+        line = (
+            (weight * (s2[:, None] - s1[:, None] * x))
+            @ points[:, 1:]
+            / np.where(alone, 1, determinant)[:, None]
+        )
         out[i : i + rows] = np.where(alone[:, None], mean, line)
     return out
 
 
 def noise_curves(recipe: Recipe) -> list[NoiseCurve]:
-    """Return the noise curve of all the recipe's seeds pooled, followed by one for each seed where there are several.
+    """Return the noise curve of all the recipe's seeds pooled, followed by one for each
+    seed where there are several.
 
     Raises:
         ValueError: The recipe holds no noise.
@@ -137,7 +177,9 @@ def noise_curves(recipe: Recipe) -> list[NoiseCurve]:
     seeds = recipe.noise_by_seed
     pooled = [probe for noise in seeds for probe in noise]
     alone = seeds if len(seeds) > 1 else []
-    return [NoiseCurve.from_probes(noise, recipe.total_steps) for noise in (pooled, *alone)]
+    return [
+        NoiseCurve.from_probes(noise, recipe.total_steps) for noise in (pooled, *alone)
+    ]
 
 
 BETAS_CALM, BETAS_SHAKE = 0.0, 4.0
@@ -146,27 +188,34 @@ BETAS_CALM, BETAS_SHAKE = 0.0, 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
-    """μ² at another scale than that of the base run. σ² is per base batch and does not change.
+    """μ² at another scale than that of the base run. σ² is per base batch and does not
+    change.
 
-    Much of μ² in a base run comes from random motion of the weights, caused by the noise itself. A larger batch has less noise,
-    r/S of it at the LR lr·r, so a part of the motion disappears. The larger LR moves the weights more, where momentum does not
-    average the motion out. After a step of gain r at scale S, the next step's μ² is that of the base run times
+    Much of μ² in a base run comes from random motion of the weights, caused by the
+    noise itself. A larger batch has less noise, r/S of it at the LR lr·r, so a part of
+    the motion disappears. The larger LR moves the weights more, where momentum does not
+    average the motion out. After a step of gain r at scale S, the next step's μ² is
+    that of the base run times
 
         f = 0.4 + 0.6·r/S + min(2·q·(r − 1)·(1 − m)/(1 + m), 2),    q = μ²/σ² of the base run.
 
-    f = 1 at S = 1. With momentum the weights lag behind the clock by the memory L = m/(1 − m), in steps. So after large steps
-    the replay uses the base run's noise at p + L·(1 − e^(−p/L)), where p is the sum of the gains as momentum averages them.
+    f = 1 at S = 1. With momentum the weights lag behind the clock by the memory L =
+    m/(1 − m), in steps. So after large steps the replay uses the base run's noise at p
+    + L·(1 − e^(−p/L)), where p is the sum of the gains as momentum averages them.
 
-    The law is empirical, from some 200 settings on 20 workloads, six of them held out (docs/results.md). It was
-    found for SGD. For an optimizer with betas, such as Adam, m = β1, measured on four workloads. Under a rule
-    that changes m, f has m^e of the step before, e ≥ 1, and the weights do not lag: their memory is that of the base run on
-    the clock. If m is a β1 as well, f is 1 + min(4·q·(r − 1)·(1 − m)/(1 + m), 2): with less noise Adam's denominator is smaller
-    and its steps are larger, so the random motion does not disappear. The numbers 1 and 4 were chosen on two workloads and
-    frozen for three others.
+    The law is empirical, from some 200 settings on 20 workloads, six of them held out
+    (docs/results.md). It was found for SGD. For an optimizer with betas, such as Adam,
+    m = β1, measured on four workloads. Under a rule that changes m, f has m^e of the
+    step before, e ≥ 1, and the weights do not lag: their memory is that of the base run
+    on the clock. If m is a β1 as well, f is 1 + min(4·q·(r − 1)·(1 − m)/(1 + m), 2):
+    with less noise Adam's denominator is smaller and its steps are larger, so the
+    random motion does not disappear. The numbers 1 and 4 were chosen on two workloads
+    and frozen for three others.
 
     Attributes:
         momentum: m, 0 ≤ m < 1.
-        momentum_is_beta: Whether m is β1. A rule for betas leaves another momentum as it is, unless ``BetaRule.momentum`` is set.
+        momentum_is_beta: Whether m is β1. A rule for betas leaves another momentum as
+            it is, unless ``BetaRule.momentum`` is set.
         calm: Share of the base run's random motion that disappears with the noise.
         shake: Growth of μ² with the larger LR.
         most_shake: Limit of that growth.
@@ -184,11 +233,17 @@ class Law:
         return self.momentum / (1 - self.momentum)
 
     def under_betas(self, exponent: float) -> Law:
-        """Return the law for the step after one in which a rule for betas raised m to this power."""
+        """Return the law for the step after one in which a rule for betas raised m
+        to this power.
+        """
         if exponent == 1:
             return self
         changed = replace(self, momentum=self.momentum**exponent)
-        return replace(changed, calm=BETAS_CALM, shake=BETAS_SHAKE) if self.momentum_is_beta else changed
+        return (
+            replace(changed, calm=BETAS_CALM, shake=BETAS_SHAKE)
+            if self.momentum_is_beta
+            else changed
+        )
 
     def factor(self, ratio: float, gain: float, scale: float) -> float:
         """Return f, from q at the base batch and from r and S of the step before."""
@@ -226,12 +281,20 @@ class PredictedRun:
 
     @property
     def exact_steps(self) -> float:
-        """Optimizer steps until τ = T, with the needed share of the last one; at least 1. It is continuous, unlike ``steps``."""
+        """Optimizer steps until τ = T, with the needed share of the last one; at
+        least 1. It is continuous, unlike ``steps``.
+        """
         last = self.effective_steps - self.tau[-1]
-        return max((len(self.tau) - (self.effective_steps - self.total_steps) / last) * self.stride, 1.0)
+        return max(
+            (len(self.tau) - (self.effective_steps - self.total_steps) / last)
+            * self.stride,
+            1.0,
+        )
 
     def steps_left(self, tau: float) -> float:
-        """Return the optimizer steps from τ to T, with the needed shares of the first and the last one; 0 beyond T."""
+        """Return the optimizer steps from τ to T, with the needed shares of the
+        first and the last one; 0 beyond T.
+        """
         i = bisect.bisect_right(self.tau, tau) - 1
         end = self.tau[i + 1] if i + 1 < len(self.tau) else self.effective_steps
         done = (i + (tau - self.tau[i]) / (end - self.tau[i])) * self.stride
@@ -266,12 +329,15 @@ def replay(
         curve: σ²(τ), μ²(τ) of the base run.
         scale: S ≥ 1.
         total_steps: T.
-        law: Converts the base run's noise to that of this scale. None: the curve is the noise of this run itself.
+        law: Converts the base run's noise to that of this scale. None: the curve is the
+            noise of this run itself.
         base_batch_size: B0, for rules that need it.
         rule: The rule, as in :class:`ray_adascale.AdaScaleConfig`.
-        averaging_window: Width of the averages as a share of the run, as in :class:`ray_adascale.AdaScaleConfig`.
-        most_steps: A run of more base steps is replayed in longer strides, in as many of them as if T were this number. The
-            rounding error is far below the uncertainty of the noise.
+        averaging_window: Width of the averages as a share of the run, as in
+            :class:`ray_adascale.AdaScaleConfig`.
+        most_steps: A run of more base steps is replayed in longer strides, in as many
+            of them as if T were this number. The rounding error is far below the
+            uncertainty of the noise.
         follower: A fresh one that chooses the scale; ``scale`` has no effect then.
 
     Raises:
@@ -281,7 +347,10 @@ def replay(
     if follower is not None:
         scale = follower.plan.scale
     if not scale >= 1:
-        raise ValueError(f"Invalid {scale=}. Must be at least 1: the batch may not be smaller than the base batch.")
+        raise ValueError(
+            f"Invalid {scale=}. Must be at least 1: the batch may not be smaller than "
+            "the base batch."
+        )
     advance = copy.deepcopy(make_rule(rule))  # LEGW's keeps the scale of its last call
     stride = 1.0 if most_steps is None else max(total_steps / most_steps, 1.0)
     length = total_steps / stride  # T in strides, as are τ, p and L from here on
@@ -294,14 +363,19 @@ def replay(
     gains: list[float] = []
     pushed, moved = 0.0, 0.0  # u and p of the law
     betas = betas_of(advance)
-    if betas is not None and law is not None and not (law.momentum_is_beta or betas.momentum):
+    if (
+        betas is not None
+        and law is not None
+        and not (law.momentum_is_beta or betas.momentum)
+    ):
         betas = None
     law_of_step = law  # with the momentum of the step before
     memory = 0.0 if law is None or betas is not None else law.memory / stride
     momentum = memory / (1 + memory)  # m, where a stride is a step
     stepped_at = scale  # of the step before
     while tau < length:
-        # Raw samples averaged, debiased, clipped on reading: gain.Average in plain numbers.
+        # Raw samples averaged, debiased, clipped on reading: gain.Average in plain
+        # numbers.
         theta = plain_effective_decay(r, averaging_window * length)
         now = int(tau)
         if memory > 0:
@@ -313,11 +387,18 @@ def replay(
         weight = theta * weight + (1 - theta)
         r = plain_gain(variance / weight, square / weight, scale)
         seen = RuleInput(
-            gain=r, scale=scale, effective_steps=tau * stride, total_steps=total_steps, base_batch_size=base_batch_size
+            gain=r,
+            scale=scale,
+            effective_steps=tau * stride,
+            total_steps=total_steps,
+            base_batch_size=base_batch_size,
         )
         increment = advance(seen)[1]
         if not increment > 0:
-            raise ValueError(f"Invalid rule: its clock increment is {increment!r} at effective step {tau * stride:g}.")
+            raise ValueError(
+                f"Invalid rule: its clock increment is {increment!r} at effective step "
+                f"{tau * stride:g}."
+            )
         if law is not None and betas is not None:
             law_of_step = law.under_betas(betas.exponent(increment))
         taus.append(tau * stride)
@@ -329,12 +410,26 @@ def replay(
             stepped_at, scale = scale, follower.next_plan(tau * stride, read).scale
         pushed = momentum * pushed + (1 - momentum) * r
         moved += pushed
-    return PredictedRun(tau * stride, progress * stride, tuple(taus), tuple(gains), total_steps, stride, tuple(plans))
+    return PredictedRun(
+        tau * stride,
+        progress * stride,
+        tuple(taus),
+        tuple(gains),
+        total_steps,
+        stride,
+        tuple(plans),
+    )
 
 
 def _clipped(variance: float, square: float, weight: float) -> tuple[float, float]:
-    """Return the averaged σ² and μ² as the loop reads them; NaN before the first sample."""
-    return (max(variance / weight, 0.0), max(square / weight, 0.0)) if weight > 0 else (math.nan, math.nan)
+    """Return the averaged σ² and μ² as the loop reads them; NaN before the first
+    sample.
+    """
+    return (
+        (max(variance / weight, 0.0), max(square / weight, 0.0))
+        if weight > 0
+        else (math.nan, math.nan)
+    )
 
 
 @dataclass(frozen=True)
@@ -355,9 +450,9 @@ class StepForecast:
 class Forecaster:
     """Replays a recipe at any scale, and gives an interval for the actual steps.
 
-    The interval reaches from the fewest to the most steps of several replays: of the pooled noise and of each seed's noise
-    alone. It is widened by e^(±0.04·log₂S), or by e^(±0.1·log₂S) with one seed, and ends at the
-    steps of constant gains of 1 and of S.
+    The interval reaches from the fewest to the most steps of several replays: of the
+    pooled noise and of each seed's noise alone. It is widened by e^(±0.04·log₂S), or by
+    e^(±0.1·log₂S) with one seed, and ends at the steps of constant gains of 1 and of S.
 
     Args:
         recipe: A recipe with noise.
@@ -366,13 +461,20 @@ class Forecaster:
 
     Attributes:
         seeds: Number of seeds with noise.
-        measures: Whether the rule's clock advances by the measured gain. If not, the steps do not depend on the noise.
+        measures: Whether the rule's clock advances by the measured gain. If not, the
+            steps do not depend on the noise.
 
     Raises:
         ValueError: The recipe holds no noise, or the rule is unknown.
     """
 
-    def __init__(self, recipe: Recipe, *, rule: str | ScalingRule = "adascale", averaging_window: float = 0.05) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        rule: str | ScalingRule = "adascale",
+        averaging_window: float = 0.05,
+    ) -> None:
         self._recipe = recipe
         self._rule = make_rule(rule)
         self._window = averaging_window
@@ -399,7 +501,9 @@ class Forecaster:
             self._found[key] = self._steps(scale, most_steps)
         return self._found[key]
 
-    def following(self, batch: BatchSettings, workers: int, *, most_steps: int = MOST_STEPS) -> StepForecast:
+    def following(
+        self, batch: BatchSettings, workers: int, *, most_steps: int = MOST_STEPS
+    ) -> StepForecast:
         """Return the steps of a run with these settings, on this number of workers.
 
         Raises:
@@ -418,14 +522,20 @@ class Forecaster:
         return self._steps(1.0, most_steps, follower)
 
     def _steps(
-        self, scale: float, most_steps: int, follower: Callable[[], BatchFollower | None] = lambda: None
+        self,
+        scale: float,
+        most_steps: int,
+        follower: Callable[[], BatchFollower | None] = lambda: None,
     ) -> StepForecast:
         replays = [
             replay(
                 curve,
                 scale=scale,
                 total_steps=self._recipe.total_steps,
-                law=Law(momentum=self._recipe.momentum, momentum_is_beta=self._recipe.momentum_is_beta),
+                law=Law(
+                    momentum=self._recipe.momentum,
+                    momentum_is_beta=self._recipe.momentum_is_beta,
+                ),
                 base_batch_size=self._recipe.base_batch_size,
                 rule=self._rule,
                 averaging_window=self._window,
@@ -438,10 +548,17 @@ class Forecaster:
         low, high = min(steps), max(steps)
         if self.measures:
             scales = [plan.scale for one in replays for plan in one.plans] or [scale]
-            factor = math.exp((UNSURE if self.seeds > 1 else UNSURE_ALONE) * math.log2(sum(scales) / len(scales)))
+            factor = math.exp(
+                (UNSURE if self.seeds > 1 else UNSURE_ALONE)
+                * math.log2(sum(scales) / len(scales))
+            )
             # The gain lies between 1 and S, so the steps lie between those of the two.
             possible = sorted(
-                self._recipe.total_steps / self._clock_at(gain, max(scales)) for gain in (1.0, max(scales))
+                self._recipe.total_steps / self._clock_at(gain, max(scales))
+                for gain in (1.0, max(scales))
             )
-            low, high = min(low, max(low / factor, possible[0])), max(high, min(high * factor, possible[1]))
+            low, high = (
+                min(low, max(low / factor, possible[0])),
+                max(high, min(high * factor, possible[1])),
+            )
         return StepForecast(replays[0], max(low, 1.0), max(high, 1.0))

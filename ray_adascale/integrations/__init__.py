@@ -1,1 +1,3 @@
-"""Thin adapters for the training loops of other libraries. Each module imports its library; no other module does."""
+"""Thin adapters for the training loops of other libraries. Each module imports its
+library; no other module does.
+"""

@@ -1,4 +1,6 @@
-"""Hugging Face's Accelerate: ``prepare`` with AdaScale, for a loop with an ``Accelerator``."""
+"""Hugging Face's Accelerate: ``prepare`` with AdaScale, for a loop with an
+``Accelerator``.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def prepare(
     config: AdaScaleConfig,
     recipe: Recipe | None = None,
 ) -> tuple[Any, Any, Any, TauSchedule]:
-    """Call ``accelerator.prepare(model, optimizer, dataloader, scheduler)`` with AdaScale as the optimizer.
+    """Call ``accelerator.prepare(model, optimizer, dataloader, scheduler)`` with
+    AdaScale as the optimizer.
 
     Only the end of the loop changes::
 
@@ -45,32 +48,41 @@ def prepare(
                 if schedule.finished:
                     break
 
-    The last step of an epoch may have fewer passes under ``accumulate()``. It counts for these passes alone. Accelerate divides
-    its gradient by ``gradient_accumulation_steps`` nevertheless; AdaScale turns it back into a mean.
-    ``accelerator.save_state`` and ``load_state`` include the statistics, τ and the schedule. From the second epoch on a resume is
-    exact only with ``Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))`` and with
-    ``loader.set_epoch(epoch)`` before each epoch: otherwise Accelerate shuffles the epoch in another order.
+    The last step of an epoch may have fewer passes under ``accumulate()``. It counts
+    for these passes alone. Accelerate divides its gradient by
+    ``gradient_accumulation_steps`` nevertheless; AdaScale turns it back into a mean.
+    ``accelerator.save_state`` and ``load_state`` include the statistics, τ and the
+    schedule. From the second epoch on a resume is exact only with
+    ``Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))``
+    and with ``loader.set_epoch(epoch)`` before each epoch: otherwise Accelerate
+    shuffles the epoch in another order.
 
     Args:
-        accelerator: Its ``gradient_accumulation_steps`` is the number of passes of a step.
+        accelerator: Its ``gradient_accumulation_steps`` is the number of passes of a
+            step.
         model: The bare model.
         optimizer: The bare optimizer, with the LRs of the base batch.
-        dataloader: Its ``batch_size`` is that of a pass on one worker (with ``split_batches``: on all workers).
+        dataloader: Its ``batch_size`` is that of a pass on one worker (with
+            ``split_batches``: on all workers).
         scheduler: A fresh scheduler on the optimizer, or None.
-        config: See :func:`ray_adascale.attach`. Passes, batch size and length of the dataset may be left out: they are those of
-            the accelerator and the dataloader.
+        config: See :func:`ray_adascale.attach`. Passes, batch size and length of the
+            dataset may be left out: they are those of the accelerator and the
+            dataloader.
         recipe: The result of a search.
 
     Returns:
-        Model, optimizer and dataloader as Accelerate prepares them, and the schedule itself.
+        Model, optimizer and dataloader as Accelerate prepares them, and the schedule
+        itself.
 
     Raises:
         ValueError: A setting can't work, or contradicts the accelerator.
     """
     if accelerator.distributed_type not in _PLAIN:
         raise ValueError(
-            f"Accelerate's {accelerator.distributed_type} is not supported: each worker must have the whole model. Use "
-            "plain data parallelism (accelerate launch --multi_gpu, or --cpu), or ray_adascale.Run with its own sharding."
+            f"Accelerate's {accelerator.distributed_type} is not supported: each "
+            "worker must have the whole model. Use "
+            "plain data parallelism (accelerate launch --multi_gpu, or --cpu), or "
+            "ray_adascale.Run with its own sharding."
         )
     for name, given, prepared in (
         ("optimizer", optimizer, AcceleratedOptimizer),
@@ -78,21 +90,30 @@ def prepare(
     ):
         if isinstance(given, prepared):
             raise ValueError(
-                f"Invalid {name}: an {prepared.__name__}, which accelerator.prepare() returned. Pass the bare {name}: this "
-                "function wraps it in AdaScale first, and then calls accelerator.prepare() itself."
+                f"Invalid {name}: an {prepared.__name__}, which accelerator.prepare() "
+                f"returned. Pass the bare {name}: this "
+                "function wraps it in AdaScale first, and then calls "
+                "accelerator.prepare() itself."
             )
-    batch = getattr(dataloader, "batch_size", None) or getattr(dataloader.batch_sampler, "batch_size", None)
+    batch = getattr(dataloader, "batch_size", None) or getattr(
+        dataloader.batch_sampler, "batch_size", None
+    )
     if batch is not None and accelerator.split_batches:
         batch //= accelerator.num_processes
     config = with_clients_batch(
         config,
-        accumulation=(accelerator.gradient_accumulation_steps, "Accelerator(gradient_accumulation_steps=...)"),
+        accumulation=(
+            accelerator.gradient_accumulation_steps,
+            "Accelerator(gradient_accumulation_steps=...)",
+        ),
         per_worker_batch_size=(batch, "the dataloader's batch_size"),
         dataset=dataloader.dataset,
     )
     if accelerator.mixed_precision in ("bf16", "fp16"):
         config = replace(config, precision=accelerator.mixed_precision)
-    adascale, schedule = attach(model, optimizer, scheduler, config, recipe, grad_scaler=accelerator.scaler)
+    adascale, schedule = attach(
+        model, optimizer, scheduler, config, recipe, grad_scaler=accelerator.scaler
+    )
     adascale.step_end = early_step_end(adascale, lambda: accelerator.sync_gradients)
     model, optimizer, dataloader = accelerator.prepare(model, adascale, dataloader)
     accelerator.prepare_scheduler(schedule)  # so that its state is saved and loaded

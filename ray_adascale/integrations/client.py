@@ -1,4 +1,6 @@
-"""Shared parts of the adapters: the client's batch in the settings, metrics and trace of its steps, the recipe of a base run."""
+"""Shared parts of the adapters: the client's batch in the settings, metrics and
+trace of its steps, the recipe of a base run.
+"""
 
 from __future__ import annotations
 
@@ -48,38 +50,58 @@ def with_clients_batch(
     Args:
         config: The user's settings.
         accumulation: Passes of a step, and the client's setting that they come from.
-        per_worker_batch_size: Examples of a pass on one worker, None if the client has no such number; and the client's setting
-            that it comes from.
-        dataset: The dataset. Its length is that of an epoch, unless the settings have one.
+        per_worker_batch_size: Examples of a pass on one worker, None if the client has
+            no such number; and the client's setting that it comes from.
+        dataset: The dataset. Its length is that of an epoch, unless the settings have
+            one.
 
     Raises:
         ValueError: The settings contradict the client.
     """
     config = read_settings(config)
-    clients = {"accumulation": accumulation, "per_worker_batch_size": per_worker_batch_size}
+    clients = {
+        "accumulation": accumulation,
+        "per_worker_batch_size": per_worker_batch_size,
+    }
     for name, (theirs, setting) in clients.items():
         mine, default = getattr(config, name), getattr(AdaScaleConfig, name)
         if theirs is not None and mine not in (default, theirs):
-            raise ValueError(f"Invalid AdaScaleConfig({name}={mine}). Must be {theirs}, as {setting}, or left out.")
+            raise ValueError(
+                f"Invalid AdaScaleConfig({name}={mine}). Must be {theirs}, as "
+                f"{setting}, or left out."
+            )
     batch = per_worker_batch_size[0] or config.per_worker_batch_size
     if batch is None:
-        raise ValueError("Missing AdaScaleConfig(per_worker_batch_size=...): the dataloader has no batch size.")
+        raise ValueError(
+            "Missing AdaScaleConfig(per_worker_batch_size=...): the dataloader has no "
+            "batch size."
+        )
     length = config.dataset_length
     if length is None and isinstance(dataset, Sized):
         length = len(dataset)
-    return replace(config, accumulation=accumulation[0], per_worker_batch_size=batch, dataset_length=length)
+    return replace(
+        config,
+        accumulation=accumulation[0],
+        per_worker_batch_size=batch,
+        dataset_length=length,
+    )
 
 
 def parts_of(schedule: TauSchedule | None) -> tuple[AdaScale, StepPlan]:
-    """Return the optimizer and the batch of a schedule from :func:`ray_adascale.attach`."""
+    """Return the optimizer and the batch of a schedule from
+    :func:`ray_adascale.attach`.
+    """
     assert schedule is not None
     assert isinstance(schedule.optimizer, AdaScale)
     assert schedule.plan is not None
     return schedule.optimizer, schedule.plan
 
 
-def follow_batch(schedule: TauSchedule, *, passes: int, per_worker_batch_size: int) -> bool:
-    """Set S and n to those of the client's next batches. At a step boundary, on all workers.
+def follow_batch(
+    schedule: TauSchedule, *, passes: int, per_worker_batch_size: int
+) -> bool:
+    """Set S and n to those of the client's next batches. At a step boundary, on all
+    workers.
 
     Args:
         schedule: From :func:`ray_adascale.attach`.
@@ -98,8 +120,10 @@ def follow_batch(schedule: TauSchedule, *, passes: int, per_worker_batch_size: i
         return False
     if batch < plan.base_batch_size:
         raise ValueError(
-            f"The batch is now {batch} examples ({per_worker_batch_size} per worker × {plan.workers} workers × {passes} "
-            f"passes), fewer than the base batch size of {plan.base_batch_size}, so the scale would be below 1. Use more passes "
+            f"The batch is now {batch} examples ({per_worker_batch_size} per worker × "
+            f"{plan.workers} workers × {passes} "
+            f"passes), fewer than the base batch size of {plan.base_batch_size}, so "
+            "the scale would be below 1. Use more passes "
             "or more workers."
         )
     schedule.plan = plan = replace(plan, passes=passes, global_batch_size=batch)
@@ -108,7 +132,8 @@ def follow_batch(schedule: TauSchedule, *, passes: int, per_worker_batch_size: i
 
 
 def early_step_end(adascale: AdaScale, ends: Callable[[], bool]) -> StepEnd:
-    """Return a :data:`StepEnd` for a client that may step before the declared passes are complete, as at the end of an epoch.
+    """Return a :data:`StepEnd` for a client that may step before the declared passes
+    are complete, as at the end of an epoch.
 
     The client divides the loss by the declared number of passes in every step.
 
@@ -125,7 +150,8 @@ def early_step_end(adascale: AdaScale, ends: Callable[[], bool]) -> StepEnd:
 
 
 class StepLog:
-    """Logs the optimizer steps of a client: metrics for the client's log, and the trace for ``ray-adascale report``.
+    """Logs the optimizer steps of a client: metrics for the client's log, and the trace
+    for ``ray-adascale report``.
 
     Args:
         schedule: From :func:`ray_adascale.attach`.
@@ -141,16 +167,20 @@ class StepLog:
         self._progress = 0.0  # Σ r
         self._position = 0  # examples of earlier starts
         self._examples, self._since = 0, time.monotonic()
-        self._counts = True  # False for a call of step() that only creates the optimizer's state
+        # False for a call of step() that only creates the optimizer's state
+        self._counts = True
         self._lr, self._tau = schedule.get_last_lr()[0], schedule.effective_steps
         self._update()
         self._adascale.register_step_pre_hook(lambda *_: self._before())
         self._adascale.register_step_post_hook(lambda *_: self._after())
-        # Lightning runs the last pass inside step(), as its closure, so the step's shape is known only as the update begins.
+        # Lightning runs the last pass inside step(), as its closure, so the step's
+        # shape is known only as the update begins.
         self._adascale.wrapped.register_step_pre_hook(lambda *_: self._update())
 
     def metrics(self) -> dict[str, float]:
-        """Return the last step's gain, scale, τ, noise scale and efficiency. On a GPU this waits for the step."""
+        """Return the last step's gain, scale, τ, noise scale and efficiency. On a
+        GPU this waits for the step.
+        """
         metrics = self._metrics()
         return {key: metrics[key] for key in LOGGED}
 
@@ -182,7 +212,8 @@ class StepLog:
         self._counts = not called_to_make_state(self._adascale)
         if not self._counts:
             return
-        self._lr = self._schedule.get_last_lr()[0]  # of the coming step, before the gain
+        # of the coming step, before the gain
+        self._lr = self._schedule.get_last_lr()[0]
         self._update()
         if self._trace is not None:
             self._trace.flush()
@@ -190,10 +221,15 @@ class StepLog:
             self._tau = self._adascale.effective_steps
 
     def _update(self) -> None:
-        """Set the batch of the coming step. The last step of an epoch may have fewer passes than others."""
+        """Set the batch of the coming step. The last step of an epoch may have fewer
+        passes than others.
+        """
         if self._counts:
             plan = parts_of(self._schedule)[1]
-            self._plan = replace(plan, global_batch_size=round(self._adascale.scale * plan.base_batch_size))
+            self._plan = replace(
+                plan,
+                global_batch_size=round(self._adascale.scale * plan.base_batch_size),
+            )
 
     def _after(self) -> None:
         if not self._counts:
@@ -229,13 +265,20 @@ class StepLog:
         )
 
     def _resume(self, folder: Path, number: int) -> Trace:
-        """Open the trace of this start. ``number`` is that of the start's first step."""
+        """Open the trace of this start. ``number`` is that of the start's first
+        step.
+        """
         trace = Trace(folder, self._schedule.base_schedule.total_steps)
         trace.first = {"optimizer": class_name(largest_part(self._adascale.wrapped))}
         before = [row for row in joined(files_of(folder)) if row["step"] < number]
         if before:
-            self._progress, self._position = before[-1]["progress"], before[-1]["position"]
-        elif number > 1:  # no rows of earlier steps: assume the batch of this step and AdaScale's rule for all of them
+            self._progress, self._position = (
+                before[-1]["progress"],
+                before[-1]["position"],
+            )
+        # No rows of earlier steps: assume the batch of this step and AdaScale's rule
+        # for all of them.
+        elif number > 1:
             last = self._adascale.last_step
             self._progress = last.effective_steps - last.gain
             self._position = (number - 1) * self._plan.global_batch_size
@@ -243,19 +286,29 @@ class StepLog:
 
 
 class RecipeRecorder:
-    """Records the recipe of a client's base run: one worker at the base batch, with probes of the noise.
+    """Records the recipe of a client's base run: one worker at the base batch, with
+    probes of the noise.
 
-    A probe compares the gradients of four consecutive batches at the weights of the first, in an extra pass for each. It changes
-    no state, so the run is bit-identical to one without probes.
+    A probe compares the gradients of four consecutive batches at the weights of the
+    first, in an extra pass for each. It changes no state, so the run is bit-identical
+    to one without probes.
 
     Args:
-        loss_fn: ``loss_fn(model, batch)`` is the mean loss over the batch's examples. It is called with the bare model.
-        probe_every: Optimizer steps between two probes. Default: as for ``record_recipe``.
+        loss_fn: ``loss_fn(model, batch)`` is the mean loss over the batch's examples.
+            It is called with the bare model.
+        probe_every: Optimizer steps between two probes. Default: as for
+            ``record_recipe``.
     """
 
-    def __init__(self, loss_fn: Callable[[nn.Module, Any], Tensor], probe_every: int | None = None) -> None:
+    def __init__(
+        self,
+        loss_fn: Callable[[nn.Module, Any], Tensor],
+        probe_every: int | None = None,
+    ) -> None:
         self._loss_fn = loss_fn
-        self._probe_every = None if probe_every is None else check_count("probe_every", probe_every)
+        self._probe_every = (
+            None if probe_every is None else check_count("probe_every", probe_every)
+        )
         self._series: ProbeSeries | None = None  # from the first batch on
         self._schedule: TauSchedule | None = None
         self._config: AdaScaleConfig | None = None
@@ -279,7 +332,8 @@ class RecipeRecorder:
         self._momentum = momentum_of(parts_of(schedule)[0].wrapped)
 
     def check_base_run(self, schedule: TauSchedule) -> None:
-        """Check that a run is a base run. An adapter calls this after a change of the batch.
+        """Check that a run is a base run. An adapter calls this after a change of the
+        batch.
 
         Raises:
             ValueError: The run is no base run.
@@ -287,21 +341,32 @@ class RecipeRecorder:
         plan = parts_of(schedule)[1]
         if plan.scale != 1 or plan.num_samples != 1:
             raise ValueError(
-                f"A recipe can be recorded of a base run only, with one worker and one pass at the base batch; this one has "
-                f"scale {plan.scale:g}, {plan.workers} workers and {plan.passes} passes."
+                "A recipe can be recorded of a base run only, with one worker and one "
+                "pass at the base batch; this one has "
+                f"scale {plan.scale:g}, {plan.workers} workers and {plan.passes} "
+                "passes."
             )
 
     def before_step(self, model: nn.Module, batch: Any) -> None:
-        """Probe the noise, if a probe is due or begun. An adapter calls this before training on the batch."""
+        """Probe the noise, if a probe is due or begun. An adapter calls this before
+        training on the batch.
+        """
         assert self._schedule is not None
         if self._series is None:
             total = self._schedule.base_schedule.total_steps
             self._series = ProbeSeries(
-                BatchSamples(model, self._loss_fn), noise_steps(total, self._probe_every), self._noise
+                BatchSamples(model, self._loss_fn),
+                noise_steps(total, self._probe_every),
+                self._noise,
             )
         self._series.add(batch)
         if self._series.due(self._schedule.effective_steps):
-            trained = [p for group in self._schedule.optimizer.param_groups for p in group["params"] if p.requires_grad]
+            trained = [
+                p
+                for group in self._schedule.optimizer.param_groups
+                for p in group["params"]
+                if p.requires_grad
+            ]
             self._series.samples.begin_with(batch, trained)
 
     def recipe(
@@ -320,18 +385,28 @@ class RecipeRecorder:
             metric: Name of the metric that the run is judged by.
             mode: Whether a small or a large metric is better.
             score: Value of the metric at the end.
-            workload: The function or class that builds the model. The recipe has its name.
+            workload: The function or class that builds the model. The recipe has its
+                name.
 
         Raises:
             ValueError: The run has not reached T.
         """
-        if self._schedule is None or self._config is None or not self._schedule.finished:
+        if (
+            self._schedule is None
+            or self._config is None
+            or not self._schedule.finished
+        ):
             tau = 0.0 if self._schedule is None else self._schedule.effective_steps
-            raise ValueError(f"The base run has not reached its total steps: it is at effective step {tau:g}.")
+            raise ValueError(
+                "The base run has not reached its total steps: it is at effective "
+                f"step {tau:g}."
+            )
         if self._noise and self._noise[0].effective_steps > 0:
             warn_at_user(
-                f"The noise before effective step {self._noise[0].effective_steps:g} was not recorded, because this process "
-                "resumed the run there. A forecast from this recipe uses the noise of that step for the steps before. Record a "
+                f"The noise before effective step {self._noise[0].effective_steps:g} "
+                "was not recorded, because this process "
+                "resumed the run there. A forecast from this recipe uses the noise of "
+                "that step for the steps before. Record a "
                 "whole run for a better one."
             )
         return freeze(

@@ -1,4 +1,6 @@
-"""Lightning: a callback that wraps a ``Trainer``'s optimizer in AdaScale, and ends training at τ ≥ T."""
+"""Lightning: a callback that wraps a ``Trainer``'s optimizer in AdaScale, and ends
+training at τ ≥ T.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ from ..optim.adascale import AdaScale
 from ..optim.tau_schedule import TauSchedule
 from ..recipe import Recipe
 from ..run.base.attach import attach
-from .client import RecipeRecorder, StepLog, early_step_end, follow_batch, parts_of, with_clients_batch
+from .client import (
+    RecipeRecorder,
+    StepLog,
+    early_step_end,
+    follow_batch,
+    parts_of,
+    with_clients_batch,
+)
 
 _PRECISIONS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
@@ -32,22 +41,29 @@ _PRECISIONS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 class AdaScaleCallback(Callback):
     """A callback for the ``Trainer``. The module stays that of the base batch.
 
-    When training begins, the callback wraps the one optimizer that ``configure_optimizers`` returns in AdaScale, and replaces its
-    scheduler by a :class:`ray_adascale.TauSchedule`. The scheduler's unit is the ``"interval"`` that ``configure_optimizers``
-    returns with it. S and n follow from the dataloader's batch size, the number of processes and ``accumulate_grad_batches``, and
-    change with them between epochs (``GradientAccumulationScheduler``, ``reload_dataloaders_every_n_epochs``). The last step of
-    an epoch counts for the passes that it has. Gain, scale and τ are logged. ``trainer.should_stop`` is set at τ ≥ T, so leave
-    ``max_epochs`` large enough (-1). Lightning's checkpoints have the statistics and τ in the optimizer's state. A callback is
-    for one run: a second ``fit()`` resumes from a checkpoint (``ckpt_path``), or raises an error.
+    When training begins, the callback wraps the one optimizer that
+    ``configure_optimizers`` returns in AdaScale, and replaces its scheduler by a
+    :class:`ray_adascale.TauSchedule`. The scheduler's unit is the ``"interval"`` that
+    ``configure_optimizers`` returns with it. S and n follow from the dataloader's batch
+    size, the number of processes and ``accumulate_grad_batches``, and change with them
+    between epochs (``GradientAccumulationScheduler``,
+    ``reload_dataloaders_every_n_epochs``). The last step of an epoch counts for the
+    passes that it has. Gain, scale and τ are logged. ``trainer.should_stop`` is set at
+    τ ≥ T, so leave ``max_epochs`` large enough (-1). Lightning's checkpoints have the
+    statistics and τ in the optimizer's state. A callback is for one run: a second
+    ``fit()`` resumes from a checkpoint (``ckpt_path``), or raises an error.
 
-    Strategies: one device, ``"ddp"`` and Ray's ``RayDDPStrategy``; others raise an error. With manual optimization the module
-    sets the number of passes: with ``accumulation`` in the settings, and :meth:`~ray_adascale.AdaScale.expect_passes`.
+    Strategies: one device, ``"ddp"`` and Ray's ``RayDDPStrategy``; others raise an
+    error. With manual optimization the module sets the number of passes: with
+    ``accumulation`` in the settings, and :meth:`~ray_adascale.AdaScale.expect_passes`.
 
     Args:
-        config: See :func:`ray_adascale.attach`. Settings of the trainer, the dataloader and ``configure_optimizers`` may be left
-            out.
-        recipe: The result of a search, or of a base run that was recorded through this callback.
-        trace: Folder of the run, in which rank 0 writes the trace for ``ray-adascale report``.
+        config: See :func:`ray_adascale.attach`. Settings of the trainer, the dataloader
+            and ``configure_optimizers`` may be left out.
+        recipe: The result of a search, or of a base run that was recorded through this
+            callback.
+        trace: Folder of the run, in which rank 0 writes the trace for
+            ``ray-adascale report``.
         recorder: Records the recipe of this run, which must be a base run.
         log: Log gain, scale, τ, noise scale and efficiency after each optimizer step.
 
@@ -65,27 +81,42 @@ class AdaScaleCallback(Callback):
         log: bool = True,
     ) -> None:
         self.schedule: TauSchedule | None = None
-        self._config, self._recipe, self._trace, self._recorder, self._log = config, recipe, trace, recorder, log
+        self._config, self._recipe, self._trace, self._recorder, self._log = (
+            config,
+            recipe,
+            trace,
+            recorder,
+            log,
+        )
         self._steps: StepLog | None = None
         self._batch_idx = 0
         self._warned_within_step = False
         self._steps_at_end = 0
         self._losses: list[Tensor] = []  # of the present step
 
-    # ---- set-up --------------------------------------------------------------------------------------------------
+    # ---- set-up ----------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach AdaScale. The model is on its device and wrapped, and no state is restored yet.
+        """Attach AdaScale. The model is on its device and wrapped, and no state is
+        restored yet.
 
         Raises:
-            ValueError: A setting of the trainer or the module can't work, or this callback has trained before.
+            ValueError: A setting of the trainer or the module can't work, or this
+                callback has trained before.
         """
         _check(trainer)
-        if self.schedule is not None and self.schedule.effective_steps > 0 and trainer.ckpt_path is None:
+        if (
+            self.schedule is not None
+            and self.schedule.effective_steps > 0
+            and trainer.ckpt_path is None
+        ):
             raise ValueError(
-                f"This AdaScaleCallback has trained before, to effective step {self.schedule.effective_steps:.0f} of "
-                f"{self.schedule.base_schedule.total_steps}. A second fit() would begin the schedule anew, on trained weights. "
-                "To resume, call fit(..., ckpt_path=...). To train anew, build a new module, a new callback and a new Trainer."
+                "This AdaScaleCallback has trained before, to effective step "
+                f"{self.schedule.effective_steps:.0f} of "
+                f"{self.schedule.base_schedule.total_steps}. A second fit() would "
+                "begin the schedule anew, on trained weights. "
+                "To resume, call fit(..., ckpt_path=...). To train anew, build a new "
+                "module, a new callback and a new Trainer."
             )
         trainer.fit_loop.setup_data()
         loader: Any = trainer.train_dataloader
@@ -108,15 +139,25 @@ class AdaScaleCallback(Callback):
         (optimizer,) = trainer.optimizers
         configs = trainer.lr_scheduler_configs
         if configs and pl_module.automatic_optimization:
-            config = replace(config, scheduler_unit=_unit_of(configs[0], config, self._recipe))
+            config = replace(
+                config, scheduler_unit=_unit_of(configs[0], config, self._recipe)
+            )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         adascale, schedule = attach(
-            pl_module, optimizer, configs[0].scheduler if configs else None, config, self._recipe, grad_scaler=scaler
+            pl_module,
+            optimizer,
+            configs[0].scheduler if configs else None,
+            config,
+            self._recipe,
+            grad_scaler=scaler,
         )
         _check_minimum(trainer, schedule)
         self._losses.clear()
-        self._steps_at_end = 0  # steps that ended at τ ≥ T; more than 1 if Lightning does not stop
-        adascale.step_end = early_step_end(adascale, lambda: self._ends_step(trainer, pl_module))
+        # steps that ended at τ ≥ T; more than 1 if Lightning does not stop
+        self._steps_at_end = 0
+        adascale.step_end = early_step_end(
+            adascale, lambda: self._ends_step(trainer, pl_module)
+        )
         adascale.saves_within_step = pl_module.automatic_optimization
         trainer.optimizers = [adascale]
         if configs:
@@ -132,23 +173,39 @@ class AdaScaleCallback(Callback):
         return parts_of(self.schedule)[0]
 
     def _follow_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Update passes and batch size: a GradientAccumulationScheduler or a reloaded dataloader may have changed them."""
+        """Update passes and batch size: a GradientAccumulationScheduler or a
+        reloaded dataloader may have changed them.
+        """
         if self.schedule is None or not self._adascale.at_boundary:
             return
         plan = parts_of(self.schedule)[1]
-        passes = trainer.accumulate_grad_batches if pl_module.automatic_optimization else plan.passes
-        batch = _batch_size_of(trainer.train_dataloader) or plan.global_batch_size // plan.num_samples
-        if follow_batch(self.schedule, passes=passes, per_worker_batch_size=batch) and self._recorder is not None:
+        passes = (
+            trainer.accumulate_grad_batches
+            if pl_module.automatic_optimization
+            else plan.passes
+        )
+        batch = (
+            _batch_size_of(trainer.train_dataloader)
+            or plan.global_batch_size // plan.num_samples
+        )
+        if (
+            follow_batch(self.schedule, passes=passes, per_worker_batch_size=batch)
+            and self._recorder is not None
+        ):
             self._recorder.check_base_run(self.schedule)
 
-    # ---- a step --------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------
 
     def _ends_step(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        """Return whether Lightning steps after this batch, even if passes of the step are missing.
+        """Return whether Lightning steps after this batch, even if passes of the step
+        are missing.
 
-        They are missing at the end of an epoch, and after a resume from a checkpoint that was saved between the passes of a step.
+        They are missing at the end of an epoch, and after a resume from a checkpoint
+        that was saved between the passes of a step.
         """
-        last = trainer.is_last_batch or self._batch_idx + 1 >= trainer.num_training_batches
+        last = (
+            trainer.is_last_batch or self._batch_idx + 1 >= trainer.num_training_batches
+        )
         due = (self._batch_idx + 1) % trainer.accumulate_grad_batches == 0
         return pl_module.automatic_optimization and (last or due)
 
@@ -159,24 +216,37 @@ class AdaScaleCallback(Callback):
             trainer.should_stop = True
             if trainer.is_global_zero:
                 warn_at_user(
-                    f"The checkpoint is at effective step {self.schedule.effective_steps:.0f} of "
-                    f"{self.schedule.base_schedule.total_steps}, the schedule's end: nothing is trained."
+                    "The checkpoint is at effective step "
+                    f"{self.schedule.effective_steps:.0f} of "
+                    f"{self.schedule.base_schedule.total_steps}, the schedule's end: "
+                    "nothing is trained."
                 )
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._batch_idx = batch_idx
         self._follow_batch(trainer, pl_module)
         if self._recorder is not None:
             self._recorder.before_step(pl_module, batch)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         assert self.schedule is not None
         assert self._steps is not None
         if self._trace is not None and isinstance(outputs, dict) and "loss" in outputs:
             # Lightning has divided the loss by the declared number of passes.
-            divisor = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            divisor = (
+                trainer.accumulate_grad_batches
+                if pl_module.automatic_optimization
+                else 1
+            )
             self._losses.append(outputs["loss"].detach() * divisor)
         if not self._adascale.at_boundary:
             return
@@ -189,17 +259,29 @@ class AdaScaleCallback(Callback):
             self._steps_at_end += 1
             trainer.should_stop = True
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Warn once of a checkpoint between the passes of a step, as one after a validation every few batches may be."""
-        if self.schedule is None or self._adascale.at_boundary or self._warned_within_step:
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Warn once of a checkpoint between the passes of a step, as one after a
+        validation every few batches may be.
+        """
+        if (
+            self.schedule is None
+            or self._adascale.at_boundary
+            or self._warned_within_step
+        ):
             return
         self._warned_within_step = True
         if trainer.is_global_zero:
             warn_at_user(
-                f"A checkpoint was saved after batch {self._batch_idx + 1} of an epoch, between the "
-                f"{trainer.accumulate_grad_batches} passes of an optimizer step. It has the state of the step before. A resume "
-                "from it drops the passes after that step, as Lightning does, and its first step has those that are left. To "
-                "avoid this, make val_check_interval a multiple of accumulate_grad_batches."
+                f"A checkpoint was saved after batch {self._batch_idx + 1} of an "
+                "epoch, between the "
+                f"{trainer.accumulate_grad_batches} passes of an optimizer step. It "
+                "has the state of the step before. A resume "
+                "from it drops the passes after that step, as Lightning does, and its "
+                "first step has those that are left. To "
+                "avoid this, make val_check_interval a multiple of "
+                "accumulate_grad_batches."
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -211,25 +293,35 @@ class AdaScaleCallback(Callback):
         tau, total = schedule.effective_steps, schedule.base_schedule.total_steps
         if not schedule.finished:
             warn_at_user(
-                f"Training ended at effective step {tau:.0f} of {total}, before the schedule's end: "
-                f"max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}, or training was stopped. Set max_epochs=-1: "
+                f"Training ended at effective step {tau:.0f} of {total}, before the "
+                "schedule's end: "
+                f"max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}, or "
+                "training was stopped. Set max_epochs=-1: "
                 "this callback stops at T."
             )
         elif self._steps_at_end > 1:
             warn_at_user(
-                f"Training ended at effective step {tau:.0f}, {self._steps_at_end - 1} optimizer steps after the schedule's end "
-                f"at {total}: Lightning went on after should_stop was set (min_epochs={trainer.min_epochs}, "
-                f"min_steps={trainer.min_steps}, or a callback that clears it). They had the schedule's last learning rate."
+                f"Training ended at effective step {tau:.0f}, {self._steps_at_end - 1} "
+                "optimizer steps after the schedule's end "
+                f"at {total}: Lightning went on after should_stop was set "
+                f"(min_epochs={trainer.min_epochs}, "
+                f"min_steps={trainer.min_steps}, or a callback that clears it). They "
+                "had the schedule's last learning rate."
             )
 
 
 def _batch_size_of(loader: Any) -> int | None:
-    """Return the examples of a pass on one worker; None if the loader has no batch size."""
-    return getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    """Return the examples of a pass on one worker; None if the loader has no batch
+    size.
+    """
+    return getattr(loader, "batch_size", None) or getattr(
+        getattr(loader, "batch_sampler", None), "batch_size", None
+    )
 
 
 def _unit_of(scheduler: Any, config: AdaScaleConfig, recipe: Recipe | None) -> Any:
-    """Return the unit of a scheduler, "step" or "epoch": the ``interval`` that ``configure_optimizers`` returned.
+    """Return the unit of a scheduler, "step" or "epoch": the ``interval`` that
+    ``configure_optimizers`` returned.
 
     Args:
         scheduler: Lightning's configuration of the scheduler.
@@ -237,7 +329,8 @@ def _unit_of(scheduler: Any, config: AdaScaleConfig, recipe: Recipe | None) -> A
         recipe: The user's recipe.
 
     Raises:
-        ValueError: The settings or the recipe have another unit, or ``frequency`` is not 1.
+        ValueError: The settings or the recipe have another unit, or ``frequency`` is
+            not 1.
     """
     unit = scheduler.interval
     units = {"AdaScaleConfig(scheduler_unit=...)": config.scheduler_unit}
@@ -246,33 +339,47 @@ def _unit_of(scheduler: Any, config: AdaScaleConfig, recipe: Recipe | None) -> A
     for where, other in units.items():
         if other is not None and other != unit:
             raise ValueError(
-                f"The scheduler of configure_optimizers has interval={unit!r}, and {where} is {other!r}. Lightning's default is "
-                f'"epoch". Return {{"optimizer": ..., "lr_scheduler": {{"scheduler": ..., "interval": "{other}"}}}} if it is '
-                f"stepped once {'an optimizer step' if other == 'step' else 'an epoch'} in the base run; else leave "
+                f"The scheduler of configure_optimizers has interval={unit!r}, and "
+                f"{where} is {other!r}. Lightning's default is "
+                f'"epoch". Return {{"optimizer": ..., "lr_scheduler": {{"scheduler": '
+                f'..., "interval": "{other}"}}}} if it is '
+                "stepped once "
+                f"{'an optimizer step' if other == 'step' else 'an epoch'} in the base "
+                "run; else leave "
                 "scheduler_unit out."
             )
     if scheduler.frequency != 1:
         raise ValueError(
-            f"The scheduler of configure_optimizers has frequency={scheduler.frequency}, which Lightning counts in batches or "
-            "epochs of this run; the schedule counts those of the base run. Leave frequency out and put it into the scheduler: "
-            f"LambdaLR(optimizer, lambda i: factor(i // {scheduler.frequency})), or StepLR(step_size={scheduler.frequency})."
+            "The scheduler of configure_optimizers has "
+            f"frequency={scheduler.frequency}, which Lightning counts in batches or "
+            "epochs of this run; the schedule counts those of the base run. Leave "
+            "frequency out and put it into the scheduler: "
+            f"LambdaLR(optimizer, lambda i: factor(i // {scheduler.frequency})), or "
+            f"StepLR(step_size={scheduler.frequency})."
         )
     return unit
 
 
 def _check_minimum(trainer: Trainer, schedule: TauSchedule) -> None:
-    """Refuse a minimum length of training that may exceed T, because Lightning does not stop before it."""
+    """Refuse a minimum length of training that may exceed T, because Lightning does
+    not stop before it.
+    """
     assert schedule.plan is not None
     total = schedule.base_schedule.total_steps
-    fewest = math.ceil(total / schedule.plan.scale)  # optimizer steps, with a gain of S in each
+    # optimizer steps, with a gain of S in each
+    fewest = math.ceil(total / schedule.plan.scale)
     minima = {"min_steps": trainer.min_steps or 0.0, "min_epochs": 0.0}
     if trainer.min_epochs and math.isfinite(trainer.num_training_batches):
-        minima["min_epochs"] = trainer.min_epochs * trainer.num_training_batches / schedule.plan.passes
+        minima["min_epochs"] = (
+            trainer.min_epochs * trainer.num_training_batches / schedule.plan.passes
+        )
     for name, steps in minima.items():
         if steps > fewest:
             raise ValueError(
-                f"Trainer({name}={getattr(trainer, name)}) makes Lightning train for at least {steps:g} optimizer steps. The "
-                f"schedule may end after {fewest}, at {total} effective steps and scale {schedule.plan.scale:g}. Leave {name} "
+                f"Trainer({name}={getattr(trainer, name)}) makes Lightning train for "
+                f"at least {steps:g} optimizer steps. The "
+                f"schedule may end after {fewest}, at {total} effective steps and "
+                f"scale {schedule.plan.scale:g}. Leave {name} "
                 "out: training ends at T."
             )
 
@@ -281,16 +388,20 @@ def _check(trainer: Trainer) -> None:
     strategy = trainer.strategy
     if not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
         raise ValueError(
-            f"Lightning's {type(strategy).__name__} is not supported: each worker must have the whole model. Use "
-            "strategy='ddp' (RayDDPStrategy on Ray). For a model that is sharded with fully_shard use ray_adascale.Run and "
+            f"Lightning's {type(strategy).__name__} is not supported: each worker must "
+            "have the whole model. Use "
+            "strategy='ddp' (RayDDPStrategy on Ray). For a model that is sharded with "
+            "fully_shard use ray_adascale.Run and "
             "AdaScaleConfig(sharding='fsdp2')."
         )
     if len(trainer.optimizers) != 1:
         raise ValueError(
-            f"configure_optimizers returned {len(trainer.optimizers)} optimizers. Must be one. {SEVERAL_OPTIMIZERS}"
+            f"configure_optimizers returned {len(trainer.optimizers)} optimizers. Must "
+            f"be one. {SEVERAL_OPTIMIZERS}"
         )
     if len(trainer.lr_scheduler_configs) > 1:
         raise ValueError(
-            f"configure_optimizers returned {len(trainer.lr_scheduler_configs)} schedulers. Combine them into one, with "
+            f"configure_optimizers returned {len(trainer.lr_scheduler_configs)} "
+            "schedulers. Combine them into one, with "
             "SequentialLR or ChainedScheduler."
         )

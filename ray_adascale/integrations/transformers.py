@@ -1,4 +1,6 @@
-"""Hugging Face's Trainer with AdaScale: a mixin, because only the Trainer has the passes and tokens of a step."""
+"""Hugging Face's Trainer with AdaScale: a mixin, because only the Trainer has the
+passes and tokens of a step.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,26 @@ from .client import RecipeRecorder, StepLog, follow_batch, parts_of, with_client
 _Base: Any = Trainer if TYPE_CHECKING else object
 
 _BARS = ("training_bar", "training_tracker")
-"""The attributes of the Trainer's callbacks that show the progress: on a terminal, and in a notebook."""
+"""The attributes of the Trainer's callbacks that show the progress: on a terminal,
+and in a notebook.
+"""
 
 
 class _Stop(TrainerCallback):
-    """Ends training when τ has reached T, and informs the trainer of the events of training."""
+    """Ends training when τ has reached T, and informs the trainer of the events of
+    training.
+    """
 
     def __init__(self, trainer: AdaScaleMixin) -> None:
         self._trainer = trainer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> None:
         # Resumed at T, if it has finished.
-        control.should_training_stop = self._trainer.training_has_begun(kwargs["train_dataloader"])
+        control.should_training_stop = self._trainer.training_has_begun(
+            kwargs["train_dataloader"]
+        )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.step_has_ended()
@@ -53,20 +63,28 @@ class _Stop(TrainerCallback):
 
 
 class AdaScaleMixin(_Base):
-    """A mixin for subclasses of ``transformers.Trainer``. :class:`ScaledTrainer` is the plain Trainer with it.
+    """A mixin for subclasses of ``transformers.Trainer``. :class:`ScaledTrainer` is the
+    plain Trainer with it.
 
-    Training ends at τ ≥ T, after at most T optimizer steps. ``max_steps`` is set to T unless the arguments set it, and
-    ``num_train_epochs`` has no effect. A scheduler that the Trainer creates has a length of T steps. If the loss is normalised
-    over the tokens of a step (``num_items_in_batch``), each gradient sample is weighted by its tokens. If the model ignores that
-    number, as BERT's classifier does, the passes are averaged, with a warning. The last step of an epoch
-    counts for the passes that it has. S and n are those of the actual batch, also with ``split_batches`` and after
-    ``auto_find_batch_size`` has reduced the batch. Each log has gain, scale and τ. The progress bar reaches to the expected end.
+    Training ends at τ ≥ T, after at most T optimizer steps. ``max_steps`` is set to T
+    unless the arguments set it, and ``num_train_epochs`` has no effect. A scheduler
+    that the Trainer creates has a length of T steps. If the loss is normalised over the
+    tokens of a step (``num_items_in_batch``), each gradient sample is weighted by its
+    tokens. If the model ignores that number, as BERT's classifier does, the passes are
+    averaged, with a warning. The last step of an epoch counts for the passes that it
+    has. S and n are those of the actual batch, also with ``split_batches`` and after
+    ``auto_find_batch_size`` has reduced the batch. Each log has gain, scale and τ. The
+    progress bar reaches to the expected end.
 
     Args:
-        *args: Arguments of the Trainer. ``optimizers=(optimizer, scheduler)`` must be bare; or use ``args.optim="sgd"``.
-        adascale: Settings, see :func:`ray_adascale.attach`. Batch size, passes and length of the dataset are the Trainer's.
-        recipe: The result of a search, or of a base run that was recorded with this class.
-        trace: Folder of the run, in which rank 0 writes the trace for ``ray-adascale report``.
+        *args: Arguments of the Trainer. ``optimizers=(optimizer, scheduler)`` must be
+            bare; or use ``args.optim="sgd"``.
+        adascale: Settings, see :func:`ray_adascale.attach`. Batch size, passes and
+            length of the dataset are the Trainer's.
+        recipe: The result of a search, or of a base run that was recorded with this
+            class.
+        trace: Folder of the run, in which rank 0 writes the trace for
+            ``ray-adascale report``.
         recorder: Records the recipe of this run, which must be a base run.
         **kwargs: Arguments of the Trainer.
 
@@ -74,8 +92,9 @@ class AdaScaleMixin(_Base):
         schedule: The :class:`ray_adascale.TauSchedule`; None before training begins.
 
     Raises:
-        ValueError: A setting can't work, ``compute_loss_func`` ignores ``num_items_in_batch`` (at the first step), or the run
-            has reached T and ``train()`` is called again.
+        ValueError: A setting can't work, ``compute_loss_func`` ignores
+            ``num_items_in_batch`` (at the first step), or the run has reached T and
+            ``train()`` is called again.
     """
 
     def __init__(
@@ -98,46 +117,73 @@ class AdaScaleMixin(_Base):
         self._warned_of_dropped = False
         if self.args.n_gpu > 1:
             raise ValueError(
-                f"The Trainer would use DataParallel on {self.args.n_gpu} GPUs in one process. Start one process per GPU "
-                "(torchrun, accelerate launch), or hide the others (CUDA_VISIBLE_DEVICES)."
+                f"The Trainer would use DataParallel on {self.args.n_gpu} GPUs in one "
+                "process. Start one process per GPU "
+                "(torchrun, accelerate launch), or hide the others "
+                "(CUDA_VISIBLE_DEVICES)."
             )
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ValueError(
-                "DeepSpeed and FSDP under the Trainer are not supported: each worker must have the whole model. Train with "
-                "DistributedDataParallel, or with ray_adascale.Run and its own sharding."
+                "DeepSpeed and FSDP under the Trainer are not supported: each worker "
+                "must have the whole model. Train with "
+                "DistributedDataParallel, or with ray_adascale.Run and its own "
+                "sharding."
             )
         config = with_clients_batch(
             adascale,
-            accumulation=(self.args.gradient_accumulation_steps, "TrainingArguments(gradient_accumulation_steps=...)"),
-            per_worker_batch_size=(self._per_worker_batch_size(), "TrainingArguments(per_device_train_batch_size=...)"),
+            accumulation=(
+                self.args.gradient_accumulation_steps,
+                "TrainingArguments(gradient_accumulation_steps=...)",
+            ),
+            per_worker_batch_size=(
+                self._per_worker_batch_size(),
+                "TrainingArguments(per_device_train_batch_size=...)",
+            ),
             dataset=self.train_dataset,
         )
-        precision = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else config.precision
+        precision = (
+            "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else config.precision
+        )
         clip = self.args.max_grad_norm or math.inf
-        config = replace(config, precision=precision, grad_clip=config.grad_clip or clip).with_recipe(recipe)
+        config = replace(
+            config, precision=precision, grad_clip=config.grad_clip or clip
+        ).with_recipe(recipe)
         _, self._total_steps = base_length(config)
         self._config = config
         if self.args.max_steps <= 0:
             self.args.max_steps = self._total_steps
         self.add_callback(_Stop(self))
 
-    # ---- optimizer and schedule ----------------------------------------------------------------------------------
+    # ---- optimizer and schedule ------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Create the Trainer's optimizer, unless one was given, and wrap it in AdaScale.
+        """Create the Trainer's optimizer, unless one was given, and wrap it in
+        AdaScale.
 
-        A second ``train()`` uses the optimizer of the first one, and so does a restart of ``auto_find_batch_size`` after an
-        out-of-memory error. With ``model_init`` the Trainer has dropped the optimizer with the model, and a new one is created.
+        A second ``train()`` uses the optimizer of the first one, and so does a restart
+        of ``auto_find_batch_size`` after an out-of-memory error. With ``model_init``
+        the Trainer has dropped the optimizer with the model, and a new one is created.
         """
         if self.schedule is not None and self.optimizer is not None:  # type: ignore[has-type]
             self._adascale.zero_grad()  # gradients of a pass that ran out of memory
             self._losses.clear()
             return self.optimizer  # type: ignore[has-type]
-        optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
-        scheduler = super().create_scheduler(num_training_steps=self._total_steps, optimizer=optimizer)
+        optimizer = (
+            super().create_optimizer()
+            if model is None
+            else super().create_optimizer(model)
+        )
+        scheduler = super().create_scheduler(
+            num_training_steps=self._total_steps, optimizer=optimizer
+        )
         self._created_lr_scheduler = False  # so that a second train() keeps it
         adascale, schedule = attach(
-            self.model, optimizer, scheduler, self._config, self._recipe, grad_scaler=self.accelerator.scaler
+            self.model,
+            optimizer,
+            scheduler,
+            self._config,
+            self._recipe,
+            grad_scaler=self.accelerator.scaler,
         )
         self.optimizer, self.lr_scheduler, self.schedule = adascale, schedule, schedule
         self._steps = StepLog(schedule, self._trace)
@@ -155,29 +201,40 @@ class AdaScaleMixin(_Base):
         batch = self.get_total_train_batch_size(self.args) // (passes * workers)
         return batch // workers if self.accelerator.split_batches else batch
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Train as the Trainer does.
 
         Raises:
             ValueError: The run has reached T.
         """
         schedule = self.schedule
-        if schedule is not None and self.model_init is None and not resume_from_checkpoint:
+        if (
+            schedule is not None
+            and self.model_init is None
+            and not resume_from_checkpoint
+        ):
             tau = schedule.effective_steps
             if schedule.finished:
                 raise ValueError(
-                    f"This trainer has reached the end of its schedule: effective step {tau:.0f} of {self._total_steps}. A "
-                    "second train() would go on beyond it. To train these weights by another schedule, build a new trainer."
+                    "This trainer has reached the end of its schedule: effective step "
+                    f"{tau:.0f} of {self._total_steps}. A "
+                    "second train() would go on beyond it. To train these weights by "
+                    "another schedule, build a new trainer."
                 )
             if self.is_world_process_zero() and tau > 0:
                 warn_at_user(
-                    f"train() goes on at effective step {tau:.0f} of {self._total_steps}, with the statistics and the optimizer "
-                    "state of the previous train(), and data from the beginning of an epoch. Build a new trainer to begin anew."
+                    f"train() goes on at effective step {tau:.0f} of "
+                    f"{self._total_steps}, with the statistics and the optimizer "
+                    "state of the previous train(), and data from the beginning of an "
+                    "epoch. Build a new trainer to begin anew."
                 )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def training_has_begun(self, loader: Any) -> bool:
-        """Set S and n to the Trainer's batch. Warn if the loader makes other batches, or if no step is left.
+        """Set S and n to the Trainer's batch. Warn if the loader makes other batches,
+        or if no step is left.
 
         Args:
             loader: The training dataloader, prepared by Accelerate.
@@ -187,22 +244,38 @@ class AdaScaleMixin(_Base):
         """
         assert self.schedule is not None
         batch = self._per_worker_batch_size()
-        follow_batch(self.schedule, passes=self.args.gradient_accumulation_steps, per_worker_batch_size=batch)
-        self._forecast = forecast_run(self._recipe, self._config, parts_of(self.schedule)[1].scale)
-        wanted = batch * (self.accelerator.num_processes if self.accelerator.split_batches else 1)
+        follow_batch(
+            self.schedule,
+            passes=self.args.gradient_accumulation_steps,
+            per_worker_batch_size=batch,
+        )
+        self._forecast = forecast_run(
+            self._recipe, self._config, parts_of(self.schedule)[1].scale
+        )
+        wanted = batch * (
+            self.accelerator.num_processes if self.accelerator.split_batches else 1
+        )
         # An iterable dataset may yield whole batches.
         sampled = not isinstance(getattr(loader, "dataset", None), IterableDataset)
-        made = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) if sampled else None
+        made = (
+            getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+            if sampled
+            else None
+        )
         if made not in (None, wanted) and self.is_world_process_zero():
             warn_at_user(
-                f"The dataloader makes batches of {made} examples, and the arguments say {wanted}. The scale is that of the "
-                f"arguments. Unless each pass uses {wanted} of the {made} examples, set per_device_train_batch_size={made}."
+                f"The dataloader makes batches of {made} examples, and the arguments "
+                f"say {wanted}. The scale is that of the "
+                f"arguments. Unless each pass uses {wanted} of the {made} examples, "
+                f"set per_device_train_batch_size={made}."
             )
         if self._recorder is not None:
             self._recorder.begin(self.schedule, self._config)
         if self.schedule.finished and self.is_world_process_zero():
             warn_at_user(
-                f"The checkpoint is at effective step {self.schedule.effective_steps:.0f} of {self._total_steps}, the schedule's "
+                "The checkpoint is at effective step "
+                f"{self.schedule.effective_steps:.0f} of {self._total_steps}, the "
+                "schedule's "
                 "end: nothing is trained."
             )
         return self.schedule.finished
@@ -211,47 +284,71 @@ class AdaScaleMixin(_Base):
     def _adascale(self) -> AdaScale:
         return parts_of(self.schedule)[0]
 
-    # ---- a step --------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
-        """Return the batches of a step, as the Trainer does. Set the passes of the step and their weights."""
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
+    ) -> Any:
+        """Return the batches of a step, as the Trainer does. Set the passes of the
+        step and their weights.
+        """
         if self.schedule is not None and self.schedule.finished:
-            # A checkpoint at T was loaded. The Trainer checks only after a step whether to stop.
+            # A checkpoint at T was loaded. The Trainer checks only after a step whether
+            # to stop.
             return [], None
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return batches, items
         if len(batches) < self.args.gradient_accumulation_steps:
             if not has_length(self.callback_handler.train_dataloader):
-                # The Trainer does not step here, since it can't know that this was the end of an epoch.
+                # The Trainer does not step here, since it can't know that this was the
+                # end of an epoch.
                 if self.is_world_process_zero() and not self._warned_of_dropped:
                     self._warned_of_dropped = True
                     warn_at_user(
-                        f"The last {len(batches)} batches of an epoch make no whole step of "
-                        f"{self.args.gradient_accumulation_steps} passes, and are left out: the data has no length, so the "
-                        "Trainer does not step there. It would add their gradients to the next epoch's first step."
+                        f"The last {len(batches)} batches of an epoch make no whole "
+                        "step of "
+                        f"{self.args.gradient_accumulation_steps} passes, and are left "
+                        "out: the data has no length, so the "
+                        "Trainer does not step there. It would add their gradients to "
+                        "the next epoch's first step."
                     )
                 return [], None
             self._adascale.expect_passes(len(batches))
-        self._adascale.sample_weights = None if items is None else self._token_weights(batches, items, device)
+        self._adascale.sample_weights = (
+            None if items is None else self._token_weights(batches, items, device)
+        )
         return batches, items
 
-    def _token_weights(self, batches: list[Any], items: Any, device: Any) -> list[float]:
-        """Return the weight w of each pass: its tokens over those of the step on all workers, as the Trainer counts them."""
-        over_workers, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
+    def _token_weights(
+        self, batches: list[Any], items: Any, device: Any
+    ) -> list[float]:
+        """Return the weight w of each pass: its tokens over those of the step on all
+        workers, as the Trainer counts them.
+        """
+        over_workers, self.args.average_tokens_across_devices = (
+            self.args.average_tokens_across_devices,
+            False,
+        )
         taken = super().get_batch_samples
         try:  # count as the Trainer does, but on this worker alone
             counts = [taken(iter([batch]), 1, device)[1] for batch in batches]
         finally:
             self.args.average_tokens_across_devices = over_workers
         total = float(items) * (1 if over_workers else self.accelerator.num_processes)
-        numbers = torch.stack([torch.as_tensor(count, device=device) for count in counts]).double()
+        numbers = torch.stack(
+            [torch.as_tensor(count, device=device) for count in counts]
+        ).double()
         return (numbers / max(total, 1.0)).tolist()
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
         """Run one pass, as the Trainer does."""
         if self._normalises is None and num_items_in_batch is not None:
-            self._normalises = self._uses_number_of_items(model, inputs, num_items_in_batch)
+            self._normalises = self._uses_number_of_items(
+                model, inputs, num_items_in_batch
+            )
             if self._normalises is False:
                 self._average_passes()
         if self._normalises is False:
@@ -262,8 +359,11 @@ class AdaScaleMixin(_Base):
         self._losses.append(loss)
         return loss
 
-    def _uses_number_of_items(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> bool | None:
-        """Return whether the loss is divided by the number of items, as the Trainer assumes of a model with ``**kwargs``.
+    def _uses_number_of_items(
+        self, model: nn.Module, inputs: dict[str, Any], items: Any
+    ) -> bool | None:
+        """Return whether the loss is divided by the number of items, as the Trainer
+        assumes of a model with ``**kwargs``.
 
         Collective. None if the losses of this pass do not show it on any worker.
 
@@ -274,47 +374,69 @@ class AdaScaleMixin(_Base):
             return True  # a mean over the pass is the mean over the step
         with in_eval_mode(model), torch.no_grad(), self.compute_loss_context_manager():
             given = self._prepare_inputs(inputs)
-            one, other = (float(self.compute_loss(model, {**given}, num_items_in_batch=n)) for n in (items, 2 * items))
+            one, other = (
+                float(self.compute_loss(model, {**given}, num_items_in_batch=n))
+                for n in (items, 2 * items)
+            )
         shows = math.isfinite(one) and one != 0  # not where no token of the pass counts
-        own = torch.tensor([int(shows and abs(one - other) > 1e-3 * abs(one)), int(shows)], device=self.args.device)
+        own = torch.tensor(
+            [int(shows and abs(one - other) > 1e-3 * abs(one)), int(shows)],
+            device=self.args.device,
+        )
         uses, seen = self.accelerator.gather(own).view(-1, 2).sum(0).tolist()
         if 0 < uses < seen:
             raise ValueError(
-                f"The loss of {type(self.model).__name__} is divided by num_items_in_batch on {uses} of {seen} workers. Must be "
+                f"The loss of {type(self.model).__name__} is divided by "
+                f"num_items_in_batch on {uses} of {seen} workers. Must be "
                 "on all of them or on none."
             )
         return None if seen == 0 else uses > 0
 
     def _average_passes(self) -> None:
-        """Let the Trainer average the passes of a step, because their loss is a mean over each pass already.
+        """Let the Trainer average the passes of a step, because their loss is a mean
+        over each pass already.
 
         Raises:
             ValueError: The Trainer's own settings prevent it.
         """
-        workers, passes = self.accelerator.num_processes, self.args.gradient_accumulation_steps
+        workers, passes = (
+            self.accelerator.num_processes,
+            self.args.gradient_accumulation_steps,
+        )
         factor = passes * (workers if self.args.average_tokens_across_devices else 1)
         ignores = (
-            f"{type(self.model).__name__} ignores its argument num_items_in_batch: its loss is a mean over each pass, but "
-            "the Trainer expects a sum over the pass, divided by the number of tokens of the step. "
+            f"{type(self.model).__name__} ignores its argument num_items_in_batch: its "
+            "loss is a mean over each pass, but "
+            "the Trainer expects a sum over the pass, divided by the number of tokens "
+            "of the step. "
         )
         # A newer attribute of the Trainer, by which a subclass fixes the answer.
-        if self.compute_loss_func is not None or getattr(self, "loss_is_scaled_for_ga", None) is not None:
+        if (
+            self.compute_loss_func is not None
+            or getattr(self, "loss_is_scaled_for_ga", None) is not None
+        ):
             raise ValueError(
-                f"{ignores}The gradient would be {factor} times too large ({workers} workers × {passes} passes). Divide by "
-                "num_items_in_batch in compute_loss_func, or leave compute_loss_func and loss_is_scaled_for_ga out."
+                f"{ignores}The gradient would be {factor} times too large ({workers} "
+                f"workers × {passes} passes). Divide by "
+                "num_items_in_batch in compute_loss_func, or leave compute_loss_func "
+                "and loss_is_scaled_for_ga out."
             )
         self.model_accepts_loss_kwargs = False
         self._adascale.sample_weights = None
         if self.is_world_process_zero():
             warn_at_user(
-                f"{ignores}So this trainer averages the passes. transformers' own Trainer would make the gradient {factor} times "
-                f"too large ({workers} workers × {passes} passes). Set accepts_loss_kwargs = False on the model to confirm it."
+                f"{ignores}So this trainer averages the passes. transformers' own "
+                f"Trainer would make the gradient {factor} times "
+                f"too large ({workers} workers × {passes} passes). Set "
+                "accepts_loss_kwargs = False on the model to confirm it."
             )
 
-    # ---- logs and trace ------------------------------------------------------------------------------------------
+    # ---- logs and trace --------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as the Trainer does. Logs of training steps also have gain, scale, τ, noise scale and efficiency."""
+        """Log as the Trainer does. Logs of training steps also have gain, scale, τ,
+        noise scale and efficiency.
+        """
         if self._steps is not None and "loss" in logs:
             logs.update(self._steps.metrics())
         super().log(logs, *args, **kwargs)
@@ -326,32 +448,53 @@ class AdaScaleMixin(_Base):
             self._steps.record(loss=float(torch.stack(losses).sum()))
 
     def show_expected_end(self) -> None:
-        """Set the end of progress bars, also the user's, to that of the run: T steps, the Trainer's maximum, are seldom taken.
+        """Set the end of progress bars, also the user's, to that of the run: T steps,
+        the Trainer's maximum, are seldom taken.
 
         It follows from the recipe's forecast, or else from the mean gain so far.
         """
-        found: list[Any] = [getattr(each, name, None) for each in self.callback_handler.callbacks for name in _BARS]
+        found: list[Any] = [
+            getattr(each, name, None)
+            for each in self.callback_handler.callbacks
+            for name in _BARS
+        ]
         bars = [bar for bar in found if bar is not None]
         if not bars or self.schedule is None:
             return
         optimizer, plan = parts_of(self.schedule)
         tau, taken = optimizer.effective_steps, optimizer.steps
-        left = steps_left(self._forecast, tau=tau, total_steps=self._total_steps, taken=taken, scale=plan.scale)
+        left = steps_left(
+            self._forecast,
+            tau=tau,
+            total_steps=self._total_steps,
+            taken=taken,
+            scale=plan.scale,
+        )
         if math.isfinite(left):
             for bar in bars:
-                bar.total = min(self.state.global_step + math.ceil(left), self.state.max_steps)
+                bar.total = min(
+                    self.state.global_step + math.ceil(left), self.state.max_steps
+                )
 
     def training_has_ended(self) -> None:
         """Close the trace. Warn if training ended before T."""
         if self._steps is not None:
             self._steps.close()
         schedule = self.schedule
-        if schedule is not None and not schedule.finished and self.is_world_process_zero():
+        if (
+            schedule is not None
+            and not schedule.finished
+            and self.is_world_process_zero()
+        ):
             warn_at_user(
-                f"Training ended at effective step {schedule.effective_steps:.0f} of {self._total_steps}, before the schedule's "
-                f"end: max_steps={self.args.max_steps}, or training was stopped. Leave max_steps out, or resume."
+                f"Training ended at effective step {schedule.effective_steps:.0f} of "
+                f"{self._total_steps}, before the schedule's "
+                f"end: max_steps={self.args.max_steps}, or training was stopped. Leave "
+                "max_steps out, or resume."
             )
 
 
 class ScaledTrainer(AdaScaleMixin, Trainer):
-    """``transformers.Trainer`` with :class:`AdaScaleMixin`. It has the arguments of both."""
+    """``transformers.Trainer`` with :class:`AdaScaleMixin`. It has the arguments of
+    both.
+    """

@@ -1,6 +1,8 @@
-"""The identity of a step, Σ w_i⟨g_i, v⟩ = ⟨ḡ, v⟩: what the optimizer uses is the mean of the gradient samples that were measured.
+"""The identity of a step, Σ w_i⟨g_i, v⟩ = ⟨ḡ, v⟩: what the optimizer uses is the mean
+of the gradient samples that were measured.
 
-It holds for every v. Here v is a fixed vector of random signs, over the first elements of each tensor.
+It holds for every v. Here v is a fixed vector of random signs, over the first elements
+of each tensor.
 """
 
 from __future__ import annotations
@@ -15,29 +17,37 @@ from .._warn import warn_on_first_worker
 LENGTH = 4096
 """Elements of each tensor that take part."""
 _FIRST, _EVERY = 10, 10
-"""Steps of a run that are checked if they are measured; after them those that the second number divides."""
+"""Steps of a run that are checked if they are measured; after them those that the
+second number divides.
+"""
 _FIRST_ON_GPU, _EVERY_ON_GPU = 3, 1000
 """Likewise. A checked step has twice the launches of another."""
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 2e-2
-"""Largest relative difference. In float32 3e-7 was seen at most, with bfloat16 weights 1.5e-3, and .004 to 5 with a fault."""
+"""Largest relative difference. In float32 3e-7 was seen at most, with bfloat16
+weights 1.5e-3, and .004 to 5 with a fault.
+"""
 
 _SIGNS: dict[torch.device, Tensor] = {}
 
 
 def due(ended: int, *, on_cpu: bool) -> bool:
-    """Return whether a measured step is checked, by the number of steps of the run before it.
+    """Return whether a measured step is checked, by the number of steps of the run
+    before it.
 
-    A resume checks the same steps: with another number in the step's all-reduce its sums may be rounded otherwise.
+    A resume checks the same steps: with another number in the step's all-reduce its
+    sums may be rounded otherwise.
     """
     first, every = (_FIRST, _EVERY) if on_cpu else (_FIRST_ON_GPU, _EVERY_ON_GPU)
     return ended < first or ended % every == 0
 
 
 def project(gradient: Tensor, start: int = 0) -> Tensor:
-    """Return ⟨g, v⟩ of a parameter's gradient, or of a part of its elements; float64, 0-dim. GPUs are not waited for.
+    """Return ⟨g, v⟩ of a parameter's gradient, or of a part of its elements; float64,
+    0-dim. GPUs are not waited for.
 
     Args:
-        gradient: Detached, of any layout in memory; sparse ones along the first dimension.
+        gradient: Detached, of any layout in memory; sparse ones along the first
+            dimension.
         start: First element of the part.
     """
     device = gradient.device
@@ -52,7 +62,9 @@ def project(gradient: Tensor, start: int = 0) -> Tensor:
 
 
 def _first_rows(gradient: Tensor) -> Tensor:
-    """Return the rows of a gradient that have the first :data:`LENGTH` elements, dense."""
+    """Return the rows of a gradient that have the first :data:`LENGTH` elements,
+    dense.
+    """
     if gradient.dim() == 0:
         return gradient
     rest = gradient.shape[1:]
@@ -73,14 +85,17 @@ def total(products: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 class Identity:
-    """The products of a step's gradient samples, and the check that those of the reduced gradient are the same.
+    """The products of a step's gradient samples, and the check that those of the
+    reduced gradient are the same.
 
     Args:
-        exact: Returns whether what reduces the gradients is expected to return their mean.
+        exact: Returns whether what reduces the gradients is expected to return their
+            mean.
 
     Attributes:
         half: Whether a gradient is of half precision.
-        products: ⟨g, v⟩ of each gradient of the step on this worker so far; None in a step that is not checked.
+        products: ⟨g, v⟩ of each gradient of the step on this worker so far; None in a
+            step that is not checked.
     """
 
     def __init__(self, exact: Callable[[], bool]) -> None:
@@ -104,22 +119,31 @@ class Identity:
         Raises:
             RuntimeError: The identity does not hold.
         """
-        if not difference > (_HALF_TOLERANCE if self.half else _TOLERANCE):  # NaN of a step without a gradient
+        # NaN of a step without a gradient
+        if not difference > (_HALF_TOLERANCE if self.half else _TOLERANCE):
             return
         text = (
-            "The reduced gradient is not the mean of the gradient samples that were measured (they differ by "
-            f"{difference:.2g} of their norm), so the gain is not that of this gradient."
+            "The reduced gradient is not the mean of the gradient samples that were "
+            "measured (they differ by "
+            f"{difference:.2g} of their norm), so the gain is not that of this "
+            "gradient."
         )
         if self._exact():
             raise RuntimeError(f"{text} {_CAUSES}")
         if not self._warned:
             self._warned = True
-            warn_on_first_worker(f"{text} The communication hook of DistributedDataParallel compresses gradients.")
+            warn_on_first_worker(
+                f"{text} The communication hook of DistributedDataParallel compresses "
+                "gradients."
+            )
 
 
 _CAUSES = (
-    "Something changes gradients within the backward pass: a hook of register_post_accumulate_grad_hook or "
-    "register_multi_grad_hook, or a communication hook of DistributedDataParallel that adds up. Use Tensor.register_hook, "
-    "which is measured; or change gradients after the step's last pass (is_last_pass). Or the model was cast, moved or given "
+    "Something changes gradients within the backward pass: a hook of "
+    "register_post_accumulate_grad_hook or "
+    "register_multi_grad_hook, or a communication hook of DistributedDataParallel that "
+    "adds up. Use Tensor.register_hook, "
+    "which is measured; or change gradients after the step's last pass (is_last_pass). "
+    "Or the model was cast, moved or given "
     "another memory format after DistributedDataParallel was built: do so before."
 )

@@ -1,7 +1,9 @@
-"""Norms of gradients: of one, of many with one call, of those of a pass, and their sums of squares by parameter group.
+"""Norms of gradients: of one, of many with one call, of those of a pass, and their sums
+of squares by parameter group.
 
-On a GPU the number of calls is what a norm of a small gradient costs, and on a CPU it is the reading of a large one. So a GPU
-keeps the gradients of a pass, up to a number of bytes, for one call; a CPU takes each norm while the gradient is in the cache.
+On a GPU the number of calls is what a norm of a small gradient costs, and on a CPU it
+is the reading of a large one. So a GPU keeps the gradients of a pass, up to a number of
+bytes, for one call; a CPU takes each norm while the gradient is in the cache.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from torch import Tensor
 
 from .._torch import count_of_writes
 
-# Longest run of float32 squares that is summed in float32: one pass over a million elements is off by 1e-5 on a CPU,
-# blocks of this length, summed in float64, by 1e-8, at the same speed.
+# Longest run of float32 squares that is summed in float32: one pass over a million
+# elements is off by 1e-5 on a CPU, blocks of this length, summed in float64, by 1e-8,
+# at the same speed.
 _BLOCK = 16384
 
 MOST_HELD = 32 << 20
@@ -25,20 +28,31 @@ MOST_HELD = 32 << 20
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _NORMED = frozenset({torch.float32, torch.float64})
 _AT_ONCE = 4 * _BLOCK  # elements up to which a norm on a CPU is one call
-_SHARED = 1 << 20  # elements above which, on a CPU, reading the reduced gradient costs more than waiting for the others
+# elements above which, on a CPU, reading the reduced gradient costs more than waiting
+# for the others
+_SHARED = 1 << 20
 _vector_norm = torch.linalg.vector_norm
 
 
 def take_norm(tensor: Tensor) -> Tensor:
-    """Return the Euclidean norm as a 0-dim tensor, float32 at least, on the tensor's device; no host synchronization."""
-    if tensor.layout is torch.strided and tensor.dtype is torch.float32 and tensor.numel() <= _AT_ONCE:
-        return _vector_norm(tensor)  # of nearly all tensors; for a small one the checks below take longer than the norm
+    """Return the Euclidean norm as a 0-dim tensor, float32 at least, on the tensor's
+    device; no host synchronization.
+    """
+    if (
+        tensor.layout is torch.strided
+        and tensor.dtype is torch.float32
+        and tensor.numel() <= _AT_ONCE
+    ):
+        # of nearly all tensors; for a small one the checks below take longer than the
+        # norm
+        return _vector_norm(tensor)
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.dtype is not torch.float32 and tensor.dtype is not torch.float64:
-        return _vector_norm(tensor, dtype=torch.float32)  # squares of fp16 overflow from 256 on
+        # squares of fp16 overflow from 256 on
+        return _vector_norm(tensor, dtype=torch.float32)
     if tensor.numel() > _AT_ONCE and tensor.is_cpu and tensor.is_contiguous():
         flat = tensor.view(-1)
         whole = flat.numel() // _BLOCK * _BLOCK
@@ -59,16 +73,22 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _all_small(tensors: Sequence[Tensor]) -> bool:
-    """Whether all are on the CPU, :func:`_is_plain` and of one dtype, as the gradients of most small models."""
+    """Whether all are on the CPU, :func:`_is_plain` and of one dtype, as the
+    gradients of most small models.
+    """
     dtype, strided = tensors[0].dtype, torch.strided
-    small = [t.dtype is dtype and t.is_cpu and t.layout is strided and t.numel() <= _AT_ONCE for t in tensors]
+    small = [
+        t.dtype is dtype and t.is_cpu and t.layout is strided and t.numel() <= _AT_ONCE
+        for t in tensors
+    ]
     return dtype in _NORMED and all(small)
 
 
 def take_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the norm of each tensor, with one call for all of a device and dtype.
 
-    On a CPU they are those of :func:`take_norm`, to the bit. On a GPU those of several tensors are float64.
+    On a CPU they are those of :func:`take_norm`, to the bit. On a GPU those of several
+    tensors are float64.
     """
     if tensors and _all_small(tensors):
         return list(torch._foreach_norm([*tensors]))
@@ -76,42 +96,60 @@ def take_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     together: dict[tuple[int, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
         if _is_plain(tensor):
-            together.setdefault((tensor.get_device(), tensor.dtype), []).append(i)  # −1 is the CPU
+            # −1 is the CPU
+            together.setdefault((tensor.get_device(), tensor.dtype), []).append(i)
         else:
             found[i] = take_norm(tensor)
     for (device, _), some in together.items():
-        # A GPU's kernel adds up in the dtype of the result, without a copy. The norm of an fp16 gradient may overflow fp16.
+        # A GPU's kernel adds up in the dtype of the result, without a copy. The norm of
+        # an fp16 gradient may overflow fp16.
         dtype = None if device < 0 else torch.float64
         if len(some) == len(tensors):
             return list(torch._foreach_norm([*tensors], 2, dtype))
-        for i, norm in zip(some, torch._foreach_norm([tensors[i] for i in some], 2, dtype), strict=True):
+        for i, norm in zip(
+            some, torch._foreach_norm([tensors[i] for i in some], 2, dtype), strict=True
+        ):
             found[i] = norm
     return found
 
 
-def take_group_norms(gradients: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-    """Return (parameter group, norm) of each (parameter group, gradient), as :func:`take_norms`."""
+def take_group_norms(
+    gradients: Sequence[tuple[int, Tensor]],
+) -> list[tuple[int, Tensor]]:
+    """Return (parameter group, norm) of each (parameter group, gradient), as
+    :func:`take_norms`.
+    """
     norms = take_norms([gradient for _, gradient in gradients])
     return [(g, norm) for (g, _), norm in zip(gradients, norms, strict=True)]
 
 
 def finite_check(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return a number that is finite if gradients are, and else NaN or +∞: float64 ``[1]`` on ``device``.
+    """Return a number that is finite if gradients are, and else NaN or +∞: float64
+    ``[1]`` on ``device``.
 
-    Gradients count as infinite where their sum (on a CPU) or their norm is above float32's range.
+    Gradients count as infinite where their sum (on a CPU) or their norm is above
+    float32's range.
     """
     on_cpu = [g.is_cpu for g in grads]
     if all(on_cpu):
         # A sum takes half the time of a norm.
-        sums = [g.sum() if g.dtype in _NORMED and not g.is_sparse else take_norm(g) for g in grads]
+        sums = [
+            g.sum() if g.dtype in _NORMED and not g.is_sparse else take_norm(g)
+            for g in grads
+        ]
         return torch.stack(sums).sum().abs().to(device, torch.float64).view(1)
-    # The norm of norms is the norm; torch gives that of an fp16 gradient in fp16, where it may overflow by itself.
-    norms = [take_norm(g) if g.is_sparse or g.dtype is torch.float16 else g for g in grads]
+    # The norm of norms is the norm; torch gives that of an fp16 gradient in fp16, where
+    # it may overflow by itself.
+    norms = [
+        take_norm(g) if g.is_sparse or g.dtype is torch.float16 else g for g in grads
+    ]
     return torch.nn.utils.get_total_norm(norms).to(device, torch.float64).view(1)
 
 
 def worth_sharing(groups: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether workers that all hold the reduced gradient should each take the norm of a share of it; equal on all workers."""
+    """Whether workers that all hold the reduced gradient should each take the norm
+    of a share of it; equal on all workers.
+    """
     params = [p for group in groups for p in group]
     return all(p.is_cpu for p in params) and sum(p.numel() for p in params) >= _SHARED
 
@@ -129,14 +167,21 @@ class GroupSums:
         self._indices: dict[tuple[int, ...], Tensor] = {}
 
     def __call__(self, norms: Sequence[tuple[int, Tensor]]) -> Tensor:
-        """Return float64 ``[groups]`` from pairs (parameter group, norm), summed in this order. GPUs are not waited for."""
+        """Return float64 ``[groups]`` from pairs (parameter group, norm), summed in
+        this order. GPUs are not waited for.
+        """
         if not norms:
             return torch.zeros(self._groups, dtype=torch.float64, device=self._device)
         devices = {norm.get_device() for _, norm in norms}
         if len(devices) > 1:
-            parts = [self([(g, norm) for g, norm in norms if norm.get_device() == device]) for device in devices]
+            parts = [
+                self([(g, norm) for g, norm in norms if norm.get_device() == device])
+                for device in devices
+            ]
             return torch.stack(parts).sum(0)
-        numbers = torch.stack([norm for _, norm in norms]).to(self._device, torch.float64)
+        numbers = torch.stack([norm for _, norm in norms]).to(
+            self._device, torch.float64
+        )
         if self._groups == 1:
             return torch.dot(numbers, numbers).view(1)
         out = torch.zeros(self._groups, dtype=torch.float64, device=self._device)
@@ -151,7 +196,8 @@ class _Held(NamedTuple):  # made for each gradient: a dataclass takes longer to 
 
     Attributes:
         number: Number of the parameter.
-        alias: Shares the gradient's memory. An alias leaves autograd free to use the gradient itself for ``.grad``.
+        alias: Shares the gradient's memory. An alias leaves autograd free to use the
+            gradient itself for ``.grad``.
         version: Version of the memory when the gradient came.
         taken: Whether the norm was taken.
     """
@@ -168,7 +214,9 @@ def _is_held(param: Tensor) -> bool:
 
 def _of_cuda(stream: torch.Stream) -> Any:
     return torch.cuda.Stream(
-        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
     )
 
 
@@ -185,14 +233,23 @@ class _Holder:
         self._held: list[_Held] = []
         self._bytes = 0
         self._stream: Any = None  # of the gradients that are held
-        self._steady: set[int] = set()  # parameters whose gradients are not changed in place
-        self._changing: set[int] = set()  # parameters whose gradients a hook of the user changes in place
+        # parameters whose gradients are not changed in place
+        self._steady: set[int] = set()
+        # parameters whose gradients a hook of the user changes in place
+        self._changing: set[int] = set()
 
     def add(self, index: int, grad: Tensor) -> None:
-        stream = torch.accelerator.current_stream(grad.device)  # in a third of the time of torch.cuda's
-        if self._held and (stream != self._stream or self._bytes + grad.nbytes > self._most_bytes):
+        # in a third of the time of torch.cuda's
+        stream = torch.accelerator.current_stream(grad.device)
+        if self._held and (
+            stream != self._stream or self._bytes + grad.nbytes > self._most_bytes
+        ):
             self.flush()
-        if index in self._changing or not _is_plain(grad) or grad.nbytes > self._most_bytes:
+        if (
+            index in self._changing
+            or not _is_plain(grad)
+            or grad.nbytes > self._most_bytes
+        ):
             (self._norms[index],) = take_norms([grad])
             return
         taken = index not in self._steady
@@ -206,7 +263,8 @@ class _Holder:
         """Take the norms of the gradients that are held, with one call.
 
         Raises:
-            RuntimeError: A gradient was changed since it came, and had not been in earlier passes.
+            RuntimeError: A gradient was changed since it came, and had not been in
+                earlier passes.
         """
         held, self._held, self._bytes = self._held, [], 0
         if not held:
@@ -218,9 +276,12 @@ class _Holder:
                 self._changing.add(one.number)
             else:
                 raise RuntimeError(
-                    f"A gradient of shape {tuple(one.alias.shape)} was changed in place during the backward pass, after earlier "
-                    "passes that did not change it. AdaScale can't tell the gradient sample any more. Register hooks that "
-                    "change .grad (register_post_accumulate_grad_hook) before training begins."
+                    f"A gradient of shape {tuple(one.alias.shape)} was changed in "
+                    "place during the backward pass, after earlier "
+                    "passes that did not change it. AdaScale can't tell the gradient "
+                    "sample any more. Register hooks that "
+                    "change .grad (register_post_accumulate_grad_hook) before training "
+                    "begins."
                 )
         waiting = [one for one in held if not one.taken]
         if not waiting:
@@ -240,7 +301,8 @@ class _Holder:
 
 
 class _Slots:
-    """Slots for the norms of small gradients on the CPU. A hook writes one number there, and nothing has to be collected later.
+    """Slots for the norms of small gradients on the CPU. A hook writes one number
+    there, and nothing has to be collected later.
 
     Args:
         params: (parameter group, parameter), all of one dtype.
@@ -248,7 +310,9 @@ class _Slots:
         device: Device of the sums.
     """
 
-    def __init__(self, params: Sequence[tuple[int, Tensor]], groups: int, device: torch.device) -> None:
+    def __init__(
+        self, params: Sequence[tuple[int, Tensor]], groups: int, device: torch.device
+    ) -> None:
         self._groups, self._device = groups, device
         self._buffer = torch.zeros(len(params), dtype=params[0][1].dtype)
         self._group_of = torch.tensor([g for g, _ in params])
@@ -276,7 +340,11 @@ class SampleNorms:
     """
 
     def __init__(
-        self, groups: Sequence[Sequence[Tensor]], device: torch.device, *, most_bytes: int = MOST_HELD
+        self,
+        groups: Sequence[Sequence[Tensor]],
+        device: torch.device,
+        *,
+        most_bytes: int = MOST_HELD,
     ) -> None:
         params = [(g, p) for g, params in enumerate(groups) for p in params]
         self._group_of = [g for g, _ in params]
@@ -285,27 +353,42 @@ class SampleNorms:
         self._norms: list[Tensor | None] = [None] * len(params)
         self._holders: dict[torch.device, _Holder] = {}
         self._most_bytes = most_bytes
-        small = [(g, p) for g, p in params if p.is_cpu and p.dtype in _NORMED and p.numel() <= _AT_ONCE]
+        small = [
+            (g, p)
+            for g, p in params
+            if p.is_cpu and p.dtype in _NORMED and p.numel() <= _AT_ONCE
+        ]
         self._slots = [
             _Slots([(g, p) for g, p in small if p.dtype is dtype], len(groups), device)
             for dtype in dict.fromkeys(p.dtype for _, p in small)
         ]
 
     def clear(self) -> None:
-        """Forget all norms: a parameter that gets no gradient in the next pass counts as zero."""
+        """Forget all norms: a parameter that gets no gradient in the next pass
+        counts as zero.
+        """
         self.flush()
         self._norms[:] = [None] * len(self._norms)
         for slots in self._slots:
             slots.clear()
 
     def flush(self) -> None:
-        """Take the norms of the gradients that are held, before anything else changes them."""
+        """Take the norms of the gradients that are held, before anything else
+        changes them.
+        """
         for holder in self._holders.values():
             holder.flush()
 
     def taker(self, param: Tensor) -> Callable[[Tensor], None]:
-        """Return a function that takes a gradient of a parameter, and its norm now or at :meth:`flush`."""
-        index, norms, holders, most_bytes = self._index[param], self._norms, self._holders, self._most_bytes
+        """Return a function that takes a gradient of a parameter, and its norm now
+        or at :meth:`flush`.
+        """
+        index, norms, holders, most_bytes = (
+            self._index[param],
+            self._norms,
+            self._holders,
+            self._most_bytes,
+        )
         if _is_held(param):
 
             def hold(grad: Tensor) -> None:
@@ -322,10 +405,14 @@ class SampleNorms:
         return take
 
     def slot(self, param: Tensor) -> Tensor | None:
-        """Return the tensor, 0-dim, for the norm of a small parameter's dense gradient on the CPU; None for another parameter."""
+        """Return the tensor, 0-dim, for the norm of a small parameter's dense
+        gradient on the CPU; None for another parameter.
+        """
         if _is_held(param):
             return None
-        return next((slots.of[param] for slots in self._slots if param in slots.of), None)
+        return next(
+            (slots.of[param] for slots in self._slots if param in slots.of), None
+        )
 
     def put(self, param: Tensor, norm: Tensor) -> None:
         """Set the norm of a parameter's gradient."""
@@ -344,7 +431,11 @@ class SampleNorms:
         """Return the sum of squared norms per group, float64 ``[groups]``."""
         self.flush()
         parts = [slots.sums_of_squares() for slots in self._slots]
-        norms = [(g, norm) for g, norm in zip(self._group_of, self._norms, strict=True) if norm is not None]
+        norms = [
+            (g, norm)
+            for g, norm in zip(self._group_of, self._norms, strict=True)
+            if norm is not None
+        ]
         if norms or not parts:
             parts.append(self._sums(norms))
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)

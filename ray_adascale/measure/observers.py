@@ -1,10 +1,14 @@
-"""Where squared norms are taken: of each gradient sample before reduction, and of the reduced gradient.
+"""Where squared norms are taken: of each gradient sample before reduction, and of the
+reduced gradient.
 
-An observer watches the parameters of an optimizer, group by group. It measures two things: the squared norms of the gradient
-sample that the last backward pass produced on this worker, and this worker's share of the squared norms of the reduced
-gradient (the shares of all workers add up). Weights, loss scale and the sum over workers are the caller's part.
+An observer watches the parameters of an optimizer, group by group. It measures two
+things: the squared norms of the gradient sample that the last backward pass produced on
+this worker, and this worker's share of the squared norms of the reduced gradient (the
+shares of all workers add up). Weights, loss scale and the sum over workers are the
+caller's part.
 
-Norms are taken in parameter order and summed in float64, whatever buckets gradients are reduced in.
+Norms are taken in parameter order and summed in float64, whatever buckets gradients are
+reduced in.
 """
 
 from __future__ import annotations
@@ -20,13 +24,21 @@ import torch
 from torch import Tensor
 
 from .._torch import without_gradients
-from .autograd import REENTRANT, accumulator_of, queue_end_of_backward, refuse_compiled, refuse_nested
+from .autograd import (
+    REENTRANT,
+    accumulator_of,
+    queue_end_of_backward,
+    refuse_compiled,
+    refuse_nested,
+)
 from .identity import Identity, project, total
 from .norms import GroupSums, SampleNorms, take_norm, take_norms, worth_sharing
 
 
 class _Pass:
-    """The running backward pass, as each parameter's hook sees it; it holds nothing alive."""
+    """The running backward pass, as each parameter's hook sees it; it holds nothing
+    alive.
+    """
 
     __slots__ = ("end", "ignored", "measured", "number", "seen")
 
@@ -35,7 +47,8 @@ class _Pass:
         self.ignored = False  # if so, hooks return at once
         self.number = 0
         self.seen: list[int] = []  # the last pass in which each hook ran
-        # Autograd holds the callback of the end while the pass runs, and drops it where an exception ends the pass.
+        # Autograd holds the callback of the end while the pass runs, and drops it where
+        # an exception ends the pass.
         self.end: weakref.ref[Callable[[], None]] | None = None
 
     @property
@@ -47,16 +60,21 @@ class PassListener(Protocol):
     """Receiver of the norms. The observer holds it weakly."""
 
     def on_begin(self, observer: GradientObserver) -> bool:
-        """Begin a backward pass, at its first gradient; return whether it is the last pass of an optimizer step."""
+        """Begin a backward pass, at its first gradient; return whether it is the
+        last pass of an optimizer step.
+        """
 
     def on_local(self, observer: GradientObserver) -> None:
         """End the pass on this worker. Reduced gradients may still be on their way."""
 
     def on_reduced(self, observer: GradientObserver) -> None:
-        """End the pass on all workers: reduced gradients are in place, if the pass reduced them."""
+        """End the pass on all workers: reduced gradients are in place, if the pass
+        reduced them.
+        """
 
     def complete(self, caller: str) -> None:
-        """Take part in the sums over workers that end a step, when this worker makes no further pass in it.
+        """Take part in the sums over workers that end a step, when this worker makes no
+        further pass in it.
 
         Args:
             caller: Method that an error names.
@@ -67,74 +85,108 @@ class PassListener(Protocol):
 
 
 class Reducing(Protocol):
-    """What reduces the gradients beside an observer that looks on, as DistributedDataParallel."""
+    """What reduces the gradients beside an observer that looks on, as
+    DistributedDataParallel.
+    """
 
     def in_one_round(self) -> bool:
-        """Return whether all of a pass's collectives have been started when its last gradient is there, as far as is known."""
+        """Return whether all of a pass's collectives have been started when its last
+        gradient is there, as far as is known.
+        """
 
     def check_unused(self, unused: Sequence[Tensor]) -> None:
-        """Raise if it waits for the gradients of these parameters, which got none in the pass that ends."""
+        """Raise if it waits for the gradients of these parameters, which got none in
+        the pass that ends.
+        """
 
     def check_cast(self, params: Sequence[Tensor]) -> None:
         """Raise if it does not follow parameters that were cast or moved."""
 
 
 class GradientObserver(ABC):
-    """Watches the gradients of groups of parameters, and calls its listener as backward passes begin and end."""
+    """Watches the gradients of groups of parameters, and calls its listener as
+    backward passes begin and end.
+    """
 
     sharded: bool = False
-    """Whether each worker has its shards of the reduced gradient only. Else it has all of it, equal to the last bit."""
+    """Whether each worker has its shards of the reduced gradient only. Else it has
+    all of it, equal to the last bit.
+    """
 
     shares_norm: bool = False
-    """Whether each worker takes a part of the reduced gradient's norm, as always of one that is sharded. The parts are summed.
+    """Whether each worker takes a part of the reduced gradient's norm, as always of one
+    that is sharded. The parts are summed.
 
-    Else each takes all of it, which costs less than to wait for the others, and A may travel while the last gradients do.
+    Else each takes all of it, which costs less than to wait for the others, and A may
+    travel while the last gradients do.
     """
 
     measures: bool = True
-    """Whether gradient samples are measured. If not, :meth:`reduced_sq_norms` alone is called."""
+    """Whether gradient samples are measured. If not, :meth:`reduced_sq_norms` alone
+    is called.
+    """
 
     _sums: GroupSums
 
     def __init__(self, listener: PassListener) -> None:
         self.listener: Callable[[], PassListener | None] = weakref.ref(listener)
-        """Returns the object that is called as passes begin and end, while it is alive."""
+        """Returns the object that is called as passes begin and end, while it is
+        alive.
+        """
 
     def refresh(self) -> None:  # noqa: B027 (most observers have nothing to do)
-        """Watch parameters that were cast or moved. Called between steps, and as a step begins."""
+        """Watch parameters that were cast or moved. Called between steps, and as a
+        step begins.
+        """
 
     def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Return the gradients of earlier passes that the optimizer has not used or cleared yet. Called as a pass begins."""
+        """Return the gradients of earlier passes that the optimizer has not used or
+        cleared yet. Called as a pass begins.
+        """
         return (p.grad for p in params if p.grad is not None)
 
     @abstractmethod
     def local_sq_norms(self) -> Tensor:
-        """Return ``‖g_i‖²`` per group of the gradient sample of the last backward pass, float64 ``[groups]``, and forget it.
+        """Return ``‖g_i‖²`` per group of the gradient sample of the last backward pass,
+        float64 ``[groups]``, and forget it.
 
-        The norms are as measured: with the loss scale and the weight that the loss carried.
+        The norms are as measured: with the loss scale and the weight that the loss
+        carried.
         """
 
     @abstractmethod
     def reduced_sq_norms(self, rank: int, world_size: int) -> Tensor:
-        """Return this worker's share of ``‖ḡ‖²`` per group, float64 ``[groups]``; the shares of all workers add up to it."""
+        """Return this worker's share of ``‖ḡ‖²`` per group, float64 ``[groups]``;
+        the shares of all workers add up to it.
+        """
 
     def find_unseen(self) -> Sequence[Tensor]:
-        """Return the parameters of this step whose gradients were not measured. All workers return the same."""
+        """Return the parameters of this step whose gradients were not measured. All
+        workers return the same.
+        """
         return ()
 
     identity: Identity | None = None
-    """Of the steps; None where the norms are those of the very gradients that are reduced."""
+    """Of the steps; None where the norms are those of the very gradients that are
+    reduced.
+    """
 
     def reduced_product(self) -> Tensor:
-        """Return ⟨ḡ, v⟩ of the reduced gradient that this worker holds; float64, 0-dim."""
+        """Return ⟨ḡ, v⟩ of the reduced gradient that this worker holds; float64,
+        0-dim.
+        """
         raise NotImplementedError  # called only where there is an `identity`
 
     def measure(self, measures: bool) -> None:
-        """Measure gradient samples from the next pass on, or leave them out: hooks stay, and notice passes alone."""
+        """Measure gradient samples from the next pass on, or leave them out: hooks
+        stay, and notice passes alone.
+        """
         self.measures = measures
 
     def ignore(self, ignored: bool) -> None:  # noqa: B027
-        """Let hooks return at once, where the caller knows all of a pass that is not measured."""
+        """Let hooks return at once, where the caller knows all of a pass that is not
+        measured.
+        """
 
     @abstractmethod
     def detach(self) -> None:
@@ -142,21 +194,28 @@ class GradientObserver(ABC):
 
 
 class HookObserver(GradientObserver):
-    """A hook on each parameter, frozen or not, which is always correct and needs no model. Hooks are set once.
+    """A hook on each parameter, frozen or not, which is always correct and needs no
+    model. Hooks are set once.
 
-    The hook is on the node that accumulates the gradient of one backward pass into ``.grad``. So it sees the gradient after the
-    hooks of ``register_hook``, and before it is accumulated and before DDP reduces it. It takes the norm while the gradient is in
-    the cache. The hooks hold no reference to the observer, so dropping the optimizer frees everything without :meth:`detach`.
+    The hook is on the node that accumulates the gradient of one backward pass into
+    ``.grad``. So it sees the gradient after the hooks of ``register_hook``, and before
+    it is accumulated and before DDP reduces it. It takes the norm while the gradient is
+    in the cache. The hooks hold no reference to the observer, so dropping the optimizer
+    frees everything without :meth:`detach`.
 
-    A subclass defines which tensors are hooked (:meth:`hook_all`, which calls :meth:`hook`) and where the reduced gradient is.
+    A subclass defines which tensors are hooked (:meth:`hook_all`, which calls
+    :meth:`hook`) and where the reduced gradient is.
 
     Args:
         groups: Parameters of each parameter group.
         listener: Called as passes begin and end.
-        local: Take the norm of each gradient sample. False if only the end of the pass matters.
-        precondition: Maps (parameter, gradient) to the tensor that the norm is taken of.
-        reducing: Reduces the gradients. Where it does so in one round, ``on_local`` is called before it has come to its end,
-            which hides the time of what the listener sends.
+        local: Take the norm of each gradient sample. False if only the end of the pass
+            matters.
+        precondition: Maps (parameter, gradient) to the tensor that the norm is taken
+            of.
+        reducing: Reduces the gradients. Where it does so in one round, ``on_local`` is
+            called before it has come to its end, which hides the time of what the
+            listener sends.
 
     Attributes:
         last_pass: Whether the running pass is the last of an optimizer step.
@@ -177,14 +236,18 @@ class HookObserver(GradientObserver):
         self.last_pass = True
         self._local = local
         self._reducing, self._sent_early = reducing, False
-        self.identity = Identity(exact=(lambda: True) if reducing is None else reducing.in_one_round)
+        self.identity = Identity(
+            exact=(lambda: True) if reducing is None else reducing.in_one_round
+        )
         self._precondition = precondition
         self.groups = [list(params) for params in groups]
         self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
         self._hooks: dict[Tensor, Callable[[Sequence[Tensor | None]], None]] = {}
-        # By parameter: the tensor that accumulates, its node, which torch holds weakly, and the dtype and device of then.
+        # By parameter: the tensor that accumulates, its node, which torch holds weakly,
+        # and the dtype and device of then.
         self._nodes: dict[Tensor, tuple[Tensor, Any, torch.dtype, torch.device]] = {}
-        self._streams: dict[torch.device, torch.Stream] = {}  # in which the nodes of a GPU were made
+        # in which the nodes of a GPU were made
+        self._streams: dict[torch.device, torch.Stream] = {}
         self._pass = _Pass()
         self._starting = threading.Lock()  # autograd has a thread for each GPU
         self.samples = SampleNorms(self.groups, self.device)
@@ -198,7 +261,8 @@ class HookObserver(GradientObserver):
     def measure(self, measures: bool) -> None:
         super().measure(measures)
         self._pass.measured = measures
-        # In a step that is not measured nothing else is to be sent, and to wait for the others takes longer than to read all.
+        # In a step that is not measured nothing else is to be sent, and to wait for the
+        # others takes longer than to read all.
         self.shares_norm = self.sharded or (measures and self._worth_sharing)
 
     def ignore(self, ignored: bool) -> None:
@@ -210,7 +274,9 @@ class HookObserver(GradientObserver):
         return total([project(grad) for grad in grads], self.device)
 
     def has_product(self, param: Tensor) -> bool:
-        """Whether a parameter takes part in the identity. The answer as its hook is made holds."""
+        """Whether a parameter takes part in the identity. The answer as its hook is
+        made holds.
+        """
         return True
 
     def hook_all(self) -> None:
@@ -222,37 +288,62 @@ class HookObserver(GradientObserver):
 
     def refresh(self) -> None:
         moved = self._moved()
-        for param, _ in moved:  # torch makes another node only once nobody holds the old one
+        # torch makes another node only once nobody holds the old one
+        for param, _ in moved:
             self.hooked.pop(param).remove()
             del self._nodes[param]
         for param, leaf in moved:
             self.hook(param, leaf)
 
     def find_unseen(self) -> list[Tensor]:
-        """Return the parameters of another dtype or device than they were hooked with."""
+        """Return the parameters of another dtype or device than they were hooked
+        with.
+        """
         nodes = self._nodes.items()
-        found = [p for p, (leaf, _, dtype, device) in nodes if leaf.dtype is not dtype or leaf.device != device]
+        found = [
+            p
+            for p, (leaf, _, dtype, device) in nodes
+            if leaf.dtype is not dtype or leaf.device != device
+        ]
         if found and self._reducing is not None:
             self._reducing.check_cast(found)
         return found
 
     def _moved(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (parameter, accumulating tensor) where torch would make another node now than the hooked one.
+        """Return (parameter, accumulating tensor) where torch would make another node
+        now than the hooked one.
 
-        A node belongs to the stream in which it was made. In another one torch would wait for that stream in each pass.
+        A node belongs to the stream in which it was made. In another one torch would
+        wait for that stream in each pass.
         """
         streams = self._streams
-        left = [device for device, stream in streams.items() if torch.accelerator.current_stream(device) != stream]
+        left = [
+            device
+            for device, stream in streams.items()
+            if torch.accelerator.current_stream(device) != stream
+        ]
         moved = self._nodes if left else self.find_unseen()
         return [(param, self._nodes[param][0]) for param in moved]
 
     def slot(self, param: Tensor) -> Tensor | None:
-        """Return the tensor for the norm of this parameter's gradients, if a hook may write it there without :meth:`taker`."""
-        return self.samples.slot(param) if self._local and self._precondition is None else None
+        """Return the tensor for the norm of this parameter's gradients, if a hook
+        may write it there without :meth:`taker`.
+        """
+        return (
+            self.samples.slot(param)
+            if self._local and self._precondition is None
+            else None
+        )
 
     def taker(self, param: Tensor) -> Callable[[Tensor], object]:
-        """Return a function that computes the norm of a gradient of this parameter and stores it in :attr:`samples`."""
-        precondition, samples, param_ref = self._precondition, self.samples, weakref.ref(param)
+        """Return a function that computes the norm of a gradient of this parameter
+        and stores it in :attr:`samples`.
+        """
+        precondition, samples, param_ref = (
+            self._precondition,
+            self.samples,
+            weakref.ref(param),
+        )
         if not self._local:
             return lambda grad: None
         if precondition is None:
@@ -276,9 +367,19 @@ class HookObserver(GradientObserver):
         self.hooked[param] = node.register_prehook(hook)
 
     def _hook_of(self, param: Tensor) -> Callable[[Sequence[Tensor | None]], None]:
-        ref, take, current, slot = weakref.ref(self), self.taker(param), self._pass, self.slot(param)
+        ref, take, current, slot = (
+            weakref.ref(self),
+            self.taker(param),
+            self._pass,
+            self.slot(param),
+        )
         dtype = None if slot is None else slot.dtype
-        seen, index, identity, has_product = current.seen, len(current.seen), self.identity, self.has_product(param)
+        seen, index, identity, has_product = (
+            current.seen,
+            len(current.seen),
+            self.identity,
+            self.has_product(param),
+        )
         seen.append(0)
 
         def hook(grads: Sequence[Tensor | None]) -> None:
@@ -294,7 +395,8 @@ class HookObserver(GradientObserver):
                 return
             (grad,) = grads
             if seen[index] == current.number:
-                raise RuntimeError(REENTRANT)  # of a parameter in two checkpointed parts
+                # of a parameter in two checkpointed parts
+                raise RuntimeError(REENTRANT)
             seen[index] = current.number
             if grad is None:  # of an output that the loss does not use; a norm of zero
                 return
@@ -329,16 +431,27 @@ class HookObserver(GradientObserver):
         def before_reduction() -> None:
             observer = ref()
             if observer is not None:
-                observer.samples.flush()  # DDP may write the reduced gradient into the same memory
+                # DDP may write the reduced gradient into the same memory
+                observer.samples.flush()
                 seen, number = observer._pass.seen, observer._pass.number
                 measured, reducing = observer._pass.measured, observer._reducing
-                if measured and observer.last_pass and reducing is not None and seen.count(number) < len(seen):
+                if (
+                    measured
+                    and observer.last_pass
+                    and reducing is not None
+                    and seen.count(number) < len(seen)
+                ):
                     hooks = zip(observer._hooks, seen, strict=True)
-                    if unused := [p for p, last in hooks if last != number and p.requires_grad]:
+                    if unused := [
+                        p for p, last in hooks if last != number and p.requires_grad
+                    ]:
                         reducing.check_unused(unused)
                 queue_end_of_backward(after_reduction)
                 observer._sent_early = reducing is None or reducing.in_one_round()
-                if observer._sent_early and (listener := observer.listener()) is not None:
+                if (
+                    observer._sent_early
+                    and (listener := observer.listener()) is not None
+                ):
                     listener.on_local(observer)
 
         def after_reduction() -> None:
@@ -350,14 +463,17 @@ class HookObserver(GradientObserver):
                         listener.on_local(observer)
                     listener.on_reduced(observer)
 
-        # The hook of a parameter runs before DDP gets the gradient, so this callback is queued before DDP's own wait for the
-        # reduction. A callback that is queued when it runs comes after that wait.
+        # The hook of a parameter runs before DDP gets the gradient, so this callback is
+        # queued before DDP's own wait for the reduction. A callback that is queued when
+        # it runs comes after that wait.
         queue_end_of_backward(before_reduction)
         self._pass.end = weakref.ref(before_reduction)
 
     @property
     def device(self) -> torch.device:
-        return next((p.device for params in self.groups for p in params), torch.device("cpu"))
+        return next(
+            (p.device for params in self.groups for p in params), torch.device("cpu")
+        )
 
     def local_sq_norms(self) -> Tensor:
         return self.samples.sums_of_squares()
@@ -372,10 +488,14 @@ class HookObserver(GradientObserver):
             norms = take_norms([grad for _, _, grad in with_grads])
         else:
             norms = [take_norm(precondition(p, grad)) for _, p, grad in with_grads]
-        return self._sums([(g, norm) for (g, _, _), norm in zip(with_grads, norms, strict=True)])
+        return self._sums(
+            [(g, norm) for (g, _, _), norm in zip(with_grads, norms, strict=True)]
+        )
 
     def _share(self, rank: int, world_size: int) -> list[tuple[int, Tensor]]:
-        """Return (parameter group, parameter) of this worker's share of the reduced norms, about 1/N of all elements."""
+        """Return (parameter group, parameter) of this worker's share of the reduced
+        norms, about 1/N of all elements.
+        """
         params = [p for group in self.groups for p in group]
         total = max(sum(p.numel() for p in params), 1)
         ends = itertools.accumulate(p.numel() for p in params)
@@ -395,4 +515,8 @@ class HookObserver(GradientObserver):
 
 def _can_train(param: Tensor) -> bool:
     """Whether a frozen parameter may be unfrozen."""
-    return param.is_leaf and not param.is_inference() and (param.is_floating_point() or param.is_complex())
+    return (
+        param.is_leaf
+        and not param.is_inference()
+        and (param.is_floating_point() or param.is_complex())
+    )

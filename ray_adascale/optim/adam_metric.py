@@ -1,4 +1,6 @@
-"""Adam's metric: gradients divided by √v, so that noise and signal are measured in the units of Adam's own step."""
+"""Adam's metric: gradients divided by √v, so that noise and signal are measured in
+the units of Adam's own step.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,12 @@ from torch.optim import Adam, AdamW, Optimizer
 
 
 def adam_preconditioner(optimizer: Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function for ``AdaScale(..., precondition=...)`` that divides gradients as Adam does, for norms in its metric.
+    """Return a function for ``AdaScale(..., precondition=...)`` that divides gradients
+    as Adam does, for norms in its metric.
 
-    It computes ``g / (√(v / (1 − β₂^t)) + ε)`` with v and t of the last step, and ``g`` before the first step (Kingma & Ba,
-    arXiv 1412.6980, algorithm 1, without the present step's gradient in v: it is not known yet).
+    It computes ``g / (√(v / (1 − β₂^t)) + ε)`` with v and t of the last step, and ``g``
+    before the first step (Kingma & Ba, arXiv 1412.6980, algorithm 1, without the
+    present step's gradient in v: it is not known yet).
 
     The state of every parameter must be here: not with OSS or other sharded state.
 
@@ -21,17 +25,20 @@ def adam_preconditioner(optimizer: Optimizer) -> Callable[[Tensor, Tensor], Tens
         optimizer: ``Adam`` or ``AdamW``, the one that steps.
 
     Returns:
-        Maps (parameter, gradient) to a float32 (or float64) tensor; no host synchronization.
+        Maps (parameter, gradient) to a float32 (or float64) tensor; no host
+        synchronization.
 
     Raises:
         ValueError: The optimizer is of another class.
     """
     if not isinstance(optimizer, Adam | AdamW):
         raise ValueError(
-            f"Adam-preconditioned statistics need torch.optim.Adam or AdamW, not {type(optimizer).__name__}. Choose another "
+            "Adam-preconditioned statistics need torch.optim.Adam or AdamW, not "
+            f"{type(optimizer).__name__}. Choose another "
             "rule; with OSS, leave optimizer state unsharded (sharding='none')."
         )
-    index: dict[Tensor, int] = {}  # of the group, since load_state_dict makes new group dicts
+    # of the group, since load_state_dict makes new group dicts
+    index: dict[Tensor, int] = {}
 
     def precondition(param: Tensor, grad: Tensor) -> Tensor:
         dtype = torch.promote_types(grad.dtype, torch.float32)
@@ -39,11 +46,18 @@ def adam_preconditioner(optimizer: Optimizer) -> Callable[[Tensor, Tensor], Tens
         if not state:
             return grad.to(dtype)
         if param not in index:
-            index.update((p, i) for i, group in enumerate(optimizer.param_groups) for p in group["params"])
+            index.update(
+                (p, i)
+                for i, group in enumerate(optimizer.param_groups)
+                for p in group["params"]
+            )
         group = optimizer.param_groups[index[param]]
         # v̂ = v / (1 − β₂^t); v = max over steps with AMSGrad
-        second = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-        # `step` is a float32 tensor, maybe on the device, and 1 − 0.999 has three digits less than 0.999.
+        second = (
+            state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
+        )
+        # `step` is a float32 tensor, maybe on the device, and 1 − 0.999 has three
+        # digits less than 0.999.
         correction = 1 - group["betas"][1] ** torch.as_tensor(state["step"]).double()
         root = (second.to(dtype) / correction).sqrt_()
         return grad.to(dtype) / root.add_(group["eps"])

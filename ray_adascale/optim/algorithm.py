@@ -1,4 +1,6 @@
-"""The AdaScale algorithm: from a step's sample to its gain, its learning rates and the clock τ."""
+"""The AdaScale algorithm: from a step's sample to its gain, its learning rates and
+the clock τ.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,10 @@ from .step_result import StepResult
 from .step_sums import StepSums, constant
 
 _OTHER_METHODS = (
-    "AdaScale calls the optimizer's step(). An optimizer that takes its steps by other methods, as SAM does, keeps the loop that "
-    "calls these: give the optimizer within it to ray_adascale.attach(), such as sam.base_optimizer."
+    "AdaScale calls the optimizer's step(). An optimizer that takes its steps by other "
+    "methods, as SAM does, keeps the loop that "
+    "calls these: give the optimizer within it to ray_adascale.attach(), such as "
+    "sam.base_optimizer."
 )
 
 
@@ -56,10 +60,11 @@ class _Pending:
 
 
 class AdaScaleAlgorithm:
-    """Takes optimizer steps with ``lr · r`` and advances the clock τ, as :mod:`.next_state` computes them.
+    """Takes optimizer steps with ``lr · r`` and advances the clock τ, as
+    :mod:`.next_state` computes them.
 
-    With a fused optimizer the step stays on the device: :attr:`state` is then that before the step, until :meth:`synchronize`
-    reads the numbers.
+    With a fused optimizer the step stays on the device: :attr:`state` is then that
+    before the step, until :meth:`synchronize` reads the numbers.
 
     Args:
         optimizer: The wrapped one.
@@ -95,8 +100,10 @@ class AdaScaleAlgorithm:
         self.rule = rule
         self._total_steps = total_steps
         self._base_batch_size = base_batch_size
-        self._estimated: tuple[StepSums, Estimate] | None = None  # the step under way, once its last pass has ended
-        self._known: tuple[Average, float, StepResult] | None = None  # read last: averages, S and their gains
+        # the step under way, once its last pass has ended
+        self._estimated: tuple[StepSums, Estimate] | None = None
+        # read last: averages, S and their gains
+        self._known: tuple[Average, float, StepResult] | None = None
         self.pending: _Pending | None = None
         self._plan = current.plan  # of the last step
         self._declared = current.declared  # of full steps then
@@ -104,7 +111,9 @@ class AdaScaleAlgorithm:
 
     @property
     def rule(self) -> ScalingRule:
-        """The scaling rule; setting one checks that it can be used with the optimizer."""
+        """The scaling rule; setting one checks that it can be used with the
+        optimizer.
+        """
         return self._rule
 
     @rule.setter
@@ -116,17 +125,24 @@ class AdaScaleAlgorithm:
 
     @property
     def furthest(self) -> float:
-        """An upper bound of τ, without waiting for the device. No step of AdaScale's rule advances τ by more than S, or 1."""
+        """An upper bound of τ, without waiting for the device. No step of AdaScale's
+        rule advances τ by more than S, or 1.
+        """
         tau, pending = self.state.last.effective_steps, self.pending
         if pending is None:
             return tau
-        most = max(pending.estimate.sums.plan.scale, 1.0) if pending.output is None else pending.output.increment
+        most = (
+            max(pending.estimate.sums.plan.scale, 1.0)
+            if pending.output is None
+            else pending.output.increment
+        )
         return advanced(tau, most)
 
-    # ---- a step --------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------
 
     def step(self) -> None:
-        """Take one optimizer step with the current gradients; a gradient that is not finite changes nothing.
+        """Take one optimizer step with the current gradients; a gradient that is not
+        finite changes nothing.
 
         Raises:
             RuntimeError: Backward passes are missing, or there were too many.
@@ -159,7 +175,9 @@ class AdaScaleAlgorithm:
         self._advance(estimated, step, output)
 
     def _step_on_device(self, estimated: Estimate) -> None:
-        """Step before the host has the step's numbers. The device skips a gradient that is not finite."""
+        """Step before the host has the step's numbers. The device skips a gradient
+        that is not finite.
+        """
         scale = estimated.sums.plan.scale
         device = estimated.finite.device
         zero = constant(0.0, device, torch.float32)[0]
@@ -167,7 +185,9 @@ class AdaScaleAlgorithm:
         skip = torch.where(estimated.finite, zero, one)
         output = None
         if estimated.gains is None:
-            output = self._output_of_rule(self._known_at(scale, estimated.averages), scale)
+            output = self._output_of_rule(
+                self._known_at(scale, estimated.averages), scale
+            )
             self._step_by_rule(output, scale, skip)
         else:
             gains = estimated.gains[: estimated.averages.count.numel()].unbind()
@@ -187,20 +207,31 @@ class AdaScaleAlgorithm:
             total_steps=self._total_steps,
             base_batch_size=self._base_batch_size,
         )
-        return apply_rule(self._rule, whole, step.group_gains, len(self._optimizer.param_groups))
+        return apply_rule(
+            self._rule, whole, step.group_gains, len(self._optimizer.param_groups)
+        )
 
-    def _step_by_rule(self, output: RuleOutput, scale: float, skip: Tensor | None = None) -> None:
-        """Step the wrapped optimizer as the rule says, with the betas of longer steps if it has such."""
+    def _step_by_rule(
+        self, output: RuleOutput, scale: float, skip: Tensor | None = None
+    ) -> None:
+        """Step the wrapped optimizer as the rule says, with the betas of longer
+        steps if it has such.
+        """
         betas = betas_of(self._rule)
         if betas is None:
             self._step_inner(output.lr_factors, scale, skip)
             return
         groups = self._optimizer.param_groups
-        with betas.applied(groups, self._inner, output.group_increments, self._step_counts):
+        with betas.applied(
+            groups, self._inner, output.group_increments, self._step_counts
+        ):
             self._step_inner(output.lr_factors, scale, skip)
 
     def _step_inner(
-        self, factors: Sequence[float] | Sequence[Tensor], scale: float, skip: Tensor | None = None
+        self,
+        factors: Sequence[float] | Sequence[Tensor],
+        scale: float,
+        skip: Tensor | None = None,
     ) -> None:
         """Step the wrapped optimizer with the LR of each group times its factor.
 
@@ -210,11 +241,14 @@ class AdaScaleAlgorithm:
             skip: For a fused optimizer: 1 on the device if it has to change nothing.
 
         Raises:
-            RuntimeError: The optimizer or one of its hooks has set another LR in a step with S ≠ 1.
+            RuntimeError: The optimizer or one of its hooks has set another LR in a step
+                with S ≠ 1.
         """
         groups = self._optimizer.param_groups
         own = [group["lr"] for group in groups]
-        scaled = [_scaled(lr, factors[i % len(factors)], scale) for i, lr in enumerate(own)]
+        scaled = [
+            _scaled(lr, factors[i % len(factors)], scale) for i, lr in enumerate(own)
+        ]
         _set_rates(groups, scaled)
         after = scaled
         try:
@@ -235,10 +269,14 @@ class AdaScaleAlgorithm:
                 raise self._moved_rate(i, after[i], scaled[i])
             group["lr"] = after[i]  # as the plain optimizer does
 
-    def _moved_rate(self, i: int, after: float | Tensor, scaled: float | Tensor) -> RuntimeError:
+    def _moved_rate(
+        self, i: int, after: float | Tensor, scaled: float | Tensor
+    ) -> RuntimeError:
         return RuntimeError(
-            f"{type(self._inner).__name__}.step(), or a hook on it, has set lr={float(after):g} in parameter group {i} in "
-            f"place of lr · r = {float(scaled):g}: this step or the next would have an LR without the gain. Set the "
+            f"{type(self._inner).__name__}.step(), or a hook on it, has set "
+            f"lr={float(after):g} in parameter group {i} in "
+            f"place of lr · r = {float(scaled):g}: this step or the next would have an "
+            "LR without the gain. Set the "
             "LR by a torch.optim.lr_scheduler, such as LambdaLR."
         )
 
@@ -262,21 +300,27 @@ class AdaScaleAlgorithm:
         self.state = skipped(self.state, shared)
         if self.state.skips > MOST_SKIPPED:
             raise FloatingPointError(
-                f"The gradient was not finite in {self.state.skips} optimizer steps in a row, so effective_steps stays at "
-                f"{self.state.last.effective_steps:.1f}. Lower the learning rate, clip gradients, or check the data."
+                f"The gradient was not finite in {self.state.skips} optimizer steps in "
+                "a row, so effective_steps stays at "
+                f"{self.state.last.effective_steps:.1f}. Lower the learning rate, clip "
+                "gradients, or check the data."
             )
 
-    # ---- what becomes of a step ----------------------------------------------------------------------------------
+    # ---- what becomes of a step ------------------------------------------------------
 
     def _estimate(self, sums: StepSums, *, on_host: bool) -> Estimate:
-        """Return the estimate of the step under way, computed once; with ``on_host`` on the CPU, after a wait if it is not."""
+        """Return the estimate of the step under way, computed once; with ``on_host``
+        on the CPU, after a wait if it is not.
+        """
         if self._estimated is None or self._estimated[0] is not sums:
             here = sums.on_host() if on_host else sums
             self._estimated = sums, estimate(self.state, here, self.averaging)
         return self._estimated[1]
 
     def _read(self, of: Estimate, numbers: Mapping[str, list[float]]) -> StepResult:
-        """Return a step from its numbers on the host; raises if its identity does not hold."""
+        """Return a step from its numbers on the host; raises if its identity does
+        not hold.
+        """
         scale = of.sums.plan.scale
         if of.gains is None:
             return result(of, numbers, self._known_at(scale, of.averages))
@@ -287,14 +331,26 @@ class AdaScaleAlgorithm:
         return step
 
     def _known_at(self, scale: float, averages: Average) -> StepResult:
-        """Return what averages say at a scale; waits for the device unless it was read last."""
-        if self._known is None or self._known[0] is not averages or self._known[1] != scale:
-            gains = gains_of(averages, scale, self.averaging, non_negative=self.state.non_negative)
-            numbers = HostCopy({"gains": gains, "averages": averages.packed.reshape(-1)}).read()
+        """Return what averages say at a scale; waits for the device unless it was
+        read last.
+        """
+        if (
+            self._known is None
+            or self._known[0] is not averages
+            or self._known[1] != scale
+        ):
+            gains = gains_of(
+                averages, scale, self.averaging, non_negative=self.state.non_negative
+            )
+            numbers = HostCopy(
+                {"gains": gains, "averages": averages.packed.reshape(-1)}
+            ).read()
             self._known = averages, scale, averaged(numbers)
         return self._known[2]
 
-    def _advance(self, of: Estimate, step: StepResult, output: RuleOutput | None) -> None:
+    def _advance(
+        self, of: Estimate, step: StepResult, output: RuleOutput | None
+    ) -> None:
         """Advance the clock by a step that was taken, unless the device has skipped it.
 
         Args:
@@ -309,10 +365,14 @@ class AdaScaleAlgorithm:
         if output is None:
             self.state = next_state(self.state, of.averages, step, step.gain, step.gain)
         else:
-            self.state = next_state(self.state, of.averages, step, output.lr_factor, output.increment)
+            self.state = next_state(
+                self.state, of.averages, step, output.lr_factor, output.increment
+            )
 
     def synchronize(self) -> None:
-        """Wait for the numbers of a step that was taken on the device, and learn of one that a GradScaler left out."""
+        """Wait for the numbers of a step that was taken on the device, and learn of
+        one that a GradScaler left out.
+        """
         pending, self.pending = self.pending, None
         if pending is not None:
             step = self._read(pending.estimate, pending.copy.read())
@@ -322,7 +382,9 @@ class AdaScaleAlgorithm:
             self._skip({})
 
     def readout(self) -> StepResult:
-        """Return what follows from the averages with the current gradients; waits for the device."""
+        """Return what follows from the averages with the current gradients; waits
+        for the device.
+        """
         self.synchronize()
         sums = self._current.step.sums
         if sums is not None and sums.measured:
@@ -336,7 +398,7 @@ class AdaScaleAlgorithm:
             plan = self._current.plan
         return self._known_at(plan.scale, self.state.averages)
 
-    # ---- state ---------------------------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return averages, clock and the numbers of steps: copies on the CPU."""
@@ -358,8 +420,12 @@ class AdaScaleAlgorithm:
         """Reset averages and clock."""
         self.synchronize()
         averages = self.state.averages
-        empty = AdaScaleState.empty(averages.count.numel(), self.averaging, averages.packed.device)
-        self.state = replace(empty, last=StepResult(lr_factor=self.state.last.lr_factor))
+        empty = AdaScaleState.empty(
+            averages.count.numel(), self.averaging, averages.packed.device
+        )
+        self.state = replace(
+            empty, last=StepResult(lr_factor=self.state.last.lr_factor)
+        )
         self._current.resume(0)
 
     def add_gain(self) -> None:
@@ -368,7 +434,9 @@ class AdaScaleAlgorithm:
         self.state = replace(self.state, averages=averages)
 
 
-def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float | Tensor]) -> None:
+def _set_rates(
+    groups: Sequence[dict[str, Any]], rates: Sequence[float | Tensor]
+) -> None:
     for group, lr in zip(groups, rates, strict=True):
         group["lr"] = lr
 
@@ -379,6 +447,7 @@ def _scaled(lr: float | Tensor, factor: float | Tensor, scale: float) -> Any:
         return lr * factor
     if scale == 1:
         return lr  # bit-identical
-    # The kernels read float32. A 0-dim tensor may be on the host where the other is not.
+    # The kernels read float32. A 0-dim tensor may be on the host where the other is
+    # not.
     out = torch.empty((), device=factor.device)
     return torch.mul(factor, lr.reshape(()) if isinstance(lr, Tensor) else lr, out=out)

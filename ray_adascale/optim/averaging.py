@@ -1,4 +1,6 @@
-"""How samples of σ² and μ² are averaged: the weight of the past, and what an average begins with."""
+"""How samples of σ² and μ² are averaged: the weight of the past, and what an average
+begins with.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ Smoothing = float | Callable[[StepPlan], float]
 
 
 def check_averaging(
-    clip: str, smoothing: Smoothing | None, window: float | None, total_steps: float | None, variance_floor: float
+    clip: str,
+    smoothing: Smoothing | None,
+    window: float | None,
+    total_steps: float | None,
+    variance_floor: float,
 ) -> None:
     """Check the arguments of :class:`ray_adascale.AdaScale` that concern the averages.
 
@@ -28,18 +34,32 @@ def check_averaging(
     if clip not in ("samples", "averages"):
         raise ValueError(f"Invalid {clip=}. Must be 'samples' or 'averages'.")
     if window is not None and (smoothing is not None or total_steps is None):
-        raise ValueError(f"averaging_window={window} needs total_steps, and excludes smoothing (got {smoothing=}).")
-    if window is not None and total_steps is not None and not (0 < window < math.inf and 0 < total_steps < math.inf):
-        raise ValueError(f"Invalid averaging_window={window}, {total_steps=}. Both must be positive and finite.")
+        raise ValueError(
+            f"averaging_window={window} needs total_steps, and excludes smoothing (got "
+            f"{smoothing=})."
+        )
+    if (
+        window is not None
+        and total_steps is not None
+        and not (0 < window < math.inf and 0 < total_steps < math.inf)
+    ):
+        raise ValueError(
+            f"Invalid averaging_window={window}, {total_steps=}. Both must be positive "
+            "and finite."
+        )
     if smoothing is not None and not callable(smoothing) and not 0 <= smoothing < 1:
         raise ValueError(f"Invalid {smoothing=}. Must be in [0, 1).")
     if not 0 <= variance_floor < math.inf:
-        raise ValueError(f"Invalid {variance_floor=}. Must be a number ≥ 0, the lower bound on each σ²; 0 for none.")
+        raise ValueError(
+            f"Invalid {variance_floor=}. Must be a number ≥ 0, the lower bound on each "
+            "σ²; 0 for none."
+        )
 
 
 @dataclass(frozen=True)
 class CountDecay:
-    """FairScale's θ = max(1 − n/1000, 0), with n = workers × ``passes``. A shortened step has the θ of a full one.
+    """FairScale's θ = max(1 − n/1000, 0), with n = workers × ``passes``. A shortened
+    step has the θ of a full one.
 
     Attributes:
         passes: Backward passes of a full step.
@@ -57,9 +77,11 @@ class Averaging:
 
     Attributes:
         smoothing: θ of a moving average over steps.
-        window: Width of averages over effective time, in effective steps; None for averages over steps.
+        window: Width of averages over effective time, in effective steps; None for
+            averages over steps.
         debias: Debiased moving average, else the paper's.
-        clip_samples: Enforce σ², μ² ≥ 0 on each sample, and not only on the averages when they are read.
+        clip_samples: Enforce σ², μ² ≥ 0 on each sample, and not only on the averages
+            when they are read.
         variance_floor: Lower bound on σ².
     """
 
@@ -80,20 +102,32 @@ class Averaging:
             plan: The plan.
             since_sample: Effective steps since the last sample.
         """
-        return self.theta(plan) if self.window is None else gain.plain_effective_decay(since_sample, self.window)
+        return (
+            self.theta(plan)
+            if self.window is None
+            else gain.plain_effective_decay(since_sample, self.window)
+        )
 
     def floors(self, device: torch.device) -> Tensor:
-        """Return the lower bounds on σ², μ² and the weight of a sample, ``[3, 1]``, on a device."""
+        """Return the lower bounds on σ², μ² and the weight of a sample, ``[3, 1]``,
+        on a device.
+        """
         key = self.variance_floor, device
         if key not in _FLOORS:
-            _FLOORS[key] = torch.tensor([[self.variance_floor], [0.0], [1.0]], dtype=torch.float64, device=device)
+            _FLOORS[key] = torch.tensor(
+                [[self.variance_floor], [0.0], [1.0]],
+                dtype=torch.float64,
+                device=device,
+            )
         return _FLOORS[key]
 
     def with_gain(self, averages: Average, plan: StepPlan) -> Average:
-        """Return averages with one more gain, of a new parameter group, which starts without a sample.
+        """Return averages with one more gain, of a new parameter group, which starts
+        without a sample.
 
-        FairScale has a single count for the plain means of ``debias=False``, also for a group that comes later: its first sample
-        is then divided by the number of all steps, or, if the average moves already, added to σ² = 0 and μ² = 1.
+        FairScale has a single count for the plain means of ``debias=False``, also for a
+        group that comes later: its first sample is then divided by the number of all
+        steps, or, if the average moves already, added to σ² = 0 and μ² = 1.
 
         Args:
             averages: They are left unchanged.

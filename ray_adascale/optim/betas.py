@@ -1,4 +1,6 @@
-"""Betas on the effective clock: in a step of e effective steps a beta β is β^e, and so is it in Adam's bias correction."""
+"""Betas on the effective clock: in a step of e effective steps a beta β is β^e, and
+so is it in Adam's bias correction.
+"""
 
 from __future__ import annotations
 
@@ -15,34 +17,42 @@ from ..chain import OptimizerChain, parts_of
 from .bias_correction import BiasCorrectionCounters
 from .deferred import fill_momentum
 
-# Their bias correction is 1 − β^step alone, so a step count in effective steps makes it exact. AdamW is an Adam. NAdam, RAdam
-# and SparseAdam count otherwise.
+# Their bias correction is 1 − β^step alone, so a step count in effective steps makes it
+# exact. AdamW is an Adam. NAdam, RAdam and SparseAdam count otherwise.
 _COUNTING = (Adam, Adamax)
-_INSTEAD = "Use Adam, AdamW, Adamax or Lion, or a rule that leaves the betas, such as rule='adascale'."
+_INSTEAD = (
+    "Use Adam, AdamW, Adamax or Lion, or a rule that leaves the betas, such as "
+    "rule='adascale'."
+)
 
 
 @dataclass(frozen=True)
 class BetaRule:
-    """Rule for an optimizer's betas: in a step of c effective steps β becomes β^e, for that step alone.
+    """Rule for an optimizer's betas: in a step of c effective steps β becomes β^e, for
+    that step alone.
 
-    Adam's averages decay by the factor β in each optimizer step. With β^r in a step of gain r they decay by β in each effective
-    step, as in the base run. Measured for Adam: docs/results.md.
+    Adam's averages decay by the factor β in each optimizer step. With β^r in a step of
+    gain r they decay by β in each effective step, as in the base run. Measured for
+    Adam: docs/results.md.
 
     The exponent e is c: with e = 1, as at S = 1, nothing changes.
 
-    Adam's bias correction is that of the base run at the same effective step: 1 − β^(Σe), where ``state["step"]`` is Σe, the
-    effective steps of a parameter. With a constant β that is exact, 1 − Π β^e over the steps. If a schedule moves β, as
-    OneCycleLR moves β1, torch itself takes the present β for all steps so far, 1 − β^t; so it is 1 − β^(Σe) here as well.
-    A checkpoint can be continued with another rule, and a checkpoint of another rule with this.
+    Adam's bias correction is that of the base run at the same effective step: 1 −
+    β^(Σe), where ``state["step"]`` is Σe, the effective steps of a parameter. With a
+    constant β that is exact, 1 − Π β^e over the steps. If a schedule moves β, as
+    OneCycleLR moves β1, torch itself takes the present β for all steps so far, 1 − β^t;
+    so it is 1 − β^(Σe) here as well. A checkpoint can be continued with another rule,
+    and a checkpoint of another rule with this.
 
-    In an :class:`ray_adascale.OptimizerChain` the rule changes the groups that have betas. Groups with a momentum in place of
-    betas keep it, unless ``momentum`` is set.
+    In an :class:`ray_adascale.OptimizerChain` the rule changes the groups that have
+    betas. Groups with a momentum in place of betas keep it, unless ``momentum`` is set.
 
     Attributes:
-        momentum: Whether the momentum m of SGD and Muon becomes m^e as well. SGD then adds the gradient with the weight
-            (1 − m^e)/(1 − m), as the dampening of that step, so that the LR means the same. Muon needs no such weight: its
-            buffer is an average, and its step does not depend on the buffer's size. Measured for SGD, where
-            it does not pay, and for Muon (docs/results.md).
+        momentum: Whether the momentum m of SGD and Muon becomes m^e as well. SGD then
+            adds the gradient with the weight (1 − m^e)/(1 − m), as the dampening of
+            that step, so that the LR means the same. Muon needs no such weight: its
+            buffer is an average, and its step does not depend on the buffer's size.
+            Measured for SGD, where it does not pay, and for Muon (docs/results.md).
 
     Raises:
         ValueError: ``momentum`` is no bool.
@@ -53,7 +63,8 @@ class BetaRule:
     def __post_init__(self) -> None:
         if not isinstance(self.momentum, bool):
             raise ValueError(
-                f"Invalid BetaRule(momentum={self.momentum!r}). Must be True or False: the momentum itself is the optimizer's."
+                f"Invalid BetaRule(momentum={self.momentum!r}). Must be True or False: "
+                "the momentum itself is the optimizer's."
             )
 
     def exponent(self, increment: float) -> float:
@@ -66,7 +77,10 @@ class BetaRule:
             ValueError: ``increment`` is not a positive number.
         """
         if not 0 < increment < math.inf:
-            raise ValueError(f"Invalid rule: clock increment is {increment!r}, an exponent of betas. Must be positive.")
+            raise ValueError(
+                f"Invalid rule: clock increment is {increment!r}, an exponent of "
+                "betas. Must be positive."
+            )
         return increment
 
     def check(self, optimizer: Optimizer) -> None:
@@ -81,12 +95,21 @@ class BetaRule:
         parts = [part for part, _ in parts_of(optimizer)]
         for part in parts:
             name = type(part).__name__
-            known = isinstance(part, _COUNTING) or any(kind.__name__ == "Lion" for kind in type(part).__mro__)
+            known = isinstance(part, _COUNTING) or any(
+                kind.__name__ == "Lion" for kind in type(part).__mro__
+            )
             if not known and any("betas" in group for group in part.param_groups):
-                raise ValueError(f"Betas that follow the gain are not known to be exact with {name}. {_INSTEAD}")
-        if not sum(self._changes(part) for part in parts):  # all, since a part may have betas that can't be changed
+                raise ValueError(
+                    "Betas that follow the gain are not known to be exact with "
+                    f"{name}. {_INSTEAD}"
+                )
+        # all, since a part may have betas that can't be changed
+        if not sum(self._changes(part) for part in parts):
             names = " and ".join(type(part).__name__ for part in parts)
-            raise ValueError(f"The rule changes betas, and the parameter groups of {names} have none. {_INSTEAD}")
+            raise ValueError(
+                f"The rule changes betas, and the parameter groups of {names} have "
+                f"none. {_INSTEAD}"
+            )
 
     def _changes(self, optimizer: Optimizer) -> bool:
         """Return whether the rule changes any group of a plain optimizer.
@@ -94,11 +117,16 @@ class BetaRule:
         Raises:
             ValueError: The rule can't change the factors of a group.
         """
-        factors = [self._decay_factors(optimizer, group) for group in optimizer.param_groups]
+        factors = [
+            self._decay_factors(optimizer, group) for group in optimizer.param_groups
+        ]
         return any(of_group is not None for of_group in factors)
 
-    def _decay_factors(self, optimizer: Optimizer, group: dict[str, Any]) -> tuple[float, ...] | None:
-        """Return the decay factors of a parameter group: its betas, or its momentum. None: the rule leaves the group alone.
+    def _decay_factors(
+        self, optimizer: Optimizer, group: dict[str, Any]
+    ) -> tuple[float, ...] | None:
+        """Return the decay factors of a parameter group: its betas, or its momentum.
+        None: the rule leaves the group alone.
 
         Raises:
             ValueError: The rule can't change these factors.
@@ -106,10 +134,14 @@ class BetaRule:
         name = type(optimizer).__name__
         if "betas" in group:
             if any(isinstance(beta, Tensor) for beta in group["betas"]):
-                raise ValueError(f"Invalid betas={group['betas']} of {name}. Betas that rules change must be numbers.")
+                raise ValueError(
+                    f"Invalid betas={group['betas']} of {name}. Betas that rules "
+                    "change must be numbers."
+                )
             if group.get("capturable"):
                 raise ValueError(
-                    f"{name}(capturable=True) is for CUDA graphs, and a graph would keep the betas of its capture. Use "
+                    f"{name}(capturable=True) is for CUDA graphs, and a graph would "
+                    "keep the betas of its capture. Use "
                     f"{name}(foreach=True) or {name}(fused=True)."
                 )
             return tuple(group["betas"])
@@ -119,13 +151,16 @@ class BetaRule:
             return (float(group["momentum"]),)
         if not isinstance(optimizer, SGD):
             raise ValueError(
-                f"BetaRule(momentum=True) is for SGD and Muon. {name} does not weigh the gradient by a dampening, so its LR "
+                f"BetaRule(momentum=True) is for SGD and Muon. {name} does not weigh "
+                "the gradient by a dampening, so its LR "
                 "would mean something else with each momentum. Use rule='adascale'."
             )
         if group["nesterov"] or group["dampening"] != 0:
             raise ValueError(
-                f"Invalid nesterov={group['nesterov']}, dampening={group['dampening']} with BetaRule(momentum=True): the step "
-                "sets a dampening of its own, and torch's Nesterov momentum allows none. Use SGD without both, or "
+                f"Invalid nesterov={group['nesterov']}, dampening={group['dampening']} "
+                "with BetaRule(momentum=True): the step "
+                "sets a dampening of its own, and torch's Nesterov momentum allows "
+                "none. Use SGD without both, or "
                 "rule='adascale'."
             )
         return (float(group["momentum"]),)
@@ -138,13 +173,17 @@ class BetaRule:
         increments: Sequence[float],
         step_counts: BiasCorrectionCounters,
     ) -> Iterator[None]:
-        """Change the betas for the optimizer step in the context; restore them afterwards, also if the step raises.
+        """Change the betas for the optimizer step in the context; restore them
+        afterwards, also if the step raises.
 
         Args:
-            groups: The parameter groups whose entries the step reads; the full ones if the optimizer is sharded.
-            optimizer: The optimizer whose state counts the steps: the user's own, or the part that a sharded one steps.
+            groups: The parameter groups whose entries the step reads; the full ones if
+                the optimizer is sharded.
+            optimizer: The optimizer whose state counts the steps: the user's own, or
+                the part that a sharded one steps.
             increments: c of each group, or one for all.
-            step_counts: The step counts of ``optimizer``. The same object in every step.
+            step_counts: The step counts of ``optimizer``. The same object in every
+                step.
 
         Raises:
             ValueError: The betas can't be changed.
@@ -153,7 +192,15 @@ class BetaRule:
             for part, numbers in parts_of(optimizer):
                 if not isinstance(optimizer, OptimizerChain) or self._changes(part):
                     own = [increments[i % len(increments)] for i in numbers]
-                    stack.enter_context(self._applied_to(part, numbers, [groups[i] for i in numbers], own, step_counts))
+                    stack.enter_context(
+                        self._applied_to(
+                            part,
+                            numbers,
+                            [groups[i] for i in numbers],
+                            own,
+                            step_counts,
+                        )
+                    )
             yield
 
     @contextmanager
@@ -172,12 +219,21 @@ class BetaRule:
             factors = self._decay_factors(optimizer, group)
             e = 1.0 if factors is None else self.exponent(increment)
             exponents[number] = e
-            changes.append({} if factors is None or e == 1 else _changed(optimizer, group, factors, e))
-        kept = [{key: group[key] for key in new} for group, new in zip(groups, changes, strict=True)]
+            changes.append(
+                {}
+                if factors is None or e == 1
+                else _changed(optimizer, group, factors, e)
+            )
+        kept = [
+            {key: group[key] for key in new}
+            for group, new in zip(groups, changes, strict=True)
+        ]
         if isinstance(optimizer, SGD) and any(changes):
-            fill_momentum(optimizer)  # torch's first step would add the gradient without the dampening
-        # A count Σe becomes Σe/e. torch adds 1 and takes (β^e)^(Σe/e + 1) = β^(Σe + e). After the step the count becomes Σe + e,
-        # or Σe again for a parameter that was not stepped.
+            # torch's first step would add the gradient without the dampening
+            fill_momentum(optimizer)
+        # A count Σe becomes Σe/e. torch adds 1 and takes (β^e)^(Σe/e + 1) = β^(Σe + e).
+        # After the step the count becomes Σe + e, or Σe again for a parameter that was
+        # not stepped.
         counted = exponents if isinstance(optimizer, _COUNTING) else {}
         try:
             for group, new in zip(groups, changes, strict=True):
@@ -190,13 +246,20 @@ class BetaRule:
 
 
 def _changed(
-    optimizer: Optimizer, group: dict[str, Any], factors: tuple[float, ...], exponent: float
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    factors: tuple[float, ...],
+    exponent: float,
 ) -> dict[str, Any]:
-    """Return the changed entries of a parameter group: each decay factor to the power of the exponent."""
+    """Return the changed entries of a parameter group: each decay factor to the
+    power of the exponent.
+    """
     new = tuple(beta**exponent for beta in factors)
     if "betas" in group:
         return {"betas": new}
-    if isinstance(optimizer, Muon):  # buffer ← m·buffer + (1 − m)·g, and the step is of the orthogonalized buffer
+    # buffer ← m·buffer + (1 − m)·g, and the step is of the orthogonalized buffer
+    if isinstance(optimizer, Muon):
         return {"momentum": new[0]}
-    # torch: buffer ← m·buffer + (1 − dampening)·g. A gradient's weights add up to 1/(1 − m) if 1 − dampening is this ratio.
+    # torch: buffer ← m·buffer + (1 − dampening)·g. A gradient's weights add up to 1/(1
+    # − m) if 1 − dampening is this ratio.
     return {"momentum": new[0], "dampening": 1 - (1 - new[0]) / (1 - factors[0])}

@@ -1,4 +1,6 @@
-"""Step counts of an optimizer's parameters, which one call divides for all parameters of a group."""
+"""Step counts of an optimizer's parameters, which one call divides for all
+parameters of a group.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,14 @@ from torch.optim import Optimizer
 
 
 class BiasCorrectionCounters:
-    """Divides ``state["step"]`` of an optimizer's parameters for a step, by one exponent for each parameter group.
+    """Divides ``state["step"]`` of an optimizer's parameters for a step, by one
+    exponent for each parameter group.
 
-    The counts of a group become views of one tensor, which is divided and multiplied. The optimizer may put other tensors in
-    their place, as its loader does. So the address of each count is compared before a step, and a group with a count at another
-    address is packed anew. ``optimizer.state_dict()`` makes each count a tensor of its own, because ``torch.save`` would save
-    the whole tensor with a view.
+    The counts of a group become views of one tensor, which is divided and multiplied.
+    The optimizer may put other tensors in their place, as its loader does. So the
+    address of each count is compared before a step, and a group with a count at another
+    address is packed anew. ``optimizer.state_dict()`` makes each count a tensor of its
+    own, because ``torch.save`` would save the whole tensor with a view.
 
     Args:
         optimizer: The user's own, or the part of it that a sharded optimizer steps.
@@ -26,25 +30,28 @@ class BiasCorrectionCounters:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        # By the number of the group: the addresses of its counts, and the tensors that hold them.
+        # By the number of the group: the addresses of its counts, and the tensors that
+        # hold them.
         self._packed: dict[int, tuple[list[int], list[Tensor]]] = {}
 
     def __reduce__(self) -> tuple[type[BiasCorrectionCounters], tuple[Optimizer]]:
-        return BiasCorrectionCounters, (
-            self._optimizer,
-        )  # the copy of an optimizer has counts at other addresses, and no hook
+        # The copy of an optimizer has counts at other addresses, and no hook.
+        return BiasCorrectionCounters, (self._optimizer,)
 
     @contextmanager
     def divided(self, exponents: Mapping[int, float]) -> Iterator[None]:
-        """Divide the counts for the optimizer step in the context; multiply them afterwards, also if the step raises.
+        """Divide the counts for the optimizer step in the context; multiply them
+        afterwards, also if the step raises.
 
         A step may change a count in place, and make the first count of a parameter.
 
         Args:
-            exponents: The exponents by the number of the group. The counts of these groups must be tensors.
+            exponents: The exponents by the number of the group. The counts of these
+                groups must be tensors.
 
         Raises:
-            ValueError: The optimizer makes new counts in its step, which its first steps show.
+            ValueError: The optimizer makes new counts in its step, which its first
+                steps show.
         """
         changed: list[tuple[Tensor, float]] = []
         uncounted: list[tuple[Tensor, float]] = []
@@ -58,27 +65,38 @@ class BiasCorrectionCounters:
                 changed += [(tensor, e) for tensor in self._packed[number][1]]
                 params = self._optimizer.param_groups[number]["params"]
                 if len(states) < len(params):
-                    uncounted += [(p, e) for p in params if "step" not in self._optimizer.state.get(p, {})]
+                    uncounted += [
+                        (p, e)
+                        for p in params
+                        if "step" not in self._optimizer.state.get(p, {})
+                    ]
         for tensor, e in changed:
             tensor.mul_(1 / e)
         try:
             yield
         finally:
-            # After a step, with cold caches, to compare addresses takes several times as long as before. So it is done below, for
-            # new tensors only.
-            first = ((self._optimizer.state.get(p, {}).get("step"), e) for p, e in uncounted)
+            # After a step, with cold caches, to compare addresses takes several times
+            # as long as before. So it is done below, for new tensors only.
+            first = (
+                (self._optimizer.state.get(p, {}).get("step"), e) for p, e in uncounted
+            )
             for count, e in [*changed, *first]:
                 if count is not None:
                     count.mul_(e)
         if not all(self._is_packed(number, states) for number, states in packed):
             raise ValueError(
-                f"{type(self._optimizer).__name__} makes new tensors for state['step'] in its step, and the bias correction of "
-                "betas that change with the gain needs those before it. Use Adam, AdamW or Adamax, or rule='adascale'."
+                f"{type(self._optimizer).__name__} makes new tensors for state['step'] "
+                "in its step, and the bias correction of "
+                "betas that change with the gain needs those before it. Use Adam, "
+                "AdamW or Adamax, or rule='adascale'."
             )
 
     def _states(self, number: int) -> list[dict[str, Any]]:
         """Return the state of each parameter of a group that has a count."""
-        params, states = self._optimizer.param_groups[number]["params"], self._optimizer.state
+        params, states = (
+            self._optimizer.param_groups[number]["params"],
+            self._optimizer.state,
+        )
         return [state for p in params if "step" in (state := states.get(p, {}))]
 
     def _is_packed(self, number: int, states: Sequence[dict[str, Any]]) -> bool:
@@ -104,7 +122,9 @@ def _addresses(states: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _pack(states: Sequence[dict[str, Any]]) -> list[Tensor]:
-    """Make the counts views of new tensors, one for each device and dtype. Return these tensors."""
+    """Make the counts views of new tensors, one for each device and dtype. Return
+    these tensors.
+    """
     alike = defaultdict[tuple[torch.device, torch.dtype], list[dict[str, Any]]](list)
     for state in states:
         alike[state["step"].device, state["step"].dtype].append(state)

@@ -1,8 +1,10 @@
-"""The optimizer step under way: its plan, its backward passes, the norms measured in them, and their sums over the workers.
+"""The optimizer step under way: its plan, its backward passes, the norms measured in
+them, and their sums over the workers.
 
-Two kinds of loops drive a :class:`CurrentStep`. ``Run`` tells of its passes: :meth:`~CurrentStep.begin`, the backward pass,
-:meth:`~CurrentStep.end`. A loop of the user's tells nothing: autograd shows where passes begin and end, and they are counted and
-checked here.
+Two kinds of loops drive a :class:`CurrentStep`. ``Run`` tells of its passes:
+:meth:`~CurrentStep.begin`, the backward pass, :meth:`~CurrentStep.end`. A loop of the
+user's tells nothing: autograd shows where passes begin and end, and they are counted
+and checked here.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from .._torch import Versions, count_of_writes, unwrapped_name, versions, without_gradients
+from .._torch import (
+    Versions,
+    count_of_writes,
+    unwrapped_name,
+    versions,
+    without_gradients,
+)
 from .._warn import warn_on_first_worker
 from ..batch import StepPlan
 from ..measure.autograd import on_pass
@@ -44,8 +52,10 @@ class Progress:
 
     Attributes:
         under_way: Whether there was a pass since the last step.
-        passing: Whether a pass has begun and not ended. Between passes: an exception has ended it.
-        local_ended: Whether the pass has ended on this worker; reduced gradients may be on their way.
+        passing: Whether a pass has begun and not ended. Between passes: an exception
+            has ended it.
+        local_ended: Whether the pass has ended on this worker; reduced gradients may be
+            on their way.
         last: The step's plan, once its last pass has begun.
         measured: Whether the pass is measured.
         norms: ‖g_i‖² of each pass on this worker, as measured.
@@ -77,21 +87,25 @@ class CurrentStep:
         sampling: Decides which steps are measured.
         workers: Workers that share the batch.
         grad_scaler: Scales the loss.
-        to_mean: Divide the gradient, after the last pass, so that it is the mean over the passes. False where the loop does so.
+        to_mean: Divide the gradient, after the last pass, so that it is the mean over
+            the passes. False where the loop does so.
         precondition: Maps (parameter, gradient) to the tensor that norms are taken of.
 
     Attributes:
         declared: Plan of a full step.
         current: The step's plan, as known so far.
         ended: Steps that have ended, with those that were left out.
-        unsampled: Measured steps in a row, up to now, that have yielded no sample. The next step is then measured too.
+        unsampled: Measured steps in a row, up to now, that have yielded no sample. The
+            next step is then measured too.
         measured: Whether the step is measured.
         inferred: The passes of a loop that does not tell.
         observer: Measures the norms; None where there is nothing to measure.
         weights: w of this worker's gradient sample in each pass; None: all 1/n.
         step: Its passes up to now.
-        replicated: Numbers of the last complete step that each worker took from its own copy of the reduced gradient.
-        skipped_by_scaler: Whether a GradScaler left out the last complete step, as the clearing of its gradients shows.
+        replicated: Numbers of the last complete step that each worker took from its own
+            copy of the reduced gradient.
+        skipped_by_scaler: Whether a GradScaler left out the last complete step, as the
+            clearing of its gradients shows.
     """
 
     def __init__(
@@ -123,7 +137,8 @@ class CurrentStep:
         self._shared: dict[str, Tensor] = {}
         self._measured_steps = 0  # of this start
         self._wanted: Wanted | None = None  # of the observer
-        self._unseen: Sequence[Tensor] = ()  # parameters of the last step whose gradients were not measured
+        # parameters of the last step whose gradients were not measured
+        self._unseen: Sequence[Tensor] = ()
         self.declared = StepPlan(workers=workers.count)
         self.step = Progress()
         self._next(0, 0)
@@ -131,7 +146,13 @@ class CurrentStep:
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks, callables and process groups belong to this process.
-        gone: dict[str, Any] = {"observer": None, "step": None, "_notice": (), "_unseen": (), "_shared": {}}
+        gone: dict[str, Any] = {
+            "observer": None,
+            "step": None,
+            "_notice": (),
+            "_unseen": (),
+            "_shared": {},
+        }
         return {**self.__dict__, **gone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -141,22 +162,28 @@ class CurrentStep:
         self.inferred.clear()
         self.declare(self.declared)
 
-    # ---- the plan ------------------------------------------------------------------------------------------------
+    # ---- the plan --------------------------------------------------------------------
 
     @property
     def plan(self) -> StepPlan:
-        """Plan of the step under way, as known so far; between steps, the plan of a full step."""
+        """Plan of the step under way, as known so far; between steps, the plan of a
+        full step.
+        """
         return self.step.last or self.current
 
     @property
     def lacks_samples(self) -> bool:
-        """Whether the steps to come can't measure their noise: they have one gradient sample at S ≠ 1."""
+        """Whether the steps to come can't measure their noise: they have one
+        gradient sample at S ≠ 1.
+        """
         return self.declared.scale != 1 and self.declared.num_samples == 1
 
     @property
     def is_last(self) -> bool:
         """Whether the backward pass that has ended last is the last one of its step."""
-        return self.plan.passes == 1 or (self.step.under_way and self.step.last is not None)
+        return self.plan.passes == 1 or (
+            self.step.under_way and self.step.last is not None
+        )
 
     @property
     def accumulating(self) -> bool:
@@ -164,7 +191,9 @@ class CurrentStep:
         return self.step.under_way and self.step.last is None
 
     def told(self, told: bool) -> None:
-        """Leave it to the loop to tell of its passes, or infer them again. At a step boundary."""
+        """Leave it to the loop to tell of its passes, or infer them again. At a step
+        boundary.
+        """
         self._told = told
         self._unchanged.told = told
         self._notice_foreign()
@@ -178,7 +207,9 @@ class CurrentStep:
         self._watch()
 
     def resume(self, ended: int, unsampled: int = 0) -> None:
-        """Continue after a number of steps that have ended, and measured ones without a sample. At a step boundary."""
+        """Continue after a number of steps that have ended, and measured ones
+        without a sample. At a step boundary.
+        """
         self.begin_step()
         self._next(ended, unsampled)
         self._watch()
@@ -187,7 +218,7 @@ class CurrentStep:
         self.ended, self.unsampled, self.current = ended, unsampled, self.declared
         self.measured = unsampled > 0 or self._sampling.measures(ended, self.declared)
 
-    # ---- the observer --------------------------------------------------------------------------------------------
+    # ---- the observer ----------------------------------------------------------------
 
     @property
     def params(self) -> list[Tensor]:
@@ -217,7 +248,9 @@ class CurrentStep:
             self._notice = on_pass(self.params, notice)
 
     def _attach(self) -> None:
-        """Install an observer, unless one fits already. A step with a single sample at S = 1 needs none."""
+        """Install an observer, unless one fits already. A step with a single sample
+        at S = 1 needs none.
+        """
         if self._unhooked:
             return
         self.kind.check()
@@ -234,7 +267,9 @@ class CurrentStep:
         self._notice_foreign()
 
     def renew(self) -> None:
-        """Install another observer: a parameter group was added, or an OSS has now a ShardedDataParallel, which calls this."""
+        """Install another observer: a parameter group was added, or an OSS has now a
+        ShardedDataParallel, which calls this.
+        """
         self._detach()
         self.kind = kind_of(self.kind.optimizer, self.kind.model)
         self._attach()
@@ -252,18 +287,24 @@ class CurrentStep:
         self._unhooked = True
 
     def refresh(self) -> None:
-        """Watch parameters that were cast or moved. Called before the forward pass of a step, if the loop tells."""
+        """Watch parameters that were cast or moved. Called before the forward pass
+        of a step, if the loop tells.
+        """
         if self.observer is not None:
             self.observer.refresh()
 
     def _watch(self) -> None:
-        """Let the hooks take norms in a step that is measured, and notice passes alone in others."""
+        """Let the hooks take norms in a step that is measured, and notice passes
+        alone in others.
+        """
         if self.observer is None:
             return
         if self.observer.measures != self.measured:
             self.observer.measure(self.measured)
         if (identity := self.observer.identity) is not None:
-            checked = self.measured and due(self.ended, on_cpu=self.device.type == "cpu")
+            checked = self.measured and due(
+                self.ended, on_cpu=self.device.type == "cpu"
+            )
             if checked or self._checked:
                 identity.begin(checked)
             self._checked = checked
@@ -274,14 +315,17 @@ class CurrentStep:
         Raises:
             RuntimeError: The step's last pass has ended, with the weights of before.
         """
-        late = weights is not None and self.step.last is not None and not self.step.passing
+        late = (
+            weights is not None and self.step.last is not None and not self.step.passing
+        )
         if late and any(p.grad is not None for p in self.params):
             raise RuntimeError(
-                "sample_weights was set after the step's last backward pass. Set it before: count its tokens first."
+                "sample_weights was set after the step's last backward pass. Set it "
+                "before: count its tokens first."
             )
         self.weights = weights
 
-    # ---- the passes ----------------------------------------------------------------------------------------------
+    # ---- the passes ------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Clear the passes since the last step."""
@@ -296,7 +340,8 @@ class CurrentStep:
     def clear(self) -> None:
         """Forget the passes up to now."""
         if self.step.under_way:
-            self.current = self.declared  # else it is of a step yet to begin: gradients may be cleared before it
+            # else it is of a step yet to begin: gradients may be cleared before it
+            self.current = self.declared
         self._forget()
 
     def _forget(self) -> None:
@@ -307,10 +352,12 @@ class CurrentStep:
             cast(Identity, self.observer.identity).begin(True)
 
     def share(self, **numbers: Tensor) -> None:
-        """Sum numbers over the workers in this step's all-reduce. Called before the step's last pass, on all workers alike.
+        """Sum numbers over the workers in this step's all-reduce. Called before the
+        step's last pass, on all workers alike.
 
-        If the step is not measured, and each worker takes the norm of the reduced gradient by itself, the numbers travel from now
-        on, while the gradients are computed. Their sums are ``last_step.shared``.
+        If the step is not measured, and each worker takes the norm of the reduced
+        gradient by itself, the numbers travel from now on, while the gradients are
+        computed. Their sums are ``last_step.shared``.
 
         Args:
             **numbers: 0-dim each.
@@ -322,7 +369,10 @@ class CurrentStep:
         self._shared = {}
         for name, number in numbers.items():
             if number.dim() or name in OWN:
-                raise ValueError(f"Invalid {name} of shape {tuple(number.shape)}. Must be 0-dim, and not {OWN}.")
+                raise ValueError(
+                    f"Invalid {name} of shape {tuple(number.shape)}. Must be 0-dim, "
+                    f"and not {OWN}."
+                )
             self._shared[name] = number.to(device, torch.float64)
         if observer is None or self.measured or observer.sharded:
             return  # the numbers travel with others
@@ -349,7 +399,9 @@ class CurrentStep:
 
     @without_gradients
     def on_begin(self, observer: GradientObserver) -> bool:
-        """Begin a pass at its first gradient, unless the loop has; return whether it is the step's last."""
+        """Begin a pass at its first gradient, unless the loop has; return whether it
+        is the step's last.
+        """
         if self._told:
             if not self.step.passing:
                 raise RuntimeError(FOREIGN_PASS)
@@ -358,7 +410,9 @@ class CurrentStep:
 
     @without_gradients
     def on_local(self, observer: GradientObserver) -> None:
-        """End the pass on this worker: take its norm, and send what is known. Reduced gradients may still be on their way."""
+        """End the pass on this worker: take its norm, and send what is known.
+        Reduced gradients may still be on their way.
+        """
         step = self.step
         if not self._told:
             self.inferred.made += 1
@@ -368,7 +422,8 @@ class CurrentStep:
         if step.measured and (step.last is None or step.last.num_samples > 1):
             step.norms.append(observer.local_sq_norms())
         if step.last is not None and not observer.shares_norm and not step.sent:
-            # Only A is still in parts. Sent now, it travels behind the last gradients, which are awaited anyway.
+            # Only A is still in parts. Sent now, it travels behind the last gradients,
+            # which are awaited anyway.
             self._send({}, step.last, seen=True)
 
     def on_reduced(self, observer: GradientObserver) -> None:
@@ -384,25 +439,29 @@ class CurrentStep:
             if step.last is not None:
                 self._finish(step.last)
             elif step.measured and (self._told or self._measured_steps):
-                # A loop that does not tell: not in its first step, where DDP may rebuild its buckets.
+                # A loop that does not tell: not in its first step, where DDP may
+                # rebuild its buckets.
                 self._unchanged.note(self.kind.accumulated())
             if self._told:
                 self.observer.ignore(False)
         step.passing = False
 
-    # ---- the end of a step ---------------------------------------------------------------------------------------
+    # ---- the end of a step -----------------------------------------------------------
 
     def complete(self, caller: str = "step", *, scaled: bool = False) -> None:
-        """Take part in the reduction that is still under way on other workers, if there is one: no further pass comes.
+        """Take part in the reduction that is still under way on other workers, if there
+        is one: no further pass comes.
 
         It must be called before any other collective of the step.
 
         Args:
             caller: Method that an error names.
-            scaled: Whether the gradients still have the loss scale, if there is one. torch's scaler has removed it before a step.
+            scaled: Whether the gradients still have the loss scale, if there is one.
+                torch's scaler has removed it before a step.
 
         Raises:
-            RuntimeError: Passes are missing, there were too many, or the gradients of the step before were not cleared.
+            RuntimeError: Passes are missing, there were too many, or the gradients of
+                the step before were not cleared.
         """
         self.inferred.check(self)
         if self.step.sums is not None:
@@ -418,28 +477,38 @@ class CurrentStep:
                 raise self.inferred.too_early(self, caller)
             self._finish(self.plan, scaled=scaled)
         elif self.workers.reduce:
-            # A backward pass reached no parameter here: a sample of zero. The others are in the reduction already.
+            # A backward pass reached no parameter here: a sample of zero. The others
+            # are in the reduction already.
             if not self._join(self.plan):
-                raise self.inferred.too_early(self, caller)  # no worker has seen all passes, so that was not the reason
+                # no worker has seen all passes, so that was not the reason
+                raise self.inferred.too_early(self, caller)
         elif lacks_passes:
             raise self.inferred.too_early(self, caller)
 
     def finish(self) -> StepSums:
         """Return the sums of the step, once it is :meth:`complete`."""
         self.complete()
-        return self._unobserved(self.plan) if self.step.sums is None else self._looked_at_again(self.step.sums)
+        return (
+            self._unobserved(self.plan)
+            if self.step.sums is None
+            else self._looked_at_again(self.step.sums)
+        )
 
     @without_gradients
     def _finish(self, plan: StepPlan, *, scaled: bool = True) -> None:
-        """Sum the step's numbers over the workers, once its last pass has ended. Collective."""
+        """Sum the step's numbers over the workers, once its last pass has ended.
+        Collective.
+        """
         self._complete(self._gather(plan, seen=True, scaled=scaled))
 
     @without_gradients
     def _join(self, plan: StepPlan) -> bool:
-        """End a step whose last pass this worker has not seen: the others may wait for its part. Collective.
+        """End a step whose last pass this worker has not seen: the others may wait for
+        its part. Collective.
 
         Returns:
-            Whether the step has ended. If not, no worker has seen all passes, and further ones may come.
+            Whether the step has ended. If not, no worker has seen all passes, and
+            further ones may come.
         """
         self.step.measured = True
         sums = self._gather(plan, seen=False, scaled=True)
@@ -456,12 +525,16 @@ class CurrentStep:
         self._accept_gradients()
 
     def _accept_gradients(self) -> None:
-        """Take the step's gradients as they are now: a change of our own has kept them finite."""
+        """Take the step's gradients as they are now: a change of our own has kept
+        them finite.
+        """
         self.step.final = versions(self.kind.gradients())
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Return a context in which this package changes the gradients of a complete step, and keeps them finite."""
+        """Return a context in which this package changes the gradients of a complete
+        step, and keeps them finite.
+        """
         if self.step.sums is not None:
             self._looked_at_again(self.step.sums)
         yield
@@ -470,15 +543,23 @@ class CurrentStep:
 
     @without_gradients
     def _looked_at_again(self, sums: StepSums) -> StepSums:
-        """Return the sums, with another look whether gradients are finite if the loop has changed them since.
+        """Return the sums, with another look whether gradients are finite if the loop
+        has changed them since.
 
         Collective, if gradients are sharded and were changed.
         """
-        if self.step.final is None or self.step.final == versions(self.kind.gradients()):
+        if self.step.final is None or self.step.final == versions(
+            self.kind.gradients()
+        ):
             return sums
         self.step.sums = sums = replace(
             sums,
-            numbers={**sums.numbers, "late": self.kind.finite(self.workers.group, several=self.workers.reduce)},
+            numbers={
+                **sums.numbers,
+                "late": self.kind.finite(
+                    self.workers.group, several=self.workers.reduce
+                ),
+            },
             packed=None,
         )
         self._accept_gradients()
@@ -508,18 +589,29 @@ class CurrentStep:
             if not self._told:
                 self.inferred.end_step(self)
 
-    # ---- the sums over the workers -------------------------------------------------------------------------------
+    # ---- the sums over the workers ---------------------------------------------------
 
-    def _send(self, numbers: Mapping[str, Tensor], plan: StepPlan, *, seen: bool) -> None:
-        """Start the step's all-reduce: ``numbers``, what is shared; if it is measured A, and whether all passes were seen."""
+    def _send(
+        self, numbers: Mapping[str, Tensor], plan: StepPlan, *, seen: bool
+    ) -> None:
+        """Start the step's all-reduce: ``numbers``, what is shared; if it is
+        measured A, and whether all passes were seen.
+        """
         out, device = self.step.numbers, self.device
         out.update(numbers)
         if self.step.measured:
-            out["a"] = mean_sq_norm(plan, self.step.norms, self.weights) if self.step.norms else self._no_norms()
+            out["a"] = (
+                mean_sq_norm(plan, self.step.norms, self.weights)
+                if self.step.norms
+                else self._no_norms()
+            )
             out["complete"] = constant(float(seen), device)
             if self._checked:
-                # DDP and our own reduction take the mean over workers, and passes add up.
-                samples = cast(Identity, cast(GradientObserver, self.observer).identity).of_samples(device)
+                # DDP and our own reduction take the mean over workers, and passes add
+                # up.
+                samples = cast(
+                    Identity, cast(GradientObserver, self.observer).identity
+                ).of_samples(device)
                 out["samples"] = samples / self.workers.count
         out.update(self._shared)
         self._start()
@@ -528,7 +620,10 @@ class CurrentStep:
         step = self.step
         if step.numbers and not step.sent and self.workers.reduce:
             packed = Packed.of(step.numbers)
-            step.travelling = packed, dist.all_reduce(packed.tensor, group=self.workers.group, async_op=True)
+            step.travelling = (
+                packed,
+                dist.all_reduce(packed.tensor, group=self.workers.group, async_op=True),
+            )
         step.sent = True
 
     def _wait(self) -> tuple[Numbers, Packed | None]:
@@ -541,10 +636,14 @@ class CurrentStep:
         return packed.apart(), packed
 
     def _no_norms(self) -> Tensor:
-        return torch.zeros(len(self.kind.groups), dtype=torch.float64, device=self.device)
+        return torch.zeros(
+            len(self.kind.groups), dtype=torch.float64, device=self.device
+        )
 
     def _gather(self, plan: StepPlan, *, seen: bool, scaled: bool) -> StepSums:
-        """Return the step's numbers: those that each worker has by itself, and the sums of the others. Collective."""
+        """Return the step's numbers: those that each worker has by itself, and the
+        sums of the others. Collective.
+        """
         observer = cast(GradientObserver, self.observer)
         own: dict[str, Tensor] = {}
         if observer.shares_norm:
@@ -556,7 +655,8 @@ class CurrentStep:
                 parts["reduced"] = observer.reduced_product().to(self.device)
             self._send(parts, plan, seen=seen)
         else:
-            # Equal to the last bit on all workers, as their weights are: each takes C from its own copy.
+            # Equal to the last bit on all workers, as their weights are: each takes C
+            # from its own copy.
             own["c"] = observer.reduced_sq_norms(0, 1)
             if not self.step.sent:
                 self._send({}, plan, seen=seen)
@@ -568,7 +668,8 @@ class CurrentStep:
         if self._checked and not observer.sharded:
             own["reduced"] = observer.reduced_product().to(self.device).view(1)
         if scaled and self._grad_scaler is not None and self.scales_loss:
-            # scale(1) is the loss scale as a tensor; get_scale() would wait for the device.
+            # scale(1) is the loss scale as a tensor; get_scale() would wait for the
+            # device.
             own["loss_scale"] = self._grad_scaler.scale(constant(1.0, self.device))
         self._unseen = ()
         if self.step.measured:
@@ -583,59 +684,83 @@ class CurrentStep:
         )
 
     def _smallest_norm(self) -> Tensor | None:
-        """Return the norm of the smallest gradient, which stands for all: of those each worker takes its share only."""
+        """Return the norm of the smallest gradient, which stands for all: of those
+        each worker takes its share only.
+        """
         grads = [p.grad for p in self.params if p.grad is not None]
         if not grads:
             return None
         return take_norm(min(grads, key=Tensor.numel)).double().view(1)
 
     def _unobserved(self, plan: StepPlan) -> StepSums:
-        """Return the sums of a step that no observer has seen: there is none at n = 1 and S = 1, or its hooks did not run."""
+        """Return the sums of a step that no observer has seen: there is none at n =
+        1 and S = 1, or its hooks did not run.
+        """
         if self.observer is not None:
             self._unseen = self.observer.find_unseen()
         return StepSums(
             plan,
-            {"check": self.kind.finite(self.workers.group, several=self.workers.reduce), **self._shared},
+            {
+                "check": self.kind.finite(
+                    self.workers.group, several=self.workers.reduce
+                ),
+                **self._shared,
+            },
             shared_names=tuple(self._shared),
         )
 
-    # ---- faults --------------------------------------------------------------------------------------------------
+    # ---- faults ----------------------------------------------------------------------
 
     def no_samples(self) -> RuntimeError:
         return RuntimeError(
-            f"One gradient sample a step at scale {self.declared.scale:g} tells nothing of the noise, so the gain is "
-            "unknown. Make two backward passes of half the size: AdaScale(..., num_gradients_to_accumulate=2), or "
+            f"One gradient sample a step at scale {self.declared.scale:g} tells "
+            "nothing of the noise, so the gain is "
+            "unknown. Make two backward passes of half the size: AdaScale(..., "
+            "num_gradients_to_accumulate=2), or "
             "AdaScaleConfig(accumulation=2, per_worker_batch_size=half of it)."
         )
 
     def _warn_of_unseen(self, steps: int) -> None:
-        """Warn of the parameters that keep steps from being measured, if there are such."""
+        """Warn of the parameters that keep steps from being measured, if there are
+        such.
+        """
         if not self._unseen:
             return
         names: dict[Tensor, str] = {}
         if self.kind.model is not None:
-            names = {p: unwrapped_name(name) for name, p in self.kind.model.named_parameters()}
-        listing = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in self._unseen[:3])
+            names = {
+                p: unwrapped_name(name)
+                for name, p in self.kind.model.named_parameters()
+            }
+        listing = ", ".join(
+            names.get(p, f"one of shape {tuple(p.shape)}") for p in self._unseen[:3]
+        )
         warn_on_first_worker(
-            f"The noise of {steps} steps in a row could not be measured, and the gain stays as it was: gradients of "
-            f"{len(self._unseen)} parameters were not seen ({listing}). Build AdaScale after the model is on its device and in "
+            f"The noise of {steps} steps in a row could not be measured, and the gain "
+            "stays as it was: gradients of "
+            f"{len(self._unseen)} parameters were not seen ({listing}). Build AdaScale "
+            "after the model is on its device and in "
             "its dtype, and call the model's forward() rather than its parts."
         )
 
 
 class InferredPasses:
-    """The passes of a loop that does not tell: autograd shows where each begins and ends. They are counted and checked here.
+    """The passes of a loop that does not tell: autograd shows where each begins and
+    ends. They are counted and checked here.
 
-    Its methods get the step that the passes make. It holds no reference to it, so that a dropped optimizer is gone at once.
+    Its methods get the step that the passes make. It holds no reference to it, so that
+    a dropped optimizer is gone at once.
 
     Attributes:
-        step_end: Decides which pass is a step's last; None: the declared number of passes does.
+        step_end: Decides which pass is a step's last; None: the declared number of
+            passes does.
         made: Backward passes since the last step.
     """
 
     def __init__(self) -> None:
         self.step_end: StepEnd | None = None
-        self._stepped_with: tuple[int, int] | None = None  # the first gradient, if the last step may have left it
+        # the first gradient, if the last step may have left it
+        self._stepped_with: tuple[int, int] | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -643,11 +768,19 @@ class InferredPasses:
         self.made = 0
         self._fault = ""  # a key of the faults: what is wrong with the gradients
         self._announced: StepPlan | None = (
-            None  # since an exception ended a pass: the plan of the step that begins anew
+            # since an exception ended a pass: the plan of the step that begins anew
+            None
         )
 
-    def expect(self, current: CurrentStep, passes: int, scale: float | None, loss_divided_by: int | None) -> None:
-        """Shorten the step under way, or at a step boundary the next one; the steps after it are full ones.
+    def expect(
+        self,
+        current: CurrentStep,
+        passes: int,
+        scale: float | None,
+        loss_divided_by: int | None,
+    ) -> None:
+        """Shorten the step under way, or at a step boundary the next one; the steps
+        after it are full ones.
 
         Args:
             current: The step under way.
@@ -662,13 +795,24 @@ class InferredPasses:
         made = self.made
         if current.step.sums is not None or current.step.passing:
             made = 0  # the next step is announced
-        if isinstance(passes, bool) or not isinstance(passes, int) or not made < passes <= declared.passes:
+        if (
+            isinstance(passes, bool)
+            or not isinstance(passes, int)
+            or not made < passes <= declared.passes
+        ):
             raise ValueError(
-                f"Invalid {passes=}. This step may have {made + 1} to {declared.passes} backward passes: {made} were made, and "
-                f"num_gradients_to_accumulate is {declared.passes}. Call expect_passes() before the last pass begins."
+                f"Invalid {passes=}. This step may have {made + 1} to "
+                f"{declared.passes} backward passes: {made} were made, and "
+                f"num_gradients_to_accumulate is {declared.passes}. Call "
+                "expect_passes() before the last pass begins."
             )
-        if loss_divided_by is not None and (loss_divided_by < 1 or declared.loss_divisor is not None):
-            raise ValueError(f"Invalid {loss_divided_by=}. Must be at least 1, and needs is_scaled_loss=True.")
+        if loss_divided_by is not None and (
+            loss_divided_by < 1 or declared.loss_divisor is not None
+        ):
+            raise ValueError(
+                f"Invalid {loss_divided_by=}. Must be at least 1, and needs "
+                "is_scaled_loss=True."
+            )
         plan = declared.shortened(passes, scale, loss_divided_by)
         if current.step.sums is not None:
             current.begin_step()  # of a step that was never taken
@@ -694,20 +838,29 @@ class InferredPasses:
         current.begin(last)
         return last is not None
 
-    def _look_at_the_step_before(self, current: CurrentStep, observer: GradientObserver) -> None:
+    def _look_at_the_step_before(
+        self, current: CurrentStep, observer: GradientObserver
+    ) -> None:
         if current.step.sums is not None:
-            # A complete step was never taken, as after an overflow that a GradScaler found. Were its gradients cleared since?
+            # A complete step was never taken, as after an overflow that a GradScaler
+            # found. Were its gradients cleared since?
             too_many = _has_gradients(current, observer)
             current.skipped_by_scaler |= current.scales_loss and not too_many
             current.clear()
             if too_many:
                 self._fault = "too many"
-        elif self._holds_the_gradient_stepped_with(current) and _has_gradients(current, observer):
+        elif self._holds_the_gradient_stepped_with(current) and _has_gradients(
+            current, observer
+        ):
             self._fault = "uncleared"
         self._stepped_with = None
 
-    def _begin_after_an_exception(self, current: CurrentStep, observer: GradientObserver) -> None:
-        """Begin the step anew, if the gradients of the pass that failed, and of the step's earlier ones, were cleared."""
+    def _begin_after_an_exception(
+        self, current: CurrentStep, observer: GradientObserver
+    ) -> None:
+        """Begin the step anew, if the gradients of the pass that failed, and of the
+        step's earlier ones, were cleared.
+        """
         announced = self._announced
         if self._fault == "broken" or _has_gradients(current, observer):
             self._fault = "broken"
@@ -730,19 +883,26 @@ class InferredPasses:
         self._stepped_with = _first_gradient(current)
 
     def _holds_the_gradient_stepped_with(self, current: CurrentStep) -> bool:
-        return self._stepped_with is not None and self._stepped_with == _first_gradient(current)
+        return self._stepped_with is not None and self._stepped_with == _first_gradient(
+            current
+        )
 
     def too_early(self, current: CurrentStep, caller: str) -> RuntimeError:
         """Return the error of a step that lacks passes."""
         if self.step_end is not None:
             return RuntimeError(
-                f"{caller}() after backward pass {self.made} of a step, which has further ones by its settings. Call it "
-                "after the last pass. With Lightning's manual optimization the passes are AdaScaleConfig(accumulation=...), or "
-                "those of expect_passes(); with AdaptiveDataParallel the last pass is the one that is not under no_sync()."
+                f"{caller}() after backward pass {self.made} of a step, which has "
+                "further ones by its settings. Call it "
+                "after the last pass. With Lightning's manual optimization the passes "
+                "are AdaScaleConfig(accumulation=...), or "
+                "those of expect_passes(); with AdaptiveDataParallel the last pass is "
+                "the one that is not under no_sync()."
             )
         return RuntimeError(
-            f"{caller}() after {self.made} of {current.plan.passes} backward passes. Call it after the last one. If a step "
-            f"has fewer, as the last of an epoch may, call expect_passes({self.made}) before its last pass; if all have, "
+            f"{caller}() after {self.made} of {current.plan.passes} backward passes. "
+            "Call it after the last one. If a step "
+            f"has fewer, as the last of an epoch may, call expect_passes({self.made}) "
+            "before its last pass; if all have, "
             "set_num_gradients_to_accumulate() first."
         )
 
@@ -750,11 +910,15 @@ class InferredPasses:
 def _has_gradients(current: CurrentStep, observer: GradientObserver) -> bool:
     """Whether gradients other than zero are left. Waits for the device."""
     grads = observer.gradients_left(current.params)
-    return any(bool(take_norm(current.kind.local(grad.detach())) != 0) for grad in grads)
+    return any(
+        bool(take_norm(current.kind.local(grad.detach())) != 0) for grad in grads
+    )
 
 
 def _first_gradient(current: CurrentStep) -> tuple[int, int] | None:
-    """Return the address and the number of writes of the first gradient; None without one. Clearing changes them."""
+    """Return the address and the number of writes of the first gradient; None
+    without one. Clearing changes them.
+    """
     grad = next((p.grad for p in current.params if p.grad is not None), None)
     if grad is None:
         return None
@@ -765,11 +929,16 @@ def _first_gradient(current: CurrentStep) -> tuple[int, int] | None:
 
 
 _FAULTS = {
-    "broken": "A backward pass of this step has ended in an exception, and has left incomplete gradients. Where the loop "
-    "catches it, call optimizer.zero_grad(), and make all backward passes of the step again.",
-    "too many": "Gradients of more than {passes} backward passes were added up before step(), so the gain is not "
-    "known. Add the losses and call backward() once, or set_num_gradients_to_accumulate() to the number of passes "
+    "broken": "A backward pass of this step has ended in an exception, and has left "
+    "incomplete gradients. Where the loop "
+    "catches it, call optimizer.zero_grad(), and make all backward passes of the step "
+    "again.",
+    "too many": "Gradients of more than {passes} backward passes were added up before "
+    "step(), so the gain is not "
+    "known. Add the losses and call backward() once, or "
+    "set_num_gradients_to_accumulate() to the number of passes "
     "(AdaptiveDataParallel: all but the last under no_sync()).",
-    "uncleared": "The gradients of the last step were not cleared before the next backward pass, which has added to them. Call "
+    "uncleared": "The gradients of the last step were not cleared before the next "
+    "backward pass, which has added to them. Call "
     "optimizer.zero_grad() after each step().",
 }

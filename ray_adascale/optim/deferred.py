@@ -1,8 +1,10 @@
-"""Steps that a fused optimizer takes, or skips, on the device, before the host has the numbers that decide it.
+"""Steps that a fused optimizer takes, or skips, on the device, before the host has the
+numbers that decide it.
 
-A fused optimizer takes its LR as a tensor, and changes nothing if ``found_inf`` is 1: the protocol that
-``torch.amp.GradScaler`` uses. The numbers for the host (gains, averages and outcome, in one small tensor) are copied
-asynchronously; the host waits for the copy only when it reads them.
+A fused optimizer takes its LR as a tensor, and changes nothing if ``found_inf`` is 1:
+the protocol that ``torch.amp.GradScaler`` uses. The numbers for the host (gains,
+averages and outcome, in one small tensor) are copied asynchronously; the host waits for
+the copy only when it reads them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from .exchange import Numbers, Packed
 
-# These classes only, since a subclass may override step(). Adagrad's kernel was never tried on a GPU.
+# These classes only, since a subclass may override step(). Adagrad's kernel was never
+# tried on a GPU.
 _FUSED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
 
 
@@ -26,7 +29,8 @@ def read(numbers: Numbers) -> dict[str, list[float]]:
 
 
 class HostCopy:
-    """Numbers on their way from the device to the host. Making one waits for nothing; reading it waits for this copy alone.
+    """Numbers on their way from the device to the host. Making one waits for nothing;
+    reading it waits for this copy alone.
 
     Args:
         numbers: On any device. They must not be changed.
@@ -43,7 +47,12 @@ class HostCopy:
                 else Packed(first.view(-1), dict.fromkeys(numbers, first.numel()))
             )
             # A copy into memory that is not pinned would wait for the whole stream.
-            copy = torch.empty(packed.tensor.shape, dtype=packed.tensor.dtype, device="cpu", pin_memory=True)
+            copy = torch.empty(
+                packed.tensor.shape,
+                dtype=packed.tensor.dtype,
+                device="cpu",
+                pin_memory=True,
+            )
             copy.copy_(packed.tensor, non_blocking=True)
             self._numbers = packed.apart(copy)
             self._event = torch.cuda.Event()
@@ -57,7 +66,8 @@ class HostCopy:
 
 
 def steps_on_device(kind: type[Optimizer], groups: Sequence[dict[str, Any]]) -> bool:
-    """Whether :func:`skippable_step` may be used, with tensors as LRs; equal on all workers.
+    """Whether :func:`skippable_step` may be used, with tensors as LRs; equal on all
+    workers.
 
     Args:
         kind: The optimizer's class.
@@ -67,7 +77,8 @@ def steps_on_device(kind: type[Optimizer], groups: Sequence[dict[str, Any]]) -> 
         return False
     params = [p for group in groups for p in group["params"]]
     return (
-        # A first momentum buffer is undamped in torch, which `fill_momentum` could not reproduce.
+        # A first momentum buffer is undamped in torch, which `fill_momentum` could not
+        # reproduce.
         all(group.get("dampening", 0) == 0 for group in groups)
         # The kernels want LR and found_inf where the parameters are.
         and len({p.device for p in params}) == 1
@@ -75,7 +86,8 @@ def steps_on_device(kind: type[Optimizer], groups: Sequence[dict[str, Any]]) -> 
 
 
 def skippable_step(optimizer: Optimizer, skip: Tensor, step: Callable[[], Any]) -> None:
-    """Call ``step``, in which ``optimizer`` takes a step, or changes nothing if ``skip`` is 1.
+    """Call ``step``, in which ``optimizer`` takes a step, or changes nothing if
+    ``skip`` is 1.
 
     Args:
         optimizer: A fused one, see :func:`steps_on_device`.
@@ -91,13 +103,19 @@ def skippable_step(optimizer: Optimizer, skip: Tensor, step: Callable[[], Any]) 
 
 
 def fill_momentum(optimizer: Optimizer) -> None:
-    """Make SGD's missing momentum buffers, as zeros, after which the first step is torch's own.
+    """Make SGD's missing momentum buffers, as zeros, after which the first step is
+    torch's own.
 
-    torch's fused SGD makes them in its first step without filling them. If the kernel then skips that step, the next step
-    takes uninitialized memory for momentum.
+    torch's fused SGD makes them in its first step without filling them. If the kernel
+    then skips that step, the next step takes uninitialized memory for momentum.
     """
     for group in optimizer.param_groups:
         if group.get("momentum", 0) != 0:
             for p in group["params"]:
-                if p.requires_grad and optimizer.state[p].get("momentum_buffer") is None:
-                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
+                if (
+                    p.requires_grad
+                    and optimizer.state[p].get("momentum_buffer") is None
+                ):
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(
+                        p, requires_grad=False
+                    )

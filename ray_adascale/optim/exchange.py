@@ -1,4 +1,6 @@
-"""Numbers with names: their sums over the workers in one all-reduce, and their copies on the host."""
+"""Numbers with names: their sums over the workers in one all-reduce, and their
+copies on the host.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,25 @@ class Packed:
     @classmethod
     def of(cls, numbers: Numbers) -> Packed:
         """Return the numbers in one new tensor."""
-        rows = {name: number if number.dim() else number.view(1) for name, number in numbers.items()}
-        return cls(torch.cat([*rows.values()]), {name: row.numel() for name, row in rows.items()})
+        rows = {
+            name: number if number.dim() else number.view(1)
+            for name, number in numbers.items()
+        }
+        return cls(
+            torch.cat([*rows.values()]),
+            {name: row.numel() for name, row in rows.items()},
+        )
 
     def apart(self, tensor: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the numbers by name, 1-D: views of the tensor, or of its copy elsewhere."""
+        """Return the numbers by name, 1-D: views of the tensor, or of its copy
+        elsewhere.
+        """
         return dict(
-            zip(self.sizes, (self.tensor if tensor is None else tensor).split([*self.sizes.values()]), strict=True)
+            zip(
+                self.sizes,
+                (self.tensor if tensor is None else tensor).split(
+                    [*self.sizes.values()]
+                ),
+                strict=True,
+            )
         )

@@ -1,4 +1,6 @@
-"""ShardedGradScaler: loss scaling for gradients that are split over workers. FairScale's name and constructor."""
+"""ShardedGradScaler: loss scaling for gradients that are split over workers.
+FairScale's name and constructor.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as _FSDPGradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import (
+    ShardedGradScaler as _FSDPGradScaler,
+)
 from torch.optim import Optimizer
 
 from ..sharding.kinds import kind_of
@@ -16,14 +20,16 @@ from .adascale import AdaScale
 
 
 class _Target:
-    """An optimizer as torch's GradScaler expects it: its parameters have the gradients of the coming step.
+    """An optimizer as torch's GradScaler expects it: its parameters have the gradients
+    of the coming step.
 
     Attributes:
         stepped: Whether the scaler has called :meth:`step`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = ref(optimizer)  # the key of this object in a WeakKeyDictionary
+        # the key of this object in a WeakKeyDictionary
+        self._optimizer = ref(optimizer)
         self.stepped = False
 
     @property
@@ -41,23 +47,31 @@ class _Target:
 
 
 def _kind(optimizer: Optimizer) -> Kind:
-    return optimizer.current.kind if isinstance(optimizer, AdaScale) else kind_of(optimizer)
+    return (
+        optimizer.current.kind
+        if isinstance(optimizer, AdaScale)
+        else kind_of(optimizer)
+    )
 
 
 class ShardedGradScaler(_FSDPGradScaler):
-    """A ``torch.amp.GradScaler`` for sharded gradients: an overflow on one worker makes all of them skip the step.
+    """A ``torch.amp.GradScaler`` for sharded gradients: an overflow on one worker makes
+    all of them skip the step.
 
-    It extends torch's scaler for FSDP to the gradients of :class:`ray_adascale.ShardedDataParallel`. The check whether all are
-    finite costs one all-reduce of one number a step, and no host synchronization of its own.
+    It extends torch's scaler for FSDP to the gradients of
+    :class:`ray_adascale.ShardedDataParallel`. The check whether all are finite costs
+    one all-reduce of one number a step, and no host synchronization of its own.
 
     Args:
         init_scale: First loss scale.
-        growth_factor: Factor on the loss scale after ``growth_interval`` steps without overflow.
+        growth_factor: Factor on the loss scale after ``growth_interval`` steps without
+            overflow.
         backoff_factor: Factor on the loss scale after an overflow.
         growth_interval: Steps.
         enabled: False switches loss scaling off.
         process_group: The workers that skip together. Default: all.
-        device: Type of the device that the loss is on. Default: "cuda" where there is one, else "cpu".
+        device: Type of the device that the loss is on. Default: "cuda" where there is
+            one, else "cpu".
     """
 
     def __init__(
@@ -104,16 +118,21 @@ class ShardedGradScaler(_FSDPGradScaler):
         if isinstance(optimizer, AdaScale) and not target.stepped:
             optimizer.skip_step()
         if not target.stepped:
-            _kind(optimizer).discard()  # else the next pass would add to those of the overflow
+            # else the next pass would add to those of the overflow
+            _kind(optimizer).discard()
         return result
 
     def _target(self, optimizer: Any) -> Any:
-        """Return the object that torch's scaler works on: the optimizer, or its share of the gradients."""
+        """Return the object that torch's scaler works on: the optimizer, or its
+        share of the gradients.
+        """
         adascale = isinstance(optimizer, AdaScale)
-        if not adascale and (not isinstance(optimizer, Optimizer) or kind_of(optimizer).in_place):
+        if not adascale and (
+            not isinstance(optimizer, Optimizer) or kind_of(optimizer).in_place
+        ):
             return optimizer
-        # If no backward pass reached a parameter here, the other workers are in these reductions. The scaler's own all-reduce
-        # comes after them.
+        # If no backward pass reached a parameter here, the other workers are in these
+        # reductions. The scaler's own all-reduce comes after them.
         if adascale:
             optimizer.current.complete(scaled=True)
         _kind(optimizer).join()

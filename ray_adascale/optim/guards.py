@@ -1,4 +1,6 @@
-"""What AdaScale looks at for mistakes of the program around it, in any loop. None of it changes a step."""
+"""What AdaScale looks at for mistakes of the program around it, in any loop. None of
+it changes a step.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,12 @@ from ..measure.identity import Identity
 from ..sharding.kinds.state import state_of
 from .step_result import StepResult
 
-# ---- the passes ------------------------------------------------------------------------------------------------------
+# ---- the passes ----------------------------------------------------------------------
 
 
 class UnchangedGradients:
-    """Raises if gradients change between the passes of a step: a loop clears, clips or scales them.
+    """Raises if gradients change between the passes of a step: a loop clears, clips or
+    scales them.
 
     Attributes:
         told: Whether the loop is that of a ``Run``, which clears gradients itself.
@@ -60,34 +63,49 @@ class UnchangedGradients:
 
 
 FOREIGN_PASS = (
-    "loss.backward() was called in the loop beside run.backward(), so a micro-batch has several backward passes. Add the losses, "
+    "loss.backward() was called in the loop beside run.backward(), so a micro-batch "
+    "has several backward passes. Add the losses, "
     "and call run.backward() once: run.backward(loss + other_loss)."
 )
 
 CLEARED = {
-    True: "Gradients were cleared between the passes of an optimizer step, so all micro-batches but the step's last would be "
-    "lost. Delete optimizer.zero_grad() or model.zero_grad() from the loop: run.step() clears the gradients after each step.",
-    False: "Gradients were cleared between the passes of an optimizer step, so the earlier ones would be lost. Call "
-    "optimizer.zero_grad() once a step, after optimizer.step(), and before a step that is repeated after an exception. The "
-    "number of passes is AdaScaleConfig(accumulation=...), or num_gradients_to_accumulate.",
+    True: "Gradients were cleared between the passes of an optimizer step, so all "
+    "micro-batches but the step's last would be "
+    "lost. Delete optimizer.zero_grad() or model.zero_grad() from the loop: run.step() "
+    "clears the gradients after each step.",
+    False: "Gradients were cleared between the passes of an optimizer step, so the "
+    "earlier ones would be lost. Call "
+    "optimizer.zero_grad() once a step, after optimizer.step(), and before a step that "
+    "is repeated after an exception. The "
+    "number of passes is AdaScaleConfig(accumulation=...), or "
+    "num_gradients_to_accumulate.",
 }
 _CHANGED = {
-    True: "Gradients were changed between the passes of an optimizer step, and the next passes would add to changed gradients. "
-    "Delete optimizer.zero_grad() from the loop: run.step() clears the gradients. Clip once a step: run.clip_grad_norm_(), which "
-    "does nothing before the last pass, AdaScaleConfig(grad_clip=...), or by hand `if run.is_last_pass:`.",
-    False: "Gradients were changed between the passes of an optimizer step, and the next passes would add to changed gradients. "
-    "Clip or scale them after the step's last backward pass: `if optimizer.is_last_pass:`.",
+    True: "Gradients were changed between the passes of an optimizer step, and the "
+    "next passes would add to changed gradients. "
+    "Delete optimizer.zero_grad() from the loop: run.step() clears the gradients. Clip "
+    "once a step: run.clip_grad_norm_(), which "
+    "does nothing before the last pass, AdaScaleConfig(grad_clip=...), or by hand `if "
+    "run.is_last_pass:`.",
+    False: "Gradients were changed between the passes of an optimizer step, and the "
+    "next passes would add to changed gradients. "
+    "Clip or scale them after the step's last backward pass: `if "
+    "optimizer.is_last_pass:`.",
 }
 
 
-# ---- the numbers of a step -------------------------------------------------------------------------------------------
+# ---- the numbers of a step -----------------------------------------------------------
 
 _EQUAL, _EQUAL_STEPS = 1e-6, 10
-"""Largest σ²/μ² of equal gradient samples (the mean of three equal float32 numbers is rounded), and steps before a warning."""
+"""Largest σ²/μ² of equal gradient samples (the mean of three equal float32 numbers
+is rounded), and steps before a warning.
+"""
 
 
 class EqualSamples:
-    """Warns once if the gradient samples of several steps in a row were equal: A = C, and so σ² = 0."""
+    """Warns once if the gradient samples of several steps in a row were equal: A =
+    C, and so σ² = 0.
+    """
 
     def __init__(self) -> None:
         self._in_a_row = 0
@@ -104,22 +122,28 @@ class EqualSamples:
         if self._in_a_row == _EQUAL_STEPS:
             self._warned = True
             warn_on_first_worker(
-                f"All gradient samples of a step were equal in {_EQUAL_STEPS} steps in a row, so the gain is 1, and more workers "
-                "or passes help nothing. Do all workers read the same examples, with equal seeds?"
+                f"All gradient samples of a step were equal in {_EQUAL_STEPS} steps in "
+                "a row, so the gain is 1, and more workers "
+                "or passes help nothing. Do all workers read the same examples, with "
+                "equal seeds?"
             )
 
 
 def check_identity(identity: Identity | None, step: StepResult) -> None:
-    """Raise if the norms of a measured step were not those of the gradients that were reduced."""
+    """Raise if the norms of a measured step were not those of the gradients that
+    were reduced.
+    """
     if identity is not None and not step.skipped:
         identity.check(step.identity)
 
 
-# ---- steps of the wrapped optimizer ----------------------------------------------------------------------------------
+# ---- steps of the wrapped optimizer --------------------------------------------------
 
 
 def warn_of_steps_past(wrapper: Any, steps: int = 5) -> None:
-    """Warn once if a loop steps the wrapped optimizer, or one that it holds as SAM does, and never the wrapper."""
+    """Warn once if a loop steps the wrapped optimizer, or one that it holds as SAM
+    does, and never the wrapper.
+    """
     optimizer: Optimizer = wrapper.wrapped
     outer = weakref.ref(wrapper)
     taken = 0
@@ -129,7 +153,8 @@ def warn_of_steps_past(wrapper: Any, steps: int = 5) -> None:
         if isinstance(value, Optimizer) and not state_of(optimizer).shared:
             watched.append(value)
         advice[id(value)] = (
-            f"Attach the one inside: inner, schedule = attach(model, optimizer.{name}, ...); optimizer.{name} = inner."
+            f"Attach the one inside: inner, schedule = attach(model, optimizer.{name}, "
+            f"...); optimizer.{name} = inner."
         )
 
     def stepped(each: Optimizer, *_: object) -> None:
@@ -138,15 +163,21 @@ def warn_of_steps_past(wrapper: Any, steps: int = 5) -> None:
         around = outer()
         if taken == steps and around is not None:
             warn_at_user(
-                f"{type(each).__name__}.step() has run {steps} times, and step() of the AdaScale around it not once: weights "
-                f"move without the gain, τ stays at {around.effective_steps:g}, and the schedule at its start. "
+                f"{type(each).__name__}.step() has run {steps} times, and step() of "
+                "the AdaScale around it not once: weights "
+                f"move without the gain, τ stays at {around.effective_steps:g}, and "
+                "the schedule at its start. "
                 f"{advice.get(id(each), 'Call step() of what attach() or AdaScale() returned.')}"
             )
 
     def own_step(around: Any, *_: object) -> None:
         while hooks:
             hooks.pop().remove()
-        around.has_step_hooks = len(around._optimizer_step_pre_hooks) + len(around._optimizer_step_post_hooks) > 1
+        around.has_step_hooks = (
+            len(around._optimizer_step_pre_hooks)
+            + len(around._optimizer_step_post_hooks)
+            > 1
+        )
 
     hooks = [each.register_step_post_hook(stepped) for each in watched]
     wrapper.register_step_pre_hook(own_step)

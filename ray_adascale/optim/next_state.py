@@ -1,12 +1,17 @@
-"""AdaScale on one page, as pure functions: from a step's sums to the averages, the gain r and the clock τ.
+"""AdaScale on one page, as pure functions: from a step's sums to the averages, the gain
+r and the clock τ.
 
-The source and the symbols are those of :mod:`ray_adascale.gain`. A step goes through four functions, in this order:
+The source and the symbols are those of :mod:`ray_adascale.gain`. A step goes through
+four functions, in this order:
 
-1. :func:`estimate`: A and C give σ² and μ², these move the averages σ̄² and μ̄², and these give r. It computes with tensors and
-   waits for nothing: a fused optimizer steps with these tensors.
+1. :func:`estimate`: A and C give σ² and μ², these move the averages σ̄² and μ̄², and
+   these give r. It computes with tensors and waits for nothing: a fused optimizer steps
+   with these tensors.
 2. :func:`result`: the same numbers on the host.
-3. :func:`apply_rule`: the rule turns r into the factor on the LR and the increment of τ.
-4. :func:`next_state`: τ, the number of steps, and the effective steps since the last sample.
+3. :func:`apply_rule`: the rule turns r into the factor on the LR and the increment of
+   τ.
+4. :func:`next_state`: τ, the number of steps, and the effective steps since the last
+   sample.
 """
 
 from __future__ import annotations
@@ -49,9 +54,13 @@ class AdaScaleState:
     skips: int = 0
 
     @classmethod
-    def empty(cls, num_gains: int, averaging: Averaging, device: torch.device | str = "cpu") -> AdaScaleState:
+    def empty(
+        cls, num_gains: int, averaging: Averaging, device: torch.device | str = "cpu"
+    ) -> AdaScaleState:
         """Return the state before the first step."""
-        return cls(Average.empty((2, num_gains), device), non_negative=averaging.clip_samples)
+        return cls(
+            Average.empty((2, num_gains), device), non_negative=averaging.clip_samples
+        )
 
 
 @dataclass(frozen=True)
@@ -60,12 +69,16 @@ class Estimate:
 
     Attributes:
         sums: The step's.
-        averages: σ̄² and μ̄² after the step. They are those before it if it has no sample.
+        averages: σ̄² and μ̄² after the step. They are those before it if it has no
+            sample.
         finite: Whether the step's gradient is finite; bool, 0-dim.
-        gains: r of each gain's group; then of the whole optimizer, if there are several. None if the step was not measured: the
-            gains are those of the step before, which the host has.
-        numbers: What the host reads: "check", which is finite if the gradient is, and what a caller has shared. Of a measured
-            step also "moments", σ² and μ² of its sample, NaN where there is none; "gains"; "averages"; in some "identity".
+        gains: r of each gain's group; then of the whole optimizer, if there are
+            several. None if the step was not measured: the gains are those of the step
+            before, which the host has.
+        numbers: What the host reads: "check", which is finite if the gradient is, and
+            what a caller has shared. Of a measured step also "moments", σ² and μ² of
+            its sample, NaN where there is none; "gains"; "averages"; in some
+            "identity".
     """
 
     sums: StepSums
@@ -77,32 +90,49 @@ class Estimate:
 
 def estimate(state: AdaScaleState, sums: StepSums, averaging: Averaging) -> Estimate:
     """Return the gain of a step, and the averages after it. No host synchronization."""
-    check, sample, usable = sums.sample(state.averages.count.numel())  # σ² and μ² from A and C
+    # σ² and μ² from A and C
+    check, sample, usable = sums.sample(state.averages.count.numel())
     finite = check < math.inf
-    numbers = {"check": check, **{name: sums.numbers[name] for name in sums.shared_names}}
+    numbers = {
+        "check": check,
+        **{name: sums.numbers[name] for name in sums.shared_names},
+    }
     if not sums.measured:
         return Estimate(sums, state.averages, finite, None, numbers)
     averages = state.averages.to(check.device)
     moments = constant(math.nan, check.device).expand(2)
     if sample is not None:
-        moments = sample[:2].reshape(-1) if sample.shape[1] == 1 else sample[:2].sum(dim=1)
+        moments = (
+            sample[:2].reshape(-1) if sample.shape[1] == 1 else sample[:2].sum(dim=1)
+        )
         if usable is not None:
             moments = moments.masked_fill(~usable, math.nan)
         if averaging.clip_samples:
             sample = torch.maximum(sample, averaging.floors(check.device))
         use = finite if usable is None else finite & usable
         decay = averaging.decay(sums.plan, state.since_sample)
-        averages = averages.update_packed(sample, decay, debias=averaging.debias, use=use)
-    gains = gains_of(averages, sums.plan.scale, averaging, non_negative=state.non_negative)
-    numbers |= {"moments": moments, "gains": gains, "averages": averages.packed.reshape(-1)}
+        averages = averages.update_packed(
+            sample, decay, debias=averaging.debias, use=use
+        )
+    gains = gains_of(
+        averages, sums.plan.scale, averaging, non_negative=state.non_negative
+    )
+    numbers |= {
+        "moments": moments,
+        "gains": gains,
+        "averages": averages.packed.reshape(-1),
+    }
     identity = sums.identity
     if identity is not None:
         numbers["identity"] = identity
     return Estimate(sums, averages, finite, gains, numbers)
 
 
-def gains_of(averages: Average, scale: float, averaging: Averaging, *, non_negative: bool) -> Tensor:
-    """Return r of each gain's group; then r of the whole optimizer, if there are several groups.
+def gains_of(
+    averages: Average, scale: float, averaging: Averaging, *, non_negative: bool
+) -> Tensor:
+    """Return r of each gain's group; then r of the whole optimizer, if there are
+    several groups.
 
     Args:
         averages: σ̄² and μ̄².
@@ -112,8 +142,10 @@ def gains_of(averages: Average, scale: float, averaging: Averaging, *, non_negat
     """
     total, weight = averages.total, averages.packed[-1:]
     if total.shape[1] > 1:
-        # The whole has the sum of the groups' averages. Their totals have unequal weights if a group was added later.
-        whole = (total / weight).nan_to_num_(0.0).sum(dim=1, keepdim=True)  # 0/0 of a group without a sample
+        # The whole has the sum of the groups' averages. Their totals have unequal
+        # weights if a group was added later.
+        # 0/0 of a group without a sample
+        whole = (total / weight).nan_to_num_(0.0).sum(dim=1, keepdim=True)
         total = torch.cat([total, whole], dim=1)
         weight = torch.cat([weight, weight.amax(dim=1, keepdim=True).sign()], dim=1)
     if not non_negative:
@@ -125,23 +157,36 @@ def averaged(numbers: Mapping[str, list[float]]) -> StepResult:
     """Return a step that has nothing but gains and averages.
 
     Args:
-        numbers: On the host. "gains": those of :func:`gains_of`. "averages": the totals of each group's σ² and of its μ², and the
-            weights.
+        numbers: On the host. "gains": those of :func:`gains_of`. "averages": the totals
+            of each group's σ² and of its μ², and the weights.
     """
     gains, (sigma2, mu2) = numbers["gains"], means_of(numbers["averages"])
-    return StepResult(gain=gains[-1], group_gains=gains[: len(mu2)], group_sigma2=sigma2, group_mu2=mu2)
+    return StepResult(
+        gain=gains[-1],
+        group_gains=gains[: len(mu2)],
+        group_sigma2=sigma2,
+        group_mu2=mu2,
+    )
 
 
 def means_of(averages: list[float]) -> tuple[list[float], list[float]]:
-    """Return each group's σ̄² and μ̄², NaN before its first sample, from the averages as in :func:`averaged`."""
+    """Return each group's σ̄² and μ̄², NaN before its first sample, from the
+    averages as in :func:`averaged`.
+    """
     count = len(averages) // 3
     weights = averages[2 * count :]
-    means = [total / weight if weight > 0 else math.nan for total, weight in zip(averages, weights * 2, strict=False)]
+    means = [
+        total / weight if weight > 0 else math.nan
+        for total, weight in zip(averages, weights * 2, strict=False)
+    ]
     return means[:count], means[count:]
 
 
-def result(estimated: Estimate, numbers: Mapping[str, list[float]], gains: StepResult) -> StepResult:
-    """Return the step on the host. :func:`next_state` adds τ, the LR factor and the number of steps.
+def result(
+    estimated: Estimate, numbers: Mapping[str, list[float]], gains: StepResult
+) -> StepResult:
+    """Return the step on the host. :func:`next_state` adds τ, the LR factor and the
+    number of steps.
 
     Args:
         estimated: The step's estimate.
@@ -169,7 +214,8 @@ class RuleOutput:
 
     Attributes:
         lr_factors: Factor on the LR of each parameter group.
-        group_increments: Increment of the clock of each parameter group, the exponent of its betas.
+        group_increments: Increment of the clock of each parameter group, the exponent
+            of its betas.
         lr_factor: Factor for the whole optimizer, which is reported.
         increment: Increment of τ.
     """
@@ -180,22 +226,32 @@ class RuleOutput:
     increment: float
 
 
-def apply_rule(rule: ScalingRule, whole: RuleInput, group_gains: Sequence[float], num_groups: int) -> RuleOutput:
+def apply_rule(
+    rule: ScalingRule, whole: RuleInput, group_gains: Sequence[float], num_groups: int
+) -> RuleOutput:
     """Return the output of a rule for a step with these gains.
 
     Args:
         rule: The rule.
         whole: Its input for the whole optimizer.
         group_gains: r of each gain's group.
-        num_groups: Parameter groups. Even with one gain, a rule may have another factor for each.
+        num_groups: Parameter groups. Even with one gain, a rule may have another factor
+            for each.
     """
-    inputs = [replace(whole, gain=group_gains[i % len(group_gains)], group=i) for i in range(num_groups)]
+    inputs = [
+        replace(whole, gain=group_gains[i % len(group_gains)], group=i)
+        for i in range(num_groups)
+    ]
     lr_factors, group_increments = zip(*map(rule, inputs), strict=True)
     return RuleOutput(lr_factors, group_increments, *rule(whole))
 
 
 def next_state(
-    state: AdaScaleState, averages: Average, step: StepResult, lr_factor: float, increment: float
+    state: AdaScaleState,
+    averages: Average,
+    step: StepResult,
+    lr_factor: float,
+    increment: float,
 ) -> AdaScaleState:
     """Return the state after a step that was taken.
 
@@ -208,7 +264,9 @@ def next_state(
     """
     sampled = not math.isnan(step.sigma2)
     tau = advanced(state.last.effective_steps, increment)
-    last = replace(step, effective_steps=tau, steps=state.last.steps + 1, lr_factor=lr_factor)
+    last = replace(
+        step, effective_steps=tau, steps=state.last.steps + 1, lr_factor=lr_factor
+    )
     since_sample = increment + (0.0 if sampled else state.since_sample)
     return AdaScaleState(averages, last, since_sample, state.non_negative)
 
@@ -220,4 +278,8 @@ def skipped(state: AdaScaleState, shared: Mapping[str, float]) -> AdaScaleState:
         state: Before the step.
         shared: What a caller has shared in the step.
     """
-    return replace(state, last=replace(state.last, skipped=True, shared=shared), skips=state.skips + 1)
+    return replace(
+        state,
+        last=replace(state.last, skipped=True, shared=shared),
+        skips=state.skips + 1,
+    )

@@ -1,7 +1,9 @@
-"""Scaling rules of the trainer: how the learning rate and the clock move when the batch is S times the base batch.
+"""Scaling rules of the trainer: how the learning rate and the clock move when the batch
+is S times the base batch.
 
-A rule returns a pair: the factor on ``lr(⌊τ⌋)`` and the increment of the clock τ for one optimizer step. The run ends when τ
-reaches T, so the increment determines the number of optimizer steps in a run. A rule may also change the optimizer's betas.
+A rule returns a pair: the factor on ``lr(⌊τ⌋)`` and the increment of the clock τ for
+one optimizer step. The run ends when τ reaches T, so the increment determines the
+number of optimizer steps in a run. A rule may also change the optimizer's betas.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class RuleInput:
         effective_steps: τ before this step.
         total_steps: T, or None if the optimizer is used without a schedule's end.
         base_batch_size: B0 in examples, or None if it is not known.
-        group: Index of the parameter group, with ``gain`` that group's; None: the whole optimizer, for the clock.
+        group: Index of the parameter group, with ``gain`` that group's; None: the whole
+            optimizer, for the clock.
     """
 
     gain: float
@@ -40,43 +43,56 @@ class RuleInput:
 
 
 ScalingRule = Callable[[RuleInput], tuple[float, float]]
-"""A callable from the input to (LR factor, clock increment). It may have four attributes: ``metric``, which :func:`metric_of`
-reads; ``betas``, which :func:`betas_of` reads; ``clock_is_gain``, which :func:`follows_gain` reads; and ``check_curve(curve)``,
-which gets the base run's learning rates and warns if rule and schedule would do the same."""
+"""A callable from the input to (LR factor, clock increment). It may have four
+attributes: ``metric``, which :func:`metric_of` reads; ``betas``, which :func:`betas_of`
+reads; ``clock_is_gain``, which :func:`follows_gain` reads; and ``check_curve(curve)``,
+which gets the base run's learning rates and warns if rule and schedule would do the
+same."""
 
 Metric = Literal["euclidean", "adam"]
-"""Metric of gradient norms: of the plain gradients, or of gradients divided by √v as in Adam's step."""
+"""Metric of gradient norms: of the plain gradients, or of gradients divided by √v as
+in Adam's step.
+"""
 
 
 def metric_of(rule: ScalingRule) -> Metric:
-    """Return the metric of a rule's statistics; Euclidean if the rule has no ``metric``.
+    """Return the metric of a rule's statistics; Euclidean if the rule has no
+    ``metric``.
 
     Raises:
         ValueError: Unknown metric.
     """
     metric: Metric = getattr(rule, "metric", "euclidean")
     if metric not in get_args(Metric):
-        raise ValueError(f"Invalid {metric=} of the rule {rule!r}. Must be one of {', '.join(get_args(Metric))}.")
+        raise ValueError(
+            f"Invalid {metric=} of the rule {rule!r}. Must be one of "
+            f"{', '.join(get_args(Metric))}."
+        )
     return metric
 
 
 def betas_of(rule: ScalingRule) -> BetaRule | None:
     """Return a rule's :class:`BetaRule`; None if the optimizer's betas stay the same.
 
-    The clock increment that the rule returns for a parameter group is the effective steps of that group's step.
+    The clock increment that the rule returns for a parameter group is the effective
+    steps of that group's step.
 
     Raises:
         ValueError: The rule has an attribute ``betas`` of another type.
     """
     betas = getattr(rule, "betas", None)
     if betas is not None and not isinstance(betas, BetaRule):
-        raise ValueError(f"Invalid {betas=} of the rule {rule!r}. Must be a BetaRule, or None.")
+        raise ValueError(
+            f"Invalid {betas=} of the rule {rule!r}. Must be a BetaRule, or None."
+        )
     return betas
 
 
 @dataclass(frozen=True)
 class AdaScaleRule:
-    """LR × r, clock + r: Johnson et al., ICML 2020. Derived for SGD; for Adam and AdamW by measurement (docs/results.md)."""
+    """LR × r, clock + r: Johnson et al., ICML 2020. Derived for SGD; for Adam and
+    AdamW by measurement (docs/results.md).
+    """
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
         return now.gain, now.gain
@@ -84,10 +100,12 @@ class AdaScaleRule:
 
 @dataclass(frozen=True)
 class AdaScaleBetasRule(AdaScaleRule):
-    """(r, r), and β^r for the optimizer's betas: AdaScale with the averages of Adam on the effective clock.
+    """(r, r), and β^r for the optimizer's betas: AdaScale with the averages of Adam on
+    the effective clock.
 
-    For Adam, AdamW, Adamax and Lion. Under :class:`AdaScaleRule` the averages reach over r times as many effective steps as in
-    the base run; here their reach stays. There is no derivation: docs/results.md has what was measured.
+    For Adam, AdamW, Adamax and Lion. Under :class:`AdaScaleRule` the averages reach
+    over r times as many effective steps as in the base run; here their reach stays.
+    There is no derivation: docs/results.md has what was measured.
 
     Attributes:
         betas: Whether the momentum of SGD and Muon changes as well.
@@ -97,25 +115,34 @@ class AdaScaleBetasRule(AdaScaleRule):
 
 
 def _stretch(now: RuleInput, steps: int | None, increment: float, name: str) -> float:
-    """The clock of a rule that was given its number of optimizer steps: T/N, so that the schedule ends with them."""
+    """The clock of a rule that was given its number of optimizer steps: T/N, so that
+    the schedule ends with them.
+    """
     if steps is None:
         return increment
     total_steps = now.total_steps
     if steps <= 0 or total_steps is None:
-        raise ValueError(f"Invalid {name}(steps={steps}) with {total_steps=}. Give a positive number and the run's T.")
+        raise ValueError(
+            f"Invalid {name}(steps={steps}) with {total_steps=}. Give a positive "
+            "number and the run's T."
+        )
     made = now.effective_steps * steps / total_steps
-    if abs(made - round(made)) < 1e-6:  # to where the next step ends: N times T/N, rounded, may stay below T
+    # to where the next step ends: N times T/N, rounded, may stay below T
+    if abs(made - round(made)) < 1e-6:
         return total_steps * (round(made) + 1) / steps - now.effective_steps
     return total_steps / steps
 
 
 @dataclass(frozen=True)
 class LinearRule:
-    """LR × S, clock + S, with a linear warm-up of the factor from 1 to S: Goyal et al., arXiv 1706.02677.
+    """LR × S, clock + S, with a linear warm-up of the factor from 1 to S: Goyal et al.,
+    arXiv 1706.02677.
 
     Attributes:
-        warmup: Share of the run, in effective steps. Goyal's 5 of 90 epochs by default; 0 for none.
-        steps: Optimizer steps for the whole run ("LSW+"): the clock then advances by T/N instead of S.
+        warmup: Share of the run, in effective steps. Goyal's 5 of 90 epochs by default;
+            0 for none.
+        steps: Optimizer steps for the whole run ("LSW+"): the clock then advances by
+            T/N instead of S.
     """
 
     clock_is_gain: ClassVar[bool] = False
@@ -128,7 +155,9 @@ class LinearRule:
         if self.warmup <= 0:
             return now.scale, increment
         if now.total_steps is None:
-            raise ValueError("LinearRule(warmup=...) is a share of the run: total_steps is needed.")
+            raise ValueError(
+                "LinearRule(warmup=...) is a share of the run: total_steps is needed."
+            )
         ramp = min(1.0, now.effective_steps / (self.warmup * now.total_steps))
         return 1 + (now.scale - 1) * ramp, increment
 
@@ -138,7 +167,8 @@ class SquareRootRule:
     """LR × √S, clock + S: Krizhevsky, arXiv 1404.5997.
 
     Attributes:
-        steps: Optimizer steps for the whole run: the clock then advances by T/N instead of S.
+        steps: Optimizer steps for the whole run: the clock then advances by T/N instead
+            of S.
     """
 
     clock_is_gain: ClassVar[bool] = False
@@ -146,16 +176,20 @@ class SquareRootRule:
     steps: int | None = None
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
-        return math.sqrt(now.scale), _stretch(now, self.steps, now.scale, "SquareRootRule")
+        return math.sqrt(now.scale), _stretch(
+            now, self.steps, now.scale, "SquareRootRule"
+        )
 
 
 @dataclass(frozen=True)
 class AdamScaleRule:
-    """(r^power, r), with statistics in Adam's metric: AdaptDL's ``AdamScale``, for Adam and AdamW.
+    """(r^power, r), with statistics in Adam's metric: AdaptDL's ``AdamScale``, for Adam
+    and AdamW.
 
     Adam moves by ḡ/√v, so the gain r is that of gradients divided by √v (``Run`` uses
-    :func:`ray_adascale.scaling_rules.adam_preconditioner` for this rule), and its square root scales the LR. Schedules did not
-    carry over with it where they did with :class:`AdaScaleRule` (docs/results.md).
+    :func:`ray_adascale.scaling_rules.adam_preconditioner` for this rule), and its
+    square root scales the LR. Schedules did not carry over with it where they did with
+    :class:`AdaScaleRule` (docs/results.md).
 
     Attributes:
         power: Exponent on r.
@@ -169,8 +203,14 @@ class AdamScaleRule:
         return now.gain**self.power, now.gain
 
 
-def legw_factor(scale: float, effective_steps: float, warmup_epochs: float, base_steps_per_epoch: float) -> float:
-    """Return ``√S · min(1, τ / (S · warm-up epochs · base steps per epoch))``: You et al., arXiv 1901.08256.
+def legw_factor(
+    scale: float,
+    effective_steps: float,
+    warmup_epochs: float,
+    base_steps_per_epoch: float,
+) -> float:
+    """Return ``√S · min(1, τ / (S · warm-up epochs · base steps per epoch))``: You et
+    al., arXiv 1901.08256.
 
     Args:
         scale: S.
@@ -179,15 +219,18 @@ def legw_factor(scale: float, effective_steps: float, warmup_epochs: float, base
         base_steps_per_epoch: Dataset length / B0.
     """
     warmup = scale * warmup_epochs * base_steps_per_epoch
-    return math.sqrt(scale) * (min(1.0, effective_steps / warmup) if warmup > 0 else 1.0)
+    return math.sqrt(scale) * (
+        min(1.0, effective_steps / warmup) if warmup > 0 else 1.0
+    )
 
 
 @dataclass
 class LEGWRule:
-    """(√S with a linear warm-up that lasts S times as long, S): *linear-epoch gradual warm-up*, arXiv 1901.08256.
+    """(√S with a linear warm-up that lasts S times as long, S): *linear-epoch gradual
+    warm-up*, arXiv 1901.08256.
 
-    It warms up at S = 1 as well, from a factor of exactly 0, so the schedule must not have a warm-up of its own
-    (:meth:`check_curve`).
+    It warms up at S = 1 as well, from a factor of exactly 0, so the schedule must not
+    have a warm-up of its own (:meth:`check_curve`).
 
     Attributes:
         base_warmup_epochs: Length of the warm-up at the base batch, in epochs.
@@ -204,7 +247,8 @@ class LEGWRule:
     def __post_init__(self) -> None:
         if not (self.base_warmup_epochs >= 0 and self.data_size > 0):
             raise ValueError(
-                f"Invalid LEGW rule with base_warmup_epochs={self.base_warmup_epochs}, data_size={self.data_size}. The first "
+                f"Invalid LEGW rule with base_warmup_epochs={self.base_warmup_epochs}, "
+                f"data_size={self.data_size}. The first "
                 "must be ≥ 0, the second the number of examples in the dataset."
             )
 
@@ -212,14 +256,22 @@ class LEGWRule:
         per_epoch = self.base_steps_per_epoch(now.base_batch_size)
         self.watch(now.scale)
         warmup = now.scale * self.base_warmup_epochs * per_epoch
-        if now.total_steps is not None and warmup > now.total_steps and not self._warned_length:
+        if (
+            now.total_steps is not None
+            and warmup > now.total_steps
+            and not self._warned_length
+        ):
             self._warned_length = True
             warn_at_user(
-                f"LEGW's warm-up of {warmup:g} effective steps (scale {now.scale:g} × {self.base_warmup_epochs:g} epochs × "
-                f"{per_epoch:g} base steps) is longer than the whole run of {now.total_steps:g}: the LR never gets to √S. "
+                f"LEGW's warm-up of {warmup:g} effective steps (scale {now.scale:g} × "
+                f"{self.base_warmup_epochs:g} epochs × "
+                f"{per_epoch:g} base steps) is longer than the whole run of "
+                f"{now.total_steps:g}: the LR never gets to √S. "
                 "Lower base_warmup_epochs or the scale.",
             )
-        return legw_factor(now.scale, now.effective_steps, self.base_warmup_epochs, per_epoch), now.scale
+        return legw_factor(
+            now.scale, now.effective_steps, self.base_warmup_epochs, per_epoch
+        ), now.scale
 
     def base_steps_per_epoch(self, base_batch_size: float | None) -> float:
         """Return dataset length / B0.
@@ -229,23 +281,28 @@ class LEGWRule:
         """
         if not isinstance(base_batch_size, int | float) or base_batch_size <= 0:
             raise ValueError(
-                f"LEGW counts its warm-up in base batches, but {base_batch_size=}. Give base_batch_size=, the batch size that "
+                f"LEGW counts its warm-up in base batches, but {base_batch_size=}. "
+                "Give base_batch_size=, the batch size that "
                 "the schedule was tuned at."
             )
         return self.data_size / base_batch_size
 
     def check_curve(self, curve: Sequence[Sequence[float]]) -> None:
-        """Warn when the schedule has a warm-up of its own: a learning rate whose first change is a rise.
+        """Warn when the schedule has a warm-up of its own: a learning rate whose first
+        change is a rise.
 
         Args:
-            curve: The base run's learning rates, ``curve[group][scheduler call]``, without any factor.
+            curve: The base run's learning rates, ``curve[group][scheduler call]``,
+                without any factor.
         """
         for g, rates in enumerate(curve):
             changed = next((rate for rate in rates if rate != rates[0]), rates[0])
             if self.base_warmup_epochs > 0 and changed > rates[0]:
                 warn_at_user(
-                    f"The schedule begins by raising the LR (group {g}: from {rates[0]:g} to {changed:g}), and LEGW has a "
-                    f"warm-up of {self.base_warmup_epochs:g} epochs: both apply. Take the schedule's warm-up out, or set "
+                    f"The schedule begins by raising the LR (group {g}: from "
+                    f"{rates[0]:g} to {changed:g}), and LEGW has a "
+                    f"warm-up of {self.base_warmup_epochs:g} epochs: both apply. Take "
+                    "the schedule's warm-up out, or set "
                     "base_warmup_epochs=0.",
                 )
                 return
@@ -254,7 +311,8 @@ class LEGWRule:
         """Warn if S differs from that of the last step."""
         if self._scale is not None and scale != self._scale:
             warn_at_user(
-                f"The scale changed from {self._scale:g} to {scale:g} under LEGW, whose warm-up is S times as long: the LR "
+                f"The scale changed from {self._scale:g} to {scale:g} under LEGW, "
+                "whose warm-up is S times as long: the LR "
                 "may jump. Its authors define it for a constant batch size only.",
             )
         self._scale = scale
@@ -262,10 +320,12 @@ class LEGWRule:
 
 @dataclass(frozen=True)
 class UnscaledRule:
-    """LR × 1, clock + S: the base schedule's LR at the larger batch, over as many examples as the base run; a control.
+    """LR × 1, clock + S: the base schedule's LR at the larger batch, over as many
+    examples as the base run; a control.
 
     Attributes:
-        steps: Optimizer steps for the whole run: the clock then advances by T/N instead of S.
+        steps: Optimizer steps for the whole run: the clock then advances by T/N instead
+            of S.
     """
 
     clock_is_gain: ClassVar[bool] = False
@@ -278,7 +338,9 @@ class UnscaledRule:
 
 AUTO = "auto"
 RULES: dict[str, Callable[..., ScalingRule]] = {
-    AUTO: AdaScaleRule,  # until the optimizer is known; LR factor and clock of AdaScaleBetasRule are the same
+    # until the optimizer is known; LR factor and clock of AdaScaleBetasRule are the
+    # same
+    AUTO: AdaScaleRule,
     "adamscale": AdamScaleRule,
     "adascale": AdaScaleRule,
     "adascale_betas": AdaScaleBetasRule,
@@ -289,42 +351,66 @@ RULES: dict[str, Callable[..., ScalingRule]] = {
 
 
 def make_rule(rule: str | ScalingRule) -> ScalingRule:
-    """Return a rule by its name, or the callable itself. "linear:354" is ``LinearRule(steps=354)``.
+    """Return a rule by its name, or the callable itself. "linear:354" is
+    ``LinearRule(steps=354)``.
 
-    Of "auto" only LR factor and clock are known: :func:`chosen_rule` needs the optimizer.
+    Of "auto" only LR factor and clock are known: :func:`chosen_rule` needs the
+    optimizer.
 
     Raises:
         ValueError: ``rule`` is neither a known name nor a callable.
     """
     if isinstance(rule, str):
         name, colon, steps = rule.partition(":")
-        if name not in RULES or (colon and not (steps.isdecimal() and int(steps) and hasattr(RULES[name], "steps"))):
-            raise ValueError(f"Invalid {rule=}. Known rules: {', '.join(RULES)}, linear:STEPS; or pass a callable.")
+        if name not in RULES or (
+            colon
+            and not (steps.isdecimal() and int(steps) and hasattr(RULES[name], "steps"))
+        ):
+            raise ValueError(
+                f"Invalid {rule=}. Known rules: {', '.join(RULES)}, linear:STEPS; or "
+                "pass a callable."
+            )
         return RULES[name](**({"steps": int(steps)} if steps else {}))
     if isinstance(rule, type):
-        raise ValueError(f"Invalid rule: the class {rule.__name__}. Pass an instance, {rule.__name__}(...).")
+        raise ValueError(
+            f"Invalid rule: the class {rule.__name__}. Pass an instance, "
+            f"{rule.__name__}(...)."
+        )
     if not callable(rule):
         raise ValueError(
-            f"Invalid {rule=}. Must be one of {', '.join(RULES)} or a callable (RuleInput) -> (factor, clock)."
+            f"Invalid {rule=}. Must be one of {', '.join(RULES)} or a callable "
+            "(RuleInput) -> (factor, clock)."
         )
     return rule
 
 
 def name_of(rule: ScalingRule) -> str:
-    """Return the name of a rule in :data:`RULES`, or how a rule of the user's shows itself."""
+    """Return the name of a rule in :data:`RULES`, or how a rule of the user's shows
+    itself.
+    """
     known = (name for name, make in RULES.items() if name != AUTO and rule == make())
-    return next(known, repr(rule) if is_dataclass(rule) else getattr(rule, "__name__", type(rule).__name__))
+    return next(
+        known,
+        repr(rule)
+        if is_dataclass(rule)
+        else getattr(rule, "__name__", type(rule).__name__),
+    )
 
 
 def chosen_rule(rule: str | ScalingRule, optimizer: Optimizer) -> str | ScalingRule:
     """Return a rule, or the name of the one that "auto" stands for with an optimizer.
 
-    It is "adascale_betas" for Adam, AdamW, Adamax and Lion, alone or beside optimizers without betas in a chain, and "adascale"
-    for all others. For others with betas a warning says why.
+    It is "adascale_betas" for Adam, AdamW, Adamax and Lion, alone or beside optimizers
+    without betas in a chain, and "adascale" for all others. For others with betas a
+    warning says why.
     """
     if rule != AUTO:
         return rule
-    with_betas = [part for part, _ in parts_of(optimizer) if any("betas" in group for group in part.param_groups)]
+    with_betas = [
+        part
+        for part, _ in parts_of(optimizer)
+        if any("betas" in group for group in part.param_groups)
+    ]
     try:
         if not with_betas:
             return "adascale"
@@ -332,18 +418,26 @@ def chosen_rule(rule: str | ScalingRule, optimizer: Optimizer) -> str | ScalingR
         return "adascale_betas"
     except ValueError as error:
         warn_on_first_worker(
-            f"rule='auto' is 'adascale' here. {error} With fixed betas the averages reach over r times as many effective "
-            "steps as in the base run, and the metrics of AdamW fell behind (docs/results.md): compare with a base run. "
+            f"rule='auto' is 'adascale' here. {error} With fixed betas the averages "
+            "reach over r times as many effective "
+            "steps as in the base run, and the metrics of AdamW fell behind "
+            "(docs/results.md): compare with a base run. "
             "rule='adascale' says that this is meant."
         )
         return "adascale"
 
 
 def auto_rule_of(kind: str) -> str:
-    """Return the rule that "auto" stands for with the optimizer of a recipe, by the name of its class."""
-    return "adascale_betas" if kind in ("Adam", "AdamW", "Adamax", "Lion") else "adascale"
+    """Return the rule that "auto" stands for with the optimizer of a recipe, by the
+    name of its class.
+    """
+    return (
+        "adascale_betas" if kind in ("Adam", "AdamW", "Adamax", "Lion") else "adascale"
+    )
 
 
 def follows_gain(rule: ScalingRule) -> bool:
-    """Return whether a rule's clock advances by the measured gain: its ``clock_is_gain``, or True if it has none."""
+    """Return whether a rule's clock advances by the measured gain: its
+    ``clock_is_gain``, or True if it has none.
+    """
     return bool(getattr(rule, "clock_is_gain", True))

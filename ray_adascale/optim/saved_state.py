@@ -1,4 +1,6 @@
-"""AdaScale's state as tensors: to be saved, loaded, and converted to another base batch."""
+"""AdaScale's state as tensors: to be saved, loaded, and converted to another base
+batch.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def tensors_of(state: AdaScaleState, ended: int, unsampled: int) -> dict[str, Te
     """
     last = state.last
     return {
-        **{name: getattr(state.averages, name).detach().cpu().clone() for name in _AVERAGES},
+        **{
+            name: getattr(state.averages, name).detach().cpu().clone()
+            for name in _AVERAGES
+        },
         "effective_steps": torch.tensor(last.effective_steps, dtype=torch.float64),
         "previous_gain": torch.tensor(last.gain, dtype=torch.float64),
         "steps": torch.tensor(last.steps),
@@ -45,14 +50,22 @@ def check_tensors(tensors: Mapping[str, Tensor], state: AdaScaleState) -> None:
     expected, found = tuple(state.averages.total.shape), tuple(tensors["total"].shape)
     if expected != found:
         raise ValueError(
-            f"The AdaScale statistics in the state dict are of {found[1]} gains, this optimizer has {expected[1]}. "
+            f"The AdaScale statistics in the state dict are of {found[1]} gains, this "
+            f"optimizer has {expected[1]}. "
             "Parameter groups (or single_gain) differ."
         )
 
 
-def state_of(tensors: Mapping[str, Tensor], before: AdaScaleState, averaging: Averaging) -> AdaScaleState:
-    """Return the state that :func:`tensors_of` hold, on the device of the state before. The tensors are left unchanged."""
-    (sigma2, mu2), averages = tensors["total"], Average.of(*(tensors[name].clone() for name in _AVERAGES))
+def state_of(
+    tensors: Mapping[str, Tensor], before: AdaScaleState, averaging: Averaging
+) -> AdaScaleState:
+    """Return the state that :func:`tensors_of` hold, on the device of the state
+    before. The tensors are left unchanged.
+    """
+    (sigma2, mu2), averages = (
+        tensors["total"],
+        Average.of(*(tensors[name].clone() for name in _AVERAGES)),
+    )
     group_sigma2, group_mu2 = means_of(averages.packed.reshape(-1).tolist())
     floor = averaging.variance_floor * tensors["weight"]
     last = replace(
@@ -72,25 +85,38 @@ def state_of(tensors: Mapping[str, Tensor], before: AdaScaleState, averaging: Av
 
 
 def ended_of(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Return the steps that have ended, and the measured steps without a sample, of :func:`tensors_of`."""
+    """Return the steps that have ended, and the measured steps without a sample, of
+    :func:`tensors_of`.
+    """
     return int(tensors.get("ended", tensors["steps"])), int(tensors.get("unsampled", 0))
 
 
-def with_tensors(state_dict: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return an optimizer's state dict with :func:`tensors_of` AdaScale's state: as they are, and as numbers in the first group.
+def with_tensors(
+    state_dict: dict[str, Any], tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    """Return an optimizer's state dict with :func:`tensors_of` AdaScale's state: as
+    they are, and as numbers in the first group.
 
-    ``torch.distributed.checkpoint.state_dict`` copies "state" and "param_groups" only, and takes tensors for the model's: it
-    saves the numbers. ``dcp.load`` loads the keys that a fresh optimizer's state has, and raises if one is missing.
+    ``torch.distributed.checkpoint.state_dict`` copies "state" and "param_groups" only,
+    and takes tensors for the model's: it saves the numbers. ``dcp.load`` loads the keys
+    that a fresh optimizer's state has, and raises if one is missing.
     """
     first, *others = state_dict["param_groups"]
-    groups = [{**first, "adascale": {name: tensor.tolist() for name, tensor in tensors.items()}}, *others]
+    groups = [
+        {
+            **first,
+            "adascale": {name: tensor.tolist() for name, tensor in tensors.items()},
+        },
+        *others,
+    ]
     return {**state_dict, "param_groups": groups, "adascale": tensors}
 
 
 def without_tensors(
     state_dict: Mapping[str, Any], *, like: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the optimizer's state dict and the tensors of :func:`with_tensors`; no tensors if there are none.
+    """Return the optimizer's state dict and the tensors of :func:`with_tensors`; no
+    tensors if there are none.
 
     Args:
         state_dict: It is left unchanged.
@@ -98,9 +124,13 @@ def without_tensors(
     """
     groups = state_dict["param_groups"]
     inner = {key: value for key, value in state_dict.items() if key != "adascale"}
-    inner["param_groups"] = [{k: v for k, v in group.items() if k != "adascale"} for group in groups]
+    inner["param_groups"] = [
+        {k: v for k, v in group.items() if k != "adascale"} for group in groups
+    ]
     numbers = groups[0].get("adascale", {})
-    tensors = {k: torch.tensor(v, dtype=like[k].dtype) for k, v in numbers.items() if k in like}
+    tensors = {
+        k: torch.tensor(v, dtype=like[k].dtype) for k, v in numbers.items() if k in like
+    }
     return inner, tensors | state_dict.get("adascale", {})
 
 
@@ -116,7 +146,14 @@ def of_other_base_batch(tensors: dict[str, Tensor], ratio: float) -> dict[str, T
     total = tensors["total"] * torch.tensor([[ratio], [1.0]], dtype=torch.float64)
     changed = {"total": total}
     # r = (σ² + μ²) / (σ²/S + μ²), of which only the numerator changes
-    old, new = ((t / tensors["weight"]).nan_to_num(0).clamp(min=0).sum() for t in (tensors["total"], total))
+    old, new = (
+        (t / tensors["weight"]).nan_to_num(0).clamp(min=0).sum()
+        for t in (tensors["total"], total)
+    )
     if old > 0:
-        changed |= {k: tensors[k] * new / old for k in ("previous_gain", "since_sample") if k in tensors}
+        changed |= {
+            k: tensors[k] * new / old
+            for k in ("previous_gain", "since_sample")
+            if k in tensors
+        }
     return tensors | changed

@@ -9,27 +9,36 @@ from dataclasses import dataclass, field
 from ..batch import StepPlan
 
 StepEnd = Callable[[int], StepPlan | None]
-"""Called as backward pass i of a step begins (i = 1, 2, ...): returns the step's plan if pass i is its last, else None."""
+"""Called as backward pass i of a step begins (i = 1, 2, ...): returns the step's
+plan if pass i is its last, else None.
+"""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The last optimizer step, as numbers on the host. A skipped step has the numbers of the step before it.
+    """The last optimizer step, as numbers on the host. A skipped step has the numbers
+    of the step before it.
 
     Attributes:
         gain: r of the whole optimizer.
         effective_steps: τ after the step.
         steps: Optimizer steps taken up to this one, without those that were skipped.
-        sigma2: σ² of the step's own gradient samples, summed over groups, unaveraged; NaN where they yield none.
-        mu2: μ² of the step's own gradient samples, summed over groups, unaveraged; NaN where they yield none.
+        sigma2: σ² of the step's own gradient samples, summed over groups, unaveraged;
+            NaN where they yield none.
+        mu2: μ² of the step's own gradient samples, summed over groups, unaveraged; NaN
+            where they yield none.
         squared_norm: ‖ḡ‖² of the step's own gradient; NaN where it was not taken.
         lr_factor: Factor on the LR, by the rule, for the whole optimizer.
         group_gains: r of each gain's group.
-        group_sigma2: Averaged σ² of each gain's group, unclipped; NaN before the first sample.
+        group_sigma2: Averaged σ² of each gain's group, unclipped; NaN before the first
+            sample.
         group_mu2: Averaged μ² likewise.
-        skipped: Whether the step was left out because a gradient was not finite. The shared numbers are of this step even so.
-        identity: Difference between Σ w_i⟨g_i, v⟩ and ⟨ḡ, v⟩ over √A; 0 where the step was not checked.
-        shared: The numbers that a caller has shared in this step, summed over workers, by name.
+        skipped: Whether the step was left out because a gradient was not finite. The
+            shared numbers are of this step even so.
+        identity: Difference between Σ w_i⟨g_i, v⟩ and ⟨ḡ, v⟩ over √A; 0 where the step
+            was not checked.
+        shared: The numbers that a caller has shared in this step, summed over workers,
+            by name.
     """
 
     gain: float = 1.0
@@ -47,10 +56,13 @@ class StepResult:
     group_mu2: Sequence[float] = ()
 
     def total_moments(self) -> tuple[float, float]:
-        """Return the averaged (σ², μ²), each group's clipped to non-negative, summed; NaN before the first sample.
+        """Return the averaged (σ², μ²), each group's clipped to non-negative, summed;
+        NaN before the first sample.
 
         A group without a sample, added later, counts as zero, as in the gain.
         """
         if all(math.isnan(x) for x in self.group_sigma2):
             return math.nan, math.nan
-        return sum((x for x in self.group_sigma2 if x > 0), 0.0), sum((x for x in self.group_mu2 if x > 0), 0.0)
+        return sum((x for x in self.group_sigma2 if x > 0), 0.0), sum(
+            (x for x in self.group_mu2 if x > 0), 0.0
+        )

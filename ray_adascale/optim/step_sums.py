@@ -1,4 +1,6 @@
-"""The sums of one optimizer step over its workers, as they travel in one all-reduce, and σ² and μ² that follow from them."""
+"""The sums of one optimizer step over its workers, as they travel in one all-reduce,
+and σ² and μ² that follow from them.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,29 @@ from ..batch import StepPlan
 from ..gain import gradient_moments
 from .exchange import Numbers, Packed
 
-OWN = ("a", "c", "complete", "samples", "reduced", "identity", "loss_scale", "check", "late")
+OWN = (
+    "a",
+    "c",
+    "complete",
+    "samples",
+    "reduced",
+    "identity",
+    "loss_scale",
+    "check",
+    "late",
+)
 """The names of the statistics' numbers, which a caller can't share."""
 
 
-def mean_sq_norm(plan: StepPlan, norms: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
+def mean_sq_norm(
+    plan: StepPlan, norms: Sequence[Tensor], weights: Sequence[float] | None = None
+) -> Tensor:
     """Return this worker's part of A = Σ w_i ‖g_i‖².
 
     Args:
         plan: The step's plan.
-        norms: Squared norm of the gradient of each pass as measured, with the factor that its loss carried.
+        norms: Squared norm of the gradient of each pass as measured, with the factor
+            that its loss carried.
         weights: w of this worker's gradient sample in each pass. Default: all 1/n.
 
     Raises:
@@ -29,14 +44,17 @@ def mean_sq_norm(plan: StepPlan, norms: Sequence[Tensor], weights: Sequence[floa
     """
     if weights is not None and len(weights) < len(norms):
         raise RuntimeError(
-            f"This step has {len(norms)} backward passes, and sample_weights are of {len(weights)}. Set a weight for each pass "
-            "before the step's last backward pass; and add the losses of one micro-batch: run.backward(loss + other_loss)."
+            f"This step has {len(norms)} backward passes, and sample_weights are of "
+            f"{len(weights)}. Set a weight for each pass "
+            "before the step's last backward pass; and add the losses of one "
+            "micro-batch: run.backward(loss + other_loss)."
         )
     n = plan.num_samples
     parts = []
     for i, measured in enumerate(norms):
         w = 1 / n if weights is None else weights[i]
-        # The loss, and so the gradient, carried the factor c = n·w_i / divisor: w_i ‖g_i‖² = w_i/c² · ‖c·g_i‖².
+        # The loss, and so the gradient, carried the factor c = n·w_i / divisor: w_i
+        # ‖g_i‖² = w_i/c² · ‖c·g_i‖².
         c = n * w / (plan.loss_divisor or plan.passes)
         parts.append(measured * (w / c**2))
     total = parts[0]
@@ -48,8 +66,12 @@ def mean_sq_norm(plan: StepPlan, norms: Sequence[Tensor], weights: Sequence[floa
 _CONSTANTS: dict[tuple[float, torch.device, torch.dtype], Tensor] = {}
 
 
-def constant(number: float, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return one of few numbers as a tensor ``[1]`` on a device. It is kept, since to make one is a launch in each step."""
+def constant(
+    number: float, device: torch.device, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """Return one of few numbers as a tensor ``[1]`` on a device. It is kept, since
+    to make one is a launch in each step.
+    """
     key = number, device, dtype
     if key not in _CONSTANTS:
         _CONSTANTS[key] = torch.full((1,), number, dtype=dtype, device=device)
@@ -62,12 +84,15 @@ class StepSums:
 
     Attributes:
         plan: The step's plan.
-        numbers: "c": C per parameter group, as measured. If the step was measured "a", A likewise, and "complete", the workers
-            that saw all passes. "samples" and "reduced": Σ w_i⟨g_i, v⟩ and ⟨ḡ, v⟩, in a step that is checked. "loss_scale" where
-            there is one. Without an observer "check", which is finite if the gradients are, in place of "c". "late", likewise,
-            where the loop has changed gradients after the last pass. And what the caller shares, by its names.
+        numbers: "c": C per parameter group, as measured. If the step was measured "a",
+            A likewise, and "complete", the workers that saw all passes. "samples" and
+            "reduced": Σ w_i⟨g_i, v⟩ and ⟨ḡ, v⟩, in a step that is checked. "loss_scale"
+            where there is one. Without an observer "check", which is finite if the
+            gradients are, in place of "c". "late", likewise, where the loop has changed
+            gradients after the last pass. And what the caller shares, by its names.
         packed: All numbers in one tensor, where they travelled so; else None.
-        all_measured: Whether the norm of every gradient of the step was measured. Else "c" has a gradient that "a" lacks.
+        all_measured: Whether the norm of every gradient of the step was measured. Else
+            "c" has a gradient that "a" lacks.
         saw_all_passes: Whether this worker saw all passes, so that "complete" is not 0.
         shared_names: The names that a caller has shared.
     """
@@ -91,15 +116,25 @@ class StepSums:
 
     @property
     def identity(self) -> Tensor | None:
-        """Difference between Σ w_i⟨g_i, v⟩ and ⟨ḡ, v⟩ over √A, ``[1]``; None in a step that is not checked."""
+        """Difference between Σ w_i⟨g_i, v⟩ and ⟨ḡ, v⟩ over √A, ``[1]``; None in a
+        step that is not checked.
+        """
         if "samples" not in self.numbers or not self.sampled:
             return None
-        difference = (self.numbers["samples"] - self.numbers["reduced"]).abs() / self.plan.multiple_of_mean
+        difference = (
+            self.numbers["samples"] - self.numbers["reduced"]
+        ).abs() / self.plan.multiple_of_mean
         relative = difference / self.numbers["a"].sum().sqrt()
-        return relative if self.saw_all_passes else relative * (self.numbers["complete"] > 0)
+        return (
+            relative
+            if self.saw_all_passes
+            else relative * (self.numbers["complete"] > 0)
+        )
 
     def on_host(self) -> StepSums:
-        """Return the sums on the CPU, after one copy, which waits for the device; this object if they are there."""
+        """Return the sums on the CPU, after one copy, which waits for the device;
+        this object if they are there.
+        """
         if next(iter(self.numbers.values())).is_cpu:
             return self
         packed = Packed.of(self.numbers) if self.packed is None else self.packed
@@ -112,9 +147,10 @@ class StepSums:
             num_gains: One for each parameter group, or one for all.
 
         Returns:
-            A number that is finite if the step's gradient is, and else NaN or +∞, 0-dim; ‖ḡ‖² if the step was not measured. σ²
-            and μ², unclipped, and a row of ones, ``[3, num_gains]``; None where the step yields none. Whether they are valid,
-            bool, 0-dim; None if they are.
+            A number that is finite if the step's gradient is, and else NaN or +∞,
+            0-dim; ‖ḡ‖² if the step was not measured. σ² and μ², unclipped, and a row of
+            ones, ``[3, num_gains]``; None where the step yields none. Whether they are
+            valid, bool, 0-dim; None if they are.
         """
         if "check" in self.numbers:
             return self.numbers["check"][0], None, None
@@ -136,5 +172,7 @@ class StepSums:
             return (a + c).sum(), None, None
         usable = None if self.saw_all_passes else self.numbers["complete"][0] > 0
         ones = constant(1.0, c.device).expand(num_gains)
-        sample = torch.stack([*gradient_moments(a, c, scale=plan.scale, count=plan.num_samples), ones])
+        sample = torch.stack(
+            [*gradient_moments(a, c, scale=plan.scale, count=plan.num_samples), ones]
+        )
         return sample.sum(), sample, usable

@@ -1,4 +1,6 @@
-"""TauSchedule: the base run's LR schedule as a torch scheduler, for the training loops of other libraries."""
+"""TauSchedule: the base run's LR schedule as a torch scheduler, for the training
+loops of other libraries.
+"""
 
 from __future__ import annotations
 
@@ -19,44 +21,62 @@ from .adascale import AdaScale
 from .schedule import BaseSchedule, EffectiveSchedule, SchedulerUnit, dry_copy
 
 _REACHED: list[list[float]] = []
-"""Of each schedule of this process that has a T: τ as the host has last read it, its last advance, and T. It outlives it."""
+"""Of each schedule of this process that has a T: τ as the host has last read it, its
+last advance, and T. It outlives it.
+"""
 
 
 @atexit.register
 def _warn_of_early_end() -> None:
-    """Warn of the last schedule that was stepped and dropped before T, unless an exception has ended the process."""
-    early = [(tau, total) for tau, advance, total in _REACHED if 0 < tau < total - max(advance, 1.0)]
+    """Warn of the last schedule that was stepped and dropped before T, unless an
+    exception has ended the process.
+    """
+    early = [
+        (tau, total)
+        for tau, advance, total in _REACHED
+        if 0 < tau < total - max(advance, 1.0)
+    ]
     if early and not hasattr(sys, "last_value"):
         warn_on_first_worker(
-            f"The training loop has ended at effective step {early[-1][0]:.0f} of {early[-1][1]:g}, so the learning rate has "
-            "not reached the end of its schedule. With larger batches T takes more epochs. Loop until T, with a last evaluation "
+            f"The training loop has ended at effective step {early[-1][0]:.0f} of "
+            f"{early[-1][1]:g}, so the learning rate has "
+            "not reached the end of its schedule. With larger batches T takes more "
+            "epochs. Loop until T, with a last evaluation "
             "after the loop: while not schedule.finished."
         )
 
 
 class TauSchedule(LRScheduler):
-    """Drives any LR scheduler by the effective steps τ of an :class:`ray_adascale.AdaScale`. It is a torch scheduler itself.
+    """Drives any LR scheduler by the effective steps τ of an
+    :class:`ray_adascale.AdaScale`. It is a torch scheduler itself.
 
-    Pass it to the loop in place of the scheduler. After each optimizer step the learning rates (and momenta) are those of base
-    step ⌊τ⌋, whenever the loop calls :meth:`step`: once a step, once an epoch, several times (Accelerate), or never. With a fused
-    optimizer on a GPU they change once the host has read the step: before the next optimizer step at the latest, and at once in
-    :meth:`get_last_lr`.
+    Pass it to the loop in place of the scheduler. After each optimizer step the
+    learning rates (and momenta) are those of base step ⌊τ⌋, whenever the loop calls
+    :meth:`step`: once a step, once an epoch, several times (Accelerate), or never. With
+    a fused optimizer on a GPU they change once the host has read the step: before the
+    next optimizer step at the latest, and at once in :meth:`get_last_lr`.
 
-    At T and beyond they stay those of the base run's last step. If the process ends before T, there is a warning. Names that this
-    class lacks are the user's scheduler's.
+    At T and beyond they stay those of the base run's last step. If the process ends
+    before T, there is a warning. Names that this class lacks are the user's
+    scheduler's.
 
     Args:
         optimizer: The AdaScale with the clock τ.
-        scheduler: A fresh scheduler on that optimizer or on the one it wraps: a torch scheduler, a timm scheduler (any object
-            with ``step_update(num_updates)`` and ``step(epoch)``), or None for constant learning rates.
-        unit: The unit of one ``scheduler.step()`` in the base run, "step" or "epoch". For a timm scheduler that counts updates
-            (``t_in_epochs=False``) it is "step".
-        base_steps_per_epoch: Optimizer steps in an epoch of the base run, ``len(dataset) / B0``; for ``unit="epoch"``.
-        total_steps: T. Without it :attr:`finished` is never True, and a scheduler with a length (OneCycleLR) raises beyond it.
+        scheduler: A fresh scheduler on that optimizer or on the one it wraps: a torch
+            scheduler, a timm scheduler (any object with ``step_update(num_updates)``
+            and ``step(epoch)``), or None for constant learning rates.
+        unit: The unit of one ``scheduler.step()`` in the base run, "step" or "epoch".
+            For a timm scheduler that counts updates (``t_in_epochs=False``) it is
+            "step".
+        base_steps_per_epoch: Optimizer steps in an epoch of the base run,
+            ``len(dataset) / B0``; for ``unit="epoch"``.
+        total_steps: T. Without it :attr:`finished` is never True, and a scheduler with
+            a length (OneCycleLR) raises beyond it.
         base_batch_size: B0, for :attr:`base_schedule`.
 
     Raises:
-        ValueError: The unit is missing, or the scheduler follows a metric, was stepped already, or drives another optimizer.
+        ValueError: The unit is missing, or the scheduler follows a metric, was stepped
+            already, or drives another optimizer.
     """
 
     def __init__(
@@ -71,10 +91,13 @@ class TauSchedule(LRScheduler):
     ) -> None:
         if not isinstance(optimizer, AdaScale):
             raise ValueError(
-                f"Invalid optimizer of type {type(optimizer).__name__}. Must be the AdaScale with the effective steps: "
-                "AdaScale(optimizer, ...), or the optimizer that attach() returns. Build the schedule before the loop wraps it."
+                f"Invalid optimizer of type {type(optimizer).__name__}. Must be the "
+                "AdaScale with the effective steps: "
+                "AdaScale(optimizer, ...), or the optimizer that attach() returns. "
+                "Build the schedule before the loop wraps it."
             )
-        # LRScheduler.__init__ is not called, because it takes a first step and counts the optimizer's calls.
+        # LRScheduler.__init__ is not called, because it takes a first step and counts
+        # the optimizer's calls.
         self.optimizer: Optimizer = optimizer
         self._total_steps = total_steps
         self._base_batch_size = base_batch_size
@@ -84,7 +107,11 @@ class TauSchedule(LRScheduler):
         self.scheduler = scheduler
         """The scheduler that this one drives. Never step it yourself."""
         self._schedule = EffectiveSchedule(
-            optimizer, made, unit=unit, base_steps_per_epoch=base_steps_per_epoch, total_steps=total_steps
+            optimizer,
+            made,
+            unit=unit,
+            base_steps_per_epoch=base_steps_per_epoch,
+            total_steps=total_steps,
         )
         self.base_lrs = list(self._schedule.lrs)
         self.plan: StepPlan | None = None
@@ -104,19 +131,27 @@ class TauSchedule(LRScheduler):
                 schedule._advance()
 
         def after(*_: Any) -> None:
-            if not makes_state and (schedule := ref()) is not None and schedule._adascale.last_step_known:
+            if (
+                not makes_state
+                and (schedule := ref()) is not None
+                and schedule._adascale.last_step_known
+            ):
                 schedule._advance()
 
-        # The LR of a step depends on the previous step. It is set after that step if the host has read it, for readers of the
-        # LR between steps, else before the next step.
+        # The LR of a step depends on the previous step. It is set after that step if
+        # the host has read it, for readers of the LR between steps, else before the
+        # next step.
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
 
         def loaded(*_: Any) -> None:
             if (schedule := ref()) is not None:
-                schedule._schedule.restore(schedule._schedule.due(schedule._adascale.effective_steps))
+                schedule._schedule.restore(
+                    schedule._schedule.due(schedule._adascale.effective_steps)
+                )
 
-        # The LR in a state is that of its τ. One that was saved without this hook may have the LR of the step before.
+        # The LR in a state is that of its τ. One that was saved without this hook may
+        # have the LR of the step before.
         optimizer.register_state_dict_pre_hook(before)
         optimizer.register_load_state_dict_post_hook(loaded)
 
@@ -137,12 +172,17 @@ class TauSchedule(LRScheduler):
 
     @property
     def finished(self) -> bool:
-        """Whether τ has reached T, the end of the run. Waits for the device only near T."""
+        """Whether τ has reached T, the end of the run. Waits for the device only
+        near T.
+        """
         total = self._total_steps
         if total is None:
             return False
         adascale = self._adascale
-        return adascale.furthest_effective_steps >= total and adascale.effective_steps >= total
+        return (
+            adascale.furthest_effective_steps >= total
+            and adascale.effective_steps >= total
+        )
 
     @property
     def base_schedule(self) -> BaseSchedule:
@@ -152,7 +192,10 @@ class TauSchedule(LRScheduler):
             ValueError: ``total_steps`` or ``base_batch_size`` was not given.
         """
         if self._total_steps is None or self._base_batch_size is None:
-            raise ValueError("The schedule needs T and B0: TauSchedule(..., total_steps=T, base_batch_size=B0).")
+            raise ValueError(
+                "The schedule needs T and B0: TauSchedule(..., total_steps=T, "
+                "base_batch_size=B0)."
+            )
         return BaseSchedule(
             base_batch_size=self._base_batch_size,
             total_steps=int(self._total_steps),
@@ -162,7 +205,9 @@ class TauSchedule(LRScheduler):
         )
 
     def step(self, *_: Any, **__: Any) -> None:
-        """Set the learning rates of ⌊τ⌋, unless that would wait for the device. Arguments are ignored."""
+        """Set the learning rates of ⌊τ⌋, unless that would wait for the device.
+        Arguments are ignored.
+        """
         self._step_count += 1
         if self._adascale.last_step_known:
             self._advance()
@@ -186,26 +231,36 @@ class TauSchedule(LRScheduler):
     def __getattr__(self, name: str) -> Any:
         scheduler = self.__dict__.get("scheduler")
         if scheduler is None or name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}",
+                name=name,
+                obj=self,
+            )
         return getattr(scheduler, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"calls": n}``. The scheduler is a function of the number of its calls, and τ is in AdaScale's state."""
+        """Return ``{"calls": n}``. The scheduler is a function of the number of its
+        calls, and τ is in AdaScale's state.
+        """
         self._advance()
         return {**self._schedule.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Fast-forward a fresh schedule, before or after the optimizer's state is loaded.
+        """Fast-forward a fresh schedule, before or after the optimizer's state is
+        loaded.
 
         Raises:
-            ValueError: This schedule has advanced already, or the state is another scheduler's.
+            ValueError: This schedule has advanced already, or the state is another
+                scheduler's.
         """
         if self._schedule.calls == 0 or self._schedule.calls != state_dict.get("calls"):
             self._schedule.load_state_dict(state_dict)
 
 
 class _Counted(LRScheduler):
-    """A timm scheduler as a torch scheduler: it counts its calls, which timm's scheduler takes as an argument."""
+    """A timm scheduler as a torch scheduler: it counts its calls, which timm's
+    scheduler takes as an argument.
+    """
 
     def __init__(self, scheduler: Any, unit: SchedulerUnit | None) -> None:
         self.optimizer = scheduler.optimizer
@@ -221,28 +276,37 @@ class _Counted(LRScheduler):
 
 
 def _as_torchs(scheduler: Any, unit: SchedulerUnit | None) -> Any:
-    if isinstance(scheduler, LRScheduler | ReduceLROnPlateau) or not callable(getattr(scheduler, "step_update", None)):
+    if isinstance(scheduler, LRScheduler | ReduceLROnPlateau) or not callable(
+        getattr(scheduler, "step_update", None)
+    ):
         return scheduler  # EffectiveSchedule checks it
     kind = type(scheduler).__name__
     if isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
         raise ValueError(
-            f"{kind} is not supported: it follows a metric, so its curve can't be replayed on another number of workers."
+            f"{kind} is not supported: it follows a metric, so its curve can't be "
+            "replayed on another number of workers."
         )
     in_epochs = getattr(scheduler, "t_in_epochs", None)
     if unit is not None and in_epochs is not None and in_epochs != (unit == "epoch"):
         right = "epoch" if in_epochs else "step"
         raise ValueError(
-            f"Invalid {unit=}: this {kind} has t_in_epochs={in_epochs}, so its unit is {right!r}. With the other unit it would "
+            f"Invalid {unit=}: this {kind} has t_in_epochs={in_epochs}, so its unit is "
+            f"{right!r}. With the other unit it would "
             "never change the learning rate."
         )
     counted = _Counted(scheduler, unit)
     fresh = dry_copy(counted)
     fresh.last_epoch = -1
     fresh.step()
-    now, first = ([group["lr"] for group in each.optimizer.param_groups] for each in (counted, fresh))
-    if not np.allclose(now, first, rtol=1e-5, atol=0):  # a tanh does not begin exactly at the base LR
+    now, first = (
+        [group["lr"] for group in each.optimizer.param_groups]
+        for each in (counted, fresh)
+    )
+    # a tanh does not begin exactly at the base LR
+    if not np.allclose(now, first, rtol=1e-5, atol=0):
         raise ValueError(
-            f"The {kind} was stepped already: the LRs are {now}, and {first} at its first step. Give a fresh scheduler and "
+            f"The {kind} was stepped already: the LRs are {now}, and {first} at its "
+            "first step. Give a fresh scheduler and "
             "never call its step(). The schedule calls it by τ, also after a resume."
         )
     return counted

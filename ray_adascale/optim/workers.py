@@ -18,17 +18,21 @@ class Workers:
 
     Args:
         world_size: Number of workers. Default: the size of the process group, else 1.
-        process_group: Workers that reduce gradients together. Default: the default group.
+        process_group: Workers that reduce gradients together. Default: the default
+            group.
 
     Attributes:
         count: Number of workers.
         group: Their process group; None for the default group.
 
     Raises:
-        ValueError: ``world_size`` is out of its range, or is not the size of the process group.
+        ValueError: ``world_size`` is out of its range, or is not the size of the
+            process group.
     """
 
-    def __init__(self, world_size: int | None, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, world_size: int | None, process_group: dist.ProcessGroup | None
+    ) -> None:
         initialized = _initialized()
         self._assumed = world_size is None and not initialized
         if world_size is None:
@@ -38,13 +42,15 @@ class Workers:
             workers = dist.get_world_size(process_group)
             if workers != world_size:
                 raise ValueError(
-                    f"Invalid {world_size=}: the process group has {workers} workers. Leave it out, or give process_group=, the "
+                    f"Invalid {world_size=}: the process group has {workers} workers. "
+                    "Leave it out, or give process_group=, the "
                     "workers that share the batch."
                 )
         self.count, self.group = world_size, process_group
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "group": None}  # a process group belongs to its process
+        # a process group belongs to its process
+        return {**self.__dict__, "group": None}
 
     @property
     def reduce(self) -> bool:
@@ -52,10 +58,12 @@ class Workers:
         return self.count > 1 and _initialized()
 
     def require_group(self) -> None:
-        """Raise if the process group is not that of the workers. To be called as a backward pass begins, and in a step.
+        """Raise if the process group is not that of the workers. To be called as a
+        backward pass begins, and in a step.
 
         Raises:
-            RuntimeError: There are to be several workers, and no process group, or one of another size.
+            RuntimeError: There are to be several workers, and no process group, or one
+                of another size.
         """
         if self.count == 1 and not self._assumed:
             return
@@ -64,12 +72,21 @@ class Workers:
             return
         if self._assumed:
             raise RuntimeError(
-                f"AdaScale was built before init_process_group(), and so for one worker; the process group has {found}. Build "
-                "AdaScale after init_process_group(). Where this process trains by itself, give AdaScale(..., world_size=1)."
+                "AdaScale was built before init_process_group(), and so for one "
+                f"worker; the process group has {found}. Build "
+                "AdaScale after init_process_group(). Where this process trains by "
+                "itself, give AdaScale(..., world_size=1)."
             )
-        has = f"the process group has {found} workers" if _initialized() else "there is no process group"
+        has = (
+            f"the process group has {found} workers"
+            if _initialized()
+            else "there is no process group"
+        )
         raise RuntimeError(
-            f"AdaScale was built with world_size={self.count}, and {has}, so gradients and their norms are not those of "
-            f"{self.count} workers. Call init_process_group() before the first backward pass, and leave world_size out. To "
-            "assume the scale of several workers in one process, give scale= in place of world_size=."
+            f"AdaScale was built with world_size={self.count}, and {has}, so gradients "
+            "and their norms are not those of "
+            f"{self.count} workers. Call init_process_group() before the first "
+            "backward pass, and leave world_size out. To "
+            "assume the scale of several workers in one process, give scale= in place "
+            "of world_size=."
         )

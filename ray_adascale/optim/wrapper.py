@@ -1,4 +1,6 @@
-"""An optimizer around another one: parameter groups, state and unknown names are those of the wrapped optimizer."""
+"""An optimizer around another one: parameter groups, state and unknown names are
+those of the wrapped optimizer.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,18 @@ from ..chain import SEVERAL_OPTIMIZERS, needs_closure, parts_of
 from ..sharding.kinds.state import state_of
 from .guards import warn_of_steps_past
 
-# GradScaler looks for these on the optimizer that it steps. Forwarded from the wrapped optimizer, they would make it pass scaled
-# gradients; without them it unscales first and leaves out step() if a gradient is not finite.
+# GradScaler looks for these on the optimizer that it steps. Forwarded from the wrapped
+# optimizer, they would make it pass scaled gradients; without them it unscales first
+# and leaves out step() if a gradient is not finite.
 _NEVER_FORWARDED = frozenset({"_step_supports_amp_scaling", "grad_scale", "found_inf"})
 
 
 class OptimizerWrapper(Optimizer):
-    """A ``torch.optim.Optimizer`` that owns no parameters: everything that it lacks is the wrapped optimizer's.
+    """A ``torch.optim.Optimizer`` that owns no parameters: everything that it lacks is
+    the wrapped optimizer's.
 
-    A subclass lists the names of its own attributes in ``_parts``: while it is unpickled, it lacks them.
+    A subclass lists the names of its own attributes in ``_parts``: while it is
+    unpickled, it lacks them.
 
     Args:
         optimizer: The optimizer to wrap.
@@ -37,17 +42,28 @@ class OptimizerWrapper(Optimizer):
     _parts: frozenset[str] = frozenset({"_optimizer"})
 
     _models: Sequence[Tensor] = ()
-    """Parameters of the model, in its order, where the model is known. A frozen one may be trained later."""
+    """Parameters of the model, in its order, where the model is known. A frozen one
+    may be trained later.
+    """
 
-    refuses_chain = "AdaScale can't be part of a chain: wrap the chain, AdaScale(OptimizerChain([...]))."
-    """Error message of :class:`ray_adascale.OptimizerChain`, which does not import this class."""
+    refuses_chain = (
+        "AdaScale can't be part of a chain: wrap the chain, "
+        "AdaScale(OptimizerChain([...]))."
+    )
+    """Error message of :class:`ray_adascale.OptimizerChain`, which does not import
+    this class.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         check_wrappable(optimizer)
         self._optimizer = optimizer
         self.has_step_hooks = False
-        """Whether a hook was ever registered on a step of this optimizer, and not on the wrapped one's."""
-        super().__setstate__({})  # gives the hook registries and step profiling of Optimizer, without owning groups
+        """Whether a hook was ever registered on a step of this optimizer, and not on
+        the wrapped one's.
+        """
+        # gives the hook registries and step profiling of Optimizer, without owning
+        # groups
+        super().__setstate__({})
         warn_of_steps_past(self)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
@@ -60,7 +76,9 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def wrapped(self) -> Optimizer:
-        """The optimizer that this one wraps: the user's own, or :class:`ray_adascale.OSS`."""
+        """The optimizer that this one wraps: the user's own, or
+        :class:`ray_adascale.OSS`.
+        """
         return self._optimizer
 
     @property
@@ -89,19 +107,28 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def _params(self) -> list[Tensor]:
-        """The parameters, in the model's order: a norm that is summed in the groups' order would differ in its last bits."""
+        """The parameters, in the model's order: a norm that is summed in the groups'
+        order would differ in its last bits.
+        """
         own = dict.fromkeys(p for group in self.param_groups for p in group["params"])
         return [*dict.fromkeys([*(p for p in self._models if p in own), *own])]
 
     def __getattr__(self, name: str) -> Any:
         # Only called for names that the wrapper lacks.
-        if name in _NEVER_FORWARDED or name in self._parts or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if (
+            name in _NEVER_FORWARDED
+            or name in self._parts
+            or (name.startswith("__") and name.endswith("__"))
+        ):
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
+            )
         try:
             return getattr(self._optimizer, name)
         except AttributeError:
             raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}, and neither has the "
+                f"{type(self).__name__!r} object has no attribute {name!r}, and "
+                "neither has the "
                 f"{type(self._optimizer).__name__} that it wraps.",
                 name=name,
                 obj=self,
@@ -109,7 +136,11 @@ class OptimizerWrapper(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # __setstate__ makes a new step() and new registries.
-        return {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
+        return {
+            k: v
+            for k, v in self.__dict__.items()
+            if k != "step" and not k.startswith("_optimizer_")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -120,9 +151,11 @@ def check_parameters(model: nn.Module, optimizer: Optimizer, *, alone: bool) -> 
     """Check that the optimizer has no parameter of another model.
 
     Args:
-        model: The model. Shards (DTensors) are not checked: outside a forward pass the model may have others than the optimizer.
+        model: The model. Shards (DTensors) are not checked: outside a forward pass the
+            model may have others than the optimizer.
         optimizer: The optimizer.
-        alone: Check also that it has all trainable parameters. Without this, another optimizer may have some of them.
+        alone: Check also that it has all trainable parameters. Without this, another
+            optimizer may have some of them.
 
     Raises:
         ValueError: It has not.
@@ -133,13 +166,20 @@ def check_parameters(model: nn.Module, optimizer: Optimizer, *, alone: bool) -> 
         return
     if foreign := sum(p not in own for p in given):
         raise ValueError(
-            f"{foreign} of the optimizer's {len(given)} parameters are not in the model, so steps would not train it. Build the "
-            "optimizer from model.parameters() after the model is final: after deepcopy, .to() of another kind of tensor and "
+            f"{foreign} of the optimizer's {len(given)} parameters are not in the "
+            "model, so steps would not train it. Build the "
+            "optimizer from model.parameters() after the model is final: after "
+            "deepcopy, .to() of another kind of tensor and "
             "replaced layers."
         )
-    if alone and (left_out := [name for p, name in own.items() if p.requires_grad and p not in given]):
+    if alone and (
+        left_out := [
+            name for p, name in own.items() if p.requires_grad and p not in given
+        ]
+    ):
         raise ValueError(
-            f"No parameter group has {listed(left_out)}, which the model trains. Give them to the optimizer, or freeze what is "
+            f"No parameter group has {listed(left_out)}, which the model trains. Give "
+            "them to the optimizer, or freeze what is "
             "not to be trained: part.requires_grad_(False)."
         )
 
@@ -152,19 +192,30 @@ def check_wrappable(optimizer: Optimizer) -> None:
     """
     if isinstance(optimizer, list | tuple | dict):
         raise ValueError(
-            f"Invalid optimizer: a {type(optimizer).__name__} of {len(optimizer)}. Must be one. {SEVERAL_OPTIMIZERS}"
+            f"Invalid optimizer: a {type(optimizer).__name__} of {len(optimizer)}. "
+            f"Must be one. {SEVERAL_OPTIMIZERS}"
         )
     if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"Invalid optimizer of type {type(optimizer).__name__}. Must be a torch.optim.Optimizer.")
+        raise ValueError(
+            f"Invalid optimizer of type {type(optimizer).__name__}. Must be a "
+            "torch.optim.Optimizer."
+        )
     if isinstance(optimizer, OptimizerWrapper):
-        raise ValueError("The optimizer is wrapped in AdaScale already. Pass the bare optimizer.")
+        raise ValueError(
+            "The optimizer is wrapped in AdaScale already. Pass the bare optimizer."
+        )
     if isinstance(optimizer, LBFGS):
-        raise ValueError("AdaScale can't wrap LBFGS, which evaluates the model several times within one step.")
+        raise ValueError(
+            "AdaScale can't wrap LBFGS, which evaluates the model several times within "
+            "one step."
+        )
     inner = state_of(optimizer).stepped
     if needs_closure(type(inner)):
         raise ValueError(
-            f"AdaScale can't wrap {type(inner).__name__}, whose step needs the closure: it evaluates the model within the "
-            "step, and the gain is that of the gradients before it. Use it without AdaScale."
+            f"AdaScale can't wrap {type(inner).__name__}, whose step needs the "
+            "closure: it evaluates the model within the "
+            "step, and the gain is that of the gradients before it. Use it without "
+            "AdaScale."
         )
     for part, _ in parts_of(optimizer):
         for group in part.param_groups:
@@ -173,7 +224,8 @@ def check_wrappable(optimizer: Optimizer) -> None:
 
 
 def _check_shards(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Raise if torch can't step this group's shards (DTensors) with a fused kernel or with Muon, by trying it on the smallest.
+    """Raise if torch can't step this group's shards (DTensors) with a fused kernel or
+    with Muon, by trying it on the smallest.
 
     Raises:
         ValueError: It can't. Without this check the first step would fail.
@@ -184,21 +236,30 @@ def _check_shards(optimizer: Optimizer, group: dict[str, Any]) -> None:
     smallest = min(shards, key=lambda p: (p.shape[0], p.numel()))
     shard = torch.zeros_like(smallest, requires_grad=False)
     shard.grad = torch.zeros_like(shard)
-    twin = copy.copy(optimizer)  # without the user's hooks, which torch leaves out of copies
+    # without the user's hooks, which torch leaves out of copies
+    twin = copy.copy(optimizer)
     twin.state, twin.param_groups = defaultdict(dict), [{**group, "params": [shard]}]
     if smallest in optimizer.state:  # some have state from the start
         state = optimizer.state[smallest].items()
-        twin.state[shard] = {key: value.clone() if torch.is_tensor(value) else value for key, value in state}
+        twin.state[shard] = {
+            key: value.clone() if torch.is_tensor(value) else value
+            for key, value in state
+        }
     try:
         twin.step()
     except RuntimeError as e:
         name, workers = type(optimizer).__name__, cast(Any, smallest).device_mesh.size()
         if group.get("fused"):
-            why = f"torch {torch.__version__} has no sharding strategy for its kernel. Use {name}(foreach=True)"
+            why = (
+                f"torch {torch.__version__} has no sharding strategy for its kernel. "
+                f"Use {name}(foreach=True)"
+            )
         else:
             why = (
-                f"torch {torch.__version__} fails with a matrix of shape {tuple(smallest.shape)} over {workers} workers. Leave "
-                "matrices with fewer rows than workers to the other optimizer of the chain, or use sharding='zero2'"
+                f"torch {torch.__version__} fails with a matrix of shape "
+                f"{tuple(smallest.shape)} over {workers} workers. Leave "
+                "matrices with fewer rows than workers to the other optimizer of the "
+                "chain, or use sharding='zero2'"
             )
         name += "(fused=True)" if group.get("fused") else ""
         raise ValueError(f"{name} can't step the shards of fully_shard: {why}.") from e

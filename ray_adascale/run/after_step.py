@@ -12,14 +12,17 @@ from ..optim.step_result import StepResult
 
 
 class AfterStep:
-    """Calls ``after_step(model)``, or ``after_step(model, gain=...)`` if the function has a parameter of that name.
+    """Calls ``after_step(model)``, or ``after_step(model, gain=...)`` if the function
+    has a parameter of that name.
 
     Args:
         function: The user's; None for none.
         module: The bare model.
     """
 
-    def __init__(self, function: Callable[..., object] | None, module: nn.Module) -> None:
+    def __init__(
+        self, function: Callable[..., object] | None, module: nn.Module
+    ) -> None:
         self._function, self._module = function, module
         self._gives_gain = function is not None and _takes_gain(function)
 
@@ -27,13 +30,17 @@ class AfterStep:
         """Call the function after a step.
 
         Args:
-            optimizer: The optimizer that has taken it. The host waits for its numbers, if the function gets the gain.
+            optimizer: The optimizer that has taken it. The host waits for its numbers,
+                if the function gets the gain.
             before: The step before.
         """
         if self._function is None:
             return
         if self._gives_gain:
-            self._function(self._module, gain=optimizer.last_step.effective_steps - before.effective_steps)
+            self._function(
+                self._module,
+                gain=optimizer.last_step.effective_steps - before.effective_steps,
+            )
         else:
             self._function(self._module)
 

@@ -1,4 +1,6 @@
-"""Builds the parts of a run and loads its checkpoint into them. :class:`ray_adascale.Run` uses the parts."""
+"""Builds the parts of a run and loads its checkpoint into them.
+:class:`ray_adascale.Run` uses the parts.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,25 @@ from .boundary.replicas import Replicas
 from .boundary.reporting import Reporting
 from .boundary.stage import LoopState, Stage
 from .boundary.train_state import HasState, TrainState, log_start
-from .build import Wrapped, check_built, check_equal, check_schedule, facts_of, set_batch, wrap
+from .build import (
+    Wrapped,
+    check_built,
+    check_equal,
+    check_schedule,
+    facts_of,
+    set_batch,
+    wrap,
+)
 from .clipping import Clipping
 from .guards.each_step import EqualLosses, OnlyRunsBackward, ScheduledRates, TrainMode
 from .guards.first_steps import ExtraStateHint, FirstMicroBatch, ZeroGradient
 from .guards.guard import Guard, Guards
-from .observe.advice import NoiseWarning, class_name, warn_of_modes, warn_of_state_dict_hooks
+from .observe.advice import (
+    NoiseWarning,
+    class_name,
+    warn_of_modes,
+    warn_of_state_dict_hooks,
+)
 from .observe.eta import EtaTracker, forecast_run
 from .observe.metrics import METRICS
 from .observe.step import Listener
@@ -58,15 +73,18 @@ class RunParts:
         backend: The surroundings of the run.
         config: The settings, with the recipe's base batch size and T.
         plan: The batch of the first step of this start; ``Run.plan`` is up to date.
-        train_state: The objects that a checkpoint is made from: model, optimizer, data, schedule, the loop's own state.
-        advice: Doubts about the schedule and the base batch, a sentence each. Rank 0 has warned of them.
+        train_state: The objects that a checkpoint is made from: model, optimizer, data,
+            schedule, the loop's own state.
+        advice: Doubts about the schedule and the base batch, a sentence each. Rank 0
+            has warned of them.
         model: The model to call.
         passes: Runs the passes of each step, and the step.
         replicas: Compares the copies that the workers have of weights and gradients.
         stages: The stages of a step boundary, in order.
         evaluation: The stage that evaluates.
         clipping: Clips gradients.
-        unit_weights: Weights the micro-batches of a step by the user's units; None: their examples count.
+        unit_weights: Weights the micro-batches of a step by the user's units; None:
+            their examples count.
         checkpointing: The stage that saves checkpoints.
         reporting: The stage that reports.
         listeners: The listeners, in order. Workers other than rank 0 have none.
@@ -89,11 +107,19 @@ class RunParts:
     listeners: list[Listener]
 
 
-def assemble(inputs: RunInputs, config: AdaScaleConfig, *, recipe: Recipe | None, backend: Backend) -> RunParts:
-    """Build the parts of a run and load the newest checkpoint into them. Collective. The arguments are those of ``Run``.
+def assemble(
+    inputs: RunInputs,
+    config: AdaScaleConfig,
+    *,
+    recipe: Recipe | None,
+    backend: Backend,
+) -> RunParts:
+    """Build the parts of a run and load the newest checkpoint into them. Collective.
+    The arguments are those of ``Run``.
 
     Raises:
-        ValueError: A setting, the model, the optimizer or the scheduler can't work. The message names it and a remedy.
+        ValueError: A setting, the model, the optimizer or the scheduler can't work. The
+            message names it and a remedy.
     """
     config = read_settings(config).with_recipe(recipe)
     rank, device = backend.rank, backend.device
@@ -106,12 +132,18 @@ def assemble(inputs: RunInputs, config: AdaScaleConfig, *, recipe: Recipe | None
     source, follower, total_steps = _data_of(inputs, config, backend)
     plan = follower.plan
     schedule, base_schedule = _schedules_of(inputs, config, source, total_steps)
-    advice = check_schedule(inputs.scheduler, base_schedule, config, recipe, plan.global_batch_size)
+    advice = check_schedule(
+        inputs.scheduler, base_schedule, config, recipe, plan.global_batch_size
+    )
 
     module = model.to(device)
     on_cpu = _cpu_group(plan.workers)
-    check_equal(facts_of(inputs, config, source, base_schedule, recipe), plan.workers, on_cpu)
-    wrapped = wrap(module, optimizer, config, plan, device=device, total_steps=total_steps)
+    check_equal(
+        facts_of(inputs, config, source, base_schedule, recipe), plan.workers, on_cpu
+    )
+    wrapped = wrap(
+        module, optimizer, config, plan, device=device, total_steps=total_steps
+    )
     batch = ChooseBatch(follower, wrapped.optimizer)
     evaluation = Evaluation(
         inputs.evaluate,
@@ -121,12 +153,30 @@ def assemble(inputs: RunInputs, config: AdaScaleConfig, *, recipe: Recipe | None
         metric=inputs.metric if isinstance(inputs, Workload) else None,
     )
     clipping = Clipping(config, recipe, total_steps=total_steps)
-    parts: list[HasState] = [batch, evaluation, *([] if clipping.expected is None else [clipping.expected])]
-    train_state = _train_state_of(inputs, wrapped, module, source, (schedule, base_schedule), parts, recipe, backend)
+    parts: list[HasState] = [
+        batch,
+        evaluation,
+        *([] if clipping.expected is None else [clipping.expected]),
+    ]
+    train_state = _train_state_of(
+        inputs,
+        wrapped,
+        module,
+        source,
+        (schedule, base_schedule),
+        parts,
+        recipe,
+        backend,
+    )
     start = _start_of(inputs.starting_step, train_state, evaluation)
-    plan, trace, listeners = _resume(backend, config, recipe, train_state, (batch, evaluation), plan, start)
+    plan, trace, listeners = _resume(
+        backend, config, recipe, train_state, (batch, evaluation), plan, start
+    )
     if trace is not None:  # the metrics are known as the loop begins
-        trace.first = {"optimizer": class_name(largest_part(optimizer)), "untrained": evaluation.untrained}
+        trace.first = {
+            "optimizer": class_name(largest_part(optimizer)),
+            "untrained": evaluation.untrained,
+        }
     replicas = Replicas(
         module,
         wrapped.optimizer,
@@ -138,7 +188,9 @@ def assemble(inputs: RunInputs, config: AdaScaleConfig, *, recipe: Recipe | None
         device=device,
         process_group=on_cpu,
     )
-    guards = _guards_of(module, wrapped.optimizer, schedule, train_state.extra, replicas, plan, device)
+    guards = _guards_of(
+        module, wrapped.optimizer, schedule, train_state.extra, replicas, plan, device
+    )
     passes = Passes(
         module,
         wrapped.optimizer,
@@ -151,9 +203,18 @@ def assemble(inputs: RunInputs, config: AdaScaleConfig, *, recipe: Recipe | None
     )
     # Built last, because their intervals begin now.
     every_s = config.checkpoint_every_s
-    checkpointing = Checkpointing(backend, train_state, replicas, trace, every_s=every_s, process_group=on_cpu)
+    checkpointing = Checkpointing(
+        backend, train_state, replicas, trace, every_s=every_s, process_group=on_cpu
+    )
     reporting = Reporting(backend, config.report_every_s, evaluation, checkpointing)
-    stages = (batch, Interrupt(backend), evaluation, Preemption(backend), checkpointing, reporting)
+    stages = (
+        batch,
+        Interrupt(backend),
+        evaluation,
+        Preemption(backend),
+        checkpointing,
+        reporting,
+    )
     return RunParts(
         backend=backend,
         config=config,
@@ -166,7 +227,9 @@ def assemble(inputs: RunInputs, config: AdaScaleConfig, *, recipe: Recipe | None
         stages=stages,
         evaluation=evaluation,
         clipping=clipping,
-        unit_weights=None if inputs.weight_of is None else UnitWeights(inputs.weight_of, plan.workers, on_cpu),
+        unit_weights=None
+        if inputs.weight_of is None
+        else UnitWeights(inputs.weight_of, plan.workers, on_cpu),
         checkpointing=checkpointing,
         reporting=reporting,
         listeners=listeners,
@@ -182,7 +245,9 @@ def _guards_of(
     plan: StepPlan,
     device: torch.device,
 ) -> Guards:
-    """Return what looks at a run for mistakes of the program around it, in the order in which each moment calls it."""
+    """Return what looks at a run for mistakes of the program around it, in the order
+    in which each moment calls it.
+    """
     guards: list[Guard] = [
         ExtraStateHint(extra),
         FirstMicroBatch(module, plan, device),
@@ -197,8 +262,11 @@ def _guards_of(
 
 
 def _cpu_group(workers: int) -> dist.ProcessGroup | None:
-    """Return the workers' process group for tensors on the CPU; None if the default group has them too."""
-    # By the configuration: init_process_group() without a backend leaves the name "undefined", and has NCCL alone on a GPU.
+    """Return the workers' process group for tensors on the CPU; None if the default
+    group has them too.
+    """
+    # By the configuration: init_process_group() without a backend leaves the name
+    # "undefined", and has NCCL alone on a GPU.
     only_nccl = workers > 1 and "gloo" not in dist.get_backend_config()
     return dist.new_group(backend="gloo") if only_nccl else None
 
@@ -251,12 +319,16 @@ def _resume(
     plan: StepPlan,
     start: Callable[[], None] | None,
 ) -> tuple[StepPlan, Trace | None, list[Listener]]:
-    """Load the newest checkpoint, or call ``start``. Return the next batch, and rank 0's trace and listeners. Collective."""
+    """Load the newest checkpoint, or call ``start``. Return the next batch, and rank
+    0's trace and listeners. Collective.
+    """
     batch, evaluation = stages
     with backend.latest_checkpoint() as folder:
         workers_before = None
         if folder is not None:
-            workers_before = train_state.load(folder, accept_changes=config.accept_changes)
+            workers_before = train_state.load(
+                folder, accept_changes=config.accept_changes
+            )
         elif start is not None:
             start()
         if batch.follower.plan != plan:
@@ -271,28 +343,46 @@ def _resume(
         if loop.stopped is None and (place := backend.trace_folder()) is not None:
             total_steps = train_state.base_schedule.total_steps
             trace = Trace(place, total_steps, loop.attempt, store=backend.store_trace)
-            loop.attempt = trace.number  # a start that ended without a checkpoint has left its file
-        return plan, trace, _listeners(backend, config, recipe, train_state.base_schedule, plan, trace)
+            # a start that ended without a checkpoint has left its file
+            loop.attempt = trace.number
+        return (
+            plan,
+            trace,
+            _listeners(backend, config, recipe, train_state.base_schedule, plan, trace),
+        )
 
 
-def _start_of(step: int, train_state: TrainState, evaluation: Evaluation) -> Callable[[], None] | None:
-    """Return the function that begins a run at τ = ``step``, after as many steps of base batches; None for 0."""
+def _start_of(
+    step: int, train_state: TrainState, evaluation: Evaluation
+) -> Callable[[], None] | None:
+    """Return the function that begins a run at τ = ``step``, after as many steps of
+    base batches; None for 0.
+    """
     schedule, source = train_state.base_schedule, train_state.source
     if schedule.ended_at(step):
-        raise ValueError(f"Invalid starting_step={step}: the run has {schedule.total_steps} effective steps.")
+        raise ValueError(
+            f"Invalid starting_step={step}: the run has {schedule.total_steps} "
+            "effective steps."
+        )
 
     def start() -> None:
         train_state.optimizer.effective_steps = step
         train_state.schedule.advance_to(step)
         evaluation.evaluated_at = step
         if isinstance(source, MapSource):
-            source.load_state_dict({**source.state_dict(), "position": step * schedule.base_batch_size})
+            source.load_state_dict(
+                {**source.state_dict(), "position": step * schedule.base_batch_size}
+            )
 
     return start if step else None
 
 
-def _data_of(inputs: RunInputs, config: AdaScaleConfig, backend: Backend) -> tuple[BatchSource, BatchFollower, int]:
-    """Return the source of the data with the first batch, the follower that chooses the batches, and T."""
+def _data_of(
+    inputs: RunInputs, config: AdaScaleConfig, backend: Backend
+) -> tuple[BatchSource, BatchFollower, int]:
+    """Return the source of the data with the first batch, the follower that chooses
+    the batches, and T.
+    """
     dataset, workers = inputs.train_dataset, backend.world_size
     plan = config.batch.plan(workers)
     if config.batch.halves(plan):
@@ -300,7 +390,9 @@ def _data_of(inputs: RunInputs, config: AdaScaleConfig, backend: Backend) -> tup
     source = make_source(
         dataset,
         plan.split(backend.rank),
-        ExampleOrder(seed=config.seed, shuffle=config.shuffle, drop_last=config.drop_last),
+        ExampleOrder(
+            seed=config.seed, shuffle=config.shuffle, drop_last=config.drop_last
+        ),
         collate_fn=inputs.collate_fn,
         num_workers=config.num_loader_workers,
         device=backend.device,
@@ -324,15 +416,28 @@ def _data_of(inputs: RunInputs, config: AdaScaleConfig, backend: Backend) -> tup
 
 
 def _tell_of_two_passes(plan: StepPlan, dataset: Any) -> None:
-    """Warn that a step has two passes in place of one; raise if the data come in batches of another size."""
+    """Warn that a step has two passes in place of one; raise if the data come in
+    batches of another size.
+    """
     half = plan.global_batch_size // 2
-    why = f"One gradient sample a step at scale {plan.scale:g} tells nothing of the noise."
-    if not (is_map_style(dataset) or isinstance(dataset, IterableDataset) or hasattr(dataset, "iter_torch_batches")):
+    why = (
+        f"One gradient sample a step at scale {plan.scale:g} tells nothing of the "
+        "noise."
+    )
+    if not (
+        is_map_style(dataset)
+        or isinstance(dataset, IterableDataset)
+        or hasattr(dataset, "iter_torch_batches")
+    ):
         raise ValueError(
-            f"{why} Make two passes of half the size: AdaScaleConfig(accumulation=2, per_worker_batch_size={half}), with "
-            f"batches of {half} examples. A map-style dataset is split by the run itself."
+            f"{why} Make two passes of half the size: AdaScaleConfig(accumulation=2, "
+            f"per_worker_batch_size={half}), with "
+            f"batches of {half} examples. A map-style dataset is split by the run "
+            "itself."
         )
-    warn_at_user(f"{why} So a step has two passes of half the size, as with accumulation=2.")
+    warn_at_user(
+        f"{why} So a step has two passes of half the size, as with accumulation=2."
+    )
 
 
 def _schedules_of(
@@ -359,10 +464,13 @@ def _schedules_of(
 
 
 def _length(config: AdaScaleConfig, dataset: Any, world_size: int) -> int | None:
-    """Return the length of data that is not map-style. A DataLoader's own counts where T or the schedule needs one."""
+    """Return the length of data that is not map-style. A DataLoader's own counts
+    where T or the schedule needs one.
+    """
     needed = config.total_epochs is not None or config.scheduler_unit == "epoch"
     if config.dataset_length is not None or not needed:
-        return config.dataset_length  # a checkpoint has the length, so it may not change where it was None
+        # a checkpoint has the length, so it may not change where it was None
+        return config.dataset_length
     return known_length(dataset, world_size)
 
 
@@ -371,10 +479,14 @@ def _check_early_stop(config: AdaScaleConfig, evaluate: object) -> None:
     if stop is None:
         return
     if stop.metric is None:
-        raise ValueError("EarlyStop needs metric and mode, because this run has no workload to take them from.")
+        raise ValueError(
+            "EarlyStop needs metric and mode, because this run has no workload to take "
+            "them from."
+        )
     if stop.metric in METRICS and evaluate is None:
         raise ValueError(
-            f"Invalid EarlyStop(metric={stop.metric!r}): the {stop.metric} of one step is mostly noise. Must be a metric that "
+            f"Invalid EarlyStop(metric={stop.metric!r}): the {stop.metric} of one step "
+            "is mostly noise. Must be a metric that "
             "evaluate returns."
         )
 
@@ -383,8 +495,10 @@ def _check_extra_state(extra: Mapping[str, Any]) -> None:
     for name, stateful in extra.items():
         if not has_state(stateful):
             raise ValueError(
-                f"Invalid extra_state={{{name!r}: ...}} of type {type(stateful).__name__}. Must have state_dict() and "
-                "load_state_dict(). A torch.Generator or numpy.random.Generator is each worker's own: PerWorker(generator)."
+                f"Invalid extra_state={{{name!r}: ...}} of type "
+                f"{type(stateful).__name__}. Must have state_dict() and "
+                "load_state_dict(). A torch.Generator or numpy.random.Generator is "
+                "each worker's own: PerWorker(generator)."
             )
 
 
@@ -401,7 +515,13 @@ def _listeners(
     tracker = EtaTracker(forecast)
     listeners: list[Listener] = []
     if not config.batch.changes:
-        listeners.append(NoiseWarning(config.averaging_window * schedule.total_steps, forecast, schedule.highest_at))
+        listeners.append(
+            NoiseWarning(
+                config.averaging_window * schedule.total_steps,
+                forecast,
+                schedule.highest_at,
+            )
+        )
     listeners.append(tracker)
     if trace is not None:
         listeners.append(trace)
@@ -409,11 +529,15 @@ def _listeners(
 
 
 def _check_epoch(follower: BatchFollower, config: AdaScaleConfig, dataset: Any) -> None:
-    """Check that with ``drop_last`` no given batch is larger than an epoch. Batches that are not given are within it."""
+    """Check that with ``drop_last`` no given batch is larger than an epoch. Batches
+    that are not given are within it.
+    """
     most = max(plan.global_batch_size for plan in follower.plans)
     if config.drop_last and config.batch_schedule is not None and most > len(dataset):
         raise SettingError(
-            f"Invalid {{}} with drop_last=True: its largest batch has {most} examples, and an epoch has {len(dataset)}, so every "
-            "batch would be dropped. Use drop_last=False, which runs on into the next epoch, or a smaller batch.",
+            f"Invalid {{}} with drop_last=True: its largest batch has {most} examples, "
+            f"and an epoch has {len(dataset)}, so every "
+            "batch would be dropped. Use drop_last=False, which runs on into the next "
+            "epoch, or a smaller batch.",
             batch_schedule=str(config.batch_schedule),
         )

@@ -1,4 +1,6 @@
-"""Checks the model, optimizer and schedule that the user built, also against the recipe, and wraps them for a run."""
+"""Checks the model, optimizer and schedule that the user built, also against the
+recipe, and wraps them for a run.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class Wrapped:
     Attributes:
         model: The model to call.
         optimizer: The optimizer to step.
-        parameter_names: Name of each of the optimizer's parameters in the bare model. Checkpoints use these names.
+        parameter_names: Name of each of the optimizer's parameters in the bare model.
+            Checkpoints use these names.
         scaler: The loss scaler; None unless precision is "fp16".
         kind: The kind of sharding.
     """
@@ -55,9 +58,13 @@ class Wrapped:
 
 
 def check_built(
-    model: nn.Module, optimizer: Optimizer, config: AdaScaleConfig, recipe: Recipe | None
+    model: nn.Module,
+    optimizer: Optimizer,
+    config: AdaScaleConfig,
+    recipe: Recipe | None,
 ) -> AdaScaleConfig:
-    """Check that there is one bare model and one bare optimizer. Warn of a rule or a recipe that is not for this optimizer.
+    """Check that there is one bare model and one bare optimizer. Warn of a rule or a
+    recipe that is not for this optimizer.
 
     Only rank 0 warns, since all workers have the same optimizer.
 
@@ -67,10 +74,16 @@ def check_built(
     Raises:
         ValueError: There is not. The message names what to pass.
     """
-    if isinstance(model, DistributedDataParallel | ShardedDataParallel | nn.DataParallel):
-        raise ValueError("Pass the bare model: it is wrapped for data parallelism here.")
+    if isinstance(
+        model, DistributedDataParallel | ShardedDataParallel | nn.DataParallel
+    ):
+        raise ValueError(
+            "Pass the bare model: it is wrapped for data parallelism here."
+        )
     if isinstance(optimizer, OSS):
-        raise ValueError("Pass the bare optimizer: it is wrapped here, so OSS would wrap it twice.")
+        raise ValueError(
+            "Pass the bare optimizer: it is wrapped here, so OSS would wrap it twice."
+        )
     # These before a warning that says that the run goes on.
     check_wrappable(optimizer)
     check_parameters(model, optimizer, alone=True)
@@ -84,15 +97,25 @@ def check_built(
 
 
 _NOT_COMPARED = {"seed", "shuffle", "drop_last", "rule", "num_loader_workers"}
-"""Settings that may differ between workers, with those that end in _s, or are compared as part of something else."""
+"""Settings that may differ between workers, with those that end in _s, or are
+compared as part of something else.
+"""
 
 
 def facts_of(
-    inputs: RunInputs, config: AdaScaleConfig, source: BatchSource, schedule: BaseSchedule, recipe: Recipe | None
+    inputs: RunInputs,
+    config: AdaScaleConfig,
+    source: BatchSource,
+    schedule: BaseSchedule,
+    recipe: Recipe | None,
 ) -> dict[str, str]:
     """Return what must be the same on all workers when a run is built, by name."""
     hyperparameters = [
-        {key: value for key, value in group.items() if key != "params" and isinstance(value, int | float | str | tuple)}
+        {
+            key: value
+            for key, value in group.items()
+            if key != "params" and isinstance(value, int | float | str | tuple)
+        }
         for group in inputs.optimizer.param_groups
     ]
     curves = schedule.lr_curve
@@ -109,19 +132,24 @@ def facts_of(
         "The LR curve": f"of digest {digest_of(torch.from_numpy(curves.rows))}",
         "The list of LR factors": repr(curves.groups),
         "The order of the data": repr({**(data := source.state_dict()), "order": None}),
-        "The order that the sampler draws, which must follow from (seed, epoch) alone,": repr(data.get("order")),
+        "The order that the sampler draws, which must follow from (seed, epoch) alone,": repr(
+            data.get("order")
+        ),
         "The recipe": repr(None if recipe is None else recipe.fingerprint),
         "starting_step": repr(inputs.starting_step),
         "The number of parameters": str(len(list(inputs.model.parameters()))),
         "evaluate": "None" if inputs.evaluate is None else "given",
         **{
-            f"The parameter {name!r}": f"{tuple(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
+            f"The parameter {name!r}": f"{tuple(p.shape)}, {p.dtype}, "
+            f"{'trainable' if p.requires_grad else 'frozen'}"
             for name, p in inputs.model.named_parameters()
         },
     }
 
 
-def check_equal(facts: Mapping[str, str], workers: int, group: dist.ProcessGroup | None) -> None:
+def check_equal(
+    facts: Mapping[str, str], workers: int, group: dist.ProcessGroup | None
+) -> None:
     """Check that all workers build the same run. Collective.
 
     Raises:
@@ -131,7 +159,8 @@ def check_equal(facts: Mapping[str, str], workers: int, group: dist.ProcessGroup
     if difference is not None:
         name, values = difference
         raise ValueError(
-            f"The workers build different runs. {name} is {values}. Build model, optimizer, schedule, data and settings alike on "
+            f"The workers build different runs. {name} is {values}. Build model, "
+            "optimizer, schedule, data and settings alike on "
             "all workers."
         )
 
@@ -144,27 +173,41 @@ def check_recipe(recipe: Recipe, schedule: BaseSchedule) -> None:
     """
     unit, per_epoch = schedule.scheduler_unit, schedule.base_steps_per_epoch
     if unit != recipe.scheduler_unit:
-        raise ValueError(f"Invalid scheduler_unit={unit!r}. Must be the recipe's, {recipe.scheduler_unit!r}.")
+        raise ValueError(
+            f"Invalid scheduler_unit={unit!r}. Must be the recipe's, "
+            f"{recipe.scheduler_unit!r}."
+        )
     if unit == "epoch" and per_epoch != recipe.base_steps_per_epoch:
         raise ValueError(
-            f"The dataset has {per_epoch} base steps per epoch, the recipe's had {recipe.base_steps_per_epoch}, so the "
-            "scheduler would step at other effective steps. Use the same dataset, or search anew."
+            f"The dataset has {per_epoch} base steps per epoch, the recipe's had "
+            f"{recipe.base_steps_per_epoch}, so the "
+            "scheduler would step at other effective steps. Use the same dataset, or "
+            "search anew."
         )
     difference = curve_difference(recipe.lr_curve, schedule.lr_curve)
     if difference is not None:
         raise ValueError(
-            f"The learning-rate curve is not the recipe's: {difference}. Build optimizer and scheduler from the "
-            "hyperparameters in the workload's config, as in the search, or search anew. For another learning rate leave the "
-            f"recipe out and give base_batch_size={recipe.base_batch_size} and total_steps={recipe.total_steps} instead (on the "
-            f"command line --base-batch-size {recipe.base_batch_size} --total-steps {recipe.total_steps} in place of --recipe, "
+            f"The learning-rate curve is not the recipe's: {difference}. Build "
+            "optimizer and scheduler from the "
+            "hyperparameters in the workload's config, as in the search, or search "
+            "anew. For another learning rate leave the "
+            f"recipe out and give base_batch_size={recipe.base_batch_size} and "
+            f"total_steps={recipe.total_steps} instead (on the "
+            f"command line --base-batch-size {recipe.base_batch_size} --total-steps "
+            f"{recipe.total_steps} in place of --recipe, "
             "and the hyperparameters): the run has no forecast then."
         )
 
 
 def check_schedule(
-    scheduler: LRScheduler | None, schedule: BaseSchedule, config: AdaScaleConfig, recipe: Recipe | None, batch: int
+    scheduler: LRScheduler | None,
+    schedule: BaseSchedule,
+    config: AdaScaleConfig,
+    recipe: Recipe | None,
+    batch: int,
 ) -> list[str]:
-    """Check a schedule against the recipe and the rule. Return doubts about it and its batches; rank 0 warns of each.
+    """Check a schedule against the recipe and the rule. Return doubts about it and its
+    batches; rank 0 warns of each.
 
     Args:
         scheduler: The user's.
@@ -178,7 +221,8 @@ def check_schedule(
     """
     if recipe is not None:
         check_recipe(recipe, schedule)
-    if (check := getattr(make_rule(config.rule), "check_curve", None)) is not None:  # LEGW warms up by itself
+    # LEGW warms up by itself
+    if (check := getattr(make_rule(config.rule), "check_curve", None)) is not None:
         check(schedule.lr_curve)
     return warn_of_schedule(scheduler, schedule, batch)
 
@@ -192,7 +236,8 @@ def wrap(
     device: torch.device,
     total_steps: int,
 ) -> Wrapped:
-    """Wrap a bare model, which is on its device, and its optimizer for ``config.sharding``. Collective.
+    """Wrap a bare model, which is on its device, and its optimizer for
+    ``config.sharding``. Collective.
 
     Raises:
         ValueError: Sharding, rule, precision or optimizer can't be combined.
@@ -200,25 +245,39 @@ def wrap(
     adam = metric_of(make_rule(config.rule)) == "adam"
     sharding = _choose_sharding(config, plan.workers, optimizer, adam=adam)
     if sharding == "fsdp2" and config.precision == "fp16":
-        raise SettingError("{} is not supported. Use precision='bf16'.", sharding="fsdp2", precision="fp16")
+        raise SettingError(
+            "{} is not supported. Use precision='bf16'.",
+            sharding="fsdp2",
+            precision="fp16",
+        )
     if sharding in ("oss", "zero2"):
         warn_of_step_hooks(optimizer)
     model, sharded = shard(
-        sharding, module, optimizer, device, workers=plan.workers, find_unused=config.find_unused_parameters
+        sharding,
+        module,
+        optimizer,
+        device,
+        workers=plan.workers,
+        find_unused=config.find_unused_parameters,
     )
     names = parameter_names(module, sharded)  # those of fully_shard are new parameters
     scaler = None
     if config.precision == "fp16":
-        from ..optim.grad_scaler import ShardedGradScaler  # imported here, because it imports FSDP
+        # imported here, because it imports FSDP
+        from ..optim.grad_scaler import ShardedGradScaler
 
         scaler = ShardedGradScaler(device=device.type)
-    adascale = adascale_of(sharded, config, plan, total_steps=total_steps, grad_scaler=scaler, model=model)
+    adascale = adascale_of(
+        sharded, config, plan, total_steps=total_steps, grad_scaler=scaler, model=model
+    )
     kind = adascale.current.kind
     kind.drive(module)
     return Wrapped(model, adascale, names, scaler, kind)
 
 
-def set_batch(plan: StepPlan, optimizer: AdaScale, source: BatchSource, rank: int) -> None:
+def set_batch(
+    plan: StepPlan, optimizer: AdaScale, source: BatchSource, rank: int
+) -> None:
     """Use this batch from the next step on. At a step boundary, on all workers."""
     optimizer.set_plan(plan)
     source.set_split(plan.split(rank))
@@ -233,7 +292,9 @@ def adascale_of(
     grad_scaler: torch.amp.GradScaler | None,
     model: nn.Module | None = None,
 ) -> AdaScale:
-    """Return the AdaScale of a run: one gain for all parameter groups, with averages over effective time."""
+    """Return the AdaScale of a run: one gain for all parameter groups, with averages
+    over effective time.
+    """
     rule = make_rule(config.rule)
     return AdaScale(
         optimizer,
@@ -249,21 +310,29 @@ def adascale_of(
         base_batch_size=plan.base_batch_size,
         batch_size=plan.global_batch_size,
         rule=rule,
-        precondition=adam_preconditioner(optimizer) if metric_of(rule) == "adam" else None,
+        precondition=adam_preconditioner(optimizer)
+        if metric_of(rule) == "adam"
+        else None,
     )
 
 
-def _choose_sharding(config: AdaScaleConfig, workers: int, optimizer: Optimizer, *, adam: bool) -> str:
+def _choose_sharding(
+    config: AdaScaleConfig, workers: int, optimizer: Optimizer, *, adam: bool
+) -> str:
     if adam and config.sharding not in ("auto", "none"):
         raise SettingError(
-            "Invalid {} with the rule AdamScale: its statistics need Adam's state of every parameter on every worker. Use "
+            "Invalid {} with the rule AdamScale: its statistics need Adam's state of "
+            "every parameter on every worker. Use "
             "sharding='none', or 'auto', which chooses it.",
             sharding=config.sharding,
         )
-    sparse = any(isinstance(part, torch.optim.SparseAdam) for part, _ in parts_of(optimizer))
+    sparse = any(
+        isinstance(part, torch.optim.SparseAdam) for part, _ in parts_of(optimizer)
+    )
     if sparse and workers > 1 and config.sharding in ("zero2", "fsdp2"):
         raise SettingError(
-            "Invalid {} with SparseAdam, which needs sparse gradients: sharded ones are dense. Use sharding='none', or 'auto', "
+            "Invalid {} with SparseAdam, which needs sparse gradients: sharded ones "
+            "are dense. Use sharding='none', or 'auto', "
             "which chooses it, or 'oss'.",
             sharding=config.sharding,
         )

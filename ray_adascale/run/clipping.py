@@ -1,4 +1,6 @@
-"""Clipping of each step's gradient: at a number, or at a multiple of the expected norm, which means the same at every scale."""
+"""Clipping of each step's gradient: at a number, or at a multiple of the expected
+norm, which means the same at every scale.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,26 @@ from ..recipe import Recipe
 from .observe.metrics import CLIPPED
 
 OF_RECIPES = "3x"
-"""``grad_clip`` of a run with a recipe, unless the recipe or the run has one: docs/guides/carry-over.md."""
+"""``grad_clip`` of a run with a recipe, unless the recipe or the run has one:
+docs/guides/carry-over.md.
+"""
 
 _FIRST = 10
 """Steps that are measured before one may be clipped."""
 
 
 class ExpectedNorm:
-    """Keeps the average of ‖ḡ‖² over effective time at S > 1. Its root is the expected norm, since E‖ḡ‖² = μ² + σ²/S.
+    """Keeps the average of ‖ḡ‖² over effective time at S > 1. Its root is the expected
+    norm, since E‖ḡ‖² = μ² + σ²/S.
 
-    A clipped step counts with the norm that it was clipped to. With its own norm, steps that diverge would raise the threshold.
-    A change of B multiplies the average by the ratio of μ̄² + σ̄²/S.
+    A clipped step counts with the norm that it was clipped to. With its own norm, steps
+    that diverge would raise the threshold. A change of B multiplies the average by the
+    ratio of μ̄² + σ̄²/S.
 
     Args:
         multiple: κ. A norm above κ times the expected one is clipped.
-        window: Memory of the average in effective steps, as that of the gain's averages.
+        window: Memory of the average in effective steps, as that of the gain's
+            averages.
     """
 
     def __init__(self, multiple: float, window: float) -> None:
@@ -39,17 +46,23 @@ class ExpectedNorm:
         self._total = self._weight = 0.0
         self._count = 0
         self._batch: int | None = None
-        """B of the average, in examples: S is of another unit after a change of the base batch."""
+        """B of the average, in examples: S is of another unit after a change of the
+        base batch.
+        """
         self._scale, self._limit = 1.0, math.inf
         """S and the largest norm of the step that :meth:`limit` was called for."""
 
-    def limit(self, scale: float, batch: int, moments: Callable[[], tuple[float, float]]) -> float:
-        """Return the largest norm of the next step; ∞ at S = 1, which is the base run, and for the first steps.
+    def limit(
+        self, scale: float, batch: int, moments: Callable[[], tuple[float, float]]
+    ) -> float:
+        """Return the largest norm of the next step; ∞ at S = 1, which is the base run,
+        and for the first steps.
 
         Args:
             scale: S of the step.
             batch: B of the step, in examples.
-            moments: Returns σ̄² and μ̄², to convert the average of another batch; NaN where they are unknown.
+            moments: Returns σ̄² and μ̄², to convert the average of another batch; NaN
+                where they are unknown.
         """
         self._scale, self._limit = scale, math.inf
         if scale <= 1:
@@ -57,7 +70,11 @@ class ExpectedNorm:
         if self._batch is not None and batch != self._batch:
             sigma2, mu2 = moments()
             noise = sigma2 / scale  # of the mean over B examples
-            self._total *= (mu2 + noise) / (mu2 + noise * batch / self._batch) if mu2 + sigma2 > 0 else 1.0
+            self._total *= (
+                (mu2 + noise) / (mu2 + noise * batch / self._batch)
+                if mu2 + sigma2 > 0
+                else 1.0
+            )
         self._batch = batch
         if self._count >= _FIRST and self._total > 0:
             self._limit = self._multiple * math.sqrt(self._total / self._weight)
@@ -101,23 +118,38 @@ class Clipping:
         ValueError: A multiple, and a rule that measures gradients in Adam's metric.
     """
 
-    def __init__(self, config: AdaScaleConfig, recipe: Recipe | None, *, total_steps: int) -> None:
-        setting, in_metric_of_adam = config.grad_clip, metric_of(make_rule(config.rule)) == "adam"
+    def __init__(
+        self, config: AdaScaleConfig, recipe: Recipe | None, *, total_steps: int
+    ) -> None:
+        setting, in_metric_of_adam = (
+            config.grad_clip,
+            metric_of(make_rule(config.rule)) == "adam",
+        )
         if setting is None and recipe is not None and not in_metric_of_adam:
-            setting = OF_RECIPES if (recipe.settings or {}).get("grad_clip") is None else None
+            setting = (
+                OF_RECIPES if (recipe.settings or {}).get("grad_clip") is None else None
+            )
         multiple = clip_multiple(setting)
         if multiple is not None and in_metric_of_adam:
             raise SettingError(
-                "Invalid {}. The rule AdamScale measures gradients divided as Adam does, which does not tell their norm. Give a "
+                "Invalid {}. The rule AdamScale measures gradients divided as Adam "
+                "does, which does not tell their norm. Give a "
                 "number.",
                 grad_clip=setting,
             )
         self._number = setting if isinstance(setting, float | int) else None
         self.expected: ExpectedNorm | None = None
         if multiple is not None:
-            self.expected = ExpectedNorm(multiple, config.averaging_window * total_steps)
+            self.expected = ExpectedNorm(
+                multiple, config.averaging_window * total_steps
+            )
 
-    def clip(self, optimizer: AdaScale, plan: StepPlan, moments: Callable[[], tuple[float, float]]) -> None:
+    def clip(
+        self,
+        optimizer: AdaScale,
+        plan: StepPlan,
+        moments: Callable[[], tuple[float, float]],
+    ) -> None:
         """Clip the gradient of a step. Collective.
 
         Args:
@@ -132,5 +164,11 @@ class Clipping:
             optimizer.clip_grad_norm(limit)
 
     def read(self, step: StepResult) -> dict[str, Any]:
-        """Use the numbers of the step that was clipped last. Return what its row in the trace then has."""
-        return {CLIPPED: True} if self.expected is not None and self.expected.add(step) else {}
+        """Use the numbers of the step that was clipped last. Return what its row in
+        the trace then has.
+        """
+        return (
+            {CLIPPED: True}
+            if self.expected is not None and self.expected.add(step)
+            else {}
+        )

@@ -1,4 +1,6 @@
-"""Run: the training loop of one worker, in one process or among torchrun's or Ray's workers. It needs no Ray."""
+"""Run: the training loop of one worker, in one process or among torchrun's or Ray's
+workers. It needs no Ray.
+"""
 
 from __future__ import annotations
 
@@ -45,48 +47,68 @@ TOTAL_STEPS_REACHED = "total_steps reached"
 class Run:
     """A training run at any scale, with the schedule of the base batch.
 
-    Iterate over it for micro-batches, and call :meth:`backward` and :meth:`step` for each::
+    Iterate over it for micro-batches, and call :meth:`backward` and :meth:`step` for
+    each::
 
         run = Run(model, optimizer, scheduler, dataset, AdaScaleConfig(base_batch_size=128, ...))
         for x, y in run:
             run.backward(F.cross_entropy(run.model(x), y))
             run.step()
 
-    The loop ends when τ reaches T. A new start resumes from the newest checkpoint of ``backend``.
+    The loop ends when τ reaches T. A new start resumes from the newest checkpoint of
+    ``backend``.
 
-    With a fused optimizer (see :class:`ray_adascale.AdaScale`) the host reads the numbers of a step during the next step. The
-    loop then waits for the device only near the end, an evaluation, a report or a checkpoint, and where :attr:`effective_steps`,
-    :attr:`gain` or :attr:`progress` is read. Reports and checkpoints come one step later.
+    With a fused optimizer (see :class:`ray_adascale.AdaScale`) the host reads the
+    numbers of a step during the next step. The loop then waits for the device only near
+    the end, an evaluation, a report or a checkpoint, and where :attr:`effective_steps`,
+    :attr:`gain` or :attr:`progress` is read. Reports and checkpoints come one step
+    later.
 
     Args:
-        model: The bare model. In the loop call ``run.model``, not this object: ``run.model`` is on the device, and wrapped for
-            data parallelism where there are several workers.
-        optimizer: One optimizer with the LRs of the base batch. Use :attr:`optimizer` from here on.
+        model: The bare model. In the loop call ``run.model``, not this object:
+            ``run.model`` is on the device, and wrapped for data parallelism where there
+            are several workers.
+        optimizer: One optimizer with the LRs of the base batch. Use :attr:`optimizer`
+            from here on.
         scheduler: A ``torch.optim.lr_scheduler`` on it, or None. Never step it.
-        dataset: Map-style, an iterable of batches, or a Ray Data shard; see :func:`ray_adascale.data.make_source`.
-        config: Settings. With a recipe, base batch size and total steps are the recipe's.
+        dataset: Map-style, an iterable of batches, or a Ray Data shard; see
+            :func:`ray_adascale.data.make_source`.
+        config: Settings. With a recipe, base batch size and total steps are the
+            recipe's.
         sampler: Draws the examples of each epoch; see :class:`ray_adascale.Workload`.
         collate_fn: As in ``DataLoader``.
-        evaluate: ``evaluate(model) -> dict`` of metrics, called before the first step, every ``config.evaluate_every`` effective
-            steps and at the end, on all workers, with the bare model in eval mode, without gradients. Rank 0's metrics count.
-        recipe: The result of a search. A schedule with another LR curve than the recipe's is refused.
-        extra_state: Further objects with ``state_dict()`` and ``load_state_dict()`` for the checkpoints, by name, such as an
-            average of the weights. Their states are nested dicts and lists of tensors and JSON values, equal on all
-            workers (rank 0's JSON counts) unless it is a :class:`ray_adascale.PerWorker`; nothing is pickled.
-        after_step: ``after_step(model)`` with the bare model, on every worker after each optimizer step, skipped ones too, and
-            before its checkpoint: the place to update an average of the weights (:class:`ray_adascale.EffectiveAverage`). With a
-            parameter ``gain`` it also gets the advance of τ, 0 in a skipped step, for which the host waits for the device.
-        weight_of: ``weight_of(batch)`` is the number of units in a micro-batch over which the loss is a mean, such as its tokens
-            without padding. It gets the batch as the dataset yields it, before it is moved to the device. The gradient is then
-            the mean over the units of all micro-batches of the step, as of one pass over the whole batch. Default: the examples
-            count.
-        starting_step: τ at which the run begins, if another program has trained the weights (and the optimizer's state) up to
-            there with a batch of B0: k of its T steps. Give a fresh scheduler. A checkpoint of this run has precedence. A
+        evaluate: ``evaluate(model) -> dict`` of metrics, called before the first step,
+            every ``config.evaluate_every`` effective steps and at the end, on all
+            workers, with the bare model in eval mode, without gradients. Rank 0's
+            metrics count.
+        recipe: The result of a search. A schedule with another LR curve than the
+            recipe's is refused.
+        extra_state: Further objects with ``state_dict()`` and ``load_state_dict()`` for
+            the checkpoints, by name, such as an average of the weights. Their states
+            are nested dicts and lists of tensors and JSON values, equal on all workers
+            (rank 0's JSON counts) unless it is a :class:`ray_adascale.PerWorker`;
+            nothing is pickled.
+        after_step: ``after_step(model)`` with the bare model, on every worker after
+            each optimizer step, skipped ones too, and before its checkpoint: the place
+            to update an average of the weights
+            (:class:`ray_adascale.EffectiveAverage`). With a parameter ``gain`` it also
+            gets the advance of τ, 0 in a skipped step, for which the host waits for the
+            device.
+        weight_of: ``weight_of(batch)`` is the number of units in a micro-batch over
+            which the loss is a mean, such as its tokens without padding. It gets the
+            batch as the dataset yields it, before it is moved to the device. The
+            gradient is then the mean over the units of all micro-batches of the step,
+            as of one pass over the whole batch. Default: the examples count.
+        starting_step: τ at which the run begins, if another program has trained the
+            weights (and the optimizer's state) up to there with a batch of B0: k of its
+            T steps. Give a fresh scheduler. A checkpoint of this run has precedence. A
             map-style dataset continues after k·B0 examples; other data begin anew.
-        backend: The surroundings of the run. Default: this process or torchrun's workers, no checkpoints.
+        backend: The surroundings of the run. Default: this process or torchrun's
+            workers, no checkpoints.
 
     Raises:
-        ValueError: A setting, the model, the optimizer or the scheduler can't work. The message names it and a remedy.
+        ValueError: A setting, the model, the optimizer or the scheduler can't work. The
+            message names it and a remedy.
     """
 
     def __init__(
@@ -123,18 +145,33 @@ class Run:
         self._assemble(inputs, config, recipe, backend)
 
     def _assemble(
-        self, inputs: RunInputs, config: AdaScaleConfig, recipe: Recipe | None, backend: Backend | None
+        self,
+        inputs: RunInputs,
+        config: AdaScaleConfig,
+        recipe: Recipe | None,
+        backend: Backend | None,
     ) -> None:
-        parts = assemble(inputs, config, recipe=recipe, backend=LocalBackend() if backend is None else backend)
+        parts = assemble(
+            inputs,
+            config,
+            recipe=recipe,
+            backend=LocalBackend() if backend is None else backend,
+        )
         self.backend, self.config, self.plan = parts.backend, parts.config, parts.plan
         own = parts.train_state
-        self.source, self.schedule, self.base_schedule = own.source, own.schedule, own.base_schedule
+        self.source, self.schedule, self.base_schedule = (
+            own.source,
+            own.schedule,
+            own.base_schedule,
+        )
         self.total_steps = self.base_schedule.total_steps
         """T."""
         self.module, self.model, self.optimizer = own.module, parts.model, own.optimizer
         self._rule = name_of(self.optimizer.rule)
         self.advice = parts.advice
-        """Doubts about the schedule and the base batch, a sentence each. Rank 0 has warned of them."""
+        """Doubts about the schedule and the base batch, a sentence each. Rank 0 has
+        warned of them.
+        """
         self.state = own.loop
         """Step counts and metrics so far, as they go into a checkpoint."""
         self.parts = parts
@@ -143,7 +180,11 @@ class Run:
         self._guards = parts.passes.guards
         self._after_step = AfterStep(inputs.after_step, self.module)
         self._skipped = SkippedSteps(
-            self.module, own.loop, parts.passes.scaler, total_steps=self.total_steps, by_recipe=recipe is not None
+            self.module,
+            own.loop,
+            parts.passes.scaler,
+            total_steps=self.total_steps,
+            by_recipe=recipe is not None,
         )
         self._taken: Step | None = None  # until it is read
         self._stages = Stages(parts.stages, parts.backend.rank)
@@ -152,20 +193,31 @@ class Run:
 
     @classmethod
     def of(
-        cls, workload: Workload, config: AdaScaleConfig, *, recipe: Recipe | None = None, backend: Backend | None = None
+        cls,
+        workload: Workload,
+        config: AdaScaleConfig,
+        *,
+        recipe: Recipe | None = None,
+        backend: Backend | None = None,
     ) -> Run:
-        """Return the run of a built workload. ``config`` may leave out the scheduler unit, which is the workload's.
+        """Return the run of a built workload. ``config`` may leave out the scheduler
+        unit, which is the workload's.
 
         Raises:
-            ValueError: As for ``Run``; or ``config`` has another scheduler unit than the workload.
+            ValueError: As for ``Run``; or ``config`` has another scheduler unit than
+                the workload.
         """
         run = cls.__new__(cls)
         run._assemble(workload, with_unit(config, workload), recipe, backend)
-        if run.backend.rank == 0 and run.state.iterations == 0 and workload.config_reads is not None:
+        if (
+            run.backend.rank == 0
+            and run.state.iterations == 0
+            and workload.config_reads is not None
+        ):
             run.parts.listeners.append(UnreadHyperparameters(workload.config_reads))
         return run
 
-    # ---- state of the run ----------------------------------------------------------------------------------------
+    # ---- state of the run ------------------------------------------------------------
 
     @property
     def effective_steps(self) -> float:
@@ -179,12 +231,16 @@ class Run:
 
     @property
     def gain(self) -> float:
-        """r of the gradients of the coming step, if its backward passes have run, else of the last step."""
+        """r of the gradients of the coming step, if its backward passes have run,
+        else of the last step.
+        """
         return self.optimizer.gain()
 
     @property
     def progress(self) -> float:
-        """Σ r over the optimizer steps: τ under AdaScale's own rule; AdaptDL's ``progress`` under every rule."""
+        """Σ r over the optimizer steps: τ under AdaScale's own rule; AdaptDL's
+        ``progress`` under every rule.
+        """
         self._read_step()
         return self.state.progress
 
@@ -192,7 +248,8 @@ class Run:
     def stopped(self) -> str | None:
         """The reason for the end of the loop; None while it runs.
 
-        It is "total_steps reached", "interrupted" (to be resumed), or a sentence on the metric of ``early_stop``.
+        It is "total_steps reached", "interrupted" (to be resumed), or a sentence on the
+        metric of ``early_stop``.
         """
         return self.state.stopped
 
@@ -208,7 +265,9 @@ class Run:
 
     @property
     def is_last_pass(self) -> bool:
-        """Whether the pass in progress is the last one of its optimizer step: the place for a loop's own clipping."""
+        """Whether the pass in progress is the last one of its optimizer step: the
+        place for a loop's own clipping.
+        """
         return self._passes.is_last
 
     @property
@@ -218,15 +277,22 @@ class Run:
 
     @property
     def evaluate_due(self) -> bool:
-        """Whether this is a step boundary at which τ has passed a multiple of ``evaluate_every`` since the last evaluation, or T.
+        """Whether this is a step boundary at which τ has passed a multiple of
+        ``evaluate_every`` since the last evaluation, or T.
 
         For a loop that evaluates by itself and passes the metrics to :meth:`record`.
         """
 
         def due(tau: float) -> bool:
-            return self.parts.evaluation.due_in_loop(tau, ended=self.base_schedule.ended_at(tau))
+            return self.parts.evaluation.due_in_loop(
+                tau, ended=self.base_schedule.ended_at(tau)
+            )
 
-        return self.at_boundary and due(self.optimizer.furthest_effective_steps) and due(self.effective_steps)
+        return (
+            self.at_boundary
+            and due(self.optimizer.furthest_effective_steps)
+            and due(self.effective_steps)
+        )
 
     @property
     def reported(self) -> bool:
@@ -234,7 +300,9 @@ class Run:
         return self.parts.reporting.reported_step == self.state.iterations
 
     def record(self, **metrics: Any) -> None:
-        """Add metrics to this report and later ones, until they are recorded again. They count as an evaluation."""
+        """Add metrics to this report and later ones, until they are recorded again.
+        They count as an evaluation.
+        """
         metrics = plain_numbers(metrics)
         self._read_step()
         self.state.recorded.update(metrics)
@@ -243,9 +311,11 @@ class Run:
         self.parts.evaluation.after_record(metrics, self.effective_steps)
 
     def sum(self, **values: float | Tensor) -> dict[str, float]:
-        """Return the sum of each number over all workers. Collective, with the same names on all workers; waits for the device.
+        """Return the sum of each number over all workers. Collective, with the same
+        names on all workers; waits for the device.
 
-        For counts and sums of a loop's own evaluation: ``total = run.sum(correct=correct, seen=seen)``, then
+        For counts and sums of a loop's own evaluation: ``total =
+        run.sum(correct=correct, seen=seen)``, then
         ``run.record(accuracy=total["correct"] / total["seen"])``.
 
         Raises:
@@ -254,13 +324,17 @@ class Run:
         return sum_over_workers(values, self.backend.device, self.plan.workers)
 
     def observe_noise(self, sigma2: float, mu2: float) -> None:
-        """Set σ² and μ² from a probe, to be reported for steps that have one gradient sample at S = 1."""
+        """Set σ² and μ² from a probe, to be reported for steps that have one
+        gradient sample at S = 1.
+        """
         self.parts.reporting.probed = sigma2, mu2
 
     def summary(self) -> dict[str, Any]:
-        """Return the last report's metrics, the number of skipped steps, the reason for the end, and the seconds of this loop.
+        """Return the last report's metrics, the number of skipped steps, the reason for
+        the end, and the seconds of this loop.
 
-        A step is skipped if its gradient is not finite. Metrics of ``evaluate`` are this worker's: reports have rank 0's.
+        A step is skipped if its gradient is not finite. Metrics of ``evaluate`` are
+        this worker's: reports have rank 0's.
         """
         self._read_step()
         return {
@@ -270,10 +344,12 @@ class Run:
             "loop_seconds": self._loop_seconds,
         }
 
-    # ---- the loop ------------------------------------------------------------------------------------------------
+    # ---- the loop --------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield micro-batches on the device until τ reaches T. Then evaluate, report and save for the last time."""
+        """Yield micro-batches on the device until τ reaches T. Then evaluate, report
+        and save for the last time.
+        """
         entered = time.monotonic()
         separate_streams(self.backend.rank, self.plan.workers, self.backend.device)
         batches = self._micro_batches()
@@ -281,9 +357,14 @@ class Run:
             with self._passes.guard(), self.backend.watch(self._pulse):
                 if self.state.iterations == 0:
                     self._pulse.enter(Phase.BOUNDARY)
-                    self.parts.evaluation.try_out(self.backend.device, log=self.backend.rank == 0)
-                # The known τ decides: a step after which τ may have reached T is read at once.
-                while self.stopped is None and not self.base_schedule.ended_at(self.optimizer.known_effective_steps):
+                    self.parts.evaluation.try_out(
+                        self.backend.device, log=self.backend.rank == 0
+                    )
+                # The known τ decides: a step after which τ may have reached T is read
+                # at once.
+                while self.stopped is None and not self.base_schedule.ended_at(
+                    self.optimizer.known_effective_steps
+                ):
                     self._pulse.enter(Phase.DATA)
                     batch = self._next_of(batches)
                     self._pulse.enter(Phase.PASS)
@@ -308,21 +389,29 @@ class Run:
     def _next_of(self, batches: Iterator[MicroBatch]) -> MicroBatch:
         batch = next(batches, None)
         if batch is None:
-            raise RuntimeError("Another loop over the run, in this one, has taken its data: make it one loop.")
+            raise RuntimeError(
+                "Another loop over the run, in this one, has taken its data: make it "
+                "one loop."
+            )
         return batch
 
     def __bool__(self) -> bool:
         return True
 
     def __len__(self) -> int:
-        raise TypeError("A run has no length: its gain decides. For a bar: tqdm(total=run.total_steps), run.progress.")
+        raise TypeError(
+            "A run has no length: its gain decides. For a bar: "
+            "tqdm(total=run.total_steps), run.progress."
+        )
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of one micro-batch, with the loss weighted and scaled. The last pass reduces gradients.
+        """Run the backward pass of one micro-batch, with the loss weighted and scaled.
+        The last pass reduces gradients.
 
         Args:
-            loss: Mean over the micro-batch's examples, a scalar. Don't divide it by the number of passes: ``run`` does, and a
-                loss that is divided twice can't be detected.
+            loss: Mean over the micro-batch's examples, a scalar. Don't divide it by the
+                number of passes: ``run`` does, and a loss that is divided twice can't
+                be detected.
         """
         self._passes.begin_backward(loss)
         if self._passes.is_last:
@@ -331,42 +420,54 @@ class Run:
         self._passes.backward(loss, self.plan)
 
     def _share_numbers(self) -> None:
-        """Let this worker's loss, its boundary flags and what is compared travel in the step's all-reduce."""
+        """Let this worker's loss, its boundary flags and what is compared travel in
+        the step's all-reduce.
+        """
         loss = self._passes.loss
         if self.plan.workers == 1:
             self.optimizer.current.share(loss=loss)
             return
-        flags = constant(float(self._stages.flags()), loss.device)[0]  # on the device: a copy from the host would wait
+        # on the device: a copy from the host would wait
+        flags = constant(float(self._stages.flags()), loss.device)[0]
         self.optimizer.current.share(flags=flags, **self.parts.replicas.numbers(loss))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor | None:
-        """Clip the step's gradient to a norm, between :meth:`backward` and :meth:`step`. Collective.
+        """Clip the step's gradient to a norm, between :meth:`backward` and
+        :meth:`step`. Collective.
 
         The gain is that of the unclipped gradient.
 
         Returns:
-            The norm before clipping, on the device; None before the step's last pass, where it does nothing.
+            The norm before clipping, on the device; None before the step's last pass,
+            where it does nothing.
         """
-        self._passes.check_backward("run.clip_grad_norm_() comes between run.backward() and run.step().")
+        self._passes.check_backward(
+            "run.clip_grad_norm_() comes between run.backward() and run.step()."
+        )
         if not self._passes.is_last:
             return None
         return self.optimizer.clip_grad_norm(max_norm)
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Clip each element of the gradient to ±``clip_value`` in a step's last pass, as :meth:`clip_grad_norm_` does."""
-        self._passes.check_backward("run.clip_grad_value_() comes between run.backward() and run.step().")
+        """Clip each element of the gradient to ±``clip_value`` in a step's last
+        pass, as :meth:`clip_grad_norm_` does.
+        """
+        self._passes.check_backward(
+            "run.clip_grad_value_() comes between run.backward() and run.step()."
+        )
         if self._passes.is_last:
             self.optimizer.clip_grad_value(clip_value)
 
     def step(self, **metrics: Any) -> bool:
         """End a pass. Call it after each :meth:`backward`.
 
-        In the step's last pass: clip, step with lr·r, advance τ and the schedule, and then evaluate, report and save a
-        checkpoint if due.
+        In the step's last pass: clip, step with lr·r, advance τ and the schedule, and
+        then evaluate, report and save a checkpoint if due.
 
         Args:
-            **metrics: The user's metrics for the reports: numbers, or tensors of one element. A ``loss`` replaces the mean of
-                the losses given to :meth:`backward`.
+            **metrics: The user's metrics for the reports: numbers, or tensors of one
+                element. A ``loss`` replaces the mean of the losses given to
+                :meth:`backward`.
 
         Returns:
             Whether this pass was the last one of an optimizer step.
@@ -381,11 +482,14 @@ class Run:
                 self.state.recorded[name] = number
         if not self._passes.ends_step():
             return False
-        self._read_step()  # the step before, whose τ gives the learning rate of this one
+        # the step before, whose τ gives the learning rate of this one
+        self._read_step()
         self._guards.step()
         before = self.optimizer.last_step
         lr = self.schedule.lrs[0]
-        self.parts.clipping.clip(self.optimizer, self.plan, self.optimizer.average_moments)
+        self.parts.clipping.clip(
+            self.optimizer, self.plan, self.optimizer.average_moments
+        )
         self._passes.step()
         self._taken = self._commit_step(before, lr, user_metrics)
         must_read = self._must_read_step()
@@ -400,11 +504,15 @@ class Run:
         self._pulse.enter(Phase.BETWEEN)
         return True
 
-    def _commit_step(self, before: StepResult, lr: float, user_metrics: dict[str, Any]) -> Step:
-        """Count the step and its examples, and call the user's function. Return what the host knows of the step.
+    def _commit_step(
+        self, before: StepResult, lr: float, user_metrics: dict[str, Any]
+    ) -> Step:
+        """Count the step and its examples, and call the user's function. Return what
+        the host knows of the step.
 
         Args:
-            before: The numbers of the step before. Those of this step may still be on the device.
+            before: The numbers of the step before. Those of this step may still be on
+                the device.
             lr: The step's learning rate, before the gain.
             user_metrics: The user's metrics of the step.
         """
@@ -429,14 +537,18 @@ class Run:
         )
 
     def _must_read_step(self) -> bool:
-        """Return whether the host must read the step now, because a stage may have to act at this boundary."""
+        """Return whether the host must read the step now, because a stage may have
+        to act at this boundary.
+        """
         if self.optimizer.last_step_known:
             return True
         furthest = self.optimizer.furthest_effective_steps
         return self.base_schedule.ended_at(furthest) or self._stages.due(furthest)
 
     def _read_step(self) -> None:
-        """Read the last optimizer step, if it is unread: advance the schedule, compute metrics, call the listeners."""
+        """Read the last optimizer step, if it is unread: advance the schedule,
+        compute metrics, call the listeners.
+        """
         step = self._taken
         if step is None:
             return
@@ -451,7 +563,9 @@ class Run:
 
         # The clock, and the learning rates of ⌊τ⌋.
         if result.skipped:
-            self._skipped.count(result.shared["loss"], step.number, result.effective_steps)
+            self._skipped.count(
+                result.shared["loss"], step.number, result.effective_steps
+            )
         else:
             self.state.nonfinite = 0
             self.state.progress = advanced(self.state.progress, result.gain)
@@ -459,13 +573,20 @@ class Run:
 
         # The metrics, as they are reported, and as the listeners see them.
         loss = step.user_metrics.get("loss", result.shared["loss"])
-        metrics = self.parts.reporting.metrics(result, self.plan, loss=loss, lr=step.lr, progress=self.state.progress)
+        metrics = self.parts.reporting.metrics(
+            result, self.plan, loss=loss, lr=step.lr, progress=self.state.progress
+        )
         clipped = self.parts.clipping.read(result)
         self.state.metrics = {**metrics, **step.recorded}
         if not self.parts.listeners:
             return
         step.metrics = self.state.metrics
-        step.row.update(step=step.number, attempt=self.state.attempt, position=step.position, rule=self._rule)
+        step.row.update(
+            step=step.number,
+            attempt=self.state.attempt,
+            position=step.position,
+            rule=self._rule,
+        )
         step.row.update(metrics)
         step.row.update(clipped)
         step.row.update(step.user_metrics)
@@ -475,18 +596,28 @@ class Run:
             listener.after_step(step)
 
     def set_plan(self, plan: StepPlan) -> None:
-        """Use this batch from the next step on. Call on all workers at a step boundary, once the last step was read."""
+        """Use this batch from the next step on. Call on all workers at a step
+        boundary, once the last step was read.
+        """
         self.plan = plan
         set_batch(plan, self.optimizer, self.source, self.backend.rank)
 
     def _finish(self, why: str) -> None:
-        """End the run: evaluate if τ has reached T, report with a checkpoint, call the listeners."""
+        """End the run: evaluate if τ has reached T, report with a checkpoint, call
+        the listeners.
+        """
         if why == TOTAL_STEPS_REACHED:
             self.parts.evaluation.finish(self)
         self.state.stopped = why
         if not self.state.metrics:  # there was no step
-            last, lr, progress = self.optimizer.last_step, self.schedule.lrs[0], self.state.progress
-            metrics = self.parts.reporting.metrics(last, self.plan, loss=math.nan, lr=lr, progress=progress)
+            last, lr, progress = (
+                self.optimizer.last_step,
+                self.schedule.lrs[0],
+                self.state.progress,
+            )
+            metrics = self.parts.reporting.metrics(
+                last, self.plan, loss=math.nan, lr=lr, progress=progress
+            )
             self.state.metrics = metrics
         self.state.metrics = {**self.state.metrics, **self.state.recorded}
         self.parts.checkpointing.saver.finish()
@@ -494,9 +625,14 @@ class Run:
         for listener in self.parts.listeners:
             listener.ended(why, self.state.metrics)
         if self.backend.rank == 0:
-            _log.info("Ended: %s, at effective step %.2f of %d.", why, self.effective_steps, self.total_steps)
+            _log.info(
+                "Ended: %s, at effective step %.2f of %d.",
+                why,
+                self.effective_steps,
+                self.total_steps,
+            )
 
-    # ---- reports and checkpoints ---------------------------------------------------------------------------------
+    # ---- reports and checkpoints -----------------------------------------------------
 
     def step_report(self) -> StepReport:
         """Return the report of this step boundary."""
@@ -511,26 +647,35 @@ class Run:
         )
 
     def report(self, *, save: bool) -> None:
-        """Report the state of the run to the backend, with a checkpoint if ``save``. Collective, at a step boundary."""
+        """Report the state of the run to the backend, with a checkpoint if ``save``.
+        Collective, at a step boundary.
+        """
         self.parts.reporting.report(self, save=save)
 
     def save_checkpoint(self) -> Path | None:
-        """Save a checkpoint, report it, and wait until it is stored. Collective, at a step boundary.
+        """Save a checkpoint, report it, and wait until it is stored. Collective, at a
+        step boundary.
 
-        Call it on every worker, without ``if rank == 0``: a worker that calls it alone waits for the others until the process
-        group's timeout, and logs a warning after half a minute. The next start of the run resumes from the latest one.
+        Call it on every worker, without ``if rank == 0``: a worker that calls it alone
+        waits for the others until the process group's timeout, and logs a warning after
+        half a minute. The next start of the run resumes from the latest one.
 
         Returns:
-            The checkpoint's folder. None under Ray Train, which has its own copy, and where no checkpoints are kept.
+            The checkpoint's folder. None under Ray Train, which has its own copy, and
+            where no checkpoints are kept.
 
         Raises:
-            RuntimeError: This is no step boundary, or workers disagree about τ, LR or step.
-            CheckpointError: A worker could not write this checkpoint or the previous one, or it could not be stored.
+            RuntimeError: This is no step boundary, or workers disagree about τ, LR or
+                step.
+            CheckpointError: A worker could not write this checkpoint or the previous
+                one, or it could not be stored.
         """
         if not self.at_boundary:
             raise RuntimeError(
-                "A checkpoint between the passes of an optimizer step would lose their gradients. Save at a step boundary: "
-                "after run.step() has returned True, before the next backward pass (run.at_boundary)."
+                "A checkpoint between the passes of an optimizer step would lose their "
+                "gradients. Save at a step boundary: "
+                "after run.step() has returned True, before the next backward pass "
+                "(run.at_boundary)."
             )
         self._read_step()
         with warns_if_alone(self.backend.rank, self.plan.workers):

@@ -1,4 +1,6 @@
-"""The passes of an optimizer step, and the step: precision, weights, gradient synchronization, loss scale."""
+"""The passes of an optimizer step, and the step: precision, weights, gradient
+synchronization, loss scale.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,17 @@ from .guards.guard import Guards
 from .guards.users_optimizer import LOOP, UsersOptimizer
 
 _DEPENDS_ON_NOTHING = (
-    "In run.backward(loss): the loss depends on no trainable parameter. Was it computed under torch.no_grad() or "
-    "inference_mode(), or from detached tensors or numbers (.detach(), .item())? Or is every parameter frozen?"
+    "In run.backward(loss): the loss depends on no trainable parameter. Was it "
+    "computed under torch.no_grad() or "
+    "inference_mode(), or from detached tensors or numbers (.detach(), .item())? Or is "
+    "every parameter frozen?"
 )
 
 _FAILED = (
-    "A backward pass of this step has ended in an exception, and has left incomplete gradients. Leave the loop: `for ... in run` "
-    "begins again with the examples of this step, on one worker; with several start again from the last checkpoint. If memory "
+    "A backward pass of this step has ended in an exception, and has left incomplete "
+    "gradients. Leave the loop: `for ... in run` "
+    "begins again with the examples of this step, on one worker; with several start "
+    "again from the last checkpoint. If memory "
     "was the cause, make per_worker_batch_size smaller, with the same global batch."
 )
 
@@ -43,15 +49,17 @@ class PassState(Enum):
 class Passes:
     """Runs the passes of each optimizer step, and the step itself.
 
-    The order of calls: for each pass :meth:`begin`, the user's forward pass, :meth:`begin_backward`, :meth:`backward` and
-    :meth:`ends_step`; where the pass ends the step, then :meth:`step` and :meth:`end_step`.
-    :meth:`guard` encloses the whole loop.
+    The order of calls: for each pass :meth:`begin`, the user's forward pass,
+    :meth:`begin_backward`, :meth:`backward` and :meth:`ends_step`; where the pass ends
+    the step, then :meth:`step` and :meth:`end_step`. :meth:`guard` encloses the whole
+    loop.
 
     Args:
         module: The bare model.
         optimizer: The optimizer of the run.
         scaler: The loss scaler; None without one.
-        guarded: The user's own optimizer. Within :meth:`guard` only this object may step it.
+        guarded: The user's own optimizer. Within :meth:`guard` only this object may
+            step it.
         precision: "fp32", "bf16" or "fp16".
         device: The device of the loss.
         kind: The kind of sharding.
@@ -59,7 +67,8 @@ class Passes:
 
     Attributes:
         state: Where the loop is.
-        loss: Mean loss of this worker's share of the step's batch so far; float64, 0-dim, on the device.
+        loss: Mean loss of this worker's share of the step's batch so far; float64,
+            0-dim, on the device.
     """
 
     def __init__(
@@ -103,15 +112,17 @@ class Passes:
         """Whether the pass in progress is the last one of its step."""
         return self._batch is not None and self._batch.is_last
 
-    # ---- the loop ------------------------------------------------------------------------------------------------
+    # ---- the loop --------------------------------------------------------------------
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Return a context for the loop, in which the user's own optimizer refuses to step by itself.
+        """Return a context for the loop, in which the user's own optimizer refuses to
+        step by itself.
 
         It closes an open pass at its end.
         """
-        self._optimizer.zero_grad()  # gradients of before the loop, or of a loop that was left within a step
+        # gradients of before the loop, or of a loop that was left within a step
+        self._optimizer.zero_grad()
         if self.state is PassState.FAILED:
             self.state = PassState.BETWEEN
         with self._users.in_loop():
@@ -123,7 +134,7 @@ class Passes:
                 self._autocast.close()
                 self._kind.end_pass()
 
-    # ---- a pass --------------------------------------------------------------------------------------------------
+    # ---- a pass ----------------------------------------------------------------------
 
     def begin(self, batch: MicroBatch) -> None:
         """Begin the pass of a micro-batch, before its forward pass."""
@@ -136,7 +147,9 @@ class Passes:
         self._weights.append(batch.weight)
         self._kind.begin_pass(last=batch.is_last)
         if self._dtype is not None:
-            self._autocast.enter_context(torch.autocast(self._device.type, dtype=self._dtype))
+            self._autocast.enter_context(
+                torch.autocast(self._device.type, dtype=self._dtype)
+            )
 
     def begin_backward(self, loss: Tensor) -> None:
         """End the forward pass, and add its loss to :attr:`loss`.
@@ -151,7 +164,10 @@ class Passes:
         if self.state is PassState.FAILED:
             raise RuntimeError(_FAILED)
         if self.state is not PassState.FORWARD:
-            raise RuntimeError(f"Call run.backward() once for each micro-batch of the run, before run.step(). {LOOP}")
+            raise RuntimeError(
+                "Call run.backward() once for each micro-batch of the run, before "
+                f"run.step(). {LOOP}"
+            )
         assert self._batch is not None
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise _no_scalar(loss)
@@ -163,7 +179,9 @@ class Passes:
         self.loss = torch.add(self.loss, loss.detach(), alpha=self._batch.weight)
 
     def backward(self, loss: Tensor, plan: StepPlan) -> None:
-        """Run the backward pass. The loss is weighted by the examples or units of the micro-batch, and scaled for fp16."""
+        """Run the backward pass. The loss is weighted by the examples or units of
+        the micro-batch, and scaled for fp16.
+        """
         batch = self._batch
         assert batch is not None
         if batch.is_last:
@@ -203,7 +221,7 @@ class Passes:
         self.state = PassState.BETWEEN
         return False
 
-    # ---- the step ------------------------------------------------------------------------------------------------
+    # ---- the step --------------------------------------------------------------------
 
     def step(self) -> None:
         """Take the optimizer step."""
@@ -224,7 +242,7 @@ class Passes:
         self._batch = None
         self.state = PassState.BETWEEN
 
-    # ---- the order of calls --------------------------------------------------------------------------------------
+    # ---- the order of calls ----------------------------------------------------------
 
     def check_backward(self, caller: str) -> None:
         """Check that the backward pass of the micro-batch has run.
@@ -250,15 +268,20 @@ class Passes:
             raise RuntimeError(_FAILED)
         if self.state is not PassState.BETWEEN:
             raise RuntimeError(
-                "A micro-batch went by without run.step(). Call run.backward() and run.step() for each micro-batch."
+                "A micro-batch went by without run.step(). Call run.backward() and "
+                "run.step() for each micro-batch."
             )
 
 
 def _no_scalar(loss: object) -> ValueError:
     if isinstance(loss, Tensor):
-        return ValueError(f"Invalid loss of shape {tuple(loss.shape)}. Must be a scalar: the mean over examples.")
+        return ValueError(
+            f"Invalid loss of shape {tuple(loss.shape)}. Must be a scalar: the mean "
+            "over examples."
+        )
     return ValueError(
-        f"Invalid loss of type {type(loss).__name__}. Must be a scalar tensor, the mean over the examples, as the loss "
+        f"Invalid loss of type {type(loss).__name__}. Must be a scalar tensor, the "
+        "mean over the examples, as the loss "
         "function returns it: without .item()."
     )
 
@@ -266,7 +289,8 @@ def _no_scalar(loss: object) -> ValueError:
 def loss_factor(batch: MicroBatch, plan: StepPlan) -> float:
     """Return the factor on the mean loss of a micro-batch.
 
-    DistributedDataParallel takes the mean over workers, and passes add up. So ḡ = Σ w_i g_i needs each loss times n·w_i/passes.
+    DistributedDataParallel takes the mean over workers, and passes add up. So ḡ = Σ w_i
+    g_i needs each loss times n·w_i/passes.
     """
     if batch.by_units:
         return plan.num_samples * batch.weight / plan.passes

@@ -1,4 +1,6 @@
-"""Weights of a step's micro-batches by units such as tokens, for losses that are means over units."""
+"""Weights of a step's micro-batches by units such as tokens, for losses that are
+means over units.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,27 @@ from ..data.order import MicroBatch
 
 
 class UnitWeights:
-    """Weights each micro-batch of a step by its units: w_i = u_i / Σu over the passes and workers of the step.
+    """Weights each micro-batch of a step by its units: w_i = u_i / Σu over the passes
+    and workers of the step.
 
-    ḡ = Σ w_i g_i is then the gradient of the mean over all units of the step, as one pass over the whole batch gives it. The
-    units are counted before the step's first pass, so they are known before its gradients are reduced, however the gradients are
+    ḡ = Σ w_i g_i is then the gradient of the mean over all units of the step, as one
+    pass over the whole batch gives it. The units are counted before the step's first
+    pass, so they are known before its gradients are reduced, however the gradients are
     sharded. A worker keeps the micro-batches of one step on the host.
 
     Args:
-        units_of: Returns the number of units of a batch, a number or a tensor of one element.
+        units_of: Returns the number of units of a batch, a number or a tensor of one
+            element.
         workers: Number of workers.
         group: The workers, for a tensor on the CPU. Default: the default group.
     """
 
-    def __init__(self, units_of: Callable[[Any], Any], workers: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        units_of: Callable[[Any], Any],
+        workers: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._units_of, self._workers, self._group = units_of, workers, group
 
     def weighted(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
@@ -53,11 +63,14 @@ class UnitWeights:
             count = float(found)
         except (TypeError, ValueError, RuntimeError):
             raise ValueError(
-                f"Invalid weight_of: it returned {kind_of(found)}. Must be the number of units of the batch."
+                f"Invalid weight_of: it returned {kind_of(found)}. Must be the number "
+                "of units of the batch."
             ) from None
         if not 0 < count < math.inf:
             raise ValueError(
-                f"Invalid weight_of: it returned {count:g} for a micro-batch of {micro_batch.examples} examples. Must be "
-                "positive: the mean over no unit is no number. Leave out examples without units."
+                f"Invalid weight_of: it returned {count:g} for a micro-batch of "
+                f"{micro_batch.examples} examples. Must be "
+                "positive: the mean over no unit is no number. Leave out examples "
+                "without units."
             )
         return count

@@ -1,4 +1,6 @@
-"""The check of a workload before a search or a run: at the given hyperparameters, and at values drawn from the search space."""
+"""The check of a workload before a search or a run: at the given hyperparameters,
+and at values drawn from the search space.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from ..recipe import Recipe
 from ..workload import WorkloadFn, describe_config
 
 _DRAWS = 4
-"""Most draws from the search space. There is another one only if the workload fails at the values of the draws before."""
+"""Most draws from the search space. There is another one only if the workload fails
+at the values of the draws before.
+"""
 _CANDIDATES = 50
 """Values that a further draw is chosen from."""
 
@@ -31,11 +35,13 @@ def check_at_draws(
     evaluates: bool = True,
     on_draw: Callable[[str], object] = lambda at: None,
 ) -> list[Finding]:
-    """Check the workload at the given hyperparameters and at values drawn from the space for the others.
+    """Check the workload at the given hyperparameters and at values drawn from the
+    space for the others.
 
-    A trial that fails at some values of the space fails alone, so a failure at drawn values is a warning, and other values are
-    drawn. It is a failure only if the workload fails alike at each of several draws, which have no drawn value in common where
-    the space has others.
+    A trial that fails at some values of the space fails alone, so a failure at drawn
+    values is a warning, and other values are drawn. It is a failure only if the
+    workload fails alike at each of several draws, which have no drawn value in common
+    where the space has others.
 
     Args:
         workload: A function from a config to a :class:`ray_adascale.Workload`.
@@ -48,12 +54,24 @@ def check_at_draws(
         on_draw: Called with the values of a draw, in words, before they are tried.
     """
     if not isinstance(space, dict):
-        return [Finding("ok", "The search space is no dictionary, so no pass was made.")]
+        return [
+            Finding("ok", "The search space is no dictionary, so no pass was made.")
+        ]
     try:
-        draws = list(_draws({**space, **given}, config.seed)) if space else [([], dict(given))]
+        draws = (
+            list(_draws({**space, **given}, config.seed))
+            if space
+            else [([], dict(given))]
+        )
     except Exception as e:  # in the space's own functions
         cause = e.__context__ or e
-        return [Finding("failed", f"No values can be drawn from the search space. {type(cause).__name__}: {cause}")]
+        return [
+            Finding(
+                "failed",
+                "No values can be drawn from the search space. "
+                f"{type(cause).__name__}: {cause}",
+            )
+        ]
     found: list[Finding] = []
     failures: dict[str, str] = {}  # of the draws: the values in words -> the text
     for names, drawn in draws:
@@ -63,42 +81,69 @@ def check_at_draws(
         if at:
             on_draw(at)
         found = check_workload(workload, drawn, config, recipe, evaluates=evaluates)
-        failed = " ".join(finding.text for finding in found if finding.level == "failed")
+        failed = " ".join(
+            finding.text for finding in found if finding.level == "failed"
+        )
         if not failed and memory:
             found.append(_memory(workload, drawn, config, recipe))
         if not failed or not at:
             break
         failures[at], found = failed, []
     if not found and len(set(failures.values())) == 1:
-        text = f"{failed}\nIt failed alike at each draw from the search space: {'; '.join(failures)}."
+        text = (
+            f"{failed}\nIt failed alike at each draw from the search space: "
+            f"{'; '.join(failures)}."
+        )
         return [Finding("failed", text)]
     alone = "A trial at {}, drawn from the search space, would fail alone. {}"
-    return [*(Finding("warning", alone.format(*failure)) for failure in failures.items()), *found]
+    return [
+        *(Finding("warning", alone.format(*failure)) for failure in failures.items()),
+        *found,
+    ]
 
 
-def _memory(workload: WorkloadFn, given: Mapping[str, Any], config: AdaScaleConfig, recipe: Recipe | None) -> Finding:
+def _memory(
+    workload: WorkloadFn,
+    given: Mapping[str, Any],
+    config: AdaScaleConfig,
+    recipe: Recipe | None,
+) -> Finding:
     """Return the largest batch that fits, in the words of the option that takes it."""
     try:
         size = find_batch_size(workload, config, given, recipe=recipe)
     except Exception as e:
         notes = "".join(f" {note}" for note in getattr(e, "__notes__", []))
-        return Finding("failed", f"The search for the largest batch failed. {type(e).__name__}: {e}{notes}")
-    return Finding("ok", f"{size} examples a pass fit into memory: --per-worker-batch-size {size}")
+        return Finding(
+            "failed",
+            f"The search for the largest batch failed. {type(e).__name__}: {e}{notes}",
+        )
+    return Finding(
+        "ok", f"{size} examples a pass fit into memory: --per-worker-batch-size {size}"
+    )
 
 
-def _draws(space: Mapping[str, Any], seed: int) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Yield draws from the space: the names that are searched, and a value for each name. The seed decides them.
+def _draws(
+    space: Mapping[str, Any], seed: int
+) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Yield draws from the space: the names that are searched, and a value for each
+    name. The seed decides them.
 
-    A later draw is the one of many with the fewest values in common with the draws before.
+    A later draw is the one of many with the fewest values in common with the draws
+    before.
     """
-    from ray.tune.search.variant_generator import generate_variants  # imported here, because a run needs no Ray Tune
+    # imported here, because a run needs no Ray Tune
+    from ray.tune.search.variant_generator import generate_variants
 
     random, taken = np.random.default_rng(seed), set[str]()
 
     def items(variant: tuple[Any, Any]) -> set[str]:
         return {f"{path}={value!r}" for path, value in variant[0].items()}
 
-    variants = (each for _ in itertools.count() for each in generate_variants({"config": space}, random_state=random))
+    variants = (
+        each
+        for _ in itertools.count()
+        for each in generate_variants({"config": space}, random_state=random)
+    )
     for number in range(_DRAWS):
         candidates = itertools.islice(variants, _CANDIDATES if number else 1)
         chosen = min(candidates, key=lambda variant: len(items(variant) & taken))

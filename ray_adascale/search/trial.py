@@ -1,6 +1,8 @@
-"""One trial of a search: its setup, its data, its reports, and a trial in a single process of Tune's.
+"""One trial of a search: its setup, its data, its reports, and a trial in a single
+process of Tune's.
 
-``trial_workers`` has the trial on several workers. A search loads that module only if it needs it.
+``trial_workers`` has the trial on several workers. A search loads that module only if
+it needs it.
 """
 
 from __future__ import annotations
@@ -36,19 +38,24 @@ from ..workload import ConfigAccessLog, Workload, WorkloadFn, build, describe_co
 
 _log = logging.getLogger(__name__)
 
-OBJECTIVE = "objective"  # the workload's metric, negated where small is better; Tune maximises it
-EPOCHS = "epochs"  # τ in passes over the dataset: ASHA's clock where T is given in epochs
-_FILE = "trial.json"  # a trial's data so far, beside the run's own files in a checkpoint
+# the workload's metric, negated where small is better; Tune maximises it
+OBJECTIVE = "objective"
+# τ in passes over the dataset: ASHA's clock where T is given in epochs
+EPOCHS = "epochs"
+# a trial's data so far, beside the run's own files in a checkpoint
+_FILE = "trial.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSetup(ABC):
-    """The common setup of a search's trials, which differ in their hyperparameters only.
+    """The common setup of a search's trials, which differ in their hyperparameters
+    only.
 
     Attributes:
         workload: A function from hyperparameters to a Workload.
         config: The settings of the base run.
-        probe_every: Optimizer steps from one measurement of the noise to the next, as in ``tune_recipe``.
+        probe_every: Optimizer steps from one measurement of the noise to the next, as
+            in ``tune_recipe``.
     """
 
     workload: WorkloadFn
@@ -101,18 +108,23 @@ class Collected:
         self._losses = 0
 
     def add_loss(self, loss: Tensor | float) -> None:
-        """Add a step's training loss to the mean of the next report, without waiting for a GPU."""
+        """Add a step's training loss to the mean of the next report, without waiting
+        for a GPU.
+        """
         if isinstance(loss, Tensor):
             loss = loss.item() if loss.is_cpu else loss.double()
         self._loss = self._loss + loss
         self._losses += 1
 
     def evaluator(self, workload: Workload) -> Any:
-        """Return the workload's ``evaluate``, or one without metrics, since a run reports after each evaluation."""
+        """Return the workload's ``evaluate``, or one without metrics, since a run
+        reports after each evaluation.
+        """
 
         def evaluate(model: nn.Module) -> Mapping[str, float]:
             found = {} if workload.evaluate is None else workload.evaluate(model)
-            self.evaluated = tuple(found) if isinstance(found, Mapping) else ()  # which the run refuses
+            # which the run refuses
+            self.evaluated = tuple(found) if isinstance(found, Mapping) else ()
             return found
 
         return evaluate
@@ -125,13 +137,15 @@ class Collected:
         """
         report, schedule = dict(outcome.metrics), outcome.schedule
         if self._losses and "loss" not in self.evaluated:
-            # A single batch's loss is mostly noise: a search that compared them would pick the luckiest trial.
+            # A single batch's loss is mostly noise: a search that compared them would
+            # pick the luckiest trial.
             report["loss"] = float(self._loss) / self._losses
         self._loss, self._losses = 0.0, 0
         value = float(report.get(self._metric, math.nan))
         if not math.isfinite(value):
             raise FloatingPointError(
-                f"{self._metric} is {value} at effective step {outcome.effective_steps:.0f} of {schedule.total_steps}."
+                f"{self._metric} is {value} at effective step "
+                f"{outcome.effective_steps:.0f} of {schedule.total_steps}."
             )
         report[OBJECTIVE] = value if self._mode == "max" else -value
         report["total_steps"] = schedule.total_steps
@@ -139,7 +153,10 @@ class Collected:
             report[EPOCHS] = outcome.effective_steps / schedule.base_steps_per_epoch
         if outcome.stopped is not None:
             if self.evaluated and self._metric not in ("loss", *self.evaluated):
-                text = f"evaluate did not return {self._metric!r} at the end: the score is the value of an earlier evaluation."
+                text = (
+                    f"evaluate did not return {self._metric!r} at the end: the score "
+                    "is the value of an earlier evaluation."
+                )
                 self.advice = [*self.advice, text]
             ended = BaseResult(
                 metric=self._metric,
@@ -156,7 +173,11 @@ class Collected:
 
     def save(self, folder: Path) -> None:
         """Write the data so far into a checkpoint's folder."""
-        own = {"noise": [asdict(probe) for probe in self.noise], "loss": float(self._loss), "losses": self._losses}
+        own = {
+            "noise": [asdict(probe) for probe in self.noise],
+            "loss": float(self._loss),
+            "losses": self._losses,
+        }
         (folder / _FILE).write_text(json.dumps(own), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
@@ -167,14 +188,22 @@ class Collected:
 
 
 class _TuneBackend(Backend):
-    """One trial in one process. Reports to Tune after each evaluation and at the end."""
+    """One trial in one process. Reports to Tune after each evaluation and at the
+    end.
+    """
 
     def __init__(self, collected: Collected, *, checkpoints: bool) -> None:
         self.rank, self.world_size = 0, 1
         cuda = torch.cuda.is_available()  # Ray makes only the trial's own GPUs visible
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if cuda
+            else torch.device("cpu")
+        )
         # A trial may be paused at its last report, too.
-        self.report_policy = ReportPolicy(save_evaluations=checkpoints, save_end=checkpoints)
+        self.report_policy = ReportPolicy(
+            save_evaluations=checkpoints, save_end=checkpoints
+        )
         self.keeps_checkpoints = checkpoints
         self._collected = collected
 
@@ -200,24 +229,37 @@ class _TuneBackend(Backend):
             report = self._collected.report(outcome)
             self._collected.save(folder)
             store_patiently(
-                lambda: tune.report(report, checkpoint=tune.Checkpoint.from_directory(str(folder))),
-                lambda error, again: _log.warning("A checkpoint of a trial could not be stored: %s. %s", error, again),
+                lambda: tune.report(
+                    report, checkpoint=tune.Checkpoint.from_directory(str(folder))
+                ),
+                lambda error, again: _log.warning(
+                    "A checkpoint of a trial could not be stored: %s. %s", error, again
+                ),
             )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def make_run(workload: Workload, config: AdaScaleConfig, collected: Collected, backend: Backend) -> Run:
-    """Return the base run of a workload. Its warnings go into the reports, because the warnings of a trial are not shown."""
+def make_run(
+    workload: Workload, config: AdaScaleConfig, collected: Collected, backend: Backend
+) -> Run:
+    """Return the base run of a workload. Its warnings go into the reports, because
+    the warnings of a trial are not shown.
+    """
     collected.reads = workload.config_reads
-    run = Run.of(replace(workload, evaluate=collected.evaluator(workload), config_reads=None), config, backend=backend)
+    run = Run.of(
+        replace(workload, evaluate=collected.evaluator(workload), config_reads=None),
+        config,
+        backend=backend,
+    )
     collected.advice, collected.momentum = run.advice, momentum_of(workload.optimizer)
     return run
 
 
 @dataclass(frozen=True, kw_only=True)
 class InOneProcess(TrialSetup):
-    """Trials of one process each. Tune starts the processes and may use one for several trials.
+    """Trials of one process each. Tune starts the processes and may use one for several
+    trials.
 
     Attributes:
         share: Most extra passes that measure the noise, as a share of T; 0 for none.
@@ -231,7 +273,8 @@ class InOneProcess(TrialSetup):
 
     def train(self, hyperparameters: dict[str, Any]) -> None:
         _exclude_imports_from_collection()
-        gc.collect()  # a stopped trial leaves reference cycles behind, which may hold its model
+        # a stopped trial leaves reference cycles behind, which may hold its model
+        gc.collect()
         torch.set_num_threads(self.threads)
         seed_everything(self.config.seed)
         with annotate_exceptions():
@@ -240,15 +283,22 @@ class InOneProcess(TrialSetup):
             backend = _TuneBackend(collected, checkpoints=self.checkpoints)
             run = make_run(workload, self.config, collected, backend)
         with annotate_exceptions(lambda: (0, run.state.iterations)):
-            steps = noise_steps(run.total_steps, self.probe_every, share=self.share) if self.share else ()
+            steps = (
+                noise_steps(run.total_steps, self.probe_every, share=self.share)
+                if self.share
+                else ()
+            )
             recorder = NoiseRecorder(run, workload, steps, collected.noise)
             train_base(run, workload, recorder, collected.add_loss)
 
 
 def _exclude_imports_from_collection() -> None:
-    """Freeze what this process has imported, once: each trial makes a collection, which takes 0.2 s with those objects."""
+    """Freeze what this process has imported, once: each trial makes a collection,
+    which takes 0.2 s with those objects.
+    """
     if not gc.get_freeze_count():
-        torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports Dynamo, a third of the objects
+        # the first optimizer of a process imports Dynamo, a third of the objects
+        torch.optim.SGD([torch.zeros(1)])
         gc.freeze()
 
 
@@ -257,7 +307,13 @@ def run_trial(hyperparameters: dict[str, Any], setup: TrialSetup) -> None:
     setup.train(hyperparameters)
 
 
-def run_repeat(config: dict[str, Any], setup: TrialSetup, planned: list[PlannedRepeat]) -> None:
-    """Run one repeat, a trial with another seed. Tune calls this with the index of the repeat in the config."""
+def run_repeat(
+    config: dict[str, Any], setup: TrialSetup, planned: list[PlannedRepeat]
+) -> None:
+    """Run one repeat, a trial with another seed. Tune calls this with the index of
+    the repeat in the config.
+    """
     repeat = planned[config["repeat"]]
-    replace(setup, config=replace(setup.config, seed=repeat.seed)).train(repeat.hyperparameters)
+    replace(setup, config=replace(setup.config, seed=repeat.seed)).train(
+        repeat.hyperparameters
+    )

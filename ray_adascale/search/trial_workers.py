@@ -1,4 +1,6 @@
-"""One trial of a search whose base batch needs several workers: a trainer inside the trial."""
+"""One trial of a search whose base batch needs several workers: a trainer inside the
+trial.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +46,21 @@ class OnWorkers(TrialSetup):
     folder: str
 
     def train(self, hyperparameters: dict[str, Any]) -> None:
-        """Start the workers, forward their reports to Tune, and report the result at the end.
+        """Start the workers, forward their reports to Tune, and report the result at
+        the end.
 
-        Ray's ``TuneReportCallback`` is not used: with it each report is a barrier of up to two seconds for the workers, and the
-        last report is lost if the trial's function returns before Tune has fetched it.
+        Ray's ``TuneReportCallback`` is not used: with it each report is a barrier of up
+        to two seconds for the workers, and the last report is lost if the trial's
+        function returns before Tune has fetched it.
         """
         reports = Queue(actor_options={"num_cpus": 0})
         trainer = TorchTrainer(
             _train,
-            train_loop_config={"hyperparameters": hyperparameters, "setup": self, "reports": reports},
+            train_loop_config={
+                "hyperparameters": hyperparameters,
+                "setup": self,
+                "reports": reports,
+            },
             scaling_config=self.scaling_config,
             # A trial that Tune restarts has the same id, so it resumes.
             run_config=ray.train.RunConfig(
@@ -70,7 +78,8 @@ class OnWorkers(TrialSetup):
             except BaseException as e:  # the loop below raises it
                 ended.append(e)
 
-        # A daemon thread, so that a trial that Tune stops does not wait until its workers reach T.
+        # A daemon thread, so that a trial that Tune stops does not wait until its
+        # workers reach T.
         threading.Thread(target=fit, name="ray_adascale-trial", daemon=True).start()
         while not (ended and reports.empty()):
             try:
@@ -80,13 +89,16 @@ class OnWorkers(TrialSetup):
         (result,) = ended
         if isinstance(result, BaseException):
             failed = worker_failure(result)
-            raise result if failed is None else failed[1]  # as in a trial of one process
-        # After the workers have ended, since a scheduler may end the trial at its last report.
+            # as in a trial of one process
+            raise result if failed is None else failed[1]
+        # After the workers have ended, since a scheduler may end the trial at its last
+        # report.
         tune.report(result.return_value)
 
 
 class StepNoise(Listener):
-    """Collects losses, and the noise of a base run's steps with several gradient samples, which needs no probe.
+    """Collects losses, and the noise of a base run's steps with several gradient
+    samples, which needs no probe.
 
     Args:
         collected: Gets them.
@@ -100,16 +112,29 @@ class StepNoise(Listener):
     def after_step(self, step: Step) -> None:
         """Collect the step's loss, and its noise where a sample is due."""
         self._collected.add_loss(step.metrics["loss"])
-        known = not step.result.skipped and math.isfinite(step.result.sigma2) and math.isfinite(step.result.mu2)
-        if known and step.tau_before in probe_steps(step.total_steps, self._probe_every):
-            noise = NoiseProbe(effective_steps=step.tau_before, sigma2=step.result.sigma2, mu2=step.result.mu2)
+        known = (
+            not step.result.skipped
+            and math.isfinite(step.result.sigma2)
+            and math.isfinite(step.result.mu2)
+        )
+        if known and step.tau_before in probe_steps(
+            step.total_steps, self._probe_every
+        ):
+            noise = NoiseProbe(
+                effective_steps=step.tau_before,
+                sigma2=step.result.sigma2,
+                mu2=step.result.mu2,
+            )
             self._collected.noise.append(noise)
 
 
 class _TrialBackend(RayTrainBackend):
-    """A worker of a trial. Rank 0 collects the reports for Tune. Ray Train receives checkpoints only."""
+    """A worker of a trial. Rank 0 collects the reports for Tune. Ray Train receives
+    checkpoints only.
+    """
 
-    # A trial that has ended is not resumed. The collected data is saved with a checkpoint, and must be of the same step.
+    # A trial that has ended is not resumed. The collected data is saved with a
+    # checkpoint, and must be of the same step.
     report_policy = ReportPolicy(save_end=False, in_background=False)
 
     def __init__(self, probe_every: int | None, reports: Queue) -> None:
@@ -121,7 +146,10 @@ class _TrialBackend(RayTrainBackend):
 
     def listeners(self, tracker: EtaTracker) -> Sequence[Listener]:
         assert self.collected is not None
-        return [*super().listeners(tracker), StepNoise(self.collected, self._probe_every)]
+        return [
+            *super().listeners(tracker),
+            StepNoise(self.collected, self._probe_every),
+        ]
 
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:
@@ -134,7 +162,8 @@ class _TrialBackend(RayTrainBackend):
         collected = self.collected
         try:
             if collected is not None:
-                # A checkpoint between two evaluations, or before the first, is no report to Tune.
+                # A checkpoint between two evaluations, or before the first, is no
+                # report to Tune.
                 if outcome.stopped is not None:
                     self.last = collected.report(outcome)
                 elif outcome.evaluated:
@@ -150,11 +179,15 @@ class _TrialBackend(RayTrainBackend):
 
 
 def _train(given: dict[str, Any]) -> dict[str, Any]:
-    """Train the base run together with the other workers. Rank 0 returns the last report."""
+    """Train the base run together with the other workers. Rank 0 returns the last
+    report.
+    """
     setup: OnWorkers = given["setup"]
     backend = _TrialBackend(setup.probe_every, given["reports"])
     with annotate_exceptions():
-        workload = build_on_worker(setup.workload, given["hyperparameters"], setup.config, backend.rank)
+        workload = build_on_worker(
+            setup.workload, given["hyperparameters"], setup.config, backend.rank
+        )
         collected = Collected(workload.metric, workload.mode)
         if backend.rank == 0:
             backend.collected = collected

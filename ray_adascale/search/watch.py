@@ -1,4 +1,6 @@
-"""The watch of a running search: the trials that have ended, the best one so far, and mistakes that end the search."""
+"""The watch of a running search: the trials that have ended, the best one so far,
+and mistakes that end the search.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,11 @@ from .trial import OBJECTIVE
 
 
 class _OwnTrial(Trial):
-    """A trial of Tune's that starts again only after a failure that is nobody's mistake.
+    """A trial of Tune's that starts again only after a failure that is nobody's
+    mistake.
 
-    Tune would repeat any failure ``max_failures`` times, and has no public way to tell them apart.
+    Tune would repeat any failure ``max_failures`` times, and has no public way to tell
+    them apart.
     """
 
     def should_recover(self) -> bool:
@@ -49,68 +53,115 @@ class Finished:
     error_file: str | None = None
 
     @classmethod
-    def of(cls, trial: Any, error: Exception | None = None, error_file: str | None = None) -> Finished:
+    def of(
+        cls, trial: Any, error: Exception | None = None, error_file: str | None = None
+    ) -> Finished:
         """Return what is kept of a trial of Tune's."""
-        return cls(trial.trial_id, dict(trial.config), dict(trial.last_result or {}), error, error_file)
+        return cls(
+            trial.trial_id,
+            dict(trial.config),
+            dict(trial.last_result or {}),
+            error,
+            error_file,
+        )
 
     @cached_property
     def outcome(self) -> BaseResult | None:
         """The result of a trial that reached T; None for any other trial."""
         text = self.metrics.get(RESULT)
-        return None if self.error is not None or text is None else BaseResult.from_json(text)
+        return (
+            None
+            if self.error is not None or text is None
+            else BaseResult.from_json(text)
+        )
 
     def could_beat(self, winner: BaseResult) -> bool:
-        """Return whether this trial might have won if it had not failed: it was lost, or was better than the winner is."""
-        diverged, objective = isinstance(self.error, FloatingPointError), self.metrics.get(OBJECTIVE, -math.inf)
+        """Return whether this trial might have won if it had not failed: it was
+        lost, or was better than the winner is.
+        """
+        diverged, objective = (
+            isinstance(self.error, FloatingPointError),
+            self.metrics.get(OBJECTIVE, -math.inf),
+        )
         return self.error is not None and (
-            is_nobodys_mistake(self.error) or (objective > winner.objective and not diverged)
+            is_nobodys_mistake(self.error)
+            or (objective > winner.objective and not diverged)
         )
 
     @property
     def error_line(self) -> str:
         """The error's first line, with its type."""
         lines = str(self.error).strip().splitlines()
-        return f"{type(self.error).__name__}: {lines[0]}" if lines else type(self.error).__name__
+        return (
+            f"{type(self.error).__name__}: {lines[0]}"
+            if lines
+            else type(self.error).__name__
+        )
 
     @property
     def error_text(self) -> str:
-        """The error's first line, the user's lines in which it was raised, and the file with the whole traceback."""
-        whole = "" if self.error_file is None else f"The whole traceback: {self.error_file}"
+        """The error's first line, the user's lines in which it was raised, and the
+        file with the whole traceback.
+        """
+        whole = (
+            "" if self.error_file is None else f"The whole traceback: {self.error_file}"
+        )
         return "\n".join(filter(None, [self.error_line, lines_of(self.error), whole]))
 
 
 def reached_end(trials: Iterable[Finished]) -> list[tuple[Finished, BaseResult]]:
-    """Return the trials that reached T with their results, best first by the metric at the end.
+    """Return the trials that reached T with their results, best first by the metric at
+    the end.
 
-    Equals are in the order of their configs as text, since a continued search finds its trials in another order.
+    Equals are in the order of their configs as text, since a continued search finds its
+    trials in another order.
     """
 
     def order(ended: tuple[Finished, BaseResult]) -> tuple[float, str, str]:
         trial, outcome = ended
-        return -outcome.objective, json.dumps(trial.config, sort_keys=True, default=repr), trial.trial_id
+        return (
+            -outcome.objective,
+            json.dumps(trial.config, sort_keys=True, default=repr),
+            trial.trial_id,
+        )
 
-    return sorted(((trial, outcome) for trial in trials if (outcome := trial.outcome) is not None), key=order)
+    return sorted(
+        (
+            (trial, outcome)
+            for trial in trials
+            if (outcome := trial.outcome) is not None
+        ),
+        key=order,
+    )
 
 
 def best_trial(ended: Iterable[Finished]) -> tuple[str, str]:
-    """Return the score and a description of the best trial so far; both empty until a trial has reached T."""
+    """Return the score and a description of the best trial so far; both empty until
+    a trial has reached T.
+    """
     for trial, outcome in reached_end(ended):
         score = f"{outcome.score:.4g}"
-        return f"best {score}", f"{outcome.metric} {score} at {describe_config(trial.config)}"
+        return (
+            f"best {score}",
+            f"{outcome.metric} {score} at {describe_config(trial.config)}",
+        )
     return "", ""
 
 
 @dataclass(eq=False)
 class Watch(tune.Callback):
-    """Collects the trials that have ended, prints a line about each, and detects mistakes that end the search.
+    """Collects the trials that have ended, prints a line about each, and detects
+    mistakes that end the search.
 
     Args:
         total: Number of trials.
         verbose: Whether to print.
         what: Their name, "trial" or "repeat".
-        earlier: Whether the search was started before. The earlier start has printed the trials that ended in it.
+        earlier: Whether the search was started before. The earlier start has printed
+            the trials that ended in it.
         describe: Describes a trial's config for people.
-        space: The search space. With one, the search ends if its first trials all make the same mistake during the build.
+        space: The search space. With one, the search ends if its first trials all make
+            the same mistake during the build.
 
     Attributes:
         finished: The trials that have ended, by id.
@@ -133,59 +184,80 @@ class Watch(tune.Callback):
         self.interrupted = False
         self.display = SearchDisplay(self.what, self.total) if self.verbose else None
         self._began = 0  # trials that had started at the first mistake of a build
-        self._own_handler: Any = None  # the program's handler of Ctrl-C, while Tune's is in place
+        # the program's handler of Ctrl-C, while Tune's is in place
+        self._own_handler: Any = None
 
     def __reduce__(self) -> Any:
-        # Tune pickles its callbacks to restore a search with them. Unpickling gives the watch of the restart.
+        # Tune pickles its callbacks to restore a search with them. Unpickling gives the
+        # watch of the restart.
         return _live_watch, (self.what,)
 
-    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+    def on_trial_start(
+        self, iteration: int, trials: list[Any], trial: Any, **info: Any
+    ) -> None:
         if type(trial) is Trial:
             trial.__class__ = _OwnTrial
         if self.fatal is not None:
             return
         for key, value in trial.config.items():
-            # The values that a function of the space draws are known only now. The recipe would refuse them after the search.
+            # The values that a function of the space draws are known only now. The
+            # recipe would refuse them after the search.
             try:
                 json_value(key, value)
             except ValueError as error:
                 self.fatal = error
 
-    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any) -> None:
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any
+    ) -> None:
         if "total_steps" not in result:
             return
         self.space = None  # some config can be built
         if self.display is not None:
-            self.display.advance(trial.trial_id, result["effective_steps"] / result["total_steps"])
+            self.display.advance(
+                trial.trial_id, result["effective_steps"] / result["total_steps"]
+            )
 
-    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+    def on_trial_recover(
+        self, iteration: int, trials: list[Any], trial: Any, **info: Any
+    ) -> None:
         if self.display is not None:
             why = Finished.of(trial, _cause(trial)).error_line
-            self.display.show_line(f"at {self.describe(trial.config)} starts again: {why}")
+            self.display.show_line(
+                f"at {self.describe(trial.config)} starts again: {why}"
+            )
 
-    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+    def on_trial_complete(
+        self, iteration: int, trials: list[Any], trial: Any, **info: Any
+    ) -> None:
         self._add(Finished.of(trial))
 
-    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+    def on_trial_error(
+        self, iteration: int, trials: list[Any], trial: Any, **info: Any
+    ) -> None:
         error = _cause(trial)
         if isinstance(error, MissingMetric) and self.fatal is None:
             self.fatal = error
             return  # every trial would raise it, so the search ends with this error
         self._add(Finished.of(trial, error, trial.error_file))
         if self.space is not None and self.fatal is None and was_building(error):
-            self._began = self._began or sum(trial.status != "PENDING" for trial in trials)
+            self._began = self._began or sum(
+                trial.status != "PENDING" for trial in trials
+            )
             self.fatal = _shared_failure(trials, self.finished, self.space, self._began)
 
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
         self._notice_ctrl_c()
         if self.interrupted:
-            # Tune has just marked the running trials as terminated. In its saved state they are still running.
+            # Tune has just marked the running trials as terminated. In its saved state
+            # they are still running.
             return
         for trial in trials:
             if trial.status not in ("TERMINATED", "ERROR"):
                 self.interrupted = True
                 continue
-            # A scheduler stops a paused trial without a callback, and trials of an earlier start have no callback either.
+            # A scheduler stops a paused trial without a callback, and trials of an
+            # earlier start have no callback either.
             error = _cause(trial) if trial.status == "ERROR" else None
             self._add(Finished.of(trial, error), quiet=self.earlier)
 
@@ -196,7 +268,9 @@ class Watch(tune.Callback):
         if self.display is not None and quiet:
             self.display.skip(trial.trial_id)
         elif self.display is not None:
-            score, best = best_trial(self.finished.values()) if self.what == "trial" else ("", "")
+            score, best = (
+                best_trial(self.finished.values()) if self.what == "trial" else ("", "")
+            )
             self.display.finish(trial.trial_id, self._describe(trial, score), best)
 
     def _describe(self, trial: Finished, best: str) -> str:
@@ -205,22 +279,30 @@ class Watch(tune.Callback):
             return f"failed {where}: {trial.error_line}"
         outcome = trial.outcome
         if outcome is None:
-            tau, total = trial.metrics.get("effective_steps", 0), trial.metrics.get("total_steps", "?")
+            tau, total = (
+                trial.metrics.get("effective_steps", 0),
+                trial.metrics.get("total_steps", "?"),
+            )
             return f"stopped early {where}, at effective step {tau:.0f} of {total}"
         return f"{outcome.metric} {outcome.score:.4g} {where}{best and f' ({best})'}"
 
     @contextmanager
     def noticing_ctrl_c(self) -> Iterator[None]:
-        """Detect Ctrl-C, after which Tune saves the search and returns as if it had finished. SIGTERM acts as Ctrl-C.
+        """Detect Ctrl-C, after which Tune saves the search and returns as if it had
+        finished. SIGTERM acts as Ctrl-C.
 
-        Tune has no interface for it. Its handler restores the previous handler when the signal comes. Without a signal it
-        leaves its own handler behind, which would swallow the program's next Ctrl-C.
+        Tune has no interface for it. Its handler restores the previous handler when the
+        signal comes. Without a signal it leaves its own handler behind, which would
+        swallow the program's next Ctrl-C.
         """
         disabled = int(os.environ.get("TUNE_DISABLE_SIGINT_HANDLER", "0"))
         if disabled or threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.getsignal(number)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         self._own_handler = before[signal.SIGINT]
         signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         try:
@@ -231,42 +313,67 @@ class Watch(tune.Callback):
                 signal.signal(number, handler)
 
     def _notice_ctrl_c(self) -> None:
-        if self._own_handler is not None and signal.getsignal(signal.SIGINT) is self._own_handler:
+        if (
+            self._own_handler is not None
+            and signal.getsignal(signal.SIGINT) is self._own_handler
+        ):
             self.interrupted = True
 
 
 def _shared_failure(
-    trials: list[Any], finished: Mapping[str, Finished], space: Mapping[str, Any], began: int
+    trials: list[Any],
+    finished: Mapping[str, Finished],
+    space: Mapping[str, Any],
+    began: int,
 ) -> ValueError | None:
-    """Return a mistake that the first trials have all made during the build, if no searched value can be its cause.
+    """Return a mistake that the first trials have all made during the build, if no
+    searched value can be its cause.
 
     Args:
-        trials: All trials, in the order of their start. One of them has made the newest mistake.
+        trials: All trials, in the order of their start. One of them has made the newest
+            mistake.
         finished: The trials that have ended, by id.
-        space: The search space. If all failed trials share a searched value, that value may be the cause.
+        space: The search space. If all failed trials share a searched value, that value
+            may be the cause.
         began: Trials that had started at the first mistake.
     """
     alike: list[Finished] = []
     for trial in trials:
         found = finished.get(trial.trial_id)
-        if found is None or not was_building(found.error) or found.error_line != (alike or [found])[0].error_line:
+        if (
+            found is None
+            or not was_building(found.error)
+            or found.error_line != (alike or [found])[0].error_line
+        ):
             break
         alike.append(found)
     if len(alike) < max(1, began):
         return None
-    # Values as text, since they have any type. A value that is in the space does not differ between trials.
+    # Values as text, since they have any type. A value that is in the space does not
+    # differ between trials.
     fixed = {(name, repr(value)) for name, value in space.items()}
-    first, *others = ({(name, repr(value)) for name, value in found.config.items()} - fixed for found in alike)
+    first, *others = (
+        {(name, repr(value)) for name, value in found.config.items()} - fixed
+        for found in alike
+    )
     if first and all(first & other for other in others):
         return None  # a value that they share may be the cause
     last = alike[-1]
-    which = f"The first {len(alike)} failed alike, the last" if others else "The first failed"
-    shared = ValueError(f"No trial can be built. {which} at {describe_config(last.config)}: {last.error_text}")
+    which = (
+        f"The first {len(alike)} failed alike, the last"
+        if others
+        else "The first failed"
+    )
+    shared = ValueError(
+        f"No trial can be built. {which} at {describe_config(last.config)}: "
+        f"{last.error_text}"
+    )
     shared.__cause__ = last.error
     return shared
 
 
-_watching: dict[str, Watch] = {}  # "trial" or "repeat" -> the watch of the search that runs in this process
+# "trial" or "repeat" -> the watch of the search that runs in this process
+_watching: dict[str, Watch] = {}
 
 
 def _live_watch(what: str) -> Watch:
@@ -297,12 +404,19 @@ class StopOnFatal(tune.Stopper):
 
 
 def _cause(trial: Any) -> Exception:
-    """Return the trial's exception if it could be pickled, else a RuntimeError with the last line of its traceback."""
+    """Return the trial's exception if it could be pickled, else a RuntimeError with
+    the last line of its traceback.
+    """
     # The files are on the driver, not yet in storage; Trial's own methods read storage.
     pickled, text = trial.pickled_error_file, trial.error_file
     if pickled is not None and Path(pickled).is_file():
         error = cloudpickle.loads(Path(pickled).read_bytes())  # written by this process
-        cause = getattr(error, "cause", None)  # the trial's own exception, without Ray's wrapper
+        # the trial's own exception, without Ray's wrapper
+        cause = getattr(error, "cause", None)
         return cause if isinstance(cause, Exception) else error
-    lines = Path(text).read_text(encoding="utf-8").strip().splitlines() if text and Path(text).is_file() else []
+    lines = (
+        Path(text).read_text(encoding="utf-8").strip().splitlines()
+        if text and Path(text).is_file()
+        else []
+    )
     return RuntimeError(lines[-1] if lines else "unknown error")

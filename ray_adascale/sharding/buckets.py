@@ -1,8 +1,10 @@
-"""Flat buckets: parameters side by side in one buffer, divided into one shard per worker.
+"""Flat buckets: parameters side by side in one buffer, divided into one shard per
+worker.
 
-The layout is a function of the parameters, their groups and the number of workers alone, so it is the same on all workers
-and after a restart. A shard may begin and end in the middle of a parameter (split by element), or never does (split by
-whole parameters).
+The layout is a function of the parameters, their groups and the number of workers
+alone, so it is the same on all workers and after a restart. A shard may begin and end
+in the middle of a parameter (split by element), or never does (split by whole
+parameters).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _ALIGN_BYTES = 64
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """Return the dimensions from the slowest in memory to the fastest; None unless dense and without overlap."""
+    """Return the dimensions from the slowest in memory to the fastest; None unless
+    dense and without overlap.
+    """
     strides = tensor.stride()
     order = tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
     return order if tensor.permute(order).is_contiguous() else None
@@ -29,12 +33,18 @@ def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
 
 def memory_view(tensor: Tensor) -> Tensor:
     """Return a dense tensor's elements in memory order, as a 1-D view."""
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    return (
+        tensor.view(-1)
+        if tensor.is_contiguous()
+        else tensor.as_strided((tensor.numel(),), (1,))
+    )
 
 
 @dataclass(frozen=True)
 class Span:
-    """Elements ``start`` to ``start + numel`` of a bucket's parameter ``index``, in memory order, that one worker owns."""
+    """Elements ``start`` to ``start + numel`` of a bucket's parameter ``index``, in
+    memory order, that one worker owns.
+    """
 
     index: int
     start: int
@@ -50,8 +60,8 @@ class Fragment:
         group: Number of its parameter group.
         start: First element, in the parameter's memory order.
         numel: Elements.
-        tensor: Tensor that the inner optimizer updates; shares the parameter's memory. Of the parameter's shape if this worker
-            owns all of it, else 1-D.
+        tensor: Tensor that the inner optimizer updates; shares the parameter's memory.
+            Of the parameter's shape if this worker owns all of it, else 1-D.
         offset: First element in the bucket.
     """
 
@@ -67,7 +77,8 @@ class Fragment:
         return self.numel == self.param.numel()
 
     def of(self, other: Tensor) -> Tensor:
-        """Return the same elements of a tensor of the parameter's shape (a gradient, a state), shaped as :attr:`tensor`.
+        """Return the same elements of a tensor of the parameter's shape (a gradient, a
+        state), shaped as :attr:`tensor`.
 
         It is a view if ``other`` has the parameter's memory layout.
         """
@@ -76,7 +87,9 @@ class Fragment:
         if other.is_sparse:
             other = other.to_dense()
         if other.stride() != self.param.stride():
-            other = torch.empty_like(self.param, dtype=other.dtype, device=other.device).copy_(other)
+            other = torch.empty_like(
+                self.param, dtype=other.dtype, device=other.device
+            ).copy_(other)
         return memory_view(other)[self.start : self.start + self.numel]
 
 
@@ -94,16 +107,26 @@ class Bucket:
         params: In the order in which they lie in the buffer.
         groups: The group of each.
         offsets: First element of each.
-        strides: Memory layout of each in the buffer, that of when the bucket was made. Optimizer state lies in it too.
-        bounds: ``world_size + 1`` borders: worker r owns ``bounds[r]`` to ``bounds[r + 1]``.
+        strides: Memory layout of each in the buffer, that of when the bucket was made.
+            Optimizer state lies in it too.
+        bounds: ``world_size + 1`` borders: worker r owns ``bounds[r]`` to
+            ``bounds[r + 1]``.
         flat: The buffer; every parameter is a view of it.
         fragments: This worker's, in the order of the buffer.
     """
 
     def __init__(
-        self, params: Sequence[Tensor], groups: Sequence[int], owners: Sequence[int] | None, rank: int, world_size: int
+        self,
+        params: Sequence[Tensor],
+        groups: Sequence[int],
+        owners: Sequence[int] | None,
+        rank: int,
+        world_size: int,
     ) -> None:
-        order = sorted(range(len(params)), key=lambda i: (0 if owners is None else owners[i], groups[i], i))
+        order = sorted(
+            range(len(params)),
+            key=lambda i: (0 if owners is None else owners[i], groups[i], i),
+        )
         self.params = [params[i] for i in order]
         self.groups = [groups[i] for i in order]
         self.rank, self.world_size = rank, world_size
@@ -117,15 +140,22 @@ class Bucket:
             shard = -(-end // world_size)
             if shard > 64 * align:
                 shard = -(-shard // align) * align
-            self.bounds = [min(r * shard, shard * world_size) for r in range(world_size + 1)]
+            self.bounds = [
+                min(r * shard, shard * world_size) for r in range(world_size + 1)
+            ]
         else:
             owned = [owners[i] for i in order]
             starts = [
-                next((o for o, w in zip(self.offsets, owned, strict=True) if w >= r), end) for r in range(world_size)
+                next(
+                    (o for o, w in zip(self.offsets, owned, strict=True) if w >= r), end
+                )
+                for r in range(world_size)
             ]
             self.bounds = [*starts, end]
         self.strides = [_dense_strides(p) for p in self.params]
-        self.flat = torch.empty(0, dtype=self.params[0].dtype, device=self.params[0].device)
+        self.flat = torch.empty(
+            0, dtype=self.params[0].dtype, device=self.params[0].device
+        )
         self.fragments: list[Fragment] = []
         for span in self.spans(rank):
             param, group, offset = (
@@ -133,7 +163,11 @@ class Bucket:
                 self.groups[span.index],
                 self.offsets[span.index] + span.start,
             )
-            self.fragments.append(Fragment(param, group, span.start, span.numel, self.flat.new_empty(0), offset))
+            self.fragments.append(
+                Fragment(
+                    param, group, span.start, span.numel, self.flat.new_empty(0), offset
+                )
+            )
         self._addresses: list[int] = []
         self.bind()
 
@@ -158,17 +192,22 @@ class Bucket:
 
     @without_gradients
     def bind(self) -> None:
-        """Make the parameters views of the buffer, with their values: ``param.data = ...`` and ``model.to()`` move them."""
+        """Make the parameters views of the buffer, with their values:
+        ``param.data = ...`` and ``model.to()`` move them.
+        """
         if [p.data_ptr() for p in self.params] == self._addresses:
             return
         first = self.params[0]
         if any((p.dtype, p.device) != (first.dtype, first.device) for p in self.params):
             raise RuntimeError(
-                "Parameters that were of one dtype and device when they were sharded are not any more. Move and convert the "
+                "Parameters that were of one dtype and device when they were sharded "
+                "are not any more. Move and convert the "
                 "model before its optimizer is sharded."
             )
         self.flat = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
-        for p, offset, strides in zip(self.params, self.offsets, self.strides, strict=True):
+        for p, offset, strides in zip(
+            self.params, self.offsets, self.strides, strict=True
+        ):
             view = self.flat.as_strided(p.shape, strides, offset)
             view.copy_(p)
             p.data = view
@@ -178,7 +217,8 @@ class Bucket:
             # It stays the same object: the inner optimizer's state has it as a key.
             fragment.tensor.data = self._part(fragment)
             fragment.tensor.requires_grad_(p.requires_grad)
-            fragment.tensor.__dict__.update(vars(p))  # marks that some optimizers look for
+            # marks that some optimizers look for
+            fragment.tensor.__dict__.update(vars(p))
 
     def _part(self, fragment: Fragment) -> Tensor:
         """Return the fragment's elements of the buffer, shaped as its tensor."""
@@ -189,10 +229,15 @@ class Bucket:
 
     @torch.no_grad()
     def bring_back(self) -> None:
-        """Copy this worker's fragments back into the buffer if an optimizer gave them other memory (``p.data = ...``)."""
+        """Copy this worker's fragments back into the buffer if an optimizer gave
+        them other memory (``p.data = ...``).
+        """
         start, size = self.flat.data_ptr(), self.flat.element_size()
         for fragment in self.fragments:
-            if fragment.numel and fragment.tensor.data_ptr() != start + fragment.offset * size:
+            if (
+                fragment.numel
+                and fragment.tensor.data_ptr() != start + fragment.offset * size
+            ):
                 fragment.tensor.data = self._part(fragment).copy_(fragment.tensor)
 
 
@@ -216,9 +261,11 @@ def make_buckets(
     world_size: int,
     numel: int,
 ) -> list[Bucket]:
-    """Return buckets of about ``numel`` elements in the order in which a backward pass fills them: last parameter first.
+    """Return buckets of about ``numel`` elements in the order in which a backward pass
+    fills them: last parameter first.
 
-    Parameters of another dtype or device, and those that are frozen now, lie in buckets of their own.
+    Parameters of another dtype or device, and those that are frozen now, lie in buckets
+    of their own.
     """
     open_buckets: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
     closed: list[list[int]] = []
@@ -231,9 +278,18 @@ def make_buckets(
             open_buckets[key] = members = []
         members.append(i)
     closed += [members for members in open_buckets.values() if members]
-    closed.sort(key=lambda members: -members[-1])  # full when the earliest parameter of the model has its gradient
+    # full when the earliest parameter of the model has its gradient
+    closed.sort(key=lambda members: -members[-1])
     buckets = []
     for members in closed:
         own = None if owners is None else [owners[i] for i in members]
-        buckets.append(Bucket([params[i] for i in members], [groups[i] for i in members], own, rank, world_size))
+        buckets.append(
+            Bucket(
+                [params[i] for i in members],
+                [groups[i] for i in members],
+                own,
+                rank,
+                world_size,
+            )
+        )
     return buckets

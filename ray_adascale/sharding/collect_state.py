@@ -1,4 +1,6 @@
-"""Collecting the full optimizer state from the shares of all workers, one tensor at a time."""
+"""Collecting the full optimizer state from the shares of all workers, one tensor at
+a time.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,11 @@ def collect_state(
     *,
     recipient: int,
 ) -> dict[Any, Any] | None:
-    """Return the full state on the recipient, by number as in a state dict; None on the other workers. Collective.
+    """Return the full state on the recipient, by number as in a state dict; None on the
+    other workers. Collective.
 
-    Peaks at one full copy on the recipient, and at one entry more than its share elsewhere.
+    Peaks at one full copy on the recipient, and at one entry more than its share
+    elsewhere.
 
     Args:
         share: State of this worker's share.
@@ -45,7 +49,8 @@ def collect_state(
     """
     if not EVERYONE <= recipient < world_size:
         raise ValueError(
-            f"Invalid recipient_rank={recipient}. Must be one of the {world_size} ranks in the process group, or -1 for all."
+            f"Invalid recipient_rank={recipient}. Must be one of the {world_size} "
+            "ranks in the process group, or -1 for all."
         )
     place = {p: i for i, p in enumerate(params)}
     mine = [
@@ -55,7 +60,8 @@ def collect_state(
         for name, value in share[f.tensor].items()
     ]
     everyone: list[Any] = [mine] * world_size
-    if world_size > 1:  # pickled: the workers of a group run one program and trust each other
+    # pickled: the workers of a group run one program and trust each other
+    if world_size > 1:
         dist.all_gather_object(everyone, mine, group=group)
     receives = recipient in (rank, EVERYONE)
     states: dict[Any, Any] = {}
@@ -71,7 +77,11 @@ def collect_state(
                 state[name] = payload
                 continue
             source = share[held[i].tensor][name].detach() if owner == rank else None
-            into = place_for(state, name, kind, payload, params[i], start, numel) if receives else None
+            into = (
+                place_for(state, name, kind, payload, params[i], start, numel)
+                if receives
+                else None
+            )
             if owner == recipient or world_size == 1:
                 if source is not None and into is not None:
                     into.copy_(source)
@@ -79,7 +89,9 @@ def collect_state(
                 _move(owner, recipient, source, into, payload, group)
     if not receives:
         return None
-    states.update({k: copy_of(v) for k, v in share.items() if not isinstance(k, Tensor)})
+    states.update(
+        {k: copy_of(v) for k, v in share.items() if not isinstance(k, Tensor)}
+    )
     return states
 
 
@@ -95,8 +107,16 @@ def _move(
     shape, dtype = payload[0], getattr(torch, payload[1])
     backends = dist.get_backend_config(group)
     cpu = "nccl" not in backends or "gloo" in backends
-    device = torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
-    carrier = torch.empty(shape, dtype=dtype, device=device) if source is None else source.to(device).contiguous()
+    device = (
+        torch.device("cpu")
+        if cpu
+        else torch.device("cuda", torch.cuda.current_device())
+    )
+    carrier = (
+        torch.empty(shape, dtype=dtype, device=device)
+        if source is None
+        else source.to(device).contiguous()
+    )
     if carrier.numel():
         data = as_bytes(carrier.view(-1))
         if recipient == EVERYONE:

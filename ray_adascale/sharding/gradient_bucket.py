@@ -1,4 +1,5 @@
-"""The gradients of one bucket: collected in a buffer, sent to the workers that own them, and held there.
+"""The gradients of one bucket: collected in a buffer, sent to the workers that own
+them, and held there.
 
 :mod:`ray_adascale.sharding.kinds.zero2` decides when each of these happens.
 """
@@ -20,10 +21,12 @@ _MOST_PATTERNS = 16  # of parameters with a gradient: flags that are kept
 
 
 class BufferLayout:
-    """Where the gradients of a bucket lie in their buffer: as the parameters in the bucket, with flags.
+    """Where the gradients of a bucket lie in their buffer: as the parameters in the
+    bucket, with flags.
 
-    Each shard ends with one flag per parameter: the number of workers with a gradient. So an owner can tell, without another
-    message, which parameters no worker used, and does not step those.
+    Each shard ends with one flag per parameter: the number of workers with a gradient.
+    So an owner can tell, without another message, which parameters no worker used, and
+    does not step those.
 
     Args:
         bucket: The parameters.
@@ -36,7 +39,8 @@ class BufferLayout:
         flag_params: The parameter of each flag.
         segments: (parameter group, from, to) of all elements.
         own_segments: Those of this worker's shard, counted from its first element.
-        pieces: (parameter, from, to) in memory order, from = −1 for all of it; or (−1, 0, zeros).
+        pieces: (parameter, from, to) in memory order, from = −1 for all of it; or (−1,
+            0, zeros).
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -45,14 +49,20 @@ class BufferLayout:
         sizes = [b - a for a, b in itertools.pairwise(bucket.bounds)]
         most = max(len(spans) for spans in spans_of)
         ends = [
-            size + (most if bucket.equal_shards else len(spans)) for spans, size in zip(spans_of, sizes, strict=True)
+            size + (most if bucket.equal_shards else len(spans))
+            for spans, size in zip(spans_of, sizes, strict=True)
         ]
         self.own, self.own_size = spans_of[bucket.rank], sizes[bucket.rank]
         self.bounds = [0, *itertools.accumulate(ends)]
         # Each worker's spans, with their first elements in the buffer.
         places = [
-            [(span, bucket.offsets[span.index] + span.start - low + start) for span in spans]
-            for spans, low, start in zip(spans_of, bucket.bounds, self.bounds, strict=False)
+            [
+                (span, bucket.offsets[span.index] + span.start - low + start)
+                for span in spans
+            ]
+            for spans, low, start in zip(
+                spans_of, bucket.bounds, self.bounds, strict=False
+            )
         ]
         self.flags = [
             start + size + i
@@ -62,21 +72,33 @@ class BufferLayout:
         self.flag_params = [span.index for spans in spans_of for span in spans]
         everywhere = list(itertools.chain.from_iterable(places))
         self.segments = self._segments(everywhere, 0)
-        self.own_segments = self._segments(places[bucket.rank], self.bounds[bucket.rank])
+        self.own_segments = self._segments(
+            places[bucket.rank], self.bounds[bucket.rank]
+        )
         self.pieces = self._plan(everywhere)
 
-    def _segments(self, places: list[tuple[Span, int]], start: int) -> list[tuple[int, int, int]]:
-        """Return (parameter group, from, to) of spans, counted from ``start``, in as few runs as possible."""
+    def _segments(
+        self, places: list[tuple[Span, int]], start: int
+    ) -> list[tuple[int, int, int]]:
+        """Return (parameter group, from, to) of spans, counted from ``start``, in as
+        few runs as possible.
+        """
         segments: list[tuple[int, int, int]] = []
         for span, at in places:
             if span.numel:
                 g = self._bucket.groups[span.index]
-                first = segments.pop()[1] if segments and segments[-1][0] == g else at - start
+                first = (
+                    segments.pop()[1]
+                    if segments and segments[-1][0] == g
+                    else at - start
+                )
                 segments.append((g, first, at + span.numel - start))
         return segments
 
     def _plan(self, places: list[tuple[Span, int]]) -> list[tuple[int, int, int]]:
-        """Return the buffer's parts: (parameter, from, to) in memory order, from = −1 for all of it; or (−1, 0, zeros)."""
+        """Return the buffer's parts: (parameter, from, to) in memory order, from =
+        −1 for all of it; or (−1, 0, zeros).
+        """
         pieces: list[tuple[int, int, int]] = []
         position = 0
         for span, at in places:
@@ -84,7 +106,9 @@ class BufferLayout:
                 if at > position:
                     pieces.append((-1, 0, at - position))
                 whole = span.numel == self._bucket.params[span.index].numel()
-                pieces.append((span.index, -1 if whole else span.start, span.start + span.numel))
+                pieces.append(
+                    (span.index, -1 if whole else span.start, span.start + span.numel)
+                )
                 position = at + span.numel
         if position < self.bounds[-1]:
             pieces.append((-1, 0, self.bounds[-1] - position))
@@ -107,23 +131,36 @@ class GradientBucket:
         active: Whether workers exchange this bucket: the same on all.
         launched: Whether this bucket was sent in the running pass.
         observed: Whether the reduced gradient's norm is needed.
-        accumulated: Unreduced gradients of earlier passes, if each pass's norm is needed.
-        shard: The sum over passes of this worker's reduced shard, with flags; it is valid while ``held``.
+        accumulated: Unreduced gradients of earlier passes, if each pass's norm is
+            needed.
+        shard: The sum over passes of this worker's reduced shard, with flags; it is
+            valid while ``held``.
         held: Whether this worker's fragments have reduced gradients.
     """
 
     def __init__(
-        self, bucket: Bucket, group: dist.ProcessGroup | None, wire_dtype: torch.dtype | None, buffers: Buffers
+        self,
+        bucket: Bucket,
+        group: dist.ProcessGroup | None,
+        wire_dtype: torch.dtype | None,
+        buffers: Buffers,
     ) -> None:
         self.bucket = bucket
         self._group = group
         self._buffers = buffers
         self._wire_dtype = wire_dtype
         self.layout = BufferLayout(bucket)
-        self._flag_positions = torch.tensor(self.layout.flags, dtype=torch.int64, device=bucket.flat.device)
-        self._flags: dict[tuple[bool, ...], Tensor] = {}  # by the parameters with a gradient
-        zeros = max((end for index, _, end in self.layout.pieces if index < 0), default=0)
-        self._zeros = torch.zeros(zeros, dtype=bucket.flat.dtype, device=bucket.flat.device)
+        self._flag_positions = torch.tensor(
+            self.layout.flags, dtype=torch.int64, device=bucket.flat.device
+        )
+        # by the parameters with a gradient
+        self._flags: dict[tuple[bool, ...], Tensor] = {}
+        zeros = max(
+            (end for index, _, end in self.layout.pieces if index < 0), default=0
+        )
+        self._zeros = torch.zeros(
+            zeros, dtype=bucket.flat.dtype, device=bucket.flat.device
+        )
         self._parts: list[Tensor] = []  # of the shard, for each fragment
         self._norms: list[tuple[int, Tensor]] | None = None
         self.shard: Tensor | None = None
@@ -132,7 +169,8 @@ class GradientBucket:
         self._work: Reduction | None = None
         self._wire: Tensor | None = None
         self._taken: Tensor | None = None
-        self._seen: list[bool] = [False] * len(bucket.params)  # in any pass since the last reduction
+        # in any pass since the last reduction
+        self._seen: list[bool] = [False] * len(bucket.params)
         self.begin_pass()
 
     def begin_pass(self) -> None:
@@ -144,30 +182,47 @@ class GradientBucket:
 
     @without_gradients
     def collect(self, *, keep: bool) -> Tensor:
-        """Return this worker's gradients in one buffer, with flags of zero; the parameters' ``.grad`` are None afterwards.
+        """Return this worker's gradients in one buffer, with flags of zero; the
+        parameters' ``.grad`` are None afterwards.
 
         Args:
             keep: Use memory of its own; else a buffer that :meth:`release` gives back.
         """
         flat = self.bucket.flat
         flats: list[Tensor] = []
-        for i, (p, strides) in enumerate(zip(self.bucket.params, self.bucket.strides, strict=True)):
+        for i, (p, strides) in enumerate(
+            zip(self.bucket.params, self.bucket.strides, strict=True)
+        ):
             grad = p.grad
             if grad is None:
-                flats.append(torch.zeros(p.numel(), dtype=flat.dtype, device=flat.device))
+                flats.append(
+                    torch.zeros(p.numel(), dtype=flat.dtype, device=flat.device)
+                )
                 continue
             p.grad = None
             self._seen[i] = True
-            alike = grad.layout is torch.strided and grad.dtype is flat.dtype and grad.stride() == strides
-            flats.append(grad.view(-1) if alike and grad.is_contiguous() else _laid_out(grad, flat, strides))
+            alike = (
+                grad.layout is torch.strided
+                and grad.dtype is flat.dtype
+                and grad.stride() == strides
+            )
+            flats.append(
+                grad.view(-1)
+                if alike and grad.is_contiguous()
+                else _laid_out(grad, flat, strides)
+            )
         self._zeros = self._zeros.to(flat)  # the model may have been cast or moved
         parts = [
-            flats[index] if start < 0 else (self._zeros if index < 0 else flats[index])[start:end]
+            flats[index]
+            if start < 0
+            else (self._zeros if index < 0 else flats[index])[start:end]
             for index, start, end in self.layout.pieces
         ]
         if keep:
             return torch.cat(parts)
-        self._taken = self._buffers.take(self.layout.bounds[-1], flat.dtype, flat.device)
+        self._taken = self._buffers.take(
+            self.layout.bounds[-1], flat.dtype, flat.device
+        )
         return torch.cat(parts, out=self._taken[: self.layout.bounds[-1]])
 
     def release(self) -> None:
@@ -179,34 +234,56 @@ class GradientBucket:
     @without_gradients
     def launch(self, summand: Tensor) -> None:
         """Send the shards to their owners."""
-        summand.index_copy_(0, self._flag_positions.to(summand.device), self._flags_of(tuple(self._seen), summand))
-        wire_dtype = summand.dtype if summand.dtype.itemsize < 4 else self._wire_dtype or summand.dtype
+        summand.index_copy_(
+            0,
+            self._flag_positions.to(summand.device),
+            self._flags_of(tuple(self._seen), summand),
+        )
+        wire_dtype = (
+            summand.dtype
+            if summand.dtype.itemsize < 4
+            else self._wire_dtype or summand.dtype
+        )
         if wire_dtype.itemsize < 4:
-            # The sum of N half-precision numbers may overflow where their mean does not.
+            # The sum of N half-precision numbers may overflow where their mean does
+            # not.
             summand.mul_(1 / self.bucket.world_size)
         wire = summand.to(wire_dtype)
         self._wire = wire
         self._work = Reduction(wire, self.layout.bounds, self._group, self._buffers)
 
     def _flags_of(self, seen: tuple[bool, ...], like: Tensor) -> Tensor:
-        """Return the flags of all shards, like a tensor; kept, since making them copies from the host, with a wait."""
+        """Return the flags of all shards, like a tensor; kept, since making them
+        copies from the host, with a wait.
+        """
         flags = self._flags.get(seen)
-        if flags is None or flags.dtype is not like.dtype or flags.device != like.device:
+        if (
+            flags is None
+            or flags.dtype is not like.dtype
+            or flags.device != like.device
+        ):
             if len(self._flags) == _MOST_PATTERNS:
                 self._flags.clear()
             flags = torch.tensor(
-                [float(seen[i]) for i in self.layout.flag_params], dtype=like.dtype, device=like.device
+                [float(seen[i]) for i in self.layout.flag_params],
+                dtype=like.dtype,
+                device=like.device,
             )
             self._flags[seen] = flags
         return flags
 
     @without_gradients
     def wait(self) -> None:
-        """Wait for the reduction; from here on this worker's fragments have their gradients."""
+        """Wait for the reduction; from here on this worker's fragments have their
+        gradients.
+        """
         assert self._work is not None
         assert self._wire is not None
         flat = self.bucket.flat
-        if self.shard is None or (self.shard.dtype, self.shard.device) != (flat.dtype, flat.device):
+        if self.shard is None or (self.shard.dtype, self.shard.device) != (
+            flat.dtype,
+            flat.device,
+        ):
             start, end = self.layout.bounds[self.bucket.rank :][:2]
             self.shard = flat.new_empty(end - start)
             self._parts = self._parts_of(self.shard)
@@ -223,11 +300,14 @@ class GradientBucket:
         used = [True] * len(self.bucket.fragments)
         mine, own_size = self.layout.own, self.layout.own_size
         if not all(self._seen[span.index] for span in mine):
-            # Only in this case the host must read the flags, and waits: another worker may have used a parameter that this one
-            # did not, and the optimizer must skip one that no worker used.
+            # Only in this case the host must read the flags, and waits: another worker
+            # may have used a parameter that this one did not, and the optimizer must
+            # skip one that no worker used.
             used = (self.shard[own_size : own_size + len(mine)] != 0).tolist()
         self._seen = [False] * len(self.bucket.params)
-        for fragment, part, has in zip(self.bucket.fragments, self._parts, used, strict=True):
+        for fragment, part, has in zip(
+            self.bucket.fragments, self._parts, used, strict=True
+        ):
             fragment.tensor.grad = part if has else None
         self._norms = None
         if self.observed:
@@ -235,19 +315,30 @@ class GradientBucket:
 
     @without_gradients
     def reopen(self) -> None:
-        """Prepare for further gradients, which add to those that the optimizer did not clear. A cleared one is zero."""
+        """Prepare for further gradients, which add to those that the optimizer did
+        not clear. A cleared one is zero.
+        """
         if self.shard is None or not self.held:
             return
-        for i, (fragment, part) in enumerate(zip(self.bucket.fragments, self._parts, strict=True)):
+        for i, (fragment, part) in enumerate(
+            zip(self.bucket.fragments, self._parts, strict=True)
+        ):
             if fragment.tensor.grad is None:
                 part.zero_()
                 self.shard[self.layout.own_size + i] = 0
 
     def own_norms(self) -> list[tuple[int, Tensor]]:
-        """Return (parameter group, norm) of this worker's shard of the reduced gradient."""
+        """Return (parameter group, norm) of this worker's shard of the reduced
+        gradient.
+        """
         assert self.shard is not None
         if self._norms is None:
-            self._norms = take_group_norms([(g, self.shard[start:end]) for g, start, end in self.layout.own_segments])
+            self._norms = take_group_norms(
+                [
+                    (g, self.shard[start:end])
+                    for g, start, end in self.layout.own_segments
+                ]
+            )
         return self._norms
 
     def _parts_of(self, shard: Tensor) -> list[Tensor]:
@@ -255,7 +346,9 @@ class GradientBucket:
         parts = []
         for f in self.bucket.fragments:
             part = shard[f.offset - self.bucket.bounds[self.bucket.rank] :][: f.numel]
-            parts.append(part.as_strided(f.param.shape, f.param.stride()) if f.whole else part)
+            parts.append(
+                part.as_strided(f.param.shape, f.param.stride()) if f.whole else part
+            )
         return parts
 
     def discard(self) -> None:
@@ -268,10 +361,14 @@ class GradientBucket:
 
 
 def _laid_out(grad: Tensor, flat: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return a gradient of any layout and dtype in the memory layout of its parameter in a bucket's buffer ``flat``; 1-D."""
+    """Return a gradient of any layout and dtype in the memory layout of its
+    parameter in a bucket's buffer ``flat``; 1-D.
+    """
     grad = grad.detach()
     if grad.is_sparse:
         grad = grad.to_dense()
     if grad.stride() != strides or grad.dtype != flat.dtype:
-        grad = torch.empty_strided(grad.shape, strides, dtype=flat.dtype, device=flat.device).copy_(grad)
+        grad = torch.empty_strided(
+            grad.shape, strides, dtype=flat.dtype, device=flat.device
+        ).copy_(grad)
     return memory_view(grad)

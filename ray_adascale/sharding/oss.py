@@ -1,9 +1,11 @@
-"""OSS: optimizer state sharded over workers. Each worker holds and updates its share, and sends the updated parameters.
+"""OSS: optimizer state sharded over workers. Each worker holds and updates its share,
+and sends the updated parameters.
 
-FairScale's name and constructor. Parameters lie in flat buckets (:mod:`ray_adascale.sharding.buckets`). An optimizer that
-is known to treat every element by itself is split by element, so that every worker holds exactly 1/N. Any other one is
-split by whole parameters, which is right for every optimizer that treats each parameter by itself. In a chain each optimizer's
-parameters are split in its own way.
+FairScale's name and constructor. Parameters lie in flat buckets
+(:mod:`ray_adascale.sharding.buckets`). An optimizer that is known to treat every
+element by itself is split by element, so that every worker holds exactly 1/N. Any other
+one is split by whole parameters, which is right for every optimizer that treats each
+parameter by itself. In a chain each optimizer's parameters are split in its own way.
 """
 
 from __future__ import annotations
@@ -26,22 +28,45 @@ from ..measure.norms import take_norm
 from .buckets import Bucket, Fragment
 from .collect_state import EVERYONE, collect_state
 from .collectives import gather_shards, norm_over_workers
-from .partition import TORCHS, Owners, check_optimizer, check_shardable, divide, is_elementwise
-from .share_state import NOT_COLLECTED, ShareState, copy_hyperparameters, copy_of, make_state, packed, share_of
+from .partition import (
+    TORCHS,
+    Owners,
+    check_optimizer,
+    check_shardable,
+    divide,
+    is_elementwise,
+)
+from .share_state import (
+    NOT_COLLECTED,
+    ShareState,
+    copy_hyperparameters,
+    copy_of,
+    make_state,
+    packed,
+    share_of,
+)
 
 
 class GradientReducer(Protocol):
-    """Reduces each gradient to the worker that owns it (ShardedDataParallel); every worker gets those of its fragments only."""
+    """Reduces each gradient to the worker that owns it (ShardedDataParallel); every
+    worker gets those of its fragments only.
+    """
 
     @property
     def consumed(self) -> bool:
-        """Whether a step has used the gradients, and no backward pass came on this worker since."""
+        """Whether a step has used the gradients, and no backward pass came on this
+        worker since.
+        """
 
     def finish_reduction(self) -> None:
-        """Reduce the gradients of this step's backward passes, if that has not happened."""
+        """Reduce the gradients of this step's backward passes, if that has not
+        happened.
+        """
 
     def reopen(self) -> None:
-        """Prepare for further backward passes, which add to the gradients that the optimizer did not clear."""
+        """Prepare for further backward passes, which add to the gradients that the
+        optimizer did not clear.
+        """
 
     def discard(self) -> None:
         """Forget gradients, reduced or not."""
@@ -59,39 +84,55 @@ class ReducerListener(Protocol):
 
 def _of_the_whole(name: str) -> property:
     """Return a property that is an attribute of the optimizer with the full groups."""
-    return property(lambda self: getattr(self._full, name), lambda self, value: setattr(self._full, name, value))
+    return property(
+        lambda self: getattr(self._full, name),
+        lambda self, value: setattr(self._full, name, value),
+    )
 
 
 class OSS(Optimizer):
     """Optimizer state sharded over the workers of a process group.
 
-    Under plain DDP, gradients are equal on all workers; a step then moves the parameters once more than DDP alone does
-    (1.5 times the bytes of an all-reduce in total). Under :class:`ray_adascale.ShardedDataParallel` each worker gets the
+    Under plain DDP, gradients are equal on all workers; a step then moves the
+    parameters once more than DDP alone does (1.5 times the bytes of an all-reduce in
+    total). Under :class:`ray_adascale.ShardedDataParallel` each worker gets the
     gradient of its share alone, and the traffic is that of one all-reduce.
 
-    Every worker must call :meth:`step` together. The parameters become views of flat buffers, in which workers exchange
-    them without copies. Parameters that are frozen from the beginning are not exchanged: a loop that changes one must change it
-    alike on all workers. Before :meth:`state_dict`, all workers call :meth:`consolidate_state_dict`, after the last step.
+    Every worker must call :meth:`step` together. The parameters become views of flat
+    buffers, in which workers exchange them without copies. Parameters that are frozen
+    from the beginning are not exchanged: a loop that changes one must change it alike
+    on all workers. Before :meth:`state_dict`, all workers call
+    :meth:`consolidate_state_dict`, after the last step.
 
     Args:
         params: Parameters or groups, as for any optimizer; the same on all workers.
-        optim: Class of the optimizer to shard. Split by element for torch's elementwise optimizers and those given to
-            :func:`ray_adascale.register_elementwise`, by whole parameters for all others.
-        group: Process group; the default one if None. Without one, or alone in it, OSS is just the optimizer.
-        broadcast_buffer_size: Elements in a bucket; zero and negative numbers for the default. FairScale ignores it.
-        broadcast_fp16: Not supported: workers would hold rounded copies of the parameters.
-        force_broadcast_object: Accepted for FairScale's sake; plain tensors are sent here.
+        optim: Class of the optimizer to shard. Split by element for torch's elementwise
+            optimizers and those given to :func:`ray_adascale.register_elementwise`, by
+            whole parameters for all others.
+        group: Process group; the default one if None. Without one, or alone in it, OSS
+            is just the optimizer.
+        broadcast_buffer_size: Elements in a bucket; zero and negative numbers for the
+            default. FairScale ignores it.
+        broadcast_fp16: Not supported: workers would hold rounded copies of the
+            parameters.
+        force_broadcast_object: Accepted for FairScale's sake; plain tensors are sent
+            here.
         **defaults: The optimizer's hyperparameters.
 
     Raises:
-        ValueError: An argument is out of its range, or a parameter can't lie in a bucket, or the optimizer is LBFGS or, on
-            several workers, holds another one.
+        ValueError: An argument is out of its range, or a parameter can't lie in a
+            bucket, or the optimizer is LBFGS or, on several workers, holds another one.
     """
 
     _BUCKET_NUMEL = 1 << 22
 
-    refuses_chain = "OSS can't be part of a chain: shard the chain instead, OSS.wrap(OptimizerChain([...]))."
-    """Error message of :class:`ray_adascale.OptimizerChain`, which does not import this class."""
+    refuses_chain = (
+        "OSS can't be part of a chain: shard the chain instead, "
+        "OSS.wrap(OptimizerChain([...]))."
+    )
+    """Error message of :class:`ray_adascale.OptimizerChain`, which does not import
+    this class.
+    """
     refuses_sharding = "The optimizer is sharded already."
 
     def __init__(
@@ -106,36 +147,63 @@ class OSS(Optimizer):
     ) -> None:
         if not (isinstance(optim, type) and issubclass(optim, Optimizer)):
             raise TypeError(
-                f"Invalid {optim=}. Must be an optimizer class, as in OSS(params, optim=torch.optim.SGD, lr=0.1); for an "
+                f"Invalid {optim=}. Must be an optimizer class, as in OSS(params, "
+                "optim=torch.optim.SGD, lr=0.1); for an "
                 "optimizer that is built already use OSS.wrap(optimizer)."
             )
         if broadcast_fp16:
-            raise ValueError("broadcast_fp16=True is not supported: workers would hold rounded copies of parameters.")
-        self._split(optim(params, **defaults), group, broadcast_buffer_size if broadcast_buffer_size > 0 else -1)
+            raise ValueError(
+                "broadcast_fp16=True is not supported: workers would hold rounded "
+                "copies of parameters."
+            )
+        self._split(
+            optim(params, **defaults),
+            group,
+            broadcast_buffer_size if broadcast_buffer_size > 0 else -1,
+        )
 
     @classmethod
-    def wrap(cls, optimizer: Optimizer, group: dist.ProcessGroup | None = None, *, bucket_numel: int = -1) -> OSS:
-        """Shard an optimizer that was built already. A scheduler built on it goes on to drive this one.
+    def wrap(
+        cls,
+        optimizer: Optimizer,
+        group: dist.ProcessGroup | None = None,
+        *,
+        bucket_numel: int = -1,
+    ) -> OSS:
+        """Shard an optimizer that was built already. A scheduler built on it goes on to
+        drive this one.
 
-        The optimizer keeps the parameter groups, and loses the state of what other workers own.
+        The optimizer keeps the parameter groups, and loses the state of what other
+        workers own.
 
         Raises:
-            ValueError: It is sharded already, or LBFGS, or AdaScale: ``AdaScale(OSS(...))`` is the nesting, since the
-                other way round each worker would have a gain of its own. Or this worker is not in the group.
+            ValueError: It is sharded already, or LBFGS, or AdaScale:
+                ``AdaScale(OSS(...))`` is the nesting, since the other way round each
+                worker would have a gain of its own. Or this worker is not in the group.
         """
         self = cls.__new__(cls)
         self._split(optimizer, group, bucket_numel)
         return self
 
-    def _split(self, optimizer: Optimizer, group: dist.ProcessGroup | None, bucket_numel: int) -> None:
+    def _split(
+        self, optimizer: Optimizer, group: dist.ProcessGroup | None, bucket_numel: int
+    ) -> None:
         self.group, self.rank, self.world_size = group, 0, 1
         if dist.is_available() and dist.is_initialized():
-            self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+            self.rank, self.world_size = (
+                dist.get_rank(group),
+                dist.get_world_size(group),
+            )
         check_optimizer(optimizer, self.world_size)
         if bucket_numel != -1 and bucket_numel < 1:
-            raise ValueError(f"Invalid bucket size of {bucket_numel} elements. Must be positive, or -1, the default.")
+            raise ValueError(
+                f"Invalid bucket size of {bucket_numel} elements. Must be positive, or "
+                "-1, the default."
+            )
         if self.rank < 0:
-            raise ValueError("This worker is not in the process group that OSS is to shard over.")
+            raise ValueError(
+                "This worker is not in the process group that OSS is to shard over."
+            )
         self._full = optimizer  # with the full groups, which schedulers drive
         super().__setstate__({})
         self.buckets: list[Bucket] = []
@@ -144,7 +212,9 @@ class OSS(Optimizer):
         self._bucket_numel = self._BUCKET_NUMEL if bucket_numel == -1 else bucket_numel
         self._owners = Owners(self.world_size)
         self.reducer: Callable[[], GradientReducer | None] = lambda: None
-        """Returns what reduces gradients to their owners; None without a ShardedDataParallel, which owns it."""
+        """Returns what reduces gradients to their owners; None without a
+        ShardedDataParallel, which owns it.
+        """
         self.reducer_listeners: weakref.WeakSet[ReducerListener] = weakref.WeakSet()
         """Called when a ShardedDataParallel is made over this optimizer."""
 
@@ -160,15 +230,23 @@ class OSS(Optimizer):
         self._pass_modes()
 
     def _pass_modes(self) -> None:
-        """Let ``train()`` and ``eval()`` of the optimizer change this worker's share. Schedule-free optimizers have them."""
-        for (part, _), (share, _) in zip(parts_of(self._full), parts_of(self._shard), strict=True):
+        """Let ``train()`` and ``eval()`` of the optimizer change this worker's
+        share. Schedule-free optimizers have them.
+        """
+        for (part, _), (share, _) in zip(
+            parts_of(self._full), parts_of(self._shard), strict=True
+        ):
             for name in ("train", "eval"):
                 if callable(method := getattr(share, name, None)):
                     for called in (part, self) if part is self._full else (part,):
-                        setattr(called, name, functools.partial(self._change_mode, method))
+                        setattr(
+                            called, name, functools.partial(self._change_mode, method)
+                        )
 
     def _change_mode(self, method: Callable[[], object]) -> None:
-        """Call a method of the share's optimizer that changes weights, then exchange the shares. Collective."""
+        """Call a method of the share's optimizer that changes weights, then exchange
+        the shares. Collective.
+        """
         self._bind()
         copy_hyperparameters(self.param_groups, self._shard.param_groups)
         method()
@@ -176,25 +254,46 @@ class OSS(Optimizer):
         self._gather()
 
     def _distribute(self, first: int, given: Mapping[Any, Any] | None = None) -> None:
-        """Put the parameters of the groups from number ``first`` on into buckets; keep this worker's part, also of a state."""
+        """Put the parameters of the groups from number ``first`` on into buckets;
+        keep this worker's part, also of a state.
+        """
         numbers = range(first, len(self.param_groups))
-        params: list[Tensor] = [p for g in numbers for p in self.param_groups[g]["params"]]
+        params: list[Tensor] = [
+            p for g in numbers for p in self.param_groups[g]["params"]
+        ]
         groups = [g for g in numbers for _ in self.param_groups[g]["params"]]
         for p in params:
             check_shardable(p)
         if self.world_size == 1:
-            fragments = [Fragment(p, g, 0, p.numel(), p, 0) for p, g in zip(params, groups, strict=True)]
+            fragments = [
+                Fragment(p, g, 0, p.numel(), p, 0)
+                for p, g in zip(params, groups, strict=True)
+            ]
         else:
-            elementwise = {g: is_elementwise(type(part)) for part, numbers in parts_of(self._full) for g in numbers}
-            buckets = divide(params, groups, elementwise, self._owners, rank=self.rank, numel=self._bucket_numel)
+            elementwise = {
+                g: is_elementwise(type(part))
+                for part, numbers in parts_of(self._full)
+                for g in numbers
+            }
+            buckets = divide(
+                params,
+                groups,
+                elementwise,
+                self._owners,
+                rank=self.rank,
+                numel=self._bucket_numel,
+            )
             self.buckets += buckets
             place = {p: i for i, p in enumerate(params)}
-            fragments = sorted((f for b in buckets for f in b.fragments), key=lambda f: place[f.param])
+            fragments = sorted(
+                (f for b in buckets for f in b.fragments), key=lambda f: place[f.param]
+            )
         self.fragments += fragments
         for g in numbers:
             group = self.param_groups[g]
             mine = [f for f in fragments if f.group == g]
-            # A group without a fragment stays: some optimizers keep scalars in their groups, equal on all workers.
+            # A group without a fragment stays: some optimizers keep scalars in their
+            # groups, equal on all workers.
             local = {**group, "params": [f.tensor for f in mine]}
             if "param_names" in group:
                 names = dict(zip(group["params"], group["param_names"], strict=True))
@@ -206,11 +305,13 @@ class OSS(Optimizer):
         self._shares.numbers = self._numbers()
         self._shares.take(given or {}, fragments)
 
-    # ---- interface of torch.optim.Optimizer ----------------------------------------------------------------------
+    # ---- interface of torch.optim.Optimizer ------------------------------------------
 
     @property
     def optim(self) -> Optimizer:
-        """The optimizer of this worker's share; its parameters are the :attr:`fragments`' tensors."""
+        """The optimizer of this worker's share; its parameters are the
+        :attr:`fragments`' tensors.
+        """
         return self._shard
 
     param_groups: Any = _of_the_whole("param_groups")
@@ -220,23 +321,31 @@ class OSS(Optimizer):
     def state(self) -> Any:
         """State of this worker's share only, by the :attr:`fragments`' tensors.
 
-        ``state[param]`` of a user's parameter is its full state, while that is collected on this worker
-        (:meth:`consolidate_state_dict`); else it raises RuntimeError. ``param in state`` and ``state.get(param)`` are of the
-        share alone.
+        ``state[param]`` of a user's parameter is its full state, while that is
+        collected on this worker (:meth:`consolidate_state_dict`); else it raises
+        RuntimeError. ``param in state`` and ``state.get(param)`` are of the share
+        alone.
         """
         return self._shares
 
     @state.setter
     def state(self, value: Any) -> None:
-        self._shard.state = self._full.state = ShareState(value, self._numbers(), made=True)
+        self._shard.state = self._full.state = ShareState(
+            value, self._numbers(), made=True
+        )
 
     def _numbers(self) -> dict[Tensor, int]:
-        """Return the number, in a state dict, of each parameter that is not a fragment's tensor itself."""
-        return {p: i for i, p in enumerate(self._params())} if self.world_size > 1 else {}
+        """Return the number, in a state dict, of each parameter that is not a
+        fragment's tensor itself.
+        """
+        return (
+            {p: i for i, p in enumerate(self._params())} if self.world_size > 1 else {}
+        )
 
     @property
     def _shares(self) -> ShareState:
-        if not isinstance(self._shard.state, ShareState):  # an optimizer's own load_state_dict() made another one
+        # an optimizer's own load_state_dict() made another one
+        if not isinstance(self._shard.state, ShareState):
             self.state = self._shard.state
         return cast(ShareState, self._shard.state)
 
@@ -249,7 +358,9 @@ class OSS(Optimizer):
         self._distribute(len(self.param_groups) - 1)
 
     def refresh_trainable(self) -> None:
-        """Do nothing: unlike in FairScale, freezing and unfreezing need no call. The split stays, so no state has to move."""
+        """Do nothing: unlike in FairScale, freezing and unfreezing need no call. The
+        split stays, so no state has to move.
+        """
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._full.zero_grad(set_to_none=set_to_none)
@@ -259,23 +370,29 @@ class OSS(Optimizer):
     @_hooks.around_own_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update this worker's share, then exchange the shares; return what the optimizer's step returns. Collective.
+        """Update this worker's share, then exchange the shares; return what the
+        optimizer's step returns. Collective.
 
-        Under ShardedDataParallel the step consumes the gradients: the next backward pass starts afresh, with or without
-        ``zero_grad()``. The step that ``torch.distributed.checkpoint.state_dict`` takes to make an empty state exchanges nothing.
+        Under ShardedDataParallel the step consumes the gradients: the next backward
+        pass starts afresh, with or without ``zero_grad()``. The step that
+        ``torch.distributed.checkpoint.state_dict`` takes to make an empty state
+        exchanges nothing.
 
         Args:
-            closure: Evaluates the model, calls ``backward()`` and returns the loss. It is passed to the optimizer, which may
-                call it several times, equally often on every worker; each call sees the parameters as all workers have updated
-                them by then. Under ShardedDataParallel each call reduces its gradients.
+            closure: Evaluates the model, calls ``backward()`` and returns the loss. It
+                is passed to the optimizer, which may call it several times, equally
+                often on every worker; each call sees the parameters as all workers have
+                updated them by then. Under ShardedDataParallel each call reduces its
+                gradients.
             **kwargs: Passed to the optimizer.
 
         Raises:
-            RuntimeError: Under ShardedDataParallel, a pass in ``no_sync()`` came after the one that was reduced, and would be
-                left out.
+            RuntimeError: Under ShardedDataParallel, a pass in ``no_sync()`` came after
+                the one that was reduced, and would be left out.
         """
         if closure is None and called_to_make_state(self):
-            # Workers exchange nothing, and state_dict() works at once. The full state stays on each until the next step or load.
+            # Workers exchange nothing, and state_dict() works at once. The full state
+            # stays on each until the next step or load.
             make_state(self._full, self._shares, self.fragments)
             return None
         loss, in_place = None, False
@@ -290,16 +407,22 @@ class OSS(Optimizer):
             in_place = True
             return loss
 
-        # Torch's own optimizers begin with the closure. Others may begin with the current gradients.
+        # Torch's own optimizers begin with the closure. Others may begin with the
+        # current gradients.
         if closure is None or type(self._shard) not in TORCHS:
             self._set_gradients(first=True)
             in_place = True
-        # Torch's schedulers look for this. A scheduler that was built on the wrapped optimizer patched a step() that is not
-        # called any more, and would warn that the optimizer had not stepped before it.
+        # Torch's schedulers look for this. A scheduler that was built on the wrapped
+        # optimizer patched a step() that is not called any more, and would warn that
+        # the optimizer had not stepped before it.
         for part in (self._full, *(part for part, _ in parts_of(self._full))):
             part._opt_called = True  # type: ignore[attr-defined]
         try:
-            result = self._shard.step(**kwargs) if closure is None else self._shard.step(evaluate, **kwargs)
+            result = (
+                self._shard.step(**kwargs)
+                if closure is None
+                else self._shard.step(evaluate, **kwargs)
+            )
         finally:
             if self.world_size > 1:
                 for f in self.fragments:
@@ -317,7 +440,9 @@ class OSS(Optimizer):
             bucket.bind()
 
     def _set_gradients(self, *, first: bool) -> None:
-        """Set the gradients of this worker's share; the hyperparameters too, if this is the step's first time."""
+        """Set the gradients of this worker's share; the hyperparameters too, if this
+        is the step's first time.
+        """
         self._bind()
         if (reducer := self.reducer()) is not None:
             reducer.finish_reduction()
@@ -328,15 +453,21 @@ class OSS(Optimizer):
             copy_hyperparameters(self.param_groups, self._shard.param_groups)
 
     def _prepare_evaluation(self) -> None:
-        """Before a further evaluation of the model within a step: gather parameters, and clear gradients that were cleared."""
+        """Before a further evaluation of the model within a step: gather parameters,
+        and clear gradients that were cleared.
+        """
         self._gather()
         if (reducer := self.reducer()) is not None:
             reducer.reopen()
         elif self.world_size > 1:
-            # Every worker has the whole gradient, and only the owner's optimizer has cleared its share of it.
+            # Every worker has the whole gradient, and only the owner's optimizer has
+            # cleared its share of it.
             grads = [f.tensor.grad for f in self.fragments if f.tensor.grad is not None]
             params = self._params()
-            kept = torch.tensor(float(any(bool(take_norm(g) != 0) for g in grads)), device=params[0].device)
+            kept = torch.tensor(
+                float(any(bool(take_norm(g) != 0) for g in grads)),
+                device=params[0].device,
+            )
             dist.all_reduce(kept, op=dist.ReduceOp.MAX, group=self.group)
             if not kept:
                 for p in params:
@@ -348,13 +479,22 @@ class OSS(Optimizer):
             for bucket in self.buckets:
                 bucket.bring_back()
         # Optimizers step every parameter with a gradient, also if it was frozen since.
-        moved = [b for b in self.buckets if any(p.requires_grad or p.grad is not None for p in b.params)]
+        moved = [
+            b
+            for b in self.buckets
+            if any(p.requires_grad or p.grad is not None for p in b.params)
+        ]
         if moved:
-            gather_shards([(bucket.flat, bucket.bounds) for bucket in moved], self.group)
-            # As an update in place would: autograd then notices a backward pass through weights that have changed.
-            torch.autograd.graph.increment_version([p for bucket in moved for p in bucket.params])
+            gather_shards(
+                [(bucket.flat, bucket.bounds) for bucket in moved], self.group
+            )
+            # As an update in place would: autograd then notices a backward pass through
+            # weights that have changed.
+            torch.autograd.graph.increment_version(
+                [p for bucket in moved for p in bucket.params]
+            )
 
-    # ---- under ShardedDataParallel -------------------------------------------------------------------------------
+    # ---- under ShardedDataParallel ---------------------------------------------------
 
     def attach_reducer(self, reducer: GradientReducer) -> None:
         """Let ``reducer`` set the gradient of each fragment from now on.
@@ -363,7 +503,9 @@ class OSS(Optimizer):
             ValueError: There is another one already.
         """
         if self.reducer() is not None:
-            raise ValueError("This OSS has a ShardedDataParallel already; make one OSS for each.")
+            raise ValueError(
+                "This OSS has a ShardedDataParallel already; make one OSS for each."
+            )
         self.reducer = weakref.ref(reducer)
         for listener in list(self.reducer_listeners):
             listener.renew()
@@ -377,23 +519,29 @@ class OSS(Optimizer):
         *,
         process_group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Clip the whole gradient to a norm, as ``torch.nn.utils.clip_grad_norm_`` would unsharded. Collective.
+        """Clip the whole gradient to a norm, as ``torch.nn.utils.clip_grad_norm_``
+        would unsharded. Collective.
 
-        If there are tensor- or pipeline-parallel workers beside this optimizer's, with an OSS of their own parameters, give
-        ``process_group=torch.distributed.group.WORLD`` on all of them, as in FairScale, and a filter that counts a parameter
-        with several copies on one worker only. Else each OSS clips its part of the model by itself.
+        If there are tensor- or pipeline-parallel workers beside this optimizer's, with
+        an OSS of their own parameters, give
+        ``process_group=torch.distributed.group.WORLD`` on all of them, as in FairScale,
+        and a filter that counts a parameter with several copies on one worker only.
+        Else each OSS clips its part of the model by itself.
 
         Args:
             max_norm: Largest norm.
             norm_type: p of the p-norm; ``inf`` for the largest element.
-            filter_params_fn: Picks, from the parameters, those whose gradients count. All are clipped.
-            process_group: The workers whose shares make up the model's gradient. Default: those of this optimizer.
+            filter_params_fn: Picks, from the parameters, those whose gradients count.
+                All are clipped.
+            process_group: The workers whose shares make up the model's gradient.
+                Default: those of this optimizer.
 
         Returns:
             The norm before clipping, on the device.
 
         Raises:
-            RuntimeError: Under ShardedDataParallel, no backward pass came since ``step()``, which has consumed the gradients.
+            RuntimeError: Under ShardedDataParallel, no backward pass came since
+                ``step()``, which has consumed the gradients.
         """
         params = self._params()
         counted = set(params if filter_params_fn is None else filter_params_fn(params))
@@ -408,32 +556,47 @@ class OSS(Optimizer):
         else:
             device, group = params[0].device, process_group or self.group
             wide = any(p.dtype in (torch.float64, torch.complex128) for p in params)
-            # Other groups' workers may have parameters of other dtypes, so their norms are sent as float64.
+            # Other groups' workers may have parameters of other dtypes, so their norms
+            # are sent as float64.
             dtype = torch.float64 if wide or group is not self.group else torch.float32
             grads = self._own_gradients(counted)
-            total, unused = norm_over_workers(grads, not used, float(norm_type), group, device, dtype)
+            total, unused = norm_over_workers(
+                grads, not used, float(norm_type), group, device, dtype
+            )
             total = total if wide else total.float()
-            used = used and not bool(unused)  # a worker with gradients does not wait for the device
+            # a worker with gradients does not wait for the device
+            used = used and not bool(unused)
         if used:
             raise RuntimeError(
-                "clip_grad_norm() after step(): under ShardedDataParallel the step has consumed the gradients. Call it between "
-                "backward() and step(); for the norm alone, clip_grad_norm(math.inf) there."
+                "clip_grad_norm() after step(): under ShardedDataParallel the step has "
+                "consumed the gradients. Call it between "
+                "backward() and step(); for the norm alone, clip_grad_norm(math.inf) "
+                "there."
             )
-        torch.nn.utils.clip_grads_with_norm_([f.tensor for f in self.fragments] if shared else params, max_norm, total)
+        torch.nn.utils.clip_grads_with_norm_(
+            [f.tensor for f in self.fragments] if shared else params, max_norm, total
+        )
         return total
 
     def clip_grad_value(self, clip_value: float) -> None:
-        """Clip each element of the whole gradient, as ``torch.nn.utils.clip_grad_value_`` would unsharded.
+        """Clip each element of the whole gradient, as
+        ``torch.nn.utils.clip_grad_value_`` would unsharded.
 
         Raises:
-            RuntimeError: Under ShardedDataParallel, no backward pass came since ``step()``, which has consumed the gradients.
+            RuntimeError: Under ShardedDataParallel, no backward pass came since
+                ``step()``, which has consumed the gradients.
         """
         if (reducer := self.reducer()) is not None:
             if reducer.consumed:
-                raise RuntimeError("clip_grad_value() after step(). Call it between backward() and step().")
+                raise RuntimeError(
+                    "clip_grad_value() after step(). Call it between backward() and "
+                    "step()."
+                )
             reducer.finish_reduction()
         shared = reducer is not None and self.world_size > 1
-        torch.nn.utils.clip_grad_value_([f.tensor for f in self.fragments] if shared else self._params(), clip_value)
+        torch.nn.utils.clip_grad_value_(
+            [f.tensor for f in self.fragments] if shared else self._params(), clip_value
+        )
 
     def _own_gradients(self, of: set[Tensor]) -> list[Tensor]:
         """Return this worker's shares of the gradients of some parameters."""
@@ -442,10 +605,11 @@ class OSS(Optimizer):
             return [f.of(f.param.grad) for f in mine if f.param.grad is not None]
         return [f.tensor.grad for f in mine if f.tensor.grad is not None]
 
-    # ---- state ---------------------------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------
 
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
-        """Collect the full state on one worker, for :meth:`state_dict` there. Collective.
+        """Collect the full state on one worker, for :meth:`state_dict` there.
+        Collective.
 
         Peaks at one full copy there, and at one entry more than its share elsewhere.
 
@@ -454,29 +618,42 @@ class OSS(Optimizer):
         """
         shares, workers = self._shares, (self.group, self.rank, self.world_size)
         shares.collected = None
-        shares.collected = collect_state(shares, self._params(), self.fragments, *workers, recipient=recipient_rank)
+        shares.collected = collect_state(
+            shares, self._params(), self.fragments, *workers, recipient=recipient_rank
+        )
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
-        """Return the full state, equal to the unsharded optimizer's; independent of the number of workers.
+        """Return the full state, equal to the unsharded optimizer's; independent of the
+        number of workers.
 
         Args:
             all_ranks: First collect it on every worker; collective.
 
         Raises:
-            RuntimeError: :meth:`consolidate_state_dict` was not called on this worker since the last step.
+            RuntimeError: :meth:`consolidate_state_dict` was not called on this worker
+                since the last step.
         """
         _hooks.before_save(self, self._full)
         if all_ranks or self.world_size == 1:
             self.consolidate_state_dict(EVERYONE)
         if self._shares.collected is None:
             raise RuntimeError(NOT_COLLECTED)
-        # Dicts of its own, since torch.distributed.checkpoint.state_dict renames their keys.
-        collected = {k: dict(v) if isinstance(v, dict) else v for k, v in self._shares.collected.items()}
+        # Dicts of its own, since torch.distributed.checkpoint.state_dict renames their
+        # keys.
+        collected = {
+            k: dict(v) if isinstance(v, dict) else v
+            for k, v in self._shares.collected.items()
+        }
         # The present groups: a scheduler may have changed the LR since.
-        return _hooks.after_save({"state": collected, "param_groups": packed(self.param_groups)}, self._full, self)
+        return _hooks.after_save(
+            {"state": collected, "param_groups": packed(self.param_groups)},
+            self._full,
+            self,
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a full state on every worker; each keeps a copy of its share. The argument is left unchanged.
+        """Load a full state on every worker; each keeps a copy of its share. The
+        argument is left unchanged.
 
         Raises:
             ValueError: The groups differ in number or size.
@@ -484,14 +661,23 @@ class OSS(Optimizer):
         state_dict = _hooks.before_load(state_dict, self, self._full)
         saved, saved_groups = state_dict["state"], state_dict["param_groups"]
         check_sizes(saved_groups, self.param_groups)
-        where = dict(zip(self._params(), [i for group in saved_groups for i in group["params"]], strict=True))
+        where = dict(
+            zip(
+                self._params(),
+                [i for group in saved_groups for i in group["params"]],
+                strict=True,
+            )
+        )
         for group, other in zip(self.param_groups, saved_groups, strict=True):
             group.update({k: copy_of(v) for k, v in other.items() if k != "params"})
         copy_hyperparameters(self.param_groups, self._shard.param_groups)
         made = bool(self.state) or bool(saved)
-        in_order = sorted(self.fragments, key=lambda f: f.group)  # as the local optimizer numbers them
+        # as the local optimizer numbers them
+        in_order = sorted(self.fragments, key=lambda f: f.group)
         share = share_of(saved, where, in_order)
-        self._shard.load_state_dict({"state": share, "param_groups": packed(self._shard.param_groups)})
+        self._shard.load_state_dict(
+            {"state": share, "param_groups": packed(self._shard.param_groups)}
+        )
         self.state = self._shard.state
         self._shares.made = made
         _hooks.after_load(self._full, self)
@@ -500,4 +686,7 @@ class OSS(Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("OSS belongs to a process group and can't be pickled or copied; use its state_dict().")
+        raise TypeError(
+            "OSS belongs to a process group and can't be pickled or copied; use its "
+            "state_dict()."
+        )

@@ -1,6 +1,8 @@
-"""Which worker owns which parameters: the choice between elements and whole parameters, and the owners of whole parameters.
+"""Which worker owns which parameters: the choice between elements and whole parameters,
+and the owners of whole parameters.
 
-The borders of a partition by element are those of the buckets, see :mod:`ray_adascale.sharding.buckets`.
+The borders of a partition by element are those of the buckets, see
+:mod:`ray_adascale.sharding.buckets`.
 """
 
 from __future__ import annotations
@@ -9,7 +11,20 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 from .._torch import is_dtensor
 from ..chain import parts_of
@@ -18,18 +33,24 @@ from .buckets import Bucket, make_buckets
 TORCHS: frozenset[type[Optimizer]] = frozenset(
     {SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, Adagrad, Adadelta, ASGD}
 )
-"""Torch's elementwise optimizers. Their step() calls the closure first and updates parameters in place."""
+"""Torch's elementwise optimizers. Their step() calls the closure first and updates
+parameters in place.
+"""
 _ELEMENTWISE: set[type[Optimizer]] = set(TORCHS)
 
 
 def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
-    """Declare that an optimizer class updates each element from that element's gradient and state alone.
+    """Declare that an optimizer class updates each element from that element's gradient
+    and state alone.
 
-    OSS then splits it by element. Wrong for LARS, LAMB, Muon, Shampoo and all others that use a norm, a row or a matrix.
-    A subclass is not covered by its base class. Usable as a decorator.
+    OSS then splits it by element. Wrong for LARS, LAMB, Muon, Shampoo and all others
+    that use a norm, a row or a matrix. A subclass is not covered by its base class.
+    Usable as a decorator.
     """
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-        raise ValueError(f"Invalid {cls!r}. Must be a subclass of torch.optim.Optimizer.")
+        raise ValueError(
+            f"Invalid {cls!r}. Must be a subclass of torch.optim.Optimizer."
+        )
     _ELEMENTWISE.add(cls)
     return cls
 
@@ -40,9 +61,12 @@ def is_elementwise(cls: type[Optimizer]) -> bool:
 
 
 def has_state(optimizer: Optimizer) -> bool:
-    """Whether an optimizer keeps state beside the parameters, so that sharding it saves memory."""
+    """Whether an optimizer keeps state beside the parameters, so that sharding it
+    saves memory.
+    """
     return any(
-        type(part) is not SGD or any(group["momentum"] != 0 for group in part.param_groups)
+        type(part) is not SGD
+        or any(group["momentum"] != 0 for group in part.param_groups)
         for part, _ in parts_of(optimizer)
     )
 
@@ -54,11 +78,19 @@ def check_shardable(p: Tensor) -> None:
         ValueError: It can't.
     """
     if isinstance(p, torch.nn.parameter.UninitializedParameter):
-        raise ValueError("A lazy module's parameter has no shape yet. Run one forward pass before OSS is made.")
+        raise ValueError(
+            "A lazy module's parameter has no shape yet. Run one forward pass before "
+            "OSS is made."
+        )
     if is_dtensor(p):
-        raise ValueError("Parameters are sharded already (DTensors of fully_shard): use the optimizer without OSS.")
+        raise ValueError(
+            "Parameters are sharded already (DTensors of fully_shard): use the "
+            "optimizer without OSS."
+        )
     if p.layout is not torch.strided:
-        raise ValueError(f"Invalid parameter of layout {p.layout}. OSS shards dense parameters only.")
+        raise ValueError(
+            f"Invalid parameter of layout {p.layout}. OSS shards dense parameters only."
+        )
 
 
 def check_optimizer(optimizer: Optimizer, world_size: int) -> None:
@@ -67,26 +99,42 @@ def check_optimizer(optimizer: Optimizer, world_size: int) -> None:
     Raises:
         ValueError: It can't.
     """
-    # AdaScale and OSS give the reason on their classes, since this module does not import them.
+    # AdaScale and OSS give the reason on their classes, since this module does not
+    # import them.
     refusal: str | None = getattr(type(optimizer), "refuses_sharding", None)
     if refusal is None and "_sharded" in vars(optimizer):
-        refusal = "The optimizer is sharded already."  # a second split would find the state of this worker's share only
+        # a second split would find the state of this worker's share only
+        refusal = "The optimizer is sharded already."
     if isinstance(optimizer, torch.optim.LBFGS):
-        refusal = "OSS can't shard LBFGS: its direction is of all parameters together, not of each by itself."
+        refusal = (
+            "OSS can't shard LBFGS: its direction is of all parameters together, not "
+            "of each by itself."
+        )
     if refusal is not None:
         raise ValueError(refusal)
     for part, _ in parts_of(optimizer) if world_size > 1 else ():
-        held = next((name for name, value in vars(part).items() if isinstance(value, Optimizer)), None)
+        held = next(
+            (
+                name
+                for name, value in vars(part).items()
+                if isinstance(value, Optimizer)
+            ),
+            None,
+        )
         if held is not None:
             name = type(part).__name__
             raise ValueError(
-                f"{name} holds another optimizer, in {held!r}, and OSS would shard nothing of it. Shard that one, and wrap it, "
+                f"{name} holds another optimizer, in {held!r}, and OSS would shard "
+                "nothing of it. Shard that one, and wrap it, "
                 f"as in {name}(OSS(...)); or use {name} without OSS."
             )
 
 
-def partition(sizes: list[int], parts: int, loads: list[int] | None = None) -> list[int]:
-    """Return the part of each item so that the parts' sums are about equal: largest first, to the least loaded part.
+def partition(
+    sizes: list[int], parts: int, loads: list[int] | None = None
+) -> list[int]:
+    """Return the part of each item so that the parts' sums are about equal: largest
+    first, to the least loaded part.
 
     Args:
         sizes: Elements of each parameter.
@@ -106,7 +154,8 @@ def partition(sizes: list[int], parts: int, loads: list[int] | None = None) -> l
 
 
 class Owners:
-    """The workers that own whole parameters, with about equal loads as groups of parameters are added.
+    """The workers that own whole parameters, with about equal loads as groups of
+    parameters are added.
 
     Args:
         world_size: Number of workers.
@@ -120,11 +169,13 @@ class Owners:
     def add(self, params: Sequence[Tensor]) -> list[int]:
         """Return the worker that owns each of these parameters."""
         owners = [0] * len(params)
-        # Frozen parameters have no state, so they must not weigh against trainable ones. They come second, and make the loads
-        # equal if they are unfrozen later.
+        # Frozen parameters have no state, so they must not weigh against trainable
+        # ones. They come second, and make the loads equal if they are unfrozen later.
         for trainable, loads in ((True, self._trainable_loads), (False, self._loads)):
             which = [i for i, p in enumerate(params) if p.requires_grad == trainable]
-            found = partition([params[i].numel() for i in which], self.world_size, loads)
+            found = partition(
+                [params[i].numel() for i in which], self.world_size, loads
+            )
             for i, owner in zip(which, found, strict=True):
                 owners[i] = owner
                 self._loads[owner] += params[i].numel() if trainable else 0
@@ -140,7 +191,8 @@ def divide(
     rank: int,
     numel: int,
 ) -> list[Bucket]:
-    """Return buckets of parameters, those of elementwise optimizers apart from those that are owned whole.
+    """Return buckets of parameters, those of elementwise optimizers apart from those
+    that are owned whole.
 
     Args:
         params: The parameters.
@@ -155,6 +207,8 @@ def divide(
         which = [i for i, g in enumerate(groups) if elementwise[g] == kind]
         chosen, of = [params[i] for i in which], [groups[i] for i in which]
         whole = None if kind else owners.add(chosen)
-        buckets += make_buckets(chosen, of, whole, rank=rank, world_size=owners.world_size, numel=numel)
+        buckets += make_buckets(
+            chosen, of, whole, rank=rank, world_size=owners.world_size, numel=numel
+        )
     place = {p: i for i, p in enumerate(params)}
     return sorted(buckets, key=lambda bucket: -min(place[p] for p in bucket.params))

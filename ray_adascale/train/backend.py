@@ -1,4 +1,6 @@
-"""A worker of a Ray Train run as :class:`ray_adascale.run.boundary.backend.Backend`: reports, checkpoints, notices."""
+"""A worker of a Ray Train run as :class:`ray_adascale.run.boundary.backend.Backend`:
+reports, checkpoints, notices.
+"""
 
 from __future__ import annotations
 
@@ -37,30 +39,43 @@ _log = logging.getLogger(__name__)
 _RAYS_NAME = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_")
 """The name of a checkpoint's folder in a Ray run: the time."""
 _PREEMPTION_POLL_S = 5.0
-"""A poll is a barrier of 3 to 4 ms: below a thousandth of the time. Notices come 30 s or more ahead."""
+"""A poll is a barrier of 3 to 4 ms: below a thousandth of the time. Notices come 30
+s or more ahead.
+"""
 
 
 def _is_a_runs(candidate: ray.train.Checkpoint) -> bool:
-    """Return whether a checkpoint has a file of the format, so that it is a run's, if perhaps a damaged one."""
+    """Return whether a checkpoint has a file of the format, so that it is a run's,
+    if perhaps a damaged one.
+    """
     files = [f"{candidate.path}/{name}" for name in (MANIFEST, STATE, TENSORS)]
-    return any(file.type != pyarrow.fs.FileType.NotFound for file in candidate.filesystem.get_file_info(files))
+    return any(
+        file.type != pyarrow.fs.FileType.NotFound
+        for file in candidate.filesystem.get_file_info(files)
+    )
 
 
 class RayTrainBackend(Backend):
-    """A worker of a Ray Train run. Every worker's shard of a checkpoint is uploaded by Ray and merged on storage."""
+    """A worker of a Ray Train run. Every worker's shard of a checkpoint is uploaded
+    by Ray and merged on storage.
+    """
 
-    # Every report is a barrier, which Ray lets pass once in 2 s, so an evaluation's metrics go with the next report.
+    # Every report is a barrier, which Ray lets pass once in 2 s, so an evaluation's
+    # metrics go with the next report.
     report_policy = ReportPolicy(evaluations=False)
     preemption_poll_s = _PREEMPTION_POLL_S
     kept_by: str | None = None
-    """The metric that decides which checkpoints Ray keeps, or None. Then each evaluation is reported with a checkpoint."""
+    """The metric that decides which checkpoints Ray keeps, or None. Then each
+    evaluation is reported with a checkpoint.
+    """
 
     driver = DriverClient(None)
     """Rank 0's connection to the driver."""
     channel: Any = None
     """The channel to the driver, for this worker's heartbeats; None without one."""
     _heartbeat: Heartbeat | None = None
-    _trace: Path | None = None  # the folder of rank 0's trace, where the storage is no disk
+    # the folder of rank 0's trace, where the storage is no disk
+    _trace: Path | None = None
     _earlier_traces: Sequence[str] = ()  # names of earlier starts' files in it
 
     def __init__(self) -> None:
@@ -71,64 +86,107 @@ class RayTrainBackend(Backend):
         self._name = context.get_experiment_name()
         self._storage = context.get_storage()
         self._uploading = threading.Event()
-        self._storing_trace = threading.Lock()  # the end of a run stores it, and a thread with a checkpoint
+        # the end of a run stores it, and a thread with a checkpoint
+        self._storing_trace = threading.Lock()
 
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:
         newest = ray.train.get_checkpoint()
-        with ExitStack() as held:  # a folder downloaded for the check is kept until it has been loaded
+        # a folder downloaded for the check is kept until it has been loaded
+        with ExitStack() as held:
             found: list[str | None] = [None, None]  # the path, or an error
             if self.rank == 0:
                 try:
                     usable = self._newest_usable(newest, held)
                     found[0] = None if usable is None else usable.path
-                except (checkpoint.CheckpointError, OSError) as e:  # not to leave the other workers waiting
+                except (
+                    checkpoint.CheckpointError,
+                    OSError,
+                ) as e:
+                    # Not to leave the other workers waiting.
                     found[1] = str(e)
             if self.world_size > 1:
                 dist.broadcast_object_list(found, src=0)
             path, error = found
             if error is not None:
                 raise checkpoint.NoUsableCheckpoint(error)
-            chosen = None if path is None else ray.train.Checkpoint(path, self._storage.storage_filesystem)
-            folder = None if chosen is None else Path(held.enter_context(chosen.as_directory()))
+            chosen = (
+                None
+                if path is None
+                else ray.train.Checkpoint(path, self._storage.storage_filesystem)
+            )
+            folder = (
+                None
+                if chosen is None
+                else Path(held.enter_context(chosen.as_directory()))
+            )
+            # A download's name says nothing.
             if (
-                folder is not None and path is not None and folder.name != Path(path).name
-            ):  # a download's name says nothing
+                folder is not None
+                and path is not None
+                and folder.name != Path(path).name
+            ):
                 named = scratch_folder("checkpoint") / Path(path).name
                 named.symlink_to(folder)
                 folder = named
             yield folder
 
-    def _newest_usable(self, newest: ray.train.Checkpoint | None, held: ExitStack) -> ray.train.Checkpoint | None:
-        """Return the newest checkpoint that verifies; None if all are others' than the run's, so that it begins anew.
+    def _newest_usable(
+        self, newest: ray.train.Checkpoint | None, held: ExitStack
+    ) -> ray.train.Checkpoint | None:
+        """Return the newest checkpoint that verifies; None if all are others' than the
+        run's, so that it begins anew.
 
         Called on rank 0, since it reads the whole checkpoint.
         """
-        folder, filesystem = self._storage.experiment_fs_path, self._storage.storage_filesystem
+        folder, filesystem = (
+            self._storage.experiment_fs_path,
+            self._storage.storage_filesystem,
+        )
         names = list_names(folder, filesystem)
         sealed = sealed_checkpoints(filesystem, folder, names)
         steps = {c.path: c.step for c in sealed}
         candidates: list[ray.train.Checkpoint] = []  # the reported ones, oldest first
         if newest is not None:
             mode = ray.train.CheckpointConsistencyMode.COMMITTED
-            found = ray.train.get_all_reported_checkpoints(consistency_mode=mode, timeout_s=60)
-            steps |= {r.checkpoint.path: int(r.metrics.get("optimizer_steps", 0)) for r in found}
+            found = ray.train.get_all_reported_checkpoints(
+                consistency_mode=mode, timeout_s=60
+            )
+            steps |= {
+                r.checkpoint.path: int(r.metrics.get("optimizer_steps", 0))
+                for r in found
+            }
             others = [r.checkpoint for r in found if r.checkpoint.path != newest.path]
             candidates = [*sorted(others, key=lambda c: steps[c.path]), newest]
         paths = {c.path for c in candidates}
         # After a record that was cut off, Ray knows of no earlier checkpoint.
-        last = next((c for c in sealed if newest is not None and c.path == newest.path), None)
-        earlier = [c.path for c in sealed if c.path not in paths and (last is None or c.order <= last.order)]
-        candidates = [*(ray.train.Checkpoint(path, filesystem) for path in earlier), *candidates]
-        unknown = [name for name in names if _RAYS_NAME.match(name) and f"{folder}/{name}" not in paths.union(earlier)]
+        last = next(
+            (c for c in sealed if newest is not None and c.path == newest.path), None
+        )
+        earlier = [
+            c.path
+            for c in sealed
+            if c.path not in paths and (last is None or c.order <= last.order)
+        ]
+        candidates = [
+            *(ray.train.Checkpoint(path, filesystem) for path in earlier),
+            *candidates,
+        ]
+        unknown = [
+            name
+            for name in names
+            if _RAYS_NAME.match(name) and f"{folder}/{name}" not in paths.union(earlier)
+        ]
         later = self._later(unknown, {c.path: c.order for c in sealed}, held)
         if later is not None or not candidates:
             return later
         own = list(filter(_is_a_runs, candidates))
         if not own:
             warn_at_user(
-                f"The {len(candidates)} checkpoints of run {self._name!r} are not the run's own, so it begins anew. The loop has "
-                "reported them with ray.train.report(checkpoint=...), which a run does by itself. Give it the loop's state as "
+                f"The {len(candidates)} checkpoints of run {self._name!r} are not the "
+                "run's own, so it begins anew. The loop has "
+                "reported them with ray.train.report(checkpoint=...), which a run does "
+                "by itself. Give it the loop's state as "
                 "extra_state=.",
                 RuntimeWarning,
             )
@@ -136,38 +194,61 @@ class RayTrainBackend(Backend):
         found = checkpoint.latest_valid(
             own,
             fetch=lambda candidate: held.enter_context(candidate.as_directory()),
-            called=lambda candidate: f"{candidate.path} of optimizer step {steps.get(candidate.path, '?')}",
+            called=lambda candidate: (
+                f"{candidate.path} of optimizer step {steps.get(candidate.path, '?')}"
+            ),
         )
         if found is not None:
             return found
         raise checkpoint.NoUsableCheckpoint(
-            f"None of the {len(own)} checkpoints of run {self._name!r} can be used; the warnings say why. Put a good "
+            f"None of the {len(own)} checkpoints of run {self._name!r} can be used; "
+            "the warnings say why. Put a good "
             "copy back, or begin anew under another RunConfig(name)."
         )
 
     def _later(
         self, names: list[str], sealed: Mapping[str, tuple[int, int]], held: ExitStack
     ) -> ray.train.Checkpoint | None:
-        """Return the newest whole checkpoint that was stored after the last reported one; None without one.
+        """Return the newest whole checkpoint that was stored after the last reported
+        one; None without one.
 
-        Removes incomplete ones, which ended starts have left, if the run's folder is locked.
+        Removes incomplete ones, which ended starts have left, if the run's folder is
+        locked.
 
         Args:
             names: Names of the folders.
-            sealed: Attempt and optimizer step of the checkpoints with a manifest, by path.
+            sealed: Attempt and optimizer step of the checkpoints with a manifest, by
+                path.
             held: Holds what is downloaded.
         """
-        folder, filesystem = self._storage.experiment_fs_path, self._storage.storage_filesystem
+        folder, filesystem = (
+            self._storage.experiment_fs_path,
+            self._storage.storage_filesystem,
+        )
         later: ray.train.Checkpoint | None = None
-        for path in sorted((f"{folder}/{name}" for name in names), key=lambda path: sealed.get(path, ()), reverse=True):
+        for path in sorted(
+            (f"{folder}/{name}" for name in names),
+            key=lambda path: sealed.get(path, ()),
+            reverse=True,
+        ):
             candidate = ray.train.Checkpoint(path, filesystem)
-            if path not in sealed or not checkpoint.is_complete(held.enter_context(candidate.as_directory())):
+            if path not in sealed or not checkpoint.is_complete(
+                held.enter_context(candidate.as_directory())
+            ):
                 if self.channel is not None:  # the driver has the run's lock
-                    with contextlib.suppress(OSError):  # read-only now; a later start removes it
+                    # read-only now; a later start removes it
+                    with contextlib.suppress(OSError):
                         filesystem.delete_dir(path)
-                        _log.info("Removed %s, which an ended start has left incomplete.", path)
+                        _log.info(
+                            "Removed %s, which an ended start has left incomplete.",
+                            path,
+                        )
             elif later is None:
-                _log.info("%s of optimizer step %s was stored, but not reported: it is used.", path, sealed[path][1])
+                _log.info(
+                    "%s of optimizer step %s was stored, but not reported: it is used.",
+                    path,
+                    sealed[path][1],
+                )
                 later = candidate
         return later
 
@@ -176,7 +257,13 @@ class RayTrainBackend(Backend):
 
     def report(self, report: StepReport, folder: Path | None) -> None:
         if report.stopped is not None:
-            self.driver.put({**report.metrics, "total_steps": report.schedule.total_steps, "stopped": report.stopped})
+            self.driver.put(
+                {
+                    **report.metrics,
+                    "total_steps": report.schedule.total_steps,
+                    "stopped": report.stopped,
+                }
+            )
         if folder is None:
             ray.train.report(dict(report.metrics))
             return
@@ -191,10 +278,16 @@ class RayTrainBackend(Backend):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _compared(self, report: StepReport) -> dict[str, Any]:
-        """Return the metrics of a checkpoint. The metric :attr:`kept_by` is NaN if its weights were not evaluated."""
+        """Return the metrics of a checkpoint. The metric :attr:`kept_by` is NaN if
+        its weights were not evaluated.
+        """
         metrics, metric = dict(report.metrics), self.kept_by
-        # Ray takes a checkpoint without the metric for the best where small is good, and one with NaN for the worst, always.
-        if metric is not None and (metric not in metrics or (metric in report.user_keys and not report.evaluated)):
+        # Ray takes a checkpoint without the metric for the best where small is good,
+        # and one with NaN for the worst, always.
+        if metric is not None and (
+            metric not in metrics
+            or (metric in report.user_keys and not report.evaluated)
+        ):
             metrics[metric] = math.nan
         return metrics
 
@@ -206,8 +299,10 @@ class RayTrainBackend(Backend):
             self._uploading.clear()
 
         def upload(local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
-            # Ray repeats this call after some of AWS's errors. When it gives up, it kills the process without a message, and the
-            # folder would remain. So this code repeats the upload itself, and a later call by Ray raises the cause again.
+            # Ray repeats this call after some of AWS's errors. When it gives up, it
+            # kills the process without a message, and the folder would remain. So this
+            # code repeats the upload itself, and a later call by Ray raises the cause
+            # again.
             if failed:
                 raise failed[0]
             try:
@@ -235,22 +330,33 @@ class RayTrainBackend(Backend):
         def waits(error: OSError, again: str) -> None:
             text = f"Worker {self.rank}, waiting: {self._not_stored(error)} {again}"
             # Rank 0's log goes to the driver anyway.
-            if self.rank == 0 or not DriverClient(self.channel).log(logging.WARNING, text):
+            if self.rank == 0 or not DriverClient(self.channel).log(
+                logging.WARNING, text
+            ):
                 _log.warning("%s", text)
 
-        self.store_trace()  # first: a start that resumes from the checkpoint continues after its rows
+        # first: a start that resumes from the checkpoint continues after its rows
+        self.store_trace()
         try:
-            return store_patiently(lambda: self._storage.persist_current_checkpoint(local, name), waits)
+            return store_patiently(
+                lambda: self._storage.persist_current_checkpoint(local, name), waits
+            )
         except OSError as e:
             raise self._not_stored(e) from e
 
     def _not_stored(self, error: OSError) -> checkpoint.CheckpointError:
         folder = self._storage.experiment_fs_path
         here = isinstance(self._storage.storage_filesystem, pyarrow.fs.LocalFileSystem)
-        why, kind = full_disk_note(error, folder) if here else "", checkpoint.CheckpointError
+        why, kind = (
+            full_disk_note(error, folder) if here else "",
+            checkpoint.CheckpointError,
+        )
         if isinstance(error, PermissionError):
             why, kind = "; this user may not write there", NotPermitted
-        return kind(f"The checkpoint could not be stored in {folder}: {type(error).__name__}: {error}{why}.")
+        return kind(
+            f"The checkpoint could not be stored in {folder}: {type(error).__name__}: "
+            f"{error}{why}."
+        )
 
     @property
     def uploading(self) -> bool:
@@ -260,9 +366,16 @@ class RayTrainBackend(Backend):
         info = ray.train.get_preemption_info()
         if info is None:
             return None
-        when = "" if info.deadline_ms is None else f" at {datetime.fromtimestamp(info.deadline_ms / 1000):%H:%M:%S}"
+        when = (
+            ""
+            if info.deadline_ms is None
+            else f" at {datetime.fromtimestamp(info.deadline_ms / 1000):%H:%M:%S}"
+        )
         nodes = ", ".join(info.preempted_node_ids)
-        return f"node {nodes} with worker {', '.join(map(str, info.preempted_ranks))} goes away{when}"
+        return (
+            f"node {nodes} with worker {', '.join(map(str, info.preempted_ranks))} "
+            f"goes away{when}"
+        )
 
     @property
     def stop_requested(self) -> bool:
@@ -273,7 +386,9 @@ class RayTrainBackend(Backend):
         if self.channel is None:
             yield
             return
-        self._heartbeat = Heartbeat(DriverClient(self.channel), pulse, self.rank, self.world_size)
+        self._heartbeat = Heartbeat(
+            DriverClient(self.channel), pulse, self.rank, self.world_size
+        )
         try:
             yield
         finally:
@@ -283,7 +398,10 @@ class RayTrainBackend(Backend):
         return [LiveMetrics(self._name, self.rank, self.driver, tracker)]
 
     def trace_folder(self) -> Path | None:
-        run, filesystem = self._storage.experiment_fs_path, self._storage.storage_filesystem
+        run, filesystem = (
+            self._storage.experiment_fs_path,
+            self._storage.storage_filesystem,
+        )
         if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
             return Path(run)
         try:
@@ -293,7 +411,10 @@ class RayTrainBackend(Backend):
             for name in self._earlier_traces:
                 (folder / TRACE / name).touch()  # so that this start takes another name
         except OSError as e:
-            warn_at_user(f"The run will have no trace, since it can't be written: {e}", RuntimeWarning)
+            warn_at_user(
+                f"The run will have no trace, since it can't be written: {e}",
+                RuntimeWarning,
+            )
             return None
         self._trace = folder / TRACE
         return folder
@@ -301,13 +422,18 @@ class RayTrainBackend(Backend):
     def store_trace(self) -> None:
         if self._trace is None:
             return
-        folder, filesystem = f"{self._storage.experiment_fs_path}/{TRACE}", self._storage.storage_filesystem
+        folder, filesystem = (
+            f"{self._storage.experiment_fs_path}/{TRACE}",
+            self._storage.storage_filesystem,
+        )
         with self._storing_trace:
             try:
                 filesystem.create_dir(folder, recursive=True)
                 for file in self._trace.iterdir():
                     if file.name not in self._earlier_traces:
                         target = f"{folder}/{file.name}"
-                        pyarrow.fs.copy_files(str(file), target, destination_filesystem=filesystem)
+                        pyarrow.fs.copy_files(
+                            str(file), target, destination_filesystem=filesystem
+                        )
             except OSError as e:
                 _log.warning("The run's trace could not be stored: %s.", e)

@@ -1,4 +1,6 @@
-"""Ray's part in runs and searches: the connection, the cluster's resources, the build on a worker."""
+"""Ray's part in runs and searches: the connection, the cluster's resources, the
+build on a worker.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from ..recipe import Recipe
 from ..workload import Workload, WorkloadFn, build
 
 WORKER_TIMEOUT_S = 300
-"""Time limit for workers that wait for a hanging one. Ray's default is half an hour, even for a worker that has died."""
+"""Time limit for workers that wait for a hanging one. Ray's default is half an hour,
+even for a worker that has died.
+"""
 
 _START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 
@@ -25,7 +29,8 @@ def quiet_init(address: str | None = None, *, log_to_driver: bool = False) -> No
     """Connect to Ray with little output, unless this process is connected already.
 
     Args:
-        address: Address of a running cluster. Default: the cluster of this process, else a new local one.
+        address: Address of a running cluster. Default: the cluster of this process,
+            else a new local one.
         log_to_driver: Show the workers' output.
     """
     if not ray.is_initialized():
@@ -33,9 +38,11 @@ def quiet_init(address: str | None = None, *, log_to_driver: bool = False) -> No
 
 
 def is_local() -> bool:
-    """Return whether this process started Ray itself, so that no node can be added. False if it is unknown.
+    """Return whether this process started Ray itself, so that no node can be added.
+    False if it is unknown.
 
-    Ray has no public function for it, so this reads a private attribute of the driver's node. A test fails if it moves.
+    Ray has no public function for it, so this reads a private attribute of the driver's
+    node. A test fails if it moves.
     """
     from ray._private import worker
 
@@ -44,7 +51,8 @@ def is_local() -> bool:
 
 
 def lacking(bundle: Mapping[str, float], count: int) -> str | None:
-    """Return the resources that the present cluster lacks for the workers, in words; None if they fit when it is empty.
+    """Return the resources that the present cluster lacks for the workers, in words;
+    None if they fit when it is empty.
 
     Args:
         bundle: Resources of one worker, on one node.
@@ -70,7 +78,11 @@ def room(bundle: Mapping[str, float], most: int) -> list[int]:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     needed = {key: value for key, value in bundle.items() if value > 0}
     return [
-        min((int(node.get(key, 0) / value + 1e-9) for key, value in needed.items()), default=most) for node in nodes
+        min(
+            (int(node.get(key, 0) / value + 1e-9) for key, value in needed.items()),
+            default=most,
+        )
+        for node in nodes
     ]
 
 
@@ -97,22 +109,36 @@ def lost_nodes(before: Mapping[str, str]) -> list[str]:
     return [name for node, name in before.items() if node not in now]
 
 
-def start_message(what: str, seconds: float, limit_s: float | None, lost: Sequence[str]) -> str:
-    """Return what is waited for, since when and until when, for workers that start and have room.
+def start_message(
+    what: str, seconds: float, limit_s: float | None, lost: Sequence[str]
+) -> str:
+    """Return what is waited for, since when and until when, for workers that start and
+    have room.
 
     Args:
         what: In words.
         seconds: Seconds so far.
         limit_s: Seconds after which Ray gives up; None without a limit.
-        lost: The nodes that were lost since the workers last ran, see :func:`lost_nodes`.
+        lost: The nodes that were lost since the workers last ran, see
+            :func:`lost_nodes`.
     """
     since = datetime.now() - timedelta(seconds=seconds)
-    until = "" if limit_s is None else f", until {since + timedelta(seconds=limit_s):%H:%M:%S} at the latest"
+    until = (
+        ""
+        if limit_s is None
+        else f", until {since + timedelta(seconds=limit_s):%H:%M:%S} at the latest"
+    )
     text = f"{what} (since {since:%H:%M:%S}{until})."
     if lost:
-        nodes = f"node {lost[0]} was" if len(lost) == 1 else f"nodes {', '.join(lost)} were"
-        limit = float(os.environ.get(_START_TIMEOUT, 60))  # Ray Train passes the driver's variable on
-        text += f" {nodes} lost. Ray may still try to place workers there, and gives up after {limit:g} s ({_START_TIMEOUT})."
+        nodes = (
+            f"node {lost[0]} was" if len(lost) == 1 else f"nodes {', '.join(lost)} were"
+        )
+        # Ray Train passes the driver's variable on
+        limit = float(os.environ.get(_START_TIMEOUT, 60))
+        text += (
+            f" {nodes} lost. Ray may still try to place workers there, and gives up "
+            f"after {limit:g} s ({_START_TIMEOUT})."
+        )
     return text
 
 
@@ -123,7 +149,9 @@ def build_on_worker(
     rank: int,
     recipe: Recipe | None = None,
 ) -> Workload:
-    """Build the workload with the same weights on every worker. Later random numbers (dropout) differ between workers."""
+    """Build the workload with the same weights on every worker. Later random numbers
+    (dropout) differ between workers.
+    """
     seed_everything(config.seed)
     workload = build(function, hyperparameters, config, recipe)
     if rank > 0:

@@ -1,6 +1,8 @@
-"""Messages from the workers and the controller of a run to the driver, and its request to stop, through one small actor.
+"""Messages from the workers and the controller of a run to the driver, and its request
+to stop, through one small actor.
 
-No message waits for the actor. A message that can't be sent is dropped, and the run goes on.
+No message waits for the actor. A message that can't be sent is dropped, and the run
+goes on.
 """
 
 from __future__ import annotations
@@ -42,19 +44,25 @@ class Awaited(NamedTuple):
     limit_s: float | None = None
 
 
-_ROOM = "Ray ends the last workers, if there are any, looks for room, and starts the workers' processes"
+_ROOM = (
+    "Ray ends the last workers, if there are any, looks for room, and starts the "
+    "workers' processes"
+)
 
 
 class Status(NamedTuple):
     """Status of a run.
 
     Attributes:
-        metrics: The newest metrics, with ``total_steps``; None before the first step and after a failure.
+        metrics: The newest metrics, with ``total_steps``; None before the first step
+            and after a failure.
         running: Whether the workers are in their loop.
-        events: The events since the last call: (level of ``logging``, text of one line).
+        events: The events since the last call: (level of ``logging``, text of one
+            line).
         sent: Number of events so far.
         hang: The hang of the run, as far as the heartbeats show; None without one.
-        quiet: A worker that sends no heartbeats, see :meth:`ray_adascale.train.hangs.Beats.quiet`.
+        quiet: A worker that sends no heartbeats, see
+            :meth:`ray_adascale.train.hangs.Beats.quiet`.
         awaited: What is waited for while the workers are not in their loop.
     """
 
@@ -102,24 +110,33 @@ class DriverChannel:
             self.set_awaited(_ROOM, None)
 
     def set_ended(self) -> None:
-        """Set that Ray ends the workers: for others, unless the run has come to its end."""
+        """Set that Ray ends the workers: for others, unless the run has come to its
+        end.
+        """
         if self._metrics is None or "stopped" not in self._metrics:
             self.set_running(False)
 
     def set_awaited(self, what: str, limit_s: float | None) -> None:
         """Set what is waited for from now on, and for how long at most."""
-        self._awaited, self._awaited_since = Awaited(what, limit_s=limit_s), time.monotonic()
+        self._awaited, self._awaited_since = (
+            Awaited(what, limit_s=limit_s),
+            time.monotonic(),
+        )
 
     def note(self, name: str, value: Any) -> None:
         """Set one of the :meth:`notes`."""
         self._notes[name] = value
 
     def notes(self) -> dict[str, Any]:
-        """Return "placed", the placement group of the last start; "restarts" after a failure; "loops", the loops that began."""
+        """Return "placed", the placement group of the last start; "restarts" after a
+        failure; "loops", the loops that began.
+        """
         return self._notes
 
     def log(self, level: int, text: str, once: bool) -> None:
-        """Add an event. With ``once`` the same text is added once in a run, also after restarts."""
+        """Add an event. With ``once`` the same text is added once in a run, also
+        after restarts.
+        """
         if once and text in self._sent_once:
             return
         if once and len(self._sent_once) < _MOST_EVENTS:
@@ -133,7 +150,9 @@ class DriverChannel:
         now = time.monotonic()
         hang, quiet = self._beats.hang(now), self._beats.quiet(now)
         awaited = self._awaited._replace(seconds=now - self._awaited_since)
-        return Status(self._metrics, self._running, events, self._sent, hang, quiet, awaited)
+        return Status(
+            self._metrics, self._running, events, self._sent, hang, quiet, awaited
+        )
 
     def request_stop(self) -> None:
         """Request that the workers stop at the next step boundary."""
@@ -142,14 +161,20 @@ class DriverChannel:
 
 def make_channel() -> Any:
     """Return a channel on this node, which ends with the driver."""
-    # With soft=True Ray also places the actor on other nodes. If such a node is lost, so are all messages and Ctrl-C.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    # With soft=True Ray also places the actor on other nodes. If such a node is lost,
+    # so are all messages and Ctrl-C.
+    here = NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
     # Calls that the actor does not answer must not pile up in a worker.
-    return DriverChannel.options(scheduling_strategy=here, max_pending_calls=_MOST_EVENTS).remote()  # type: ignore[attr-defined]
+    options = DriverChannel.options  # type: ignore[attr-defined]
+    return options(scheduling_strategy=here, max_pending_calls=_MOST_EVENTS).remote()
 
 
 class DriverClient:
-    """A worker's or the controller's connection to the channel; with None it sends nothing."""
+    """A worker's or the controller's connection to the channel; with None it sends
+    nothing.
+    """
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -171,7 +196,9 @@ class DriverClient:
         self._send("put", metrics)
 
     def beat(self, beat: Beat, *, wait: bool) -> bool:
-        """Send a heartbeat. With ``wait`` return whether a stop was requested; False if the answer is late."""
+        """Send a heartbeat. With ``wait`` return whether a stop was requested; False
+        if the answer is late.
+        """
         sent = self._send("beat", beat)
         if not wait or sent is None:
             return False
@@ -200,7 +227,9 @@ class DriverClient:
         self._send("set_running", True)
 
     def restarting(self, why: str, restarts: int | None = None) -> None:
-        """Send that the workers restart, why, and how often they have after a failure; None if this one does not count."""
+        """Send that the workers restart, why, and how often they have after a
+        failure; None if this one does not count.
+        """
         self._send("set_running", False)
         if restarts is not None:
             self.note("restarts", restarts)
@@ -230,11 +259,22 @@ class _ToDriver(logging.Handler):
 
 @contextlib.contextmanager
 def forward_warnings(driver: DriverClient) -> Iterator[None]:
-    """Send all warnings of this process and the package's log to the driver, once each."""
+    """Send all warnings of this process and the package's log to the driver, once
+    each.
+    """
     shown_before, level = warnings.showwarning, _package.level
 
-    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-        where = f" ({os.path.basename(filename)}:{lineno})" if is_users(filename) else ""
+    def show(
+        message: Any,
+        category: Any,
+        filename: str,
+        lineno: int,
+        file: Any = None,
+        line: Any = None,
+    ) -> None:
+        where = (
+            f" ({os.path.basename(filename)}:{lineno})" if is_users(filename) else ""
+        )
         text = f"{category.__name__}: {message}{where}"
         if file is not None or not driver.log(logging.WARNING, text, once=True):
             shown_before(message, category, filename, lineno, file, line)

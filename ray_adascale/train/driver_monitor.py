@@ -1,4 +1,6 @@
-"""The driver's thread beside a run: what happens is logged, missing resources are named, and Ctrl-C is handled."""
+"""The driver's thread beside a run: what happens is logged, missing resources are
+named, and Ctrl-C is handled.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,22 @@ _POLL_S = 0.5
 ANSWER_S = 5.0
 """Time limit of the driver for an answer of the channel. It tries again."""
 _ROOM_S = 5.0, 30.0
-"""Seconds of the workers' start before the driver logs the resources that the cluster lacks, and between repetitions."""
+"""Seconds of the workers' start before the driver logs the resources that the
+cluster lacks, and between repetitions.
+"""
 _STOP_S = 60.0
 """Time limit for the workers' checkpoint after Ctrl-C."""
 
 
 class DriverMonitor:
-    """The driver's thread beside a run: keeps the newest metrics, logs events and missing resources, and handles Ctrl-C.
+    """The driver's thread beside a run: keeps the newest metrics, logs events and
+    missing resources, and handles Ctrl-C.
 
     Args:
         channel: The channel of the workers' messages.
         needs: Resources of one worker, and the fewest workers.
-        lock: The lock on the run's folder. The run ends if another process has taken the lock over.
+        lock: The lock on the run's folder. The run ends if another process has taken
+            the lock over.
         on_start: Called once, when the workers are in their loop.
     """
 
@@ -52,7 +58,12 @@ class DriverMonitor:
         """Number of Ctrl-C so far."""
         self.controller: Any = None
         """Ray Train's controller, to be killed after Ctrl-C."""
-        self._channel, self._needs, self._lock, self._on_start = channel, needs, lock, on_start
+        self._channel, self._needs, self._lock, self._on_start = (
+            channel,
+            needs,
+            lock,
+            on_start,
+        )
         self._nodes: dict[str, str] = {}
         self._answered = 0
         self._ends_at: float | None = None
@@ -60,12 +71,16 @@ class DriverMonitor:
         self._logged_at: float | None = None
         self._wake, self._done = threading.Event(), False
         self._hangs = HangWatch()
-        self._thread = threading.Thread(target=self._run, name="ray_adascale-listener", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="ray_adascale-listener", daemon=True
+        )
 
     def interrupt(self) -> None:
-        """Register a Ctrl-C in the main thread. The monitor's thread handles it, at its next look.
+        """Register a Ctrl-C in the main thread. The monitor's thread handles it, at its
+        next look.
 
-        A signal's handler must not wait for a lock: a second signal may come while the first one's handler has it.
+        A signal's handler must not wait for a lock: a second signal may come while the
+        first one's handler has it.
         """
         self.interrupts += 1
 
@@ -75,7 +90,9 @@ class DriverMonitor:
         return self.interrupts > 0 or self._lock.lost is not None
 
     def end_controller(self, placed: Any) -> None:
-        """Kill a controller that has failed, and remove its placement group, which Ray keeps to the end of the job."""
+        """Kill a controller that has failed, and remove its placement group, which
+        Ray keeps to the end of the job.
+        """
         controller, self.controller = self.controller, None
         if controller is not None:
             ray.kill(controller)
@@ -101,7 +118,11 @@ class DriverMonitor:
             with contextlib.suppress(Exception):
                 self._answer_interrupts()
             with contextlib.suppress(Exception):
-                self._apply(ray.get(self._channel.status.remote(self.status.sent), timeout=ANSWER_S))
+                self._apply(
+                    ray.get(
+                        self._channel.status.remote(self.status.sent), timeout=ANSWER_S
+                    )
+                )
             with contextlib.suppress(Exception):
                 self._log_missing_resources()
 
@@ -135,9 +156,17 @@ class DriverMonitor:
             if not lost and now - self._waiting_since < every:
                 return
             text = start_message(*self.status.awaited, lost)
-            _log.info("Still starting after %.0f s: %s Ctrl-C ends the run.", now - self._waiting_since, text)
+            _log.info(
+                "Still starting after %.0f s: %s Ctrl-C ends the run.",
+                now - self._waiting_since,
+                text,
+            )
         else:
-            _log.warning("Waiting for nodes: the run needs %s. It begins when there is room; Ctrl-C ends it.", short)
+            _log.warning(
+                "Waiting for nodes: the run needs %s. It begins when there is room; "
+                "Ctrl-C ends it.",
+                short,
+            )
         self._logged_at = now
 
     def _answer_interrupts(self) -> None:
@@ -148,12 +177,17 @@ class DriverMonitor:
                 self._ends_at = now + _STOP_S
                 self._channel.request_stop.remote()
                 _log.warning(
-                    "Interrupted: a checkpoint is written at the next step boundary. Ctrl-C again ends at once."
+                    "Interrupted: a checkpoint is written at the next step boundary. "
+                    "Ctrl-C again ends at once."
                 )
             else:
                 self._ends_at = now
         if self._lock.lost is not None and self._ends_at is None:
             self._ends_at = now
-        if self._ends_at is not None and now >= self._ends_at and self.controller is not None:
+        if (
+            self._ends_at is not None
+            and now >= self._ends_at
+            and self.controller is not None
+        ):
             ray.kill(self.controller)
             self._ends_at = math.inf

@@ -1,8 +1,11 @@
-"""Failures that end Ray Train's controller, though another start may succeed: the driver then begins another controller.
+"""Failures that end Ray Train's controller, though another start may succeed: the
+driver then begins another controller.
 
-Ray Train retries what the workers' loops raise. A worker that dies while Ray Train starts it, or workers that don't reach each
-other, end the run, whatever ``max_failures``; or Ray Train keeps the failed start's placement group, and waits for ever for the
-same resources (2.60). tests/train/test_failed_starts.py kills workers and the controller at each moment of a start.
+Ray Train retries what the workers' loops raise. A worker that dies while Ray Train
+starts it, or workers that don't reach each other, end the run, whatever
+``max_failures``; or Ray Train keeps the failed start's placement group, and waits for
+ever for the same resources (2.60). tests/train/test_failed_starts.py kills workers and
+the controller at each moment of a start.
 """
 
 from __future__ import annotations
@@ -16,16 +19,21 @@ from .cluster import alive_nodes, room
 from .retry import STORAGE_TRIES, ProcessGroupFailed, is_rays, preemption_of, rays_words
 
 _FAILED, _TIMED_OUT = "WorkerGroupStartupFailedError", "WorkerGroupStartupTimeoutError"
-"""Ray Train's exceptions of a start that failed, and of one for which there was no room in time. The names are private to Ray."""
+"""Ray Train's exceptions of a start that failed, and of one for which there was no
+room in time. The names are private to Ray.
+"""
 _TRIES = 2
-"""Number of starts in a row that fail on the same nodes, before an elastic run starts with fewer workers."""
+"""Number of starts in a row that fail on the same nodes, before an elastic run
+starts with fewer workers.
+"""
 
 
 class NextStart(NamedTuple):
     """The start after a failed one.
 
     Attributes:
-        why: The failure, and with how many workers the run goes on, in sentences; None if there was no room.
+        why: The failure, and with how many workers the run goes on, in sentences; None
+            if there was no room.
         restarts: Number of restarts that count, with this one.
         num_workers: ``ScalingConfig``'s.
     """
@@ -43,18 +51,28 @@ class FailedStarts:
         scaling: Ray Train's.
     """
 
-    def __init__(self, failures: ray.train.FailureConfig, scaling: ray.train.ScalingConfig) -> None:
-        self._max_failures, self._limit = failures.max_failures, failures.controller_failure_limit
+    def __init__(
+        self, failures: ray.train.FailureConfig, scaling: ray.train.ScalingConfig
+    ) -> None:
+        self._max_failures, self._limit = (
+            failures.max_failures,
+            failures.controller_failure_limit,
+        )
         self._num_workers = scaling.num_workers
         self._fewest, self._most = scaling.min_workers, scaling.max_workers
-        self._bundle = {key: value / self._most for key, value in scaling.total_resources.items()}
+        self._bundle = {
+            key: value / self._most for key, value in scaling.total_resources.items()
+        }
         self._nodes = alive_nodes()
         self._ended = 0  # controllers
         self._loops = 0
         self._in_a_row = 0
 
-    def next_start(self, error: Exception, restarts: int, loops: int) -> NextStart | None:
-        """Return the start that follows a failure; None if another start would not help, or would be one too many.
+    def next_start(
+        self, error: Exception, restarts: int, loops: int
+    ) -> NextStart | None:
+        """Return the start that follows a failure; None if another start would not
+        help, or would be one too many.
 
         Args:
             error: What Ray Train has raised.
@@ -71,7 +89,11 @@ class FailedStarts:
             return None
         nodes = alive_nodes()
         lost = self._nodes.keys() - nodes.keys()
-        self._in_a_row = 1 if nodes.keys() != self._nodes.keys() or loops > self._loops else self._in_a_row + 1
+        self._in_a_row = (
+            1
+            if nodes.keys() != self._nodes.keys() or loops > self._loops
+            else self._in_a_row + 1
+        )
         self._nodes, self._loops = nodes, loops
         # The node's loss counts once, where its worker's death is seen in the loop.
         if not lost and preemption_of(cause) is None:
@@ -81,16 +103,26 @@ class FailedStarts:
         of_storage = isinstance(cause, OSError)
         if of_storage and self._in_a_row >= STORAGE_TRIES:
             return None
-        what = "Ray's controller ended" if cause is error else "The workers did not start"
-        why = f"{what}. {rays_words(cause) if is_rays(cause) else cause}".rstrip(".") + "."
+        what = (
+            "Ray's controller ended" if cause is error else "The workers did not start"
+        )
+        why = (
+            f"{what}. {rays_words(cause) if is_rays(cause) else cause}".rstrip(".")
+            + "."
+        )
         if self._in_a_row >= _TRIES and not of_storage and self._most > self._fewest:
             self._most, self._in_a_row = self._fewer(), 0
             self._num_workers = self._fewest, self._most
-            why += f" That happened {_TRIES} times in a row, so the run goes on with {self._most} or fewer workers."
+            why += (
+                f" That happened {_TRIES} times in a row, so the run goes on with "
+                f"{self._most} or fewer workers."
+            )
         return NextStart(why, restarts, self._num_workers)
 
     def _fewer(self) -> int:
-        """Return the most workers without the node with the fewest; one worker fewer if there is one node."""
+        """Return the most workers without the node with the fewest; one worker fewer
+        if there is one node.
+        """
         there = [count for count in room(self._bundle, self._most) if count]
         least = min(there) if len(there) > 1 else 1
         return max(min(self._most, sum(there)) - least, self._fewest)
@@ -101,5 +133,9 @@ def _may_pass(cause: Exception) -> bool:
     if isinstance(cause, RayTaskError):  # such as a workload that a worker can't import
         return False
     if isinstance(cause, RayActorError):
-        return "creation task" not in str(cause)  # an exception in a constructor: the controller's
-    return isinstance(cause, ProcessGroupFailed | OSError) or type(cause).__name__ == _FAILED
+        # an exception in a constructor: the controller's
+        return "creation task" not in str(cause)
+    return (
+        isinstance(cause, ProcessGroupFailed | OSError)
+        or type(cause).__name__ == _FAILED
+    )

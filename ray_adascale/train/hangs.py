@@ -1,8 +1,10 @@
-"""A run without steps: which worker holds up the others, by the heartbeats of all, and the end of that worker's process.
+"""A run without steps: which worker holds up the others, by the heartbeats of all, and
+the end of that worker's process.
 
-A stopped worker sends no beats. A worker on an unreachable node sends none either. A worker with a stuck loader sends the same
-position in each beat. tests/train/test_hang.py stops a worker, has a loader wait for ever, and overloads a machine;
-tests/project/test_machines.py turns a machine off.
+A stopped worker sends no beats. A worker on an unreachable node sends none either. A
+worker with a stuck loader sends the same position in each beat.
+tests/train/test_hang.py stops a worker, has a loader wait for ever, and overloads a
+machine; tests/project/test_machines.py turns a machine off.
 """
 
 from __future__ import annotations
@@ -24,9 +26,13 @@ from ..run.observe.pulse import Phase
 _log = logging.getLogger(__name__)
 
 _SURE_S = 15.0
-"""Seconds for which a hang must be seen without a break: beats may be late on a busy machine."""
+"""Seconds for which a hang must be seen without a break: beats may be late on a busy
+machine.
+"""
 _SILENT_S = 60.0
-"""Seconds without a beat after which a worker counts as silent in the description of a hang."""
+"""Seconds without a beat after which a worker counts as silent in the description of
+a hang.
+"""
 _QUIET_S, _REPEAT_S = 10.0, 30.0
 """Seconds without a beat after which the driver logs it, and between repetitions."""
 
@@ -41,7 +47,8 @@ class Beat:
         steps: Optimizer steps of the run so far.
         phase: What the worker does.
         seconds: Seconds in this phase so far.
-        limit_s: Seconds that its step may take; None before the first step of this start has ended.
+        limit_s: Seconds that its step may take; None before the first step of this
+            start has ended.
         node: The node's id in Ray.
         host: The node's address.
         pid: The worker's process.
@@ -66,7 +73,8 @@ class Hang:
         seconds: Seconds without a change of any worker's position.
         limit_s: The limit.
         steps: Optimizer steps that the furthest worker has taken.
-        held_up_by: The last beats of the workers that the others wait for; all workers, if no one is behind.
+        held_up_by: The last beats of the workers that the others wait for; all workers,
+            if no one is behind.
         silent: Whether those workers send no beats.
         others: The last beat of one worker that waits; None if none is ahead.
     """
@@ -84,10 +92,21 @@ class Hang:
         who = f"Worker {first.rank} on node {first.host} (process {first.pid})"
         if count > 1:
             who += f" and {count - 1} more"
-        does = "sends no heartbeat: it is stopped, or its node can't be reached" if self.silent else first.phase.value
+        does = (
+            "sends no heartbeat: it is stopped, or its node can't be reached"
+            if self.silent
+            else first.phase.value
+        )
         if self.others is None and first.world_size > 1:
-            who, does = "No worker", f"is behind, and each of them {first.phase.value}: the network may be down"
-        text = f"The run has made no step for {self.seconds:.0f} s, after step {self.steps}. {who} {does}."
+            who, does = (
+                "No worker",
+                f"is behind, and each of them {first.phase.value}: the network may be "
+                "down",
+            )
+        text = (
+            f"The run has made no step for {self.seconds:.0f} s, after step "
+            f"{self.steps}. {who} {does}."
+        )
         if self.others is not None:
             text += f" Worker {self.others.rank} {self.others.phase.value}."
         return text
@@ -107,7 +126,8 @@ class Beats:
             now: The present time, in seconds.
         """
         self._last[beat.rank] = beat, now
-        for rank in [rank for rank in self._last if rank >= beat.world_size]:  # of a start with more workers
+        # of a start with more workers
+        for rank in [rank for rank in self._last if rank >= beat.world_size]:
             del self._last[rank]
 
     def clear(self) -> None:
@@ -115,16 +135,21 @@ class Beats:
         self._last.clear()
 
     def quiet(self, now: float) -> tuple[Beat, float] | None:
-        """Return the last beat of the worker that has sent none for longest, and the seconds since; None if all send beats."""
-        last = [item for item in self._last.values() if item[0].phase is not Phase.ENDED]
+        """Return the last beat of the worker that has sent none for longest, and the
+        seconds since; None if all send beats.
+        """
+        last = [
+            item for item in self._last.values() if item[0].phase is not Phase.ENDED
+        ]
         beat, came = min(last, key=lambda item: item[1], default=(None, now))
         return None if beat is None or now - came < _QUIET_S else (beat, now - came)
 
     def hang(self, now: float) -> Hang | None:
         """Return the hang of the run; None if there is none, as far as the beats show.
 
-        No worker may have changed its position for longer than the limit. A worker that evaluates, writes a checkpoint, prepares
-        its first step or has ended may take any time, as long as it sends beats.
+        No worker may have changed its position for longer than the limit. A worker that
+        evaluates, writes a checkpoint, prepares its first step or has ended may take
+        any time, as long as it sends beats.
 
         Args:
             now: The present time, as for :meth:`add`.
@@ -168,7 +193,7 @@ def _behind(beats: list[Beat]) -> list[Beat]:
     return [beat for beat in beats if position(beat) == last]
 
 
-# ---- on the driver ---------------------------------------------------------------------------------------------------
+# ---- on the driver -------------------------------------------------------------------
 
 
 def _end_process(pid: int) -> None:
@@ -178,20 +203,27 @@ def _end_process(pid: int) -> None:
 
 
 def _kill(worker: Beat) -> Any:
-    """Kill a worker's process by a task on its node, since a process that is stopped answers no message. Does not wait."""
+    """Kill a worker's process by a task on its node, since a process that is stopped
+    answers no message. Does not wait.
+    """
     there = NodeAffinitySchedulingStrategy(worker.node, soft=False)
-    task = ray.remote(_end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    task = ray.remote(_end_process).options(
+        num_cpus=0, max_retries=0, scheduling_strategy=there
+    )
     return task.remote(worker.pid)
 
 
 class HangWatch:
-    """Ends the process of a worker that holds up the run. Ray Train then restarts the workers, as after any lost worker."""
+    """Ends the process of a worker that holds up the run. Ray Train then restarts
+    the workers, as after any lost worker.
+    """
 
     def __init__(self) -> None:
         self._quiet_again = -math.inf  # time of the next line about a quiet worker
         self._since: float | None = None
         self._killed: tuple[str, int] | None = None  # node and process
-        self._task: Any = None  # kept, since Ray prints an error that is never fetched, such as of a lost node
+        # kept, since Ray prints an error that is never fetched, such as of a lost node
+        self._task: Any = None
 
     def log_quiet(self, quiet: tuple[Beat, float] | None, now: float) -> None:
         """Log that a worker sends no beats, once at first and then every half minute.
@@ -208,10 +240,12 @@ class HangWatch:
             limit = (
                 ""
                 if beat.limit_s is None
-                else f" The run itself ends a worker after {beat.limit_s:.0f} s without a step."
+                else f" The run itself ends a worker after {beat.limit_s:.0f} s "
+                "without a step."
             )
             _log.warning(
-                "No heartbeat of worker %d on node %s for %.0f s. Ray takes about a minute to notice that a node is lost.%s",
+                "No heartbeat of worker %d on node %s for %.0f s. Ray takes about a "
+                "minute to notice that a node is lost.%s",
                 beat.rank,
                 beat.host,
                 seconds,
@@ -219,7 +253,8 @@ class HangWatch:
             )
 
     def look(self, hang: Hang | None) -> None:
-        """Process the hang that the channel reports. Call it often; it waits for nothing.
+        """Process the hang that the channel reports. Call it often; it waits for
+        nothing.
 
         Args:
             hang: The hang; None if there is none.
@@ -231,13 +266,19 @@ class HangWatch:
         if self._since is None:
             self._since = now
         worker = hang.held_up_by[0]
-        # A process that was just killed may still be found, and a node that can't be reached is Ray's to notice.
-        if now - self._since < min(_SURE_S, hang.limit_s) or self._killed == (worker.node, worker.pid):
+        # A process that was just killed may still be found, and a node that can't be
+        # reached is Ray's to notice.
+        if now - self._since < min(_SURE_S, hang.limit_s) or self._killed == (
+            worker.node,
+            worker.pid,
+        ):
             return
         self._killed, self._task = (worker.node, worker.pid), _kill(worker)
         _log.warning(
-            "%s is ended, if its node can be reached, so that the workers restart from the last checkpoint. If such steps are "
+            "%s is ended, if its node can be reached, so that the workers restart from "
+            "the last checkpoint. If such steps are "
             "expected, set AdaScaleConfig(step_timeout_s=...), now %.0f s.",
-            f"{hang.description()} Process {worker.pid} of worker {worker.rank} on node {worker.host}",
+            f"{hang.description()} Process {worker.pid} of worker {worker.rank} on "
+            f"node {worker.host}",
             hang.limit_s,
         )

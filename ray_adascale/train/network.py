@@ -1,7 +1,8 @@
 """The network interface over which workers on several nodes synchronize.
 
-gloo listens at the address of the host name. Debian's installer maps the host name to 127.0.1.1 in ``/etc/hosts``, and no other
-node can connect to that. The other nodes reach the node's address in Ray, so its interface is the right one.
+gloo listens at the address of the host name. Debian's installer maps the host name to
+127.0.1.1 in ``/etc/hosts``, and no other node can connect to that. The other nodes
+reach the node's address in Ray, so its interface is the right one.
 tests/project/test_machines.py has three such machines.
 """
 
@@ -36,7 +37,8 @@ _SIOCGIFADDR = 0x8915  # <linux/sockios.h>; the socket module has no name for it
 def gloo_address() -> str:
     """Return the address at which gloo listens where ``GLOO_SOCKET_IFNAME`` is unset.
 
-    It is the first address of the host name that this machine has; 127.0.0.1 if there is none.
+    It is the first address of the host name that this machine has; 127.0.0.1 if there
+    is none.
     """
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
@@ -53,7 +55,9 @@ def gloo_address() -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface with this IPv4 address; None if there is none, or if this is no Linux."""
+    """Return the name of the interface with this IPv4 address; None if there is
+    none, or if this is no Linux.
+    """
     if sys.platform != "linux":
         return None
     import fcntl
@@ -61,7 +65,9 @@ def interface_of(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                answer = fcntl.ioctl(
+                    probe, _SIOCGIFADDR, struct.pack("256s", name.encode())
+                )
             except OSError:  # an interface without an IPv4 address
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
@@ -70,13 +76,15 @@ def interface_of(address: str) -> str | None:
 
 
 def choose_interface() -> str | None:
-    """Have gloo and NCCL use the interface of this node's Ray address, if gloo would listen at a loopback address.
+    """Have gloo and NCCL use the interface of this node's Ray address, if gloo would
+    listen at a loopback address.
 
-    Changes the environment of this process. A variable that is set remains, and so does everything if ``GLOO_SOCKET_IFNAME``
-    is set.
+    Changes the environment of this process. A variable that is set remains, and so does
+    everything if ``GLOO_SOCKET_IFNAME`` is set.
 
     Returns:
-        None if there is nothing to change; else the interface, or "" if it was not found.
+        None if there is nothing to change; else the interface, or "" if it was not
+        found.
     """
     if os.environ.get(_GLOO) or not ipaddress.ip_address(gloo_address()).is_loopback:
         return None
@@ -84,7 +92,8 @@ def choose_interface() -> str | None:
     if name is None:
         return ""
     os.environ[_GLOO] = name
-    os.environ.setdefault(_NCCL, f"={name}")  # "=": exactly this name; without it NCCL reads a prefix
+    # "=": exactly this name; without it NCCL reads a prefix
+    os.environ.setdefault(_NCCL, f"={name}")
     return name
 
 
@@ -96,13 +105,15 @@ def _place() -> tuple[str, Any]:
 class AddressTorchConfig(TorchConfig):
     """Ray's ``TorchConfig``, with process groups that connect the nodes' Ray addresses.
 
-    Where workers are on several nodes, a node with a host name that resolves to a loopback address gets
-    ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` before the process group is made, unless they are set.
-    :class:`ray_adascale.AdaScaleTrainer` uses this class. For a ``TorchTrainer`` of your own:
-    ``TorchTrainer(..., torch_config=AddressTorchConfig(timeout_s=300))``.
+    Where workers are on several nodes, a node with a host name that resolves to a
+    loopback address gets ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` before the
+    process group is made, unless they are set. :class:`ray_adascale.AdaScaleTrainer`
+    uses this class. For a ``TorchTrainer`` of your own: ``TorchTrainer(...,
+    torch_config=AddressTorchConfig(timeout_s=300))``.
 
     Attributes:
-        channel: The driver's channel, which is sent the placement group of each start; None without one.
+        channel: The driver's channel, which is sent the placement group of each start;
+            None without one.
     """
 
     channel = None
@@ -113,7 +124,9 @@ class AddressTorchConfig(TorchConfig):
 
 
 class _AddressBackend(TorchConfig().backend_cls):  # type: ignore[misc]
-    """Ray's backend. The interfaces are chosen before it makes the process group, and the heartbeats end before the workers."""
+    """Ray's backend. The interfaces are chosen before it makes the process group,
+    and the heartbeats end before the workers.
+    """
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         """Ray Train's hook, in its controller: the workers' processes have started."""
@@ -125,14 +138,27 @@ class _AddressBackend(TorchConfig().backend_cls):  # type: ignore[misc]
                 break
         addresses = [address for address, _ in ray.get(answers)]
         workers = f"{len(addresses)} workers on {', '.join(sorted(set(addresses)))}"
-        driver.awaits(f"{workers} load torch and connect to each other", backend_config.timeout_s)
+        driver.awaits(
+            f"{workers} load torch and connect to each other", backend_config.timeout_s
+        )
         if len(set(addresses)) > 1:  # on one node the loopback address is right
             chosen = worker_group.execute(choose_interface)
-            for address, name in sorted(set(zip(addresses, chosen, strict=True)), key=str):
+            for address, name in sorted(
+                set(zip(addresses, chosen, strict=True)), key=str
+            ):
                 if name:
-                    _log.info("Workers on %s synchronize over %s, the interface of its Ray address.", address, name)
+                    _log.info(
+                        "Workers on %s synchronize over %s, the interface of its Ray "
+                        "address.",
+                        address,
+                        name,
+                    )
                 elif name is not None:
-                    _log.warning("No interface of %s was found. Set %s on that node.", address, _GLOO)
+                    _log.warning(
+                        "No interface of %s was found. Set %s on that node.",
+                        address,
+                        _GLOO,
+                    )
         try:
             super().on_start(worker_group, backend_config)
         except RayTaskError as e:
@@ -140,19 +166,25 @@ class _AddressBackend(TorchConfig().backend_cls):  # type: ignore[misc]
             if not is_between_workers(cause):
                 raise
             raise ProcessGroupFailed(
-                f"The {workers} did not reach each other: {type(cause).__name__}: {cause}"
+                f"The {workers} did not reach each other: {type(cause).__name__}: "
+                f"{cause}"
             ) from None
-        driver.awaits(f"{workers} build the workload, and load the checkpoint if there is one")
+        driver.awaits(
+            f"{workers} build the workload, and load the checkpoint if there is one"
+        )
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        """Ray Train's hook, in its controller: the workers' processes are about to be ended, as when the run grows."""
+        """Ray Train's hook, in its controller: the workers' processes are about to
+        be ended, as when the run grows.
+        """
         worker_group.execute_async(end_heartbeats)
         DriverClient(backend_config.channel).ended()
         super().on_shutdown(worker_group, backend_config)
 
 
 def with_interface(torch_config: TorchConfig | None, timeout_s: int) -> TorchConfig:
-    """Return the configuration as an :class:`AddressTorchConfig`. A class of the user's own remains.
+    """Return the configuration as an :class:`AddressTorchConfig`. A class of the user's
+    own remains.
 
     Args:
         torch_config: The user's.

@@ -1,4 +1,6 @@
-"""Functions for Ray's workers: pickled with their file's code and its neighbours; and why a function can't be sent."""
+"""Functions for Ray's workers: pickled with their file's code and its neighbours;
+and why a function can't be sent.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _F = TypeVar("_F", bound=Callable[..., object])
 
 
 def pickling_problem(function: Callable[..., Any]) -> str | None:
-    """Return why the function can't be sent to the workers, with the variable's name if Ray finds it; None if it can be sent."""
+    """Return why the function can't be sent to the workers, with the variable's name
+    if Ray finds it; None if it can be sent.
+    """
     try:
         cloudpickle.dumps(portable(function))
     except Exception as e:
@@ -30,19 +34,25 @@ def pickling_problem(function: Callable[..., Any]) -> str | None:
     else:
         return None
     name = getattr(function, "__qualname__", repr(function))
-    _, failures = inspect_serializability(function, name, depth=8, print_file=io.StringIO())
+    _, failures = inspect_serializability(
+        function, name, depth=8, print_file=io.StringIO()
+    )
     found = sorted(
-        f"{' → '.join(map(str, failure.path[1:]))} (a {type(failure.obj).__module__}.{type(failure.obj).__qualname__})"
+        f"{' → '.join(map(str, failure.path[1:]))} (a "
+        f"{type(failure.obj).__module__}.{type(failure.obj).__qualname__})"
         for failure in failures
         if len(failure.path) > 1
     )
     if not found:
         return (
-            f"The workload {name!r} can't be sent to the workers. {cause}. It uses such an object from outside, perhaps in a "
-            "function within it. Make the object inside the function, so that each worker has its own."
+            f"The workload {name!r} can't be sent to the workers. {cause}. It uses "
+            "such an object from outside, perhaps in a "
+            "function within it. Make the object inside the function, so that each "
+            "worker has its own."
         )
     return (
-        f"The workload {name!r} can't be sent to the workers, because of {', '.join(found)}, which it uses. Make it inside the "
+        f"The workload {name!r} can't be sent to the workers, because of "
+        f"{', '.join(found)}, which it uses. Make it inside the "
         f"function, so that each worker has its own. ({cause})"
     )
 
@@ -56,13 +66,15 @@ def _installed(path: str) -> bool:
 
 
 def pickle_by_value(function: _F) -> _F:
-    """Have Ray send the function's code if its module is a plain file, which workers may be unable to import.
+    """Have Ray send the function's code if its module is a plain file, which workers
+    may be unable to import.
 
     Workers import an installed package as usual.
     """
     module = sys.modules.get(function.__module__)
     path = getattr(module, "__file__", None)
-    if module is None or path is None or module.__name__ == "__main__":  # __main__ is pickled by value anyway
+    # __main__ is pickled by value anyway
+    if module is None or path is None or module.__name__ == "__main__":
         return function
     in_package = "." in module.__name__ or hasattr(module, "__path__")
     if not _installed(path) and not in_package:
@@ -72,15 +84,22 @@ def pickle_by_value(function: _F) -> _F:
 
 
 class _Portable:
-    """A function for the workers, pickled with the modules that its file imports from its own folder.
+    """A function for the workers, pickled with the modules that its file imports from
+    its own folder.
 
     Args:
         function: The function.
         folder: Folder that the function's file is imported from.
-        neighbours: The files of that folder that are sent: names within the folder, and contents.
+        neighbours: The files of that folder that are sent: names within the folder, and
+            contents.
     """
 
-    def __init__(self, function: Callable[..., Any], folder: str, neighbours: tuple[tuple[str, bytes], ...]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        folder: str,
+        neighbours: tuple[tuple[str, bytes], ...],
+    ) -> None:
         self._function, self._folder, self._neighbours = function, folder, neighbours
         functools.update_wrapper(self, function, updated=())
 
@@ -88,37 +107,58 @@ class _Portable:
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return _unpickle_portable, (self._folder, self._neighbours, cloudpickle.dumps(self._function))
+        return _unpickle_portable, (
+            self._folder,
+            self._neighbours,
+            cloudpickle.dumps(self._function),
+        )
 
 
 def portable(function: _F) -> _F:
-    """Return the function in a form for workers: with its code, see :func:`pickle_by_value`, and with its neighbours.
+    """Return the function in a form for workers: with its code, see
+    :func:`pickle_by_value`, and with its neighbours.
 
-    The function's file may import modules beside it, as with ``python path/to/file.py``. If it is a module of a package that is
-    not installed, all modules of the package go along, since the workers import the function from there. If a worker has the
-    same files in the same folder, that folder goes to the front of its ``sys.path``. Otherwise a new folder with the files does.
+    The function's file may import modules beside it, as with
+    ``python path/to/file.py``. If it is a module of a package that is not installed,
+    all modules of the package go along, since the workers import the function from
+    there. If a worker has the same files in the same folder, that folder goes to the
+    front of its ``sys.path``. Otherwise a new folder with the files does.
     """
     inner: Any = inspect.unwrap(function)
     path, name = getattr(inner, "__globals__", {}).get("__file__"), function.__module__
     if path is None or _installed(path) or _is_ours(name):
         return pickle_by_value(function)
     packaged = "." in name or hasattr(sys.modules.get(name), "__path__")
-    folder = _imported_from(name, _resolved(path)) if packaged else _resolved(path).parent
+    folder = (
+        _imported_from(name, _resolved(path)) if packaged else _resolved(path).parent
+    )
     if folder is None or folder not in map(_resolved, sys.path):
         return pickle_by_value(function)
     neighbours = {}
     if packaged:
         top = folder / name.partition(".")[0]
-        neighbours = {str(file.relative_to(folder)): file.read_bytes() for file in _package_files(top)}
-    resolved = functools.cache(_resolved)  # thousands of modules come from a few folders
+        neighbours = {
+            str(file.relative_to(folder)): file.read_bytes()
+            for file in _package_files(top)
+        }
+    # thousands of modules come from a few folders
+    resolved = functools.cache(_resolved)
     for loaded, other in list(sys.modules.items()):
         found = getattr(other, "__file__", None)
         if found is None or (found == path and not packaged) or _is_ours(loaded):
             continue  # the worker has the package itself
         for inside in _paths_of(loaded):
-            if found.endswith(f"/{inside}") and resolved(found.removesuffix(inside)) == folder:
+            if (
+                found.endswith(f"/{inside}")
+                and resolved(found.removesuffix(inside)) == folder
+            ):
                 neighbours[inside] = Path(found).read_bytes()
-    return cast(_F, _Portable(pickle_by_value(function), str(folder), tuple(sorted(neighbours.items()))))
+    return cast(
+        _F,
+        _Portable(
+            pickle_by_value(function), str(folder), tuple(sorted(neighbours.items()))
+        ),
+    )
 
 
 def _is_ours(name: str) -> bool:
@@ -126,15 +166,23 @@ def _is_ours(name: str) -> bool:
 
 
 def _paths_of(name: str) -> tuple[str, str]:
-    """Return the two possible paths of a module's file within the folder that it is imported from."""
+    """Return the two possible paths of a module's file within the folder that it is
+    imported from.
+    """
     stem = name.replace(".", "/")
     return f"{stem}.py", f"{stem}/__init__.py"
 
 
 def _imported_from(name: str, path: Path) -> Path | None:
-    """Return the folder that a module is imported from; None if its file is not where its name says."""
+    """Return the folder that a module is imported from; None if its file is not
+    where its name says.
+    """
     return next(
-        (Path(str(path).removesuffix(f"/{inside}")) for inside in _paths_of(name) if str(path).endswith(f"/{inside}")),
+        (
+            Path(str(path).removesuffix(f"/{inside}"))
+            for inside in _paths_of(name)
+            if str(path).endswith(f"/{inside}")
+        ),
         None,
     )
 
@@ -148,10 +196,15 @@ def _package_files(folder: Path) -> Iterator[Path]:
             yield from _package_files(path)
 
 
-def _unpickle_portable(folder: str, neighbours: tuple[tuple[str, bytes], ...], pickled: bytes) -> _Portable:
+def _unpickle_portable(
+    folder: str, neighbours: tuple[tuple[str, bytes], ...], pickled: bytes
+) -> _Portable:
     """Return the function on a worker, and make its neighbours importable."""
     here = Path(folder)
-    if not all((here / name).is_file() and (here / name).read_bytes() == content for name, content in neighbours):
+    if not all(
+        (here / name).is_file() and (here / name).read_bytes() == content
+        for name, content in neighbours
+    ):
         here = _written(neighbours)
     if here.is_dir() and str(here) not in sys.path:
         sys.path.insert(0, str(here))
@@ -177,9 +230,11 @@ def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
 
 
 def _reduce_cached(cached: Any) -> Any:
-    """Pickle a function made by ``functools.cache``: by name only if it can be imported under that name.
+    """Pickle a function made by ``functools.cache``: by name only if it can be imported
+    under that name.
 
-    cloudpickle pickles such functions by name even in modules that are pickled by value.
+    cloudpickle pickles such functions by name even in modules that are pickled by
+    value.
     """
     try:
         found = operator.attrgetter(cached.__qualname__)(sys.modules[cached.__module__])

@@ -1,8 +1,10 @@
 """Ray's record of a run's checkpoints, where it is cut off or missing.
 
-Ray's controller rewrites the record in place at every checkpoint. A full disk or a kill meanwhile cuts the file off, and then
-Ray can't start the run again. So the driver renames such a file before it starts Ray's controller, and the workers look for
-checkpoints in the run's folder. tests/train/test_trainer.py resumes a run whose record was emptied.
+Ray's controller rewrites the record in place at every checkpoint. A full disk or a kill
+meanwhile cuts the file off, and then Ray can't start the run again. So the driver
+renames such a file before it starts Ray's controller, and the workers look for
+checkpoints in the run's folder. tests/train/test_trainer.py resumes a run whose record
+was emptied.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from ..checkpoint.files import MANIFEST, STATE
 _log = logging.getLogger(__name__)
 
 RECORD = "checkpoint_manager_snapshot.json"
-"""Ray's file in the run's folder. The name is private to Ray; a test fails when it changes."""
+"""Ray's file in the run's folder. The name is private to Ray; a test fails when it
+changes.
+"""
 RENAMED = "checkpoint_manager_snapshot.cut-off.json"
 
 
@@ -40,11 +44,15 @@ class SealedCheckpoint:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Its order in the course of the run: an earlier start's checkpoint comes before those of later starts."""
+        """Its order in the course of the run: an earlier start's checkpoint comes
+        before those of later starts.
+        """
         return self.attempt, self.step
 
 
-def rename_cut_off_record(folder: str, name: str, filesystem: pyarrow.fs.FileSystem | None = None) -> None:
+def rename_cut_off_record(
+    folder: str, name: str, filesystem: pyarrow.fs.FileSystem | None = None
+) -> None:
     """Rename Ray's record of a run's checkpoints if it is cut off, and log a warning.
 
     Args:
@@ -60,14 +68,19 @@ def rename_cut_off_record(folder: str, name: str, filesystem: pyarrow.fs.FileSys
     except ValueError:
         filesystem.move(f"{folder}/{RECORD}", f"{folder}/{RENAMED}")
         text = (
-            "Ray's record of the checkpoints of run %r was cut off, as after a full disk or a kill during a write, and is now "
-            "%s. The run goes on from the checkpoints in its folder. Ray does not delete these any more."
+            "Ray's record of the checkpoints of run %r was cut off, as after a full "
+            "disk or a kill during a write, and is now "
+            "%s. The run goes on from the checkpoints in its folder. Ray does not "
+            "delete these any more."
         )
         _log.warning(text, name, RENAMED)
 
 
-def newest_checkpoint(folder: str, filesystem: pyarrow.fs.FileSystem | None = None) -> str | None:
-    """Return the name of the checkpoint that is last in the course of a run, listed or not; None if there is no complete one.
+def newest_checkpoint(
+    folder: str, filesystem: pyarrow.fs.FileSystem | None = None
+) -> str | None:
+    """Return the name of the checkpoint that is last in the course of a run, listed or
+    not; None if there is no complete one.
 
     Contents are not verified.
 
@@ -79,15 +92,20 @@ def newest_checkpoint(folder: str, filesystem: pyarrow.fs.FileSystem | None = No
     return found[-1].path.rpartition("/")[2] if found else None
 
 
-def _listed(folder: str, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyarrow.fs.FileSystem, str, list[str]]:
+def _listed(
+    folder: str, filesystem: pyarrow.fs.FileSystem | None
+) -> tuple[pyarrow.fs.FileSystem, str, list[str]]:
     """Return the storage, the path within it, and the names in the folder."""
     if filesystem is None:
         filesystem, folder = pyarrow.fs.FileSystem.from_uri(absolute(folder))
     return filesystem, folder, list_names(folder, filesystem)
 
 
-def sealed_checkpoints(filesystem: pyarrow.fs.FileSystem, folder: str, names: list[str]) -> list[SealedCheckpoint]:
-    """Return the checkpoints among the names in a folder that have a manifest and a step, in the order of the run.
+def sealed_checkpoints(
+    filesystem: pyarrow.fs.FileSystem, folder: str, names: list[str]
+) -> list[SealedCheckpoint]:
+    """Return the checkpoints among the names in a folder that have a manifest and a
+    step, in the order of the run.
 
     Contents are not verified.
     """
@@ -100,5 +118,9 @@ def sealed_checkpoints(filesystem: pyarrow.fs.FileSystem, folder: str, names: li
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             if MANIFEST in list_names(path, filesystem):
                 state = json.loads(read_text(f"{path}/{STATE}", filesystem) or "")
-                found.append(SealedCheckpoint(path, int(state["iterations"]), int(state.get("attempt", 0))))
+                found.append(
+                    SealedCheckpoint(
+                        path, int(state["iterations"]), int(state.get("attempt", 0))
+                    )
+                )
     return sorted(found, key=lambda checkpoint: checkpoint.order)

@@ -1,7 +1,8 @@
 """The cause of a failed run, and whether a restart can help.
 
-Ray Train restarts the workers after any failure. :class:`RetryPolicy` runs in Ray Train's controller, and ends the run at once if
-each restart would raise the same exception. tests/whole/faults.py kills workers and fills disks, and
+Ray Train restarts the workers after any failure. :class:`RetryPolicy` runs in Ray
+Train's controller, and ends the run at once if each restart would raise the same
+exception. tests/whole/faults.py kills workers and fills disks, and
 tests/train/test_trainer.py has workers raise.
 """
 
@@ -25,8 +26,12 @@ from ..run.boundary.backend import CHECKPOINT
 from ..run.observe.failure import lines_of, raised_when, traceback_of, was_beginning
 from .driver_channel import DriverClient
 
-_BETWEEN_WORKERS = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|ProcessGroup|TCPStore")
-_RAYS_ADVICE = re.compile(r" (Worker exit type: \w+ Worker exit detail:|Some common causes include:).*")
+_BETWEEN_WORKERS = re.compile(
+    r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|ProcessGroup|TCPStore"
+)
+_RAYS_ADVICE = re.compile(
+    r" (Worker exit type: \w+ Worker exit detail:|Some common causes include:).*"
+)
 STORAGE_TRIES = 3
 """Number of starts that fail by the storage at the same place, before the run ends."""
 
@@ -37,31 +42,52 @@ def is_rays(error: Exception) -> bool:
 
 
 def preemption_of(error: Exception) -> RayActorError | None:
-    """Return the error of a worker that died with a node that was taken away after a notice, which Ray may have wrapped."""
-    found = (each for each in (error, *vars(error).values()) if isinstance(each, RayActorError) and each.preempted)
+    """Return the error of a worker that died with a node that was taken away after a
+    notice, which Ray may have wrapped.
+    """
+    found = (
+        each
+        for each in (error, *vars(error).values())
+        if isinstance(each, RayActorError) and each.preempted
+    )
     return next(found, None)
 
 
 def is_between_workers(error: BaseException) -> bool:
-    """Return whether an exception only shows that another worker is gone, or can't be reached."""
+    """Return whether an exception only shows that another worker is gone, or can't
+    be reached.
+    """
     if isinstance(error, dist.DistError):
         return True
-    return isinstance(error, RuntimeError | ConnectionError) and _BETWEEN_WORKERS.search(str(error)) is not None
+    return (
+        isinstance(error, RuntimeError | ConnectionError)
+        and _BETWEEN_WORKERS.search(str(error)) is not None
+    )
 
 
 def _lost_a_worker(error: Exception) -> bool:
-    """Return whether an exception shows that a process or a node was lost: this worker's, or the one of another."""
+    """Return whether an exception shows that a process or a node was lost: this
+    worker's, or the one of another.
+    """
     return is_rays(error) or is_between_workers(error)
 
 
 def _is_of_storage(error: Exception) -> bool:
-    """Return whether an exception is of a checkpoint or of storage, which may work again later."""
-    wrong_path = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-    return isinstance(error, CheckpointError) or (isinstance(error, OSError) and not wrong_path)
+    """Return whether an exception is of a checkpoint or of storage, which may work
+    again later.
+    """
+    wrong_path = isinstance(
+        error, FileNotFoundError | NotADirectoryError | IsADirectoryError
+    )
+    return isinstance(error, CheckpointError) or (
+        isinstance(error, OSError) and not wrong_path
+    )
 
 
 def is_nobodys_mistake(error: Exception) -> bool:
-    """Return whether an exception is of a lost process or node, or of storage, so that another start may not meet it."""
+    """Return whether an exception is of a lost process or node, or of storage, so
+    that another start may not meet it.
+    """
     if type(error) is RayError or isinstance(error, PermissionError | NotPermitted):
         return False  # the first stands for an exception that can't be pickled
     return _lost_a_worker(error) or (_is_of_storage(error) and not was_beginning(error))
@@ -72,29 +98,42 @@ def rays_words(error: BaseException) -> str:
     text = _RAYS_ADVICE.sub("", str(error).strip())
     if not text:
         return type(error).__name__
-    # The first and last lines are useful; between them is a remote traceback or a description of the worker.
+    # The first and last lines are useful; between them is a remote traceback or a
+    # description of the worker.
     first, *rest = text.splitlines()
-    short = (f"{first} {rest[-1]}" if first.endswith(".") else rest[-1]) if rest else first
-    process, node = (re.search(rf"^\s*{key}: (\S+)$", text, re.MULTILINE) for key in ("pid", "ip"))
+    short = (
+        (f"{first} {rest[-1]}" if first.endswith(".") else rest[-1]) if rest else first
+    )
+    process, node = (
+        re.search(rf"^\s*{key}: (\S+)$", text, re.MULTILINE) for key in ("pid", "ip")
+    )
     if process is not None and node is not None:
         short = f"{short.rstrip('.')} (process {process[1]} on {node[1]})."
     # gRPC's words for a connection that was cut off.
-    return re.sub("Socket closed$", "Socket closed: its node, or the network to it, is lost.", short)
+    return re.sub(
+        "Socket closed$",
+        "Socket closed: its node, or the network to it, is lost.",
+        short,
+    )
 
 
 def worker_failure(error: BaseException) -> tuple[int, Exception] | None:
-    """Return rank and failure of the worker that best explains why a run failed; None if no worker failed."""
+    """Return rank and failure of the worker that best explains why a run failed;
+    None if no worker failed.
+    """
     failures: Mapping[int, Exception] = getattr(error, "worker_failures", {})
 
     def order(item: tuple[int, Exception]) -> tuple[bool, bool, int]:
-        # A worker that died is the cause, not the workers that then lost the connection to it.
+        # A worker that died is the cause, not the workers that then lost the connection
+        # to it.
         return not is_rays(item[1]), is_between_workers(item[1]), item[0]
 
     return min(failures.items(), key=order, default=None)
 
 
 def failure_message(error: BaseException, *, lines: bool = True) -> str:
-    """Return the message of the worker's failure that best explains why a run failed; Ray's message if no worker failed.
+    """Return the message of the worker's failure that best explains why a run failed;
+    Ray's message if no worker failed.
 
     Args:
         error: The exception from ``fit()``.
@@ -106,24 +145,37 @@ def failure_message(error: BaseException, *, lines: bool = True) -> str:
     rank, failure = found
     if is_rays(failure):
         return f"Worker {rank}: {rays_words(failure)}"
-    text, kind = str(failure).strip(), type(failure).__name__  # a KeyError's text alone means little
+    # a KeyError's text alone means little
+    text, kind = str(failure).strip(), type(failure).__name__
     message = f"Worker {rank}: {kind}: {text}" if text else f"Worker {rank}: {kind}"
-    return "\n".join([message, lines_of(failure)] if lines and lines_of(failure) else [message])
+    return "\n".join(
+        [message, lines_of(failure)] if lines and lines_of(failure) else [message]
+    )
 
 
 def whole_failure(error: BaseException) -> str:
     """Return the tracebacks of all workers that failed."""
     failures: Mapping[int, Exception] = getattr(error, "worker_failures", {})
-    parts = [f"Worker {rank}:\n{traceback_of(failure)}" for rank, failure in sorted(failures.items())]
+    parts = [
+        f"Worker {rank}:\n{traceback_of(failure)}"
+        for rank, failure in sorted(failures.items())
+    ]
     return "\n\n".join(map(str, [error, *parts])) + "\n"
 
 
 def _one_sentence(failures: Mapping[int, Exception]) -> str:
-    """Return a sentence about the failure that explains the others, without lines of the user's code."""
-    return failure_message(ray.train.WorkerGroupError("", dict(failures)), lines=False).rstrip(".") + "."
+    """Return a sentence about the failure that explains the others, without lines of
+    the user's code.
+    """
+    return (
+        failure_message(
+            ray.train.WorkerGroupError("", dict(failures)), lines=False
+        ).rstrip(".")
+        + "."
+    )
 
 
-# ---- in Ray Train's controller ---------------------------------------------------------------------------------------
+# ---- in Ray Train's controller -------------------------------------------------------
 
 
 class ProcessGroupFailed(Exception):
@@ -148,15 +200,18 @@ class RepeatedFailure(Exception):
 
 
 class RetryPolicy(UserCallback):
-    """Logs a line about each failure, and ends the run at a failure that every restart would repeat.
+    """Logs a line about each failure, and ends the run at a failure that every restart
+    would repeat.
 
-    These failures are: an exception of the user's code or of this package during the build or before a start's first optimizer
-    step, an exception that was raised at the same step before, and a checkpoint that may not be written. Ray's
-    ``FailureConfig`` counts the others: lost workers, lost nodes, and storage errors. A storage error ends the run at the third
-    start that stops at the same step.
+    These failures are: an exception of the user's code or of this package during the
+    build or before a start's first optimizer step, an exception that was raised at the
+    same step before, and a checkpoint that may not be written. Ray's ``FailureConfig``
+    counts the others: lost workers, lost nodes, and storage errors. A storage error
+    ends the run at the third start that stops at the same step.
 
-    Ray counts preemptions apart from failures. From the death of a preempted worker to the end of the notice, Ray goes on
-    polling, and calls :meth:`after_exception` at each poll. The first of these calls is logged.
+    Ray counts preemptions apart from failures. From the death of a preempted worker to
+    the end of the notice, Ray goes on polling, and calls :meth:`after_exception` at
+    each poll. The first of these calls is logged.
 
     Args:
         max_failures: Ray Train's, for the log.
@@ -167,10 +222,13 @@ class RetryPolicy(UserCallback):
         ValueError: ``max_failures`` is below −1.
     """
 
-    def __init__(self, max_failures: int, restarts: int = 0, saved: bool = False) -> None:
+    def __init__(
+        self, max_failures: int, restarts: int = 0, saved: bool = False
+    ) -> None:
         if max_failures < -1:
             raise SettingError(
-                "Invalid {}. Must be a number of restarts; 0 for none, or -1 for any number.",
+                "Invalid {}. Must be a number of restarts; 0 for none, or -1 for any "
+                "number.",
                 "FailureConfig",
                 max_failures=max_failures,
             )
@@ -178,27 +236,46 @@ class RetryPolicy(UserCallback):
         """The driver's channel, see :mod:`ray_adascale.train.driver_channel`."""
         self._max_failures = max_failures
         self._restarts = restarts
-        self._saved = saved  # else: whether a checkpoint was reported since this driver began
-        self._taken_away: set[str | None] = set()  # ids of the actors of preempted workers
+        # else: whether a checkpoint was reported since this driver began
+        self._saved = saved
+        # ids of the actors of preempted workers
+        self._taken_away: set[str | None] = set()
         self._seen: Counter[str] = Counter()
 
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        """Ray Train's callback: all workers have reported, and their checkpoint is stored."""
+    def after_report(
+        self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any
+    ) -> None:
+        """Ray Train's callback: all workers have reported, and their checkpoint is
+        stored.
+        """
         if checkpoint is not None:
             self._saved = True
-            steps, effective = metrics[0].get("optimizer_steps", 0), metrics[0].get("effective_steps", 0.0)
-            DriverClient(self.channel).log(logging.INFO, CHECKPOINT % (steps, effective))
+            steps, effective = (
+                metrics[0].get("optimizer_steps", 0),
+                metrics[0].get("effective_steps", 0.0),
+            )
+            DriverClient(self.channel).log(
+                logging.INFO, CHECKPOINT % (steps, effective)
+            )
 
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+    def after_exception(
+        self, run_context: Any, worker_exceptions: dict[int, Exception]
+    ) -> None:
         """Ray Train's callback: one or more workers have failed."""
         driver = DriverClient(self.channel)
-        gone = {rank: found for rank, error in worker_exceptions.items() if (found := preemption_of(error)) is not None}
+        gone = {
+            rank: found
+            for rank, error in worker_exceptions.items()
+            if (found := preemption_of(error)) is not None
+        }
         if gone:
             actors = {error.actor_id for error in gone.values()} - {None}
             if actors.isdisjoint(self._taken_away):
                 text = _one_sentence({rank: worker_exceptions[rank] for rank in gone})
                 driver.restarting(f"{text} Its node was preempted.")
-                driver.awaits("Ray waits for the end of the notice, and restarts the workers then")
+                driver.awaits(
+                    "Ray waits for the end of the notice, and restarts the workers then"
+                )
             self._taken_away |= actors
             return
         found = worker_failure(ray.train.WorkerGroupError("", dict(worker_exceptions)))
@@ -208,7 +285,9 @@ class RetryPolicy(UserCallback):
             raise RepeatedFailure(dict(worker_exceptions), why)
         self._restarts += 1
         if self._max_failures < 0 or self._restarts <= self._max_failures:
-            driver.restarting(f"{_one_sentence(worker_exceptions)} {self.restart}", self._restarts)
+            driver.restarting(
+                f"{_one_sentence(worker_exceptions)} {self.restart}", self._restarts
+            )
 
     @property
     def restart(self) -> str:
@@ -218,7 +297,9 @@ class RetryPolicy(UserCallback):
         return f"Restart {self._restarts}{of}, from the last checkpoint{otherwise}."
 
     def _repeats(self, error: Exception) -> str | None:
-        """Return why each restart would raise this error again; None if that is unknown."""
+        """Return why each restart would raise this error again; None if that is
+        unknown.
+        """
         if _lost_a_worker(error):
             return None
         # An exception without a note is not from the loop, so its step is unknown.

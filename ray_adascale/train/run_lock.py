@@ -1,8 +1,11 @@
-"""Lock on the folder of a run or a search, on any storage: a second process that would write there gets an error.
+"""Lock on the folder of a run or a search, on any storage: a second process that would
+write there gets an error.
 
-Storage such as S3 has no locks. So the owner writes a file with its name and rewrites it every few seconds with another number.
-A second process waits: if the number changes, the owner is alive, and that process raises ValueError. No clocks are compared.
-tests/train/test_run_lock.py kills an owner, starts two at once, and takes the folder away for a while.
+Storage such as S3 has no locks. So the owner writes a file with its name and rewrites
+it every few seconds with another number. A second process waits: if the number changes,
+the owner is alive, and that process raises ValueError. No clocks are compared.
+tests/train/test_run_lock.py kills an owner, starts two at once, and takes the folder
+away for a while.
 """
 
 from __future__ import annotations
@@ -33,16 +36,19 @@ LOCK = "lock.json"
 _BEAT_S = 5.0
 """Seconds between two writes of the owner."""
 _DEAD_AFTER_S = 20.0
-"""Seconds without a write after which an owner counts as dead, if its process can't be looked up on this machine."""
+"""Seconds without a write after which an owner counts as dead, if its process can't
+be looked up on this machine.
+"""
 _SETTLE_S = 0.5
-"""Seconds between the first write to a bucket, or to a dead owner's lock, and its check. Of two processes that write at the same
-time the later one wins."""
+"""Seconds between the first write to a bucket, or to a dead owner's lock, and its
+check. Of two processes that write at the same time the later one wins."""
 
 
 class RunLock:
     """Context in which this process is the only one that writes to a folder.
 
-    The lock of a dead owner is taken over: at once if the owner was a process of this machine, else after 20 s.
+    The lock of a dead owner is taken over: at once if the owner was a process of this
+    machine, else after 20 s.
 
     Args:
         folder: Absolute path or URI of the run's or the search's folder.
@@ -50,14 +56,18 @@ class RunLock:
         filesystem: The storage, if the folder is a path within one.
 
     Attributes:
-        lost: Who has taken the lock over while this process did not write, such as after the suspension of a machine; None
-            while this process has the lock. From then on this process must not write.
+        lost: Who has taken the lock over while this process did not write, such as
+            after the suspension of a machine; None while this process has the lock.
+            From then on this process must not write.
 
     Raises:
-        ValueError: On entry: another process writes to the folder, or this process can't write there.
+        ValueError: On entry: another process writes to the folder, or this process
+            can't write there.
     """
 
-    def __init__(self, folder: str, name: str, *, filesystem: pyarrow.fs.FileSystem | None = None) -> None:
+    def __init__(
+        self, folder: str, name: str, *, filesystem: pyarrow.fs.FileSystem | None = None
+    ) -> None:
         self.lost: str | None = None
         self._name = name
         self._folder = folder if filesystem is not None else absolute(folder)
@@ -71,19 +81,28 @@ class RunLock:
         }
         self._beats = 0
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="ray_adascale-run-lock", daemon=True)
+        self._thread = threading.Thread(
+            target=self._beat, name="ray_adascale-run-lock", daemon=True
+        )
 
     def __enter__(self) -> RunLock:
         try:
             if self._filesystem is None:
-                self._filesystem, self._folder = pyarrow.fs.FileSystem.from_uri(self._folder)
+                self._filesystem, self._folder = pyarrow.fs.FileSystem.from_uri(
+                    self._folder
+                )
             self._refuse_second(first := self._read())
             self._filesystem.create_dir(self._folder, recursive=True)
             self._claim(new=first is None)
             text = self._read()
-        except (OSError, pyarrow.ArrowException) as e:  # the second for a URI of unknown form
+        except (
+            OSError,
+            pyarrow.ArrowException,
+        ) as e:
+            # The second for a URI of unknown form.
             raise SettingError(
-                f"Invalid {{}}: files can't be written to {self._folder} ({type(e).__name__}: {e}). Name a folder that can be "
+                f"Invalid {{}}: files can't be written to {self._folder} "
+                f"({type(e).__name__}: {e}). Name a folder that can be "
                 "written.",
                 "RunConfig",
                 storage_path=split(self._folder)[0],
@@ -96,7 +115,8 @@ class RunLock:
     def __exit__(self, *exc: object) -> None:
         self._ended.set()
         self._thread.join(_BEAT_S)
-        with contextlib.suppress(Exception):  # the run has its result: the lock that stays is taken over later
+        # the run has its result: the lock that stays is taken over later
+        with contextlib.suppress(Exception):
             if self._is_own(self._read()):
                 self._filesystem.delete_file(self._path)
 
@@ -105,10 +125,12 @@ class RunLock:
         return f"{self._folder}/{LOCK}"
 
     def _claim(self, *, new: bool) -> None:
-        """Write the lock's file for the first time. Which of several processes has the lock is certain afterwards.
+        """Write the lock's file for the first time. Which of several processes has the
+        lock is certain afterwards.
 
         Args:
-            new: Whether there was no lock. A disk then makes the file for one process only, so there is nothing to wait for.
+            new: Whether there was no lock. A disk then makes the file for one process
+                only, so there is nothing to wait for.
         """
         if new and isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
             with contextlib.suppress(FileExistsError):
@@ -127,20 +149,30 @@ class RunLock:
             return
         began = time.monotonic()
         owner = _words(first).rstrip(",")
-        _log.warning("Run %r has a lock of %s. Waiting to see whether that process is alive.", self._name, owner)
+        _log.warning(
+            "Run %r has a lock of %s. Waiting to see whether that process is alive.",
+            self._name,
+            owner,
+        )
         while time.monotonic() - began < _DEAD_AFTER_S:
             time.sleep(_SETTLE_S)
             text = self._read()
             if text is None:  # the owner has ended
                 return
             if text != first:
-                # The owner may be writing the file right now, so that its text is cut off.
+                # The owner may be writing the file right now, so that its text is cut
+                # off.
                 raise self._refusal(text if "owner" in _parsed(text) else first)
-        _log.warning("Run %r: the lock of %s is taken over, since it was not renewed.", self._name, owner)
+        _log.warning(
+            "Run %r: the lock of %s is taken over, since it was not renewed.",
+            self._name,
+            owner,
+        )
 
     def _refusal(self, text: str | None) -> SettingError:
         return SettingError(
-            f"Invalid {{}}: {_words(text)} writes to {self._folder} now. Wait until it has ended, or choose another name.",
+            f"Invalid {{}}: {_words(text)} writes to {self._folder} now. Wait until it "
+            "has ended, or choose another name.",
             "RunConfig",
             name=self._name,
         )
@@ -159,18 +191,26 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_S):
-            # Storage that fails for a while must not end this thread. A bucket's library has errors of its own.
+            # Storage that fails for a while must not end this thread. A bucket's
+            # library has errors of its own.
             with contextlib.suppress(Exception):
                 text = self._read()
                 if _parsed(text).get("owner") not in (None, self._owner["owner"]):
                     self.lost = _words(text).rstrip(",")
-                    _log.error("Run %r: %s has the lock and writes to %s now.", self._name, self.lost, self._folder)
+                    _log.error(
+                        "Run %r: %s has the lock and writes to %s now.",
+                        self._name,
+                        self.lost,
+                        self._folder,
+                    )
                     return
                 self._write()
 
 
 def _parsed(text: str | None) -> dict[str, Any]:
-    """Return the content of a lock's file; empty if there is none, or only a part of it."""
+    """Return the content of a lock's file; empty if there is none, or only a part of
+    it.
+    """
     try:
         content = json.loads(text or "{}")
     except ValueError:
@@ -183,19 +223,29 @@ def _words(text: str | None) -> str:
     content = _parsed(text)
     if "owner" not in content:
         return "another process"
-    return f"process {content.get('process')} on {content.get('host')}, started {content.get('since')},"
+    return (
+        f"process {content.get('process')} on {content.get('host')}, started "
+        f"{content.get('since')},"
+    )
 
 
 def _machine() -> str:
-    """Return an identifier of this machine, container and boot, within which a process number means one process."""
+    """Return an identifier of this machine, container and boot, within which a
+    process number means one process.
+    """
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # Linux only
-        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+        parts += [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
     return " ".join(parts)
 
 
 def _is_dead(owner: dict[str, Any]) -> bool:
-    """Return whether the owner is known to be dead: it was a process of this machine, and there is none of that number."""
+    """Return whether the owner is known to be dead: it was a process of this
+    machine, and there is none of that number.
+    """
     process = owner.get("process")
     if owner.get("machine") != _machine() or not isinstance(process, int):
         return False
@@ -206,5 +256,8 @@ def _is_dead(owner: dict[str, Any]) -> bool:
     except OSError:
         pass
     with contextlib.suppress(OSError, IndexError):  # a zombie still has its number
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return (
+            Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+            == "Z"
+        )
     return False

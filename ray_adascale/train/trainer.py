@@ -1,4 +1,6 @@
-"""Ray Train: ``prepare`` for the user's own loop, ``AdaScaleTrainer`` for a workload without a loop."""
+"""Ray Train: ``prepare`` for the user's own loop, ``AdaScaleTrainer`` for a workload
+without a loop.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +51,18 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 """Ctrl-C, and the signal of `ray job stop`, of `kill` and of batch systems."""
 
 
-def _with_the_arguments_of(function: Callable[_Args, _R]) -> Callable[[Callable[..., _R]], Callable[_Args, _R]]:
-    """Return a decorator for a function that passes its arguments on, so that type checkers and ``help`` show them."""
+def _with_the_arguments_of(
+    function: Callable[_Args, _R],
+) -> Callable[[Callable[..., _R]], Callable[_Args, _R]]:
+    """Return a decorator for a function that passes its arguments on, so that type
+    checkers and ``help`` show them.
+    """
 
     def decorate(wrapper: Callable[..., _R]) -> Callable[_Args, _R]:
         returned = inspect.signature(wrapper, eval_str=True).return_annotation
-        wrapper.__signature__ = inspect.signature(function, eval_str=True).replace(return_annotation=returned)  # type: ignore[attr-defined]
+        signature = inspect.signature(function, eval_str=True)
+        signature = signature.replace(return_annotation=returned)
+        wrapper.__signature__ = signature  # type: ignore[attr-defined]
         return wrapper
 
     return decorate
@@ -63,12 +71,15 @@ def _with_the_arguments_of(function: Callable[_Args, _R]) -> Callable[[Callable[
 @PublicAPI(stability="alpha")
 @_with_the_arguments_of(Run)
 def prepare(*args: Any, **kwargs: Any) -> Run:
-    """Return the run for your own training loop inside a ``TorchTrainer`` worker function.
+    """Return the run for your own training loop inside a ``TorchTrainer`` worker
+    function.
 
-    Pass model, optimizer and scheduler exactly as at the base batch. The arguments and the loop are those of
-    :class:`ray_adascale.Run`; the backend is Ray Train's. Reports and checkpoints go to Ray Train, and a restarted worker resumes
-    from the newest checkpoint. Outside Ray (one process, torchrun) use ``Run`` itself. A ``TorchTrainer`` has no lock on its
-    run's folder, unlike :class:`AdaScaleTrainer`: give each run a name of its own.
+    Pass model, optimizer and scheduler exactly as at the base batch. The arguments and
+    the loop are those of :class:`ray_adascale.Run`; the backend is Ray Train's. Reports
+    and checkpoints go to Ray Train, and a restarted worker resumes from the newest
+    checkpoint. Outside Ray (one process, torchrun) use ``Run`` itself. A
+    ``TorchTrainer`` has no lock on its run's folder, unlike :class:`AdaScaleTrainer`:
+    give each run a name of its own.
 
     Raises:
         RuntimeError: Called outside a Ray Train worker.
@@ -78,19 +89,24 @@ def prepare(*args: Any, **kwargs: Any) -> Run:
         backend = RayTrainBackend()
     except RuntimeError as e:
         raise RuntimeError(
-            "prepare() belongs inside a TorchTrainer's train_loop_per_worker. In one process or under torchrun, use "
+            "prepare() belongs inside a TorchTrainer's train_loop_per_worker. In one "
+            "process or under torchrun, use "
             "ray_adascale.Run(...) with the same arguments."
         ) from e
     return Run(*args, **{"backend": backend} | kwargs)
 
 
 def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
-    """Run the workload on one worker of an :class:`AdaScaleTrainer`. The result has rank 0's return value."""
+    """Run the workload on one worker of an :class:`AdaScaleTrainer`. The result has
+    rank 0's return value.
+    """
     config: AdaScaleConfig = job["config"]
     backend = RayTrainBackend()
     backend.kept_by = job["kept_by"]
     compared = job["kept_by"] is not None
-    backend.report_policy = ReportPolicy(evaluations=job["reports_evaluations"] or compared, save_evaluations=compared)
+    backend.report_policy = ReportPolicy(
+        evaluations=job["reports_evaluations"] or compared, save_evaluations=compared
+    )
     backend.channel = job["channel"]
     with contextlib.ExitStack() as stack:
         if backend.rank == 0:
@@ -98,8 +114,14 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
             stack.enter_context(forward_warnings(backend.driver))
         run: Run | None = None
         began = 0
-        stack.enter_context(annotate_exceptions(lambda: None if run is None else (began, run.state.iterations)))
-        workload = build_on_worker(job["workload"], job["hyperparameters"], config, backend.rank, job["recipe"])
+        stack.enter_context(
+            annotate_exceptions(
+                lambda: None if run is None else (began, run.state.iterations)
+            )
+        )
+        workload = build_on_worker(
+            job["workload"], job["hyperparameters"], config, backend.rank, job["recipe"]
+        )
         if job["lengths"] is not None:
             workload, config = _with_ray_data(workload, config, job["lengths"])
         run = Run.of(workload, config, recipe=job["recipe"], backend=backend)
@@ -115,57 +137,80 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
 def _with_ray_data(
     workload: Workload, config: AdaScaleConfig, lengths: Mapping[str, int | None]
 ) -> tuple[Workload, AdaScaleConfig]:
-    """Return the workload with this worker's shard, unless it has a dataset, and the settings with the length of an epoch."""
+    """Return the workload with this worker's shard, unless it has a dataset, and the
+    settings with the length of an epoch.
+    """
     if workload.train_dataset is None:
         if "train" not in lengths:
             raise ValueError(
-                f"The workload's train_dataset is None, and datasets= has no 'train' but {', '.join(map(repr, lengths))}. Name "
-                "one of them so, or call ray.train.get_dataset_shard(name) in the workload."
+                "The workload's train_dataset is None, and datasets= has no 'train' "
+                f"but {', '.join(map(repr, lengths))}. Name "
+                "one of them so, or call ray.train.get_dataset_shard(name) in the "
+                "workload."
             )
         workload = replace(workload, train_dataset=ray.train.get_dataset_shard("train"))
     known = lengths.get("train")
-    if config.dataset_length is None and known is not None and hasattr(workload.train_dataset, "iter_torch_batches"):
+    if (
+        config.dataset_length is None
+        and known is not None
+        and hasattr(workload.train_dataset, "iter_torch_batches")
+    ):
         config = replace(config, dataset_length=known)
     return workload, config
 
 
 def _known_length(dataset: Any) -> int | None:
-    """Return the rows of a materialized Ray Data dataset; None for others, since counting would compute them."""
-    from ray.data.dataset import MaterializedDataset  # slow to load, and loaded already where there is a dataset
+    """Return the rows of a materialized Ray Data dataset; None for others, since
+    counting would compute them.
+    """
+    # slow to load, and loaded already where there is a dataset
+    from ray.data.dataset import MaterializedDataset
 
     return int(dataset.count()) if isinstance(dataset, MaterializedDataset) else None
 
 
 @PublicAPI(stability="alpha")
 class AdaScaleTrainer(TorchTrainer):
-    """Runs a workload on any number of Ray workers with the schedule of its base batch. There is no loop to write.
+    """Runs a workload on any number of Ray workers with the schedule of its base batch.
+    There is no loop to write.
 
-    ``fit()`` returns Ray Train's ``Result``. Its ``metrics`` are those of the last report, at τ ≥ T. Its ``return_value`` adds
-    ``"stopped"``, the reason of the end, and ``"loop_seconds"``, the time without the start of Ray's workers.
+    ``fit()`` returns Ray Train's ``Result``. Its ``metrics`` are those of the last
+    report, at τ ≥ T. Its ``return_value`` adds ``"stopped"``, the reason of the end,
+    and ``"loop_seconds"``, the time without the start of Ray's workers.
 
     Args:
-        workload: A function from the hyperparameters to a :class:`ray_adascale.Workload`; called on every worker.
-        recipe: The outcome of a search: hyperparameters, base batch size, total steps, and the LR curve, which must equal the
-            workload's.
-        hyperparameters: The argument of ``workload``. With a recipe, changes to its hyperparameters (such as a path) that do
-            not change the LR curve.
+        workload: A function from the hyperparameters to a
+            :class:`ray_adascale.Workload`; called on every worker.
+        recipe: The outcome of a search: hyperparameters, base batch size, total steps,
+            and the LR curve, which must equal the workload's.
+        hyperparameters: The argument of ``workload``. With a recipe, changes to its
+            hyperparameters (such as a path) that do not change the LR curve.
         config: The settings. Default: ``AdaScaleConfig()`` with the recipe's numbers.
         scaling_config: Ray Train's. ``num_workers=(min, max)`` makes the run elastic.
-        run_config: Ray Train's. The same name and storage path resume a run. With ``callbacks`` (Ray Train's ``UserCallback``,
-            Tune's ``TuneReportCallback``) every evaluation is a report of its own for the callbacks. Ray passes one report in
-            about 2 s. Without callbacks, the metrics of an evaluation are part of the next report.
-        datasets: Ray Data's, by name, as for ``TorchTrainer``. If the workload's ``train_dataset`` is None, it is the shard of
-            "train". ``ray.train.get_dataset_shard(name)`` returns the other shards. The length of an epoch is known for a
-            materialized dataset. For others give ``AdaScaleConfig(dataset_length=...)`` if you use ``total_epochs``.
+        run_config: Ray Train's. The same name and storage path resume a run. With
+            ``callbacks`` (Ray Train's ``UserCallback``, Tune's ``TuneReportCallback``)
+            every evaluation is a report of its own for the callbacks. Ray passes one
+            report in about 2 s. Without callbacks, the metrics of an evaluation are
+            part of the next report.
+        datasets: Ray Data's, by name, as for ``TorchTrainer``. If the workload's
+            ``train_dataset`` is None, it is the shard of "train".
+            ``ray.train.get_dataset_shard(name)`` returns the other shards. The length
+            of an epoch is known for a materialized dataset. For others give
+            ``AdaScaleConfig(dataset_length=...)`` if you use ``total_epochs``.
         dataset_config: Ray Train's, for the split of datasets.
-        torch_config: Ray Train's. Default: a worker that hangs fails the others after 300 s. Either becomes an
-            ``AddressTorchConfig`` (``ray_adascale.train.network``), so that workers on several nodes reach each other.
-        progress: Show the progress while ``fit()`` waits: live on a terminal, else a line every few seconds.
-        on_start: Called on the driver, in another thread, when the workers first enter their loop. All checks have passed
-            then, and the checkpoint is loaded, if there is one.
+        torch_config: Ray Train's. Default: a worker that hangs fails the others after
+            300 s. Either becomes an ``AddressTorchConfig``
+            (``ray_adascale.train.network``), so that workers on several nodes reach
+            each other.
+        progress: Show the progress while ``fit()`` waits: live on a terminal, else a
+            line every few seconds.
+        on_start: Called on the driver, in another thread, when the workers first enter
+            their loop. All checks have passed then, and the checkpoint is loaded, if
+            there is one.
 
     Raises:
-        ValueError: A setting can't work. Raised on the driver, before any worker starts.
+        ValueError: A setting can't work. Raised on the driver, before any worker
+            starts.
     """
 
     def __init__(
@@ -183,26 +228,37 @@ class AdaScaleTrainer(TorchTrainer):
         progress: bool = True,
         on_start: Callable[[], None] | None = None,
     ) -> None:
-        check_type("workload", workload, Callable, "Must be a function config -> Workload.")
-        check_type("recipe", recipe, Recipe | None, "Load a file with Recipe.load(path).")
+        check_type(
+            "workload", workload, Callable, "Must be a function config -> Workload."
+        )
+        check_type(
+            "recipe", recipe, Recipe | None, "Load a file with Recipe.load(path)."
+        )
         config = read_settings(config).with_recipe(recipe)
-        scaling_config = ray.train.ScalingConfig() if scaling_config is None else scaling_config
+        scaling_config = (
+            ray.train.ScalingConfig() if scaling_config is None else scaling_config
+        )
         fewest = scaling_config.num_workers
         if isinstance(fewest, tuple):
             config = replace(config, elastic=True)
-            config.batch.plan(fewest[1])  # refuses a bound that leaves no batch for this number
+            # refuses a bound that leaves no batch for this number
+            config.batch.plan(fewest[1])
             fewest = fewest[0]
         if fewest < 1:
             raise SettingError(
-                "Invalid {}. Must be ≥ 1; without Ray use ray_adascale.Run.", "ScalingConfig", num_workers=fewest
+                "Invalid {}. Must be ≥ 1; without Ray use ray_adascale.Run.",
+                "ScalingConfig",
+                num_workers=fewest,
             )
         config.batch.plan(fewest)
         if config.total_epochs is None:
             config.resolve_total_steps(None)
         run_config = ray.train.RunConfig() if run_config is None else run_config
-        if not str(run_config.name).isascii():  # Ray's controller makes a tag of its metrics of it
+        # Ray's controller makes a tag of its metrics of it
+        if not str(run_config.name).isascii():
             raise SettingError(
-                "Invalid {}. Must have ASCII characters only: Ray Train fails otherwise.",
+                "Invalid {}. Must have ASCII characters only: Ray Train fails "
+                "otherwise.",
                 "RunConfig",
                 name=run_config.name,
             )
@@ -211,13 +267,22 @@ class AdaScaleTrainer(TorchTrainer):
         self._progress, self._on_start = progress, on_start
         self._job: dict[str, Any] = {
             "workload": portable(workload),
-            "hyperparameters": {**(recipe.hyperparameters if recipe is not None else {}), **(hyperparameters or {})},
+            "hyperparameters": {
+                **(recipe.hyperparameters if recipe is not None else {}),
+                **(hyperparameters or {}),
+            },
             "config": config,
             "recipe": recipe,
             "channel": None,
             "reports_evaluations": bool(run_config.callbacks),
-            "lengths": None if datasets is None else {name: _known_length(data) for name, data in datasets.items()},
-            "kept_by": getattr(getattr(run_config, "checkpoint_config", None), "checkpoint_score_attribute", None),
+            "lengths": None
+            if datasets is None
+            else {name: _known_length(data) for name, data in datasets.items()},
+            "kept_by": getattr(
+                getattr(run_config, "checkpoint_config", None),
+                "checkpoint_score_attribute",
+                None,
+            ),
         }
         self._torch_config = with_interface(torch_config, WORKER_TIMEOUT_S)
         self._configure = functools.partial(
@@ -230,50 +295,72 @@ class AdaScaleTrainer(TorchTrainer):
         )
         policy = RetryPolicy(self._failures.max_failures)
         self._configure(
-            scaling_config=scaling_config, run_config=replace(run_config, callbacks=[*self._callbacks, policy])
+            scaling_config=scaling_config,
+            run_config=replace(run_config, callbacks=[*self._callbacks, policy]),
         )
 
     def fit(self) -> ray.train.Result:
         """Run to the end, or to a failure.
 
-        ``ray_adascale``'s logger logs events on the driver, and the display shows them: start, resume, checkpoint, lost worker,
-        restart, preemption notice, and the warnings of the worker of rank 0. If the cluster lacks room for the workers, that is
-        logged after some seconds and every half minute. Ray waits, since nodes may be added.
+        ``ray_adascale``'s logger logs events on the driver, and the display shows them:
+        start, resume, checkpoint, lost worker, restart, preemption notice, and the
+        warnings of the worker of rank 0. If the cluster lacks room for the workers,
+        that is logged after some seconds and every half minute. Ray waits, since nodes
+        may be added.
 
         Raises:
-            ValueError: The workers don't fit, and no node can be added, since this process has started Ray for itself. Or another
-                process runs under this name and storage path now, or the storage can't be written.
-            RuntimeError: This process was suspended, and another one has taken over the run.
-            ray.train.TrainingFailedError: Workers failed, or did not start, more often than ``FailureConfig`` allows, or failed
-                with an exception that every restart would repeat: one during the build, one before a start's first optimizer
-                step, or two after the same step. The last checkpoint can be used: the same call resumes from it.
-            KeyboardInterrupt: Ctrl-C, or SIGTERM. The workers have written a checkpoint at the next step boundary, unless that
-                took more than a minute or the signal came twice. The same call resumes.
+            ValueError: The workers don't fit, and no node can be added, since this
+                process has started Ray for itself. Or another process runs under this
+                name and storage path now, or the storage can't be written.
+            RuntimeError: This process was suspended, and another one has taken over the
+                run.
+            ray.train.TrainingFailedError: Workers failed, or did not start, more often
+                than ``FailureConfig`` allows, or failed with an exception that every
+                restart would repeat: one during the build, one before a start's first
+                optimizer step, or two after the same step. The last checkpoint can be
+                used: the same call resumes from it.
+            KeyboardInterrupt: Ctrl-C, or SIGTERM. The workers have written a checkpoint
+                at the next step boundary, unless that took more than a minute or the
+                signal came twice. The same call resumes.
         """
         quiet_init()
         asked = self.scaling_config
-        needs = {key: value / asked.max_workers for key, value in asked.total_resources.items()}, asked.min_workers
+        needs = (
+            {
+                key: value / asked.max_workers
+                for key, value in asked.total_resources.items()
+            },
+            asked.min_workers,
+        )
         short = lacking(*needs)
         if short is not None and is_local():
             raise SettingError(
-                f"Invalid {{}}: {short}. No node can join: this process started its own local Ray. {self._what_to_ask_for()}, "
+                f"Invalid {{}}: {short}. No node can join: this process started its "
+                f"own local Ray. {self._what_to_ask_for()}, "
                 "or give the address of a cluster.",
                 "ScalingConfig",
                 num_workers=asked.num_workers,
             )
         config, folder = self.run_config, self._folder
-        with RunLock(folder, str(config.name), filesystem=config.storage_filesystem) as lock:
+        with RunLock(
+            folder, str(config.name), filesystem=config.storage_filesystem
+        ) as lock:
             channel = make_channel()
             self._job["channel"] = self._torch_config.channel = channel
             self._monitor = DriverMonitor(channel, needs, lock, self._on_start)
             try:
                 with self._display(), self._monitor:
                     return self._fit()
-            except (ray.exceptions.RayActorError, ray.train.TrainingFailedError, KeyboardInterrupt) as e:
+            except (
+                ray.exceptions.RayActorError,
+                ray.train.TrainingFailedError,
+                KeyboardInterrupt,
+            ) as e:
                 if lock.lost is None:
                     raise
                 raise RuntimeError(
-                    f"Run {config.name!r} was ended here: this process was suspended for a while, and {lock.lost} has taken "
+                    f"Run {config.name!r} was ended here: this process was suspended "
+                    f"for a while, and {lock.lost} has taken "
                     "over the run's folder."
                 ) from e
             finally:
@@ -291,47 +378,72 @@ class AdaScaleTrainer(TorchTrainer):
     def _display(self) -> contextlib.AbstractContextManager[Any]:
         if not self._progress:
             return contextlib.nullcontext()
-        from ..analysis.display import RunDisplay  # workers load this module too, and need no rich
+        # workers load this module too, and need no rich
+        from ..analysis.display import RunDisplay
 
         return RunDisplay(
-            lambda: self._monitor.status.metrics, label=str(self.run_config.name), log=logging.getLogger(_PACKAGE)
+            lambda: self._monitor.status.metrics,
+            label=str(self.run_config.name),
+            log=logging.getLogger(_PACKAGE),
         )
 
     def _fit(self) -> ray.train.Result:
         in_main_thread = threading.current_thread() is threading.main_thread()
-        handlers = {number: signal.getsignal(number) for number in _INTERRUPTS} if in_main_thread else {}
+        handlers = (
+            {number: signal.getsignal(number) for number in _INTERRUPTS}
+            if in_main_thread
+            else {}
+        )
         try:
             result = self._run_controllers()
         except ray.train.ControllerError as e:
             cause = e.controller_failure
             if not isinstance(cause, RepeatedFailure):
                 if isinstance(cause, OSError):
-                    elsewhere = "://" in self._folder or self.run_config.storage_filesystem
+                    elsewhere = (
+                        "://" in self._folder or self.run_config.storage_filesystem
+                    )
                     room = "" if elsewhere else full_disk_note(cause, self._folder)
-                    e.add_note(f"Ray's controller could not write to the run's folder {self._folder}{room}.")
+                    e.add_note(
+                        "Ray's controller could not write to the run's folder "
+                        f"{self._folder}{room}."
+                    )
                 raise
             failed = ray.train.WorkerGroupError("", cause.failures)
-            text = f"{failure_message(failed)}\n{cause.why} Each restart would repeat it."
+            text = (
+                f"{failure_message(failed)}\n{cause.why} Each restart would repeat it."
+            )
             raise ray.train.WorkerGroupError(text, cause.failures) from None
         except (ray.exceptions.RayActorError, SystemExit) as e:
-            # DriverMonitor has killed the controller, or Ray's own handler of Ctrl-C has exited with code 0.
+            # DriverMonitor has killed the controller, or Ray's own handler of Ctrl-C
+            # has exited with code 0.
             if self._monitor.interrupts or isinstance(e, SystemExit):
-                saved = newest_checkpoint(self._folder, self.run_config.storage_filesystem)
-                lost = "what came after its last checkpoint is lost" if saved else "it has no checkpoint yet"
+                saved = newest_checkpoint(
+                    self._folder, self.run_config.storage_filesystem
+                )
+                lost = (
+                    "what came after its last checkpoint is lost"
+                    if saved
+                    else "it has no checkpoint yet"
+                )
                 raise KeyboardInterrupt(f"The run ended at once; {lost}.") from None
             raise
         finally:
             for number, handler in handlers.items():
                 if handler is not None:
-                    signal.signal(number, handler)  # Ray leaves its own handler of SIGINT behind
+                    # Ray leaves its own handler of SIGINT behind
+                    signal.signal(number, handler)
         if result.return_value["stopped"] == INTERRUPTED:
             raise KeyboardInterrupt(
-                f"The run has written a checkpoint of optimizer step {result.metrics['optimizer_steps']:,}."
+                "The run has written a checkpoint of optimizer step "
+                f"{result.metrics['optimizer_steps']:,}."
             )
         return result
 
     def _run_controllers(self) -> ray.train.Result:
-        """Return Ray Train's result. A controller that ends by a failed start is followed by another one."""
+        """Return Ray Train's result. A controller that ends by a failed start is
+        followed by another one.
+        """
         asked = self.scaling_config
         failed = FailedStarts(self._failures, asked)
         start = NextStart(None, 0, asked.num_workers)
@@ -345,7 +457,8 @@ class AdaScaleTrainer(TorchTrainer):
                         raise
                     notes = ray.get(self._job["channel"].notes.remote())
                     following = failed.next_start(e, notes["restarts"], notes["loops"])
-                    self._monitor.end_controller(notes["placed"])  # the last one too: Ray would keep its workers
+                    # the last one too: Ray would keep its workers
+                    self._monitor.end_controller(notes["placed"])
                     if following is None:
                         raise
                 start = following
@@ -353,26 +466,42 @@ class AdaScaleTrainer(TorchTrainer):
             self._configure(scaling_config=asked, run_config=self.run_config)
 
     def _prepare(self, start: NextStart) -> None:
-        """Configure the next controller, and log why there is one more. It ends at each failure of its own."""
+        """Configure the next controller, and log why there is one more. It ends at
+        each failure of its own.
+        """
         storage, channel = self.run_config.storage_filesystem, self._job["channel"]
         rename_cut_off_record(self._folder, str(self.run_config.name), storage)
         again, most = start.why is not None, self._failures.max_failures
-        policy = RetryPolicy(most, start.restarts, saved=again and newest_checkpoint(self._folder, storage) is not None)
+        policy = RetryPolicy(
+            most,
+            start.restarts,
+            saved=again and newest_checkpoint(self._folder, storage) is not None,
+        )
         policy.channel = channel
         if again:
-            DriverClient(channel).restarting(f"{start.why} {policy.restart}", start.restarts)
+            DriverClient(channel).restarting(
+                f"{start.why} {policy.restart}", start.restarts
+            )
         left = replace(
-            self._failures, max_failures=most if most < 0 else most - start.restarts, controller_failure_limit=0
+            self._failures,
+            max_failures=most if most < 0 else most - start.restarts,
+            controller_failure_limit=0,
         )
         self._configure(
             scaling_config=replace(self.scaling_config, num_workers=start.num_workers),
-            run_config=replace(self.run_config, failure_config=left, callbacks=[*self._callbacks, policy]),
+            run_config=replace(
+                self.run_config,
+                failure_config=left,
+                callbacks=[*self._callbacks, policy],
+            ),
         )
 
     def _register_sigint_handler(self, controller: Any) -> None:
-        """Replace a private hook of Ray Train, with a handler that waits for the controller, which may wait for nodes.
+        """Replace a private hook of Ray Train, with a handler that waits for the
+        controller, which may wait for nodes.
 
-        A test fails if the hook moves. Ctrl-C would then end a run without a checkpoint, as in Ray.
+        A test fails if the hook moves. Ctrl-C would then end a run without a
+        checkpoint, as in Ray.
         """
         self._monitor.controller = controller
         for number in _INTERRUPTS:

@@ -1,4 +1,6 @@
-"""find_batch_size on a simulated GPU, of which memory runs out at a size that a test sets."""
+"""find_batch_size on a simulated GPU, of which memory runs out at a size that a test
+sets.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from ray_adascale import AdaScaleConfig, OptimizerChain, RuleInput, Workload, find_batch_size
-from ray_adascale.analysis.batch_size import _OUT_OF_MEMORY, _bytes_of, _largest_fit, _repeat_few_examples
+from ray_adascale import (
+    AdaScaleConfig,
+    OptimizerChain,
+    RuleInput,
+    Workload,
+    find_batch_size,
+)
+from ray_adascale.analysis.batch_size import (
+    _OUT_OF_MEMORY,
+    _bytes_of,
+    _largest_fit,
+    _repeat_few_examples,
+)
 
 from ..pool import ProcessPool
 
@@ -25,11 +38,15 @@ CONFIG = AdaScaleConfig(base_batch_size=8, total_steps=100)
 
 
 class Net(nn.Module):
-    """Runs out of memory in its forward pass, its backward pass or as its optimizer steps, above some examples."""
+    """Runs out of memory in its forward pass, its backward pass or as its optimizer
+    steps, above some examples.
+    """
 
     def __init__(self, most: int, where: str, norm: type[nn.Module]) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 16), norm(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+        self.body = nn.Sequential(
+            nn.Linear(6, 16), norm(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3)
+        )
         self.most, self.where, self.now = most, where, 0
         self.seen: list[int] = []
 
@@ -43,7 +60,9 @@ class Net(nn.Module):
 
     def use(self, where: str) -> None:
         if where == self.where and self.now > self.most:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB."
+            )
 
 
 def limited(
@@ -79,12 +98,14 @@ def find(workload: Any, config: AdaScaleConfig = CONFIG, **hyperparameters: Any)
     return find_batch_size(workload, config, hyperparameters, device="cuda:0")
 
 
-# ---- the answer ------------------------------------------------------------------------------------------------------
+# ---- the answer ----------------------------------------------------------------------
 
 
 def _where_it_runs_out(where: str, precision: Any) -> None:
     built: list[Net] = []
-    config = AdaScaleConfig(base_batch_size=8, total_steps=100, precision=precision, grad_clip=1.0)
+    config = AdaScaleConfig(
+        base_batch_size=8, total_steps=100, precision=precision, grad_clip=1.0
+    )
     answer = find(limited(300, where, built=built), config)
     (net,) = built
     fitted = max(size for size in net.seen if size <= 300)
@@ -155,12 +176,17 @@ def _other_losses() -> None:
         find(workload(misshapen))
 
 
-def test_losses_that_are_not_finite_end_no_search_and_another_error_is_the_users_own(simulated_pool: Pool) -> None:
+def test_losses_that_are_not_finite_end_no_search_and_another_error_is_the_users_own(
+    simulated_pool: Pool,
+) -> None:
     simulated_pool(1).run(_other_losses)
 
 
 def test_on_a_cpu_memory_is_not_the_limit() -> None:
-    with pytest.raises(ValueError, match=r"Invalid device cpu\. Memory is not the limit there, but time"):
+    with pytest.raises(
+        ValueError,
+        match=r"Invalid device cpu\. Memory is not the limit there, but time",
+    ):
         find_batch_size(limited(9), CONFIG, device="cpu")
 
 
@@ -179,7 +205,12 @@ class Counting:
 
 def _chain(params: Any) -> OptimizerChain:
     first, *others = params
-    return OptimizerChain([torch.optim.SGD([first], lr=0.01), torch.optim.AdamW(others, lr=torch.tensor(0.01))])
+    return OptimizerChain(
+        [
+            torch.optim.SGD([first], lr=0.01),
+            torch.optim.AdamW(others, lr=torch.tensor(0.01)),
+        ]
+    )
 
 
 def _left_alone() -> None:
@@ -194,12 +225,16 @@ def _left_alone() -> None:
     read: list[dict[str, Any]] = []
 
     def workload(config: dict[str, Any]) -> Workload:
-        read.append({key: config[key] for key in ("width", "total_steps", "base_batch_size")})
+        read.append(
+            {key: config[key] for key in ("width", "total_steps", "base_batch_size")}
+        )
         return limited(5)(config)
 
     find(workload, width=3)
     assert read == [{"width": 3, "total_steps": 100, "base_batch_size": 8}]
-    with pytest.raises(ValueError, match=r"Invalid train_dataset: a .*Stream. Must be map-style"):
+    with pytest.raises(
+        ValueError, match=r"Invalid train_dataset: a .*Stream. Must be map-style"
+    ):
         find(limited(9, dataset=Stream()))
 
 
@@ -209,7 +244,7 @@ def test_generators_and_the_rule_are_as_before_chains_work_and_the_workload_read
     simulated_pool(1).run(_left_alone)
 
 
-# ---- the examples ----------------------------------------------------------------------------------------------------
+# ---- the examples --------------------------------------------------------------------
 
 
 def test_a_few_examples_are_repeated_the_largest_first() -> None:
@@ -257,5 +292,7 @@ def test_bytes_of_an_example() -> None:
 
 def test_errors_that_say_that_memory_ran_out() -> None:
     assert _OUT_OF_MEMORY.search("CUDA out of memory. Tried to allocate 2 GiB")
-    assert _OUT_OF_MEMORY.search("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    assert _OUT_OF_MEMORY.search(
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    )
     assert not _OUT_OF_MEMORY.search("mat1 and mat2 shapes cannot be multiplied")

@@ -1,4 +1,6 @@
-"""The check of a workload: what a run would refuse or get wrong is found by one small pass, before anything is started."""
+"""The check of a workload: what a run would refuse or get wrong is found by one
+small pass, before anything is started.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def workload(config: dict[str, Any], reduction: str = "mean") -> Workload:
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=config["lr"]),
         train_dataset=TensorDataset(x, x.sum(1, keepdim=True)),
-        loss_fn=lambda model, batch: F.mse_loss(model(batch[0]), batch[1], reduction=reduction),
+        loss_fn=lambda model, batch: F.mse_loss(
+            model(batch[0]), batch[1], reduction=reduction
+        ),
     )
 
 
@@ -45,22 +49,36 @@ def test_a_sound_workload_passes_and_nothing_is_trained() -> None:
         built.append(copy.deepcopy(built[0]))
         return built[0]
 
-    big = AdaScaleConfig(base_batch_size=32, total_steps=100, per_worker_batch_size=64, target_efficiency=0.5)
+    big = AdaScaleConfig(
+        base_batch_size=32,
+        total_steps=100,
+        per_worker_batch_size=64,
+        target_efficiency=0.5,
+    )
     findings = check_workload(kept, {"lr": 0.1}, big)
     assert [found.level for found in findings] == ["ok"]
     assert re.search(
         r"pass over 8 examples: loss .*, shapes \[8, 4\], \[8, 1\]\.", findings[0].text
     )  # few of the 32, whatever the run's scale
-    for now, before in zip(built[0].model.parameters(), built[1].model.parameters(), strict=True):
+    for now, before in zip(
+        built[0].model.parameters(), built[1].model.parameters(), strict=True
+    ):
         assert torch.equal(now, before)
 
 
 @pytest.mark.parametrize(("reduction", "found"), [("mean", 0), ("sum", 1)])
-def test_a_loss_that_is_a_sum_is_found_in_spite_of_dropout(reduction: str, found: int) -> None:
-    findings = check_workload(lambda config: workload(config, reduction), {"lr": 0.1}, CONFIG)
+def test_a_loss_that_is_a_sum_is_found_in_spite_of_dropout(
+    reduction: str, found: int
+) -> None:
+    findings = check_workload(
+        lambda config: workload(config, reduction), {"lr": 0.1}, CONFIG
+    )
     warnings = [each for each in findings if each.level == "warning"]
     assert len(warnings) == found
-    assert all("looks like a sum over the examples" in each.text and not each.repeated for each in warnings)
+    assert all(
+        "looks like a sum over the examples" in each.text and not each.repeated
+        for each in warnings
+    )
 
 
 def test_a_loss_that_is_a_number_fails() -> None:
@@ -82,16 +100,27 @@ def test_a_build_that_fails_names_the_hyperparameter_and_the_line() -> None:
 
 
 def test_a_hyperparameter_that_is_never_read_is_named() -> None:
-    (warning,) = (each for each in check_workload(workload, {"lr": 0.1, "l": 1}, CONFIG) if each.level == "warning")
+    (warning,) = (
+        each
+        for each in check_workload(workload, {"lr": 0.1, "l": 1}, CONFIG)
+        if each.level == "warning"
+    )
     assert "has not read 'l'" in warning.text
     assert warning.repeated  # a run warns of it as well
 
 
 def test_the_recipes_learning_rates_must_be_the_workloads() -> None:
     frozen = recipe([(0, 3, 1)])  # lr 0.1, B0 8
-    assert not of(check_workload(workload, {"lr": 0.1}, AdaScaleConfig(), frozen), "failed")
-    (text,) = of(check_workload(workload, {"lr": 0.2}, AdaScaleConfig(), frozen), "failed")
-    assert text.startswith("The preparation of a run failed. ValueError: The learning-rate curve is not the recipe's")
+    assert not of(
+        check_workload(workload, {"lr": 0.1}, AdaScaleConfig(), frozen), "failed"
+    )
+    (text,) = of(
+        check_workload(workload, {"lr": 0.2}, AdaScaleConfig(), frozen), "failed"
+    )
+    assert text.startswith(
+        "The preparation of a run failed. ValueError: The learning-rate curve is not "
+        "the recipe's"
+    )
 
 
 def test_ray_datas_examples_are_left_out() -> None:
@@ -105,10 +134,15 @@ def test_ray_datas_examples_are_left_out() -> None:
     assert "no pass was made" in finding.text
 
 
-def test_a_batch_that_cannot_be_cut_is_used_whole_and_a_loss_that_is_not_finite_warns() -> None:
+def test_a_batch_that_cannot_be_cut_is_used_whole_and_a_loss_that_is_not_finite_warns() -> (
+    None
+):
     def odd(config: dict[str, Any]) -> Workload:
         made = workload(config)
-        made.collate_fn = lambda rows: {"x": torch.stack([x for x, _ in rows]), "rows": torch.zeros(3)}
+        made.collate_fn = lambda rows: {
+            "x": torch.stack([x for x, _ in rows]),
+            "rows": torch.zeros(3),
+        }
         made.loss_fn = lambda model, batch: model(batch["x"]).mean() * float("inf")
         return made
 
@@ -121,19 +155,37 @@ def test_a_batch_that_cannot_be_cut_is_used_whole_and_a_loss_that_is_not_finite_
     ("metrics", "level", "words"),
     [
         ({"accuracy": 0.25}, "ok", "The untrained model was evaluated: accuracy 0.25."),
-        (None, "failed", "The evaluation of the untrained model failed. TypeError: evaluate returned a NoneType"),
+        (
+            None,
+            "failed",
+            "The evaluation of the untrained model failed. TypeError: evaluate "
+            "returned a NoneType",
+        ),
         ({"acc": 0.25}, "failed", "metric='accuracy': evaluate returned 'acc'"),
         ({"accuracy": None}, "failed", "metric 'accuracy' of type NoneType"),
-        ({"accuracy": float("nan")}, "warning", "evaluate returned NaN for the untrained model: 'accuracy'"),
+        (
+            {"accuracy": float("nan")},
+            "warning",
+            "evaluate returned NaN for the untrained model: 'accuracy'",
+        ),
     ],
 )
 def test_the_untrained_model_is_evaluated(metrics: Any, level: str, words: str) -> None:
     calls: list[Any] = []
 
     def evaluated(config: dict[str, Any]) -> Workload:
-        return replace(workload(config), evaluate=lambda _: calls.append(1) or metrics, metric="accuracy")
+        return replace(
+            workload(config),
+            evaluate=lambda _: calls.append(1) or metrics,
+            metric="accuracy",
+        )
 
-    assert any(words in text for text in of(check_workload(evaluated, {"lr": 0.1}, CONFIG), level))
+    assert any(
+        words in text
+        for text in of(check_workload(evaluated, {"lr": 0.1}, CONFIG), level)
+    )
     assert len(calls) == 1
-    assert not of(check_workload(evaluated, {"lr": 0.1}, CONFIG, evaluates=False), "failed")
+    assert not of(
+        check_workload(evaluated, {"lr": 0.1}, CONFIG, evaluates=False), "failed"
+    )
     assert len(calls) == 1

@@ -1,4 +1,6 @@
-"""What is said of a recipe, a checkpoint, a run and a search, and when one of them counts as damaged."""
+"""What is said of a recipe, a checkpoint, a run and a search, and when one of them
+counts as damaged.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def test_a_recipe_and_one_that_was_edited(tmp_path: Path) -> None:
     assert "accuracy = 0.97 (max)" in text
     assert "EDITED" not in text
     edited = tmp_path / "edited.json"
-    edited.write_text(SAMPLE.read_text().replace('"momentum": 0.9,', '"momentum": 0.8,'))
+    edited.write_text(
+        SAMPLE.read_text().replace('"momentum": 0.9,', '"momentum": 0.8,')
+    )
     text, whole = describe(edited)
     assert not whole
     assert "momentum=0.8" in text
@@ -33,7 +37,11 @@ def test_a_recipe_and_one_that_was_edited(tmp_path: Path) -> None:
 def test_what_a_recipe_lacks_and_which_trials_failed(tmp_path: Path) -> None:
     failed = [
         {"trial": "a_1", "at": "lr=0.1", "error": "OSError: no disk"},
-        {"trial": "a_2", "at": "repeat at lr=0.2, seed 4", "error": "ActorDiedError: it died"},
+        {
+            "trial": "a_2",
+            "at": "repeat at lr=0.2, seed 4",
+            "error": "ActorDiedError: it died",
+        },
     ]
     recipe([], search={"failed": failed, "trials": 8}).save(tmp_path / "recipe.json")
     text, whole = describe(tmp_path / "recipe.json")
@@ -45,12 +53,18 @@ def test_what_a_recipe_lacks_and_which_trials_failed(tmp_path: Path) -> None:
         "  no forecast  it holds no noise probes",
     ]
     assert "failed" not in recipe([], search={"failed": [], "completed": 1}).describe()
-    assert "failed" not in recipe([], search={"failed": 1}).describe()  # of another program
+    # of another program
+    assert "failed" not in recipe([], search={"failed": 1}).describe()
 
 
 def test_a_checkpoint_and_its_run(tmp_path: Path) -> None:
     found = record_recipe(
-        regression, {}, base_batch_size=8, total_steps=4, probe_every=2, backend=LocalBackend(tmp_path / "run")
+        regression,
+        {},
+        base_batch_size=8,
+        total_steps=4,
+        probe_every=2,
+        backend=LocalBackend(tmp_path / "run"),
     )
     (folder,) = (tmp_path / "run").glob("checkpoint_*")
     text, whole = describe(folder)
@@ -59,7 +73,8 @@ def test_a_checkpoint_and_its_run(tmp_path: Path) -> None:
     assert "8 examples on 1 workers in 1 passes; base batch 8" in text
     assert f"error {found.score:.4g}" in text
     assert "the model's 2, 44 bytes" in text  # 10 weights and a bias
-    (tmp_path / "run" / "checkpoint_manager_snapshot.json").write_text("{}")  # Ray Train's, and no checkpoint
+    # Ray Train's, and no checkpoint
+    (tmp_path / "run" / "checkpoint_manager_snapshot.json").write_text("{}")
     text, whole = describe(tmp_path / "run")
     assert whole
     assert f"checkpoints  1, newest whole one {folder.name}" in text
@@ -106,12 +121,18 @@ def test_a_run_by_its_folder_or_its_trace(tmp_path: Path) -> None:
 
 def test_a_run_with_clipped_steps(tmp_path: Path) -> None:
     path = write_rows(tmp_path, [row(1), row(2, clipped=True), row(3), row(4)])
-    assert "  clipped      25 % of the steps, at a multiple of the expected norm" in describe(path)[0].splitlines()
+    assert (
+        "  clipped      25 % of the steps, at a multiple of the expected norm"
+        in describe(path)[0].splitlines()
+    )
 
 
 def test_a_run_with_skipped_steps(tmp_path: Path) -> None:
     path = write_rows(tmp_path, [row(1), row(2, optimizer_steps=1, skipped=True)])
-    assert describe(path)[0].splitlines()[2] == "  skipped      1 steps, whose gradients were not finite"
+    assert (
+        describe(path)[0].splitlines()[2]
+        == "  skipped      1 steps, whose gradients were not finite"
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +141,8 @@ def test_a_run_with_skipped_steps(tmp_path: Path) -> None:
         ([1, 2, 3], "whole: a row for each step"),
         ([1, 2, 7, 8, 10], "NOT WHOLE: steps 3 to 6 are missing; step 9 is missing"),
         ([3, 4], "NOT WHOLE: steps 1 to 2 are missing"),
-        ([1, 2, 3, 2, 4], "NOT WHOLE: step 2 comes after step 3"),  # an older start wrote here too
+        # an older start wrote here too
+        ([1, 2, 3, 2, 4], "NOT WHOLE: step 2 comes after step 3"),
     ],
 )
 def test_a_trace_that_lacks_steps(tmp_path: Path, steps: list[int], told: str) -> None:
@@ -130,17 +152,28 @@ def test_a_trace_that_lacks_steps(tmp_path: Path, steps: list[int], told: str) -
 
 
 def test_a_long_run_lacks_steps_where_more_than_k_are_missing(tmp_path: Path) -> None:
-    rows = [row(step, every=4) for step in (1, 4, 8, 11, 12, 16, 24)]  # a start ended at step 11
-    assert "NOT WHOLE: steps 17 to 23 are missing" in describe(write_rows(tmp_path, rows))[0]
+    # a start ended at step 11
+    rows = [row(step, every=4) for step in (1, 4, 8, 11, 12, 16, 24)]
+    assert (
+        "NOT WHOLE: steps 17 to 23 are missing"
+        in describe(write_rows(tmp_path, rows))[0]
+    )
     # T was smaller at first.
-    assert describe(write_rows(tmp_path, [row(1), row(2), row(3), *rows[1:-1], row(19, every=4)]))[1]
+    assert describe(
+        write_rows(tmp_path, [row(1), row(2), row(3), *rows[1:-1], row(19, every=4)])
+    )[1]
 
 
 def test_a_run_that_failed(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
-    (folder / "error.txt").write_text("Worker 0: ValueError: no data\n\nTraceback ...\n")
-    failed = "  failed       Worker 0: ValueError: no data (error.txt has the whole traceback)"
+    (folder / "error.txt").write_text(
+        "Worker 0: ValueError: no data\n\nTraceback ...\n"
+    )
+    failed = (
+        "  failed       Worker 0: ValueError: no data (error.txt has the whole "
+        "traceback)"
+    )
     assert describe(folder) == (f"Run mine\n  steps        none\n{failed}", True)
     write_rows(folder, [row(1), row(2)])
     text, _ = describe(folder)
@@ -152,8 +185,12 @@ def test_a_run_amid_its_way_has_its_time_left(tmp_path: Path) -> None:
     # 32 examples a step at 1,000 a second: 50 steps take 1.6 s.
     rows = [row(step, steps_left=60.0 - 5 * step) for step in (1, 2)]
     text, _ = describe(write_rows(tmp_path / "mine", rows))
-    assert text.splitlines()[2] == "  left         50 steps by the forecast, 0:02 at this speed"
-    long = write_rows(tmp_path / "long", [row(1), row(5), row(8, steps_left=50.0)])  # thinned
+    assert (
+        text.splitlines()[2]
+        == "  left         50 steps by the forecast, 0:02 at this speed"
+    )
+    # thinned
+    long = write_rows(tmp_path / "long", [row(1), row(5), row(8, steps_left=50.0)])
     assert describe(long)[0].splitlines()[2] == text.splitlines()[2]
     text, _ = describe(write_rows(tmp_path / "alone", rows[:1]))
     assert text.splitlines()[2] == "  left         55 steps by the forecast"
@@ -180,21 +217,41 @@ def trial(folder: Path, *results: dict[str, Any], failed: str = "") -> None:
     """A trial's folder, as Ray Tune writes it."""
     folder.mkdir()
     (folder / "params.json").write_text('{"lr": 0.1}')
-    (folder / "result.json").write_text("".join(json.dumps(result) + "\n" for result in results))
+    (folder / "result.json").write_text(
+        "".join(json.dumps(result) + "\n" for result in results)
+    )
     if failed:
         (folder / "error.txt").write_text(failed)
 
 
 def test_a_search_lists_its_trials(tmp_path: Path) -> None:
     (tmp_path / "search.json").write_text("{}")
-    ended = BaseResult(metric="error", mode="min", score=0.25, schedule=schedule(4), noise=[])
-    trial(tmp_path / "a", {"effective_steps": 2}, {"effective_steps": 4, RESULT: ended.to_json()})
+    ended = BaseResult(
+        metric="error", mode="min", score=0.25, schedule=schedule(4), noise=[]
+    )
+    trial(
+        tmp_path / "a",
+        {"effective_steps": 2},
+        {"effective_steps": 4, RESULT: ended.to_json()},
+    )
     trial(tmp_path / "b", {"effective_steps": 2})
-    trial(tmp_path / "c", {"effective_steps": 2, "date": "2026-11-28_10-00-13"}, failed=MISTAKE)
+    trial(
+        tmp_path / "c",
+        {"effective_steps": 2, "date": "2026-11-28_10-00-13"},
+        failed=MISTAKE,
+    )
     trial(tmp_path / "d")
     trial(tmp_path / "e", {"effective_steps": 3}, failed=MISTAKE + DIED.format(2))
-    trial(tmp_path / "f", {"effective_steps": 1, "date": "2026-11-28_10-01-03"}, failed=DIED.format(1))
-    trial(tmp_path / "g", {"effective_steps": 4, RESULT: ended.to_json()}, failed=DIED.format(1))
+    trial(
+        tmp_path / "f",
+        {"effective_steps": 1, "date": "2026-11-28_10-01-03"},
+        failed=DIED.format(1),
+    )
+    trial(
+        tmp_path / "g",
+        {"effective_steps": 4, RESULT: ended.to_json()},
+        failed=DIED.format(1),
+    )
     text, whole = describe(tmp_path)
     assert whole
     assert text.splitlines() == [

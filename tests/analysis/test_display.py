@@ -17,7 +17,13 @@ from ray_adascale.analysis.display import RunDisplay, SearchDisplay
 
 
 def console(*, terminal: bool, width: int = 120) -> Console:
-    return Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None, legacy_windows=False)
+    return Console(
+        file=io.StringIO(),
+        force_terminal=terminal,
+        width=width,
+        color_system=None,
+        legacy_windows=False,
+    )
 
 
 def text_of(output: Console) -> str:
@@ -45,7 +51,8 @@ def test_a_run_shorter_than_the_interval_has_its_line() -> None:
     with RunDisplay(lambda: metrics(25.0), label="mine", interval_s=60, console=out):
         pass
     assert text_of(out) == (
-        "mine: τ 25/100  25%  step 7  gain 3.25 of 8  lr 0.05  loss 0.125  1,234 examples/s  2 workers  ? left\n"
+        "mine: τ 25/100  25%  step 7  gain 3.25 of 8  lr 0.05  loss 0.125  1,234 "
+        "examples/s  2 workers  ? left\n"
     )
 
 
@@ -65,14 +72,19 @@ def test_the_end_is_left_to_the_result() -> None:
 
 def test_a_terminal_shows_a_bar_the_state_and_the_users_metrics() -> None:
     out = console(terminal=True)
-    with RunDisplay(lambda: {**metrics(25.0), "accuracy": 0.97123}, label="mine", console=out):
+    with RunDisplay(
+        lambda: {**metrics(25.0), "accuracy": 0.97123}, label="mine", console=out
+    ):
         print("said by the program", file=sys.stderr)
         time.sleep(0.7)
     shown = text_of(out)
     assert "mine  starting" in shown
     *_, bar, state, own = shown.strip().splitlines()
     assert re.search(r"mine\s+━+\s+25%\s+τ 25/100\s+\? left", bar)
-    assert state.strip() == "step 7  gain 3.25 of 8  lr 0.05  loss 0.125  1,234 examples/s  2 workers"
+    assert (
+        state.strip()
+        == "step 7  gain 3.25 of 8  lr 0.05  loss 0.125  1,234 examples/s  2 workers"
+    )
     assert own.strip() == "accuracy 0.9712"
     # What is printed meanwhile stands once, above the display.
     assert shown.count("said by the program") == 1
@@ -91,13 +103,20 @@ def test_eta_is_the_runs_and_says_where_it_is_rough() -> None:
     left = {"steps_left": 100.0, "seconds_left": 70.4, "left_is_rough": False}
     assert line({**metrics(10), **left}).endswith("  1:10 left")
     assert line({**metrics(10), **left, "left_is_rough": True}).endswith("  ~1:10 left")
-    assert line({**metrics(10), **left, "seconds_left": 400_000.0}).endswith("111:06:40 left")
+    assert line({**metrics(10), **left, "seconds_left": 400_000.0}).endswith(
+        "111:06:40 left"
+    )
     assert line(metrics(10)).endswith("? left")
     out = console(terminal=True)
-    out.print(RunDisplay(lambda: None, console=out).render({**metrics(50), **left, "accuracy": 0.5}))
+    out.print(
+        RunDisplay(lambda: None, console=out).render(
+            {**metrics(50), **left, "accuracy": 0.5}
+        )
+    )
     shown = text_of(out)
     assert "1:10 left" in shown
-    assert shown.splitlines()[-1].strip() == "accuracy 0.5"  # and not what stands in the bar
+    # and not what stands in the bar
+    assert shown.splitlines()[-1].strip() == "accuracy 0.5"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -111,7 +130,9 @@ def test_a_display_that_fails_ends_nothing(terminal: bool) -> None:
     assert "no board" not in text_of(out)
 
 
-def test_a_search_on_a_terminal_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_on_a_terminal_shows_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = [0.0]
     out = console(terminal=True)
     search = SearchDisplay("trial", 8, console=out)
@@ -126,12 +147,15 @@ def test_a_search_on_a_terminal_shows_how_far_it_is(monkeypatch: pytest.MonkeyPa
     out.print(search.render())
     said, bar, best = text_of(out).splitlines()
     assert said == "trial 2 of 8: accuracy 0.9 at lr=0.1"
-    # 2 done and 0.25 + 0.75 under way: 2 of these in 20 s, as one was there before; 5 to go.
+    # 2 done and 0.25 + 0.75 under way: 2 of these in 20 s, as one was there before; 5
+    # to go.
     assert re.search(r"search\s+━+.*\s38%\s+2/8 trials\s+2 running\s+0:50 left", bar)
     assert best.strip() == "best accuracy 0.9"
 
 
-def test_a_searchs_lines_stay_above_its_display_and_the_display_goes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_searchs_lines_stay_above_its_display_and_the_display_goes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     out = console(terminal=True)
     with SearchDisplay("repeat", 1, console=out) as search:
         search.advance("a", 0.5)
@@ -150,5 +174,7 @@ def test_lines_of_the_log_carry_their_time(capsys: pytest.CaptureFixture[str]) -
     with RunDisplay(lambda: None, label="x", log=log):
         log.info("Started")
         log.warning("Worker 1 died.")
-    for line, text in zip(capsys.readouterr().err.splitlines(), ("Started", "Worker 1 died."), strict=True):
+    for line, text in zip(
+        capsys.readouterr().err.splitlines(), ("Started", "Worker 1 died."), strict=True
+    ):
         assert re.fullmatch(rf"x: \d\d-\d\d \d\d:\d\d:\d\d {text}", line)

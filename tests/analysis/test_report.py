@@ -1,4 +1,6 @@
-"""The report: what the page says, worked out by hand, and that nothing of the user's gets into its markup."""
+"""The report: what the page says, worked out by hand, and that nothing of the user's
+gets into its markup.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ NASTY = "<script>alert('$x_{$')</script>&amp;"
 
 def base_rows(count: int = 20) -> list[dict[str, Any]]:
     return [
-        row(s, gain=1.0, scale=1.0, effective_steps=float(s), progress=float(s), efficiency=1.0, world_size=1)
+        row(
+            s,
+            gain=1.0,
+            scale=1.0,
+            effective_steps=float(s),
+            progress=float(s),
+            efficiency=1.0,
+            world_size=1,
+        )
         | ({"accuracy": 0.04 * s} if s % 5 == 0 else {})
         | {"sigma2": float("nan"), "mu2": float("nan")}
         for s in range(1, count + 1)
@@ -30,7 +40,9 @@ def base_rows(count: int = 20) -> list[dict[str, Any]]:
 
 
 class Page(HTMLParser):
-    """Tables as lists of rows of cell texts, tags seen, and everything that could be loaded."""
+    """Tables as lists of rows of cell texts, tags seen, and everything that could be
+    loaded.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -79,14 +91,22 @@ class Page(HTMLParser):
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Page]:
     def run(*runs: Any, **kwargs: Any) -> Page:
-        return Page(write_report(runs[0] if len(runs) == 1 else list(runs), tmp_path / "out" / "report.html", **kwargs))
+        return Page(
+            write_report(
+                runs[0] if len(runs) == 1 else list(runs),
+                tmp_path / "out" / "report.html",
+                **kwargs,
+            )
+        )
 
     return run
 
 
 def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) -> None:
     base = write_rows(tmp_path / "base", base_rows())
-    scaled = write_rows(tmp_path / "scaled", [row(s) | {"accuracy": 0.08 * s} for s in range(1, 11)])
+    scaled = write_rows(
+        tmp_path / "scaled", [row(s) | {"accuracy": 0.08 * s} for s in range(1, 11)]
+    )
     page = make(base, scaled, recipe=recipe([(0, 3, 1)], total_steps=20))
     head, *rows = page.tables[0]
     assert head == [
@@ -107,19 +127,59 @@ def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) 
         )
     ]
     assert rows == [
-        ["base", "1", "1", "20", "640", "20", "1.00", "100%", "0.05000", "", "0.8000", "", ""],
-        ["scaled", "2", "4", "10", "320", "20", "2.00", "50%", "0.1000", "24", "0.8000", "", ""],
+        [
+            "base",
+            "1",
+            "1",
+            "20",
+            "640",
+            "20",
+            "1.00",
+            "100%",
+            "0.05000",
+            "",
+            "0.8000",
+            "",
+            "",
+        ],
+        [
+            "scaled",
+            "2",
+            "4",
+            "10",
+            "320",
+            "20",
+            "2.00",
+            "50%",
+            "0.1000",
+            "24",
+            "0.8000",
+            "",
+            "",
+        ],
     ]
-    # r falls from 16/7 to 2.04 with these σ², μ² (see test_replay): ⌈20 / 2.1⌉ = 10 steps, of one seed 9.5·e^±0.2. The base run
-    # is not compared.
+    # r falls from 16/7 to 2.04 with these σ², μ² (see test_replay): ⌈20 / 2.1⌉ = 10
+    # steps, of one seed 9.5·e^±0.2. The base run is not compared.
     assert page.tables[1][1:] == [["scaled", "4", "10", "7–12", "10", "+0.0%"]]
     assert page.headings == ["Runs", "Forecast and actual", "Plots", "Recipe"]
     assert page.tags.count("figure") == page.tags.count("svg") == 7
     text = (tmp_path / "out" / "report.html").read_text()
-    # Beside the plots the runs stand once more, in the colours of the table; there is nothing to say of vertical lines.
-    keys = re.findall(r'<span class="key" style="background:(#\w{6})"></span>(\w+)', text)
-    assert keys == [("#3b7dd8", "base"), ("#e0702a", "scaled"), ("#e0702a", "scaled"), *keys[:2]]
-    assert text.index("<h2>Plots</h2>") < text.index('<div class="legend">') < text.index("<figure>")
+    # Beside the plots the runs stand once more, in the colours of the table; there is
+    # nothing to say of vertical lines.
+    keys = re.findall(
+        r'<span class="key" style="background:(#\w{6})"></span>(\w+)', text
+    )
+    assert keys == [
+        ("#3b7dd8", "base"),
+        ("#e0702a", "scaled"),
+        ("#e0702a", "scaled"),
+        *keys[:2],
+    ]
+    assert (
+        text.index("<h2>Plots</h2>")
+        < text.index('<div class="legend">')
+        < text.index("<figure>")
+    )
     assert "Vertical lines" not in text
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
 
@@ -127,56 +187,110 @@ def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("mode", "scores", "said"),
     [
-        ("max", (), "ends 0.3 better than the base run's accuracy of 0.5 (one run, the best of a search)."),
-        ("min", (0.45, 0.55), "ends 0.3 worse than the base run's accuracy of 0.5 ± 0.071 (2 seeds)."),
-        ("max", (0.6, 1.1), "ends 0.05 worse than the base run's accuracy of 0.85 ± 0.35 (2 seeds), within the spread"),
+        (
+            "max",
+            (),
+            "ends 0.3 better than the base run's accuracy of 0.5 (one run, the best of "
+            "a search).",
+        ),
+        (
+            "min",
+            (0.45, 0.55),
+            "ends 0.3 worse than the base run's accuracy of 0.5 ± 0.071 (2 seeds).",
+        ),
+        (
+            "max",
+            (0.6, 1.1),
+            "ends 0.05 worse than the base run's accuracy of 0.85 ± 0.35 (2 seeds), "
+            "within the spread",
+        ),
     ],
 )
 def test_a_run_is_judged_by_the_recipes_score(
-    make: Callable[..., Page], tmp_path: Path, mode: str, scores: tuple[float, ...], said: str
+    make: Callable[..., Page],
+    tmp_path: Path,
+    mode: str,
+    scores: tuple[float, ...],
+    said: str,
 ) -> None:
     runs = [
-        write_rows(tmp_path / name, [row(s) | {"accuracy": 0.08 * s} for s in range(1, count + 1)])
+        write_rows(
+            tmp_path / name,
+            [row(s) | {"accuracy": 0.08 * s} for s in range(1, count + 1)],
+        )
         for name, count in (("whole", 10), ("early", 9))
     ]
     made = recipe([(0, 3, 1)], total_steps=20)
-    repeats = [Repeat(seed=i + 7, score=score, noise=[]) for i, score in enumerate(scores)]
-    make(*runs, recipe=replace(made, metric="accuracy", mode=mode, score=0.5, repeats=repeats))
-    text = " ".join((tmp_path / "out" / "report.html").read_text().replace("&#39;", "'").split())
+    repeats = [
+        Repeat(seed=i + 7, score=score, noise=[]) for i, score in enumerate(scores)
+    ]
+    make(
+        *runs,
+        recipe=replace(made, metric="accuracy", mode=mode, score=0.5, repeats=repeats),
+    )
+    text = " ".join(
+        (tmp_path / "out" / "report.html").read_text().replace("&#39;", "'").split()
+    )
     assert f"<p>whole {said}" in text
     assert "early ends" not in text
 
 
-def test_seeds_of_a_run_have_their_mean_and_spread(make: Callable[..., Page], tmp_path: Path) -> None:
+def test_seeds_of_a_run_have_their_mean_and_spread(
+    make: Callable[..., Page], tmp_path: Path
+) -> None:
     def run(name: str, end: float, **changed: Any) -> Path:
-        rows = [row(s, lr=0.1) | {"accuracy": end, "scale": 4.0, **changed} for s in range(1, 4)]
+        rows = [
+            row(s, lr=0.1) | {"accuracy": end, "scale": 4.0, **changed}
+            for s in range(1, 4)
+        ]
         return write_rows(tmp_path / name, rows)
 
-    make(run("one", 0.7), run("two", 0.8), run("other", 0.1, scale=2.0), run("adam", 0.1, optimizer="Adam"))
+    make(
+        run("one", 0.7),
+        run("two", 0.8),
+        run("other", 0.1, scale=2.0),
+        run("adam", 0.1, optimizer="Adam"),
+    )
     text = " ".join((tmp_path / "out" / "report.html").read_text().split())
-    assert "<p>one, two are alike in S, workers, learning rate, rule and optimizer: accuracy 0.75 ± 0.071," in text
+    assert (
+        "<p>one, two are alike in S, workers, learning rate, rule and optimizer: "
+        "accuracy 0.75 ± 0.071," in text
+    )
     assert text.count("are alike in") == 1
-    # In the table and the legend the two have one color, of which the page says what it means.
-    keys = re.findall(r'<span class="key" style="background:(#\w{6})"></span>(\w+)', text)
+    # In the table and the legend the two have one color, of which the page says what it
+    # means.
+    keys = re.findall(
+        r'<span class="key" style="background:(#\w{6})"></span>(\w+)', text
+    )
     assert keys[0] == ("#3b7dd8", "one")
     assert keys[1] == ("#3b7dd8", "two")
     assert len({color for color, _ in keys}) == 3
     assert text.count("a band of one standard deviation") == 1
     # One run alone has no band.
     make(run("one", 0.7), run("other", 0.1, scale=2.0))
-    assert "a band of one standard deviation" not in (tmp_path / "out" / "report.html").read_text()
+    assert (
+        "a band of one standard deviation"
+        not in (tmp_path / "out" / "report.html").read_text()
+    )
 
 
-def test_the_untrained_models_metrics_stand_at_the_beginning(make: Callable[..., Page], tmp_path: Path) -> None:
+def test_the_untrained_models_metrics_stand_at_the_beginning(
+    make: Callable[..., Page], tmp_path: Path
+) -> None:
     rows = [row(s) | {"accuracy": 0.9} for s in range(1, 4)]
     rows[0] |= {"optimizer": "SGD", "untrained": {"accuracy": 0.125, "word": "x"}}
     page = make(write_rows(tmp_path / "mine", rows))
     cells = dict(zip(page.tables[0][0], page.tables[0][1], strict=True))
     assert (cells["optimizer"], cells["accuracy"]) == ("SGD", "0.9000")
-    assert "mine, untrained: accuracy 0.125." in (tmp_path / "out" / "report.html").read_text()
+    assert (
+        "mine, untrained: accuracy 0.125."
+        in (tmp_path / "out" / "report.html").read_text()
+    )
 
 
-def test_page_stands_alone_in_light_and_dark(make: Callable[..., Page], tmp_path: Path) -> None:
+def test_page_stands_alone_in_light_and_dark(
+    make: Callable[..., Page], tmp_path: Path
+) -> None:
     page = make([write_rows(tmp_path, [row(1), row(2)])])
     text = (tmp_path / "out" / "report.html").read_text()
     assert all(link.startswith("#") for link in page.links)
@@ -184,15 +298,21 @@ def test_page_stands_alone_in_light_and_dark(make: Callable[..., Page], tmp_path
     assert "prefers-color-scheme: dark" in text
     assert "currentColor" in text
     assert "#123457" not in text  # the placeholder
-    # What a plot refers to (clip paths, markers) is its own: several plots share the page's names.
+    # What a plot refers to (clip paths, markers) is its own: several plots share the
+    # page's names.
     used = [name for name in page.ids if re.fullmatch(r"[pm][0-9a-f]{10}", name)]
     assert used
     assert len(used) == len(set(used))
 
 
 def test_what_users_name_is_text(make: Callable[..., Page], tmp_path: Path) -> None:
-    path = write_rows(tmp_path, [row(1) | {NASTY: 1.0, "_hidden": 2.0}, row(2) | {NASTY: 1.5}])
-    page = make({NASTY: path}, recipe=recipe([], hyperparameters={"note": NASTY}, workload=NASTY))
+    path = write_rows(
+        tmp_path, [row(1) | {NASTY: 1.0, "_hidden": 2.0}, row(2) | {NASTY: 1.5}]
+    )
+    page = make(
+        {NASTY: path},
+        recipe=recipe([], hyperparameters={"note": NASTY}, workload=NASTY),
+    )
     assert "script" not in page.tags
     assert page.tables[0][1][0] == NASTY
     assert NASTY in page.tables[0][0]
@@ -202,10 +322,21 @@ def test_what_users_name_is_text(make: Callable[..., Page], tmp_path: Path) -> N
     assert text.count("&lt;script&gt;") >= 5
 
 
-def test_restarts_and_resizes_are_marked(make: Callable[..., Page], tmp_path: Path) -> None:
-    rows = [row(1), row(2), row(3, attempt=1), row(4, attempt=2, world_size=4, scale=8.0), row(5, world_size=4)]
+def test_restarts_and_resizes_are_marked(
+    make: Callable[..., Page], tmp_path: Path
+) -> None:
+    rows = [
+        row(1),
+        row(2),
+        row(3, attempt=1),
+        row(4, attempt=2, world_size=4, scale=8.0),
+        row(5, world_size=4),
+    ]
     rows[4]["attempt"], rows[4]["scale"] = 2, 8.0
-    page = make([write_rows(tmp_path / "mine", rows)], recipe=recipe([(0, 3, 1)], total_steps=10))
+    page = make(
+        [write_rows(tmp_path / "mine", rows)],
+        recipe=recipe([(0, 3, 1)], total_steps=10),
+    )
     assert page.tables[0][1][1:3] == ["2 → 4", "4 → 8"]
     assert page.tables[1][1:] == [
         ["mine", "4", "restarted"],
@@ -218,19 +349,24 @@ def test_restarts_and_resizes_are_marked(make: Callable[..., Page], tmp_path: Pa
     assert "Vertical lines" in text
     assert "<h2>Restarts and resizes</h2>" in text
     assert '<th class="text">what</th>' in text
-    assert text.count('<td data-label="what" class="text">re') == 2  # a narrow screen has no heading to go by
+    # a narrow screen has no heading to go by
+    assert text.count('<td data-label="what" class="text">re') == 2
 
 
 def test_forecast_against_actual(make: Callable[..., Page], tmp_path: Path) -> None:
     done = write_rows(tmp_path / "done", [row(s) for s in range(1, 11)])
     half = write_rows(tmp_path / "half", [row(s) for s in range(1, 6)])
-    page = make(done, half, recipe=recipe([(0, 3, 0)], 20))  # r = S: 5 steps, and up to 5·e^0.2 = 6.1
+    # r = S: 5 steps, and up to 5·e^0.2 = 6.1
+    page = make(done, half, recipe=recipe([(0, 3, 0)], 20))
     assert page.tables[1][1:] == [
         ["done", "4", "5", "5–7", "10", "-50.0%, outside the interval"],
         ["half", "4", "5", "5–7", "5", "not finished: at 50%"],
     ]
-    # Of two seeds, r = S and r = 1, so 5 and 20 steps; and nothing of what it can't be asked about.
-    rule = write_rows(tmp_path / "rule", [row(s, progress=1.5 * s) for s in range(1, 11)])
+    # Of two seeds, r = S and r = 1, so 5 and 20 steps; and nothing of what it can't be
+    # asked about.
+    rule = write_rows(
+        tmp_path / "rule", [row(s, progress=1.5 * s) for s in range(1, 11)]
+    )
     lr = write_rows(tmp_path / "lr", [row(s, lr=0.2) for s in range(1, 11)])
     second = [Repeat(seed=1, score=0.5, noise=probes([(0, 0, 2)]))]
     first = make(done, recipe=recipe([(0, 3, 0)], 20, repeats=second)).tables[1][1]
@@ -244,12 +380,21 @@ def test_forecast_against_actual(make: Callable[..., Page], tmp_path: Path) -> N
     ]
 
 
-def test_a_run_that_changed_its_batch(make: Callable[..., Page], tmp_path: Path) -> None:
+def test_a_run_that_changed_its_batch(
+    make: Callable[..., Page], tmp_path: Path
+) -> None:
     # Nothing but noise: r = S.
     scales = [2.0, 3.0, *[5.5] * 18]
     taken = [8 * sum(scales[:i]) for i in range(1, 21)]
     rows = [
-        row(i, scale=s, gain=s, effective_steps=sum(scales[:i]), progress=sum(scales[:i]), position=round(taken[i - 1]))
+        row(
+            i,
+            scale=s,
+            gain=s,
+            effective_steps=sum(scales[:i]),
+            progress=sum(scales[:i]),
+            position=round(taken[i - 1]),
+        )
         for i, s in enumerate(scales, start=1)
     ]
     done = write_rows(tmp_path / "done", rows)
@@ -257,12 +402,23 @@ def test_a_run_that_changed_its_batch(make: Callable[..., Page], tmp_path: Path)
     page = make([done], recipe=made)
     assert page.headings[:2] == ["Runs", "Forecast and actual"]
     assert page.tables[0][1][1:5] == ["2", "2 … 5.5, mean 5.2", "20", "832"]
-    assert page.tables[1][1][1:] == ["2 … 5.5, mean 5.2", "", "", "20", "changed its batch"]
-    assert "Scale S, as the run chose it" in (tmp_path / "out" / "report.html").read_text()
+    assert page.tables[1][1][1:] == [
+        "2 … 5.5, mean 5.2",
+        "",
+        "",
+        "20",
+        "changed its batch",
+    ]
+    assert (
+        "Scale S, as the run chose it" in (tmp_path / "out" / "report.html").read_text()
+    )
 
 
-def test_means_are_over_steps_where_old_rows_were_left_out(make: Callable[..., Page], tmp_path: Path) -> None:
-    # 80 steps at S = 2, of which every tenth is kept, and 20 at S = 4: 2.4 on average, and r̄ = 2. The loss is 0.01 after step 95.
+def test_means_are_over_steps_where_old_rows_were_left_out(
+    make: Callable[..., Page], tmp_path: Path
+) -> None:
+    # 80 steps at S = 2, of which every tenth is kept, and 20 at S = 4: 2.4 on average,
+    # and r̄ = 2. The loss is 0.01 after step 95.
     early = [row(s, scale=2.0, loss=1.0) for s in range(1, 81) if s == 1 or s % 10 == 0]
     late = [row(s, scale=4.0, loss=0.01 if s > 95 else 1.0) for s in range(81, 101)]
     cells = make(write_rows(tmp_path / "long", early + late)).tables[0][1]
@@ -271,9 +427,15 @@ def test_means_are_over_steps_where_old_rows_were_left_out(make: Callable[..., P
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    ended, stopped = (write_rows(tmp_path / name, [row(1)]) for name in ("ended", "stopped"))
+    ended, stopped = (
+        write_rows(tmp_path / name, [row(1)]) for name in ("ended", "stopped")
+    )
     again = Page(write_report([stopped, stopped, ended], tmp_path / "r.html"))
-    assert [cells[0] for cells in again.tables[0][1:]] == ["stopped (1)", "stopped (2)", "ended"]
+    assert [cells[0] for cells in again.tables[0][1:]] == [
+        "stopped (1)",
+        "stopped (2)",
+        "ended",
+    ]
 
 
 def test_what_is_given_in_place_of_a_run_or_a_page(tmp_path: Path) -> None:
@@ -285,15 +447,22 @@ def test_what_is_given_in_place_of_a_run_or_a_page(tmp_path: Path) -> None:
     for given, page, message in (
         (tmp_path / "recipe.json", "r.html", "recipe.json is not a trace row"),
         (tmp_path / "notes", "r.html", "notes': its trace is empty"),
-        (tmp_path / "search", "r.html", "search': a search, whose trials keep no trace"),
+        (
+            tmp_path / "search",
+            "r.html",
+            "search': a search, whose trials keep no trace",
+        ),
         (run, "run", "run': a folder. Name the HTML file"),
     ):
         with pytest.raises(ValueError, match=message):
             write_report(given, tmp_path / page)
-    assert write_report(str(run), tmp_path / "r.html").is_file()  # one, and not a run for each of its letters
+    # one, and not a run for each of its letters
+    assert write_report(str(run), tmp_path / "r.html").is_file()
 
 
-def test_no_runs_and_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_runs_and_no_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="none given"):
         write_report([], tmp_path / "r.html")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -301,15 +470,25 @@ def test_no_runs_and_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         write_report([write_rows(tmp_path, [row(1)])], tmp_path / "r.html")
 
 
-def test_the_noise_scale_is_that_of_the_whole_run(make: Callable[..., Page], tmp_path: Path) -> None:
-    # At B0 = 8: three of four effective steps with σ²/μ² = 3, one with 5/2, so 8 · (3·3 + 5) / (3·1 + 2).
-    rows = [row(1, effective_steps=3.0), row(2, effective_steps=4.0, sigma2=5.0, mu2=2.0, noise_scale=20.0)]
+def test_the_noise_scale_is_that_of_the_whole_run(
+    make: Callable[..., Page], tmp_path: Path
+) -> None:
+    # At B0 = 8: three of four effective steps with σ²/μ² = 3, one with 5/2, so 8 · (3·3
+    # + 5) / (3·1 + 2).
+    rows = [
+        row(1, effective_steps=3.0),
+        row(2, effective_steps=4.0, sigma2=5.0, mu2=2.0, noise_scale=20.0),
+    ]
     assert make(write_rows(tmp_path / "x", rows)).tables[0][1][9] == f"{8 * 14 / 5:.3g}"
     assert make(write_rows(tmp_path / "y", [row(1, mu2=-1.0)])).tables[0][1][9] == ""
 
 
 def test_skipped_steps_are_told(make: Callable[..., Page], tmp_path: Path) -> None:
-    rows = [row(1), row(2, optimizer_steps=1, skipped=True), row(3, optimizer_steps=2, clipped=True)]
+    rows = [
+        row(1),
+        row(2, optimizer_steps=1, skipped=True),
+        row(3, optimizer_steps=2, clipped=True),
+    ]
     gap = [row(1), row(5)]
     make(
         write_rows(tmp_path / "short", gap),
@@ -325,7 +504,9 @@ def test_skipped_steps_are_told(make: Callable[..., Page], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_run_that_failed_is_reported_with_its_cause(make: Callable[..., Page], tmp_path: Path, steps: int) -> None:
+def test_a_run_that_failed_is_reported_with_its_cause(
+    make: Callable[..., Page], tmp_path: Path, steps: int
+) -> None:
     path = write_rows(tmp_path / "mine", [row(s) for s in range(1, steps + 1)])
     (path / "error.txt").write_text("Worker 1: OSError: no <disk>\n\nTraceback ...\n")
     page = make([path])

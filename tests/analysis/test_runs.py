@@ -32,19 +32,39 @@ def test_a_run_is_called_by_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [None, math.nan, True, "many"])
-def test_a_trace_without_a_runs_numbers_is_refused(tmp_path: Path, value: object) -> None:
+def test_a_trace_without_a_runs_numbers_is_refused(
+    tmp_path: Path, value: object
+) -> None:
     write_rows(tmp_path, [row(1), row(2, scale=value)])
-    with pytest.raises(ValueError, match=r"no 'scale' in its last row\. Is it a run's trace\?"):
+    with pytest.raises(
+        ValueError, match=r"no 'scale' in its last row\. Is it a run's trace\?"
+    ):
         load_run(tmp_path)
 
 
 def test_columns_hold_numbers_or_nan() -> None:
-    rows = [row(1, x=1), row(2, x=True), row(3, x="1"), row(4, x=None), row(5), row(6, x=-0.5)]
-    np.testing.assert_array_equal(RunTrace("x", rows).column("x"), [1, *[math.nan] * 4, -0.5])
+    rows = [
+        row(1, x=1),
+        row(2, x=True),
+        row(3, x="1"),
+        row(4, x=None),
+        row(5),
+        row(6, x=-0.5),
+    ]
+    np.testing.assert_array_equal(
+        RunTrace("x", rows).column("x"), [1, *[math.nan] * 4, -0.5]
+    )
 
 
 def test_the_users_metrics_are_those_that_the_run_does_not_write() -> None:
-    more = {"total_steps": 20, "accuracy": 0.9, "hits": 3, "note": "mine", "done": True, "never": math.nan}
+    more = {
+        "total_steps": 20,
+        "accuracy": 0.9,
+        "hits": 3,
+        "note": "mine",
+        "done": True,
+        "never": math.nan,
+    }
     assert RunTrace("x", [row(1), row(2) | more]).metrics == ["accuracy", "hits"]
 
 
@@ -54,8 +74,15 @@ def test_the_mean_gain_is_over_optimizer_steps() -> None:
 
 
 def test_events_are_restarts_and_changes_of_size() -> None:
-    resized = {"world_size": 1, "scale": 2.0, "attempt": 2}  # a resize is a restart too, and told once
-    rows = [row(1), row(2), row(3, attempt=1), row(4) | resized, row(5) | resized | {"scale": 3.0, "attempt": 3}]
+    # a resize is a restart too, and told once
+    resized = {"world_size": 1, "scale": 2.0, "attempt": 2}
+    rows = [
+        row(1),
+        row(2),
+        row(3, attempt=1),
+        row(4) | resized,
+        row(5) | resized | {"scale": 3.0, "attempt": 3},
+    ]
     assert RunTrace("x", rows).events == [
         (4.0, "restarted"),
         (6.0, "resized from 2 workers (S = 4) to 1 worker (S = 2)"),
@@ -76,10 +103,18 @@ def test_a_step_of_fewer_passes_is_no_change_of_the_batch() -> None:
 def test_a_scale_that_the_run_chose_is_no_event() -> None:
     """It changes within one start, on as many workers, which nothing else does."""
     smaller = {"world_size": 1, "attempt": 1}
-    rows = [row(1), row(2, scale=5.0), row(3, scale=8.0, **smaller), row(4, scale=9.0, **smaller)]
+    rows = [
+        row(1),
+        row(2, scale=5.0),
+        row(3, scale=8.0, **smaller),
+        row(4, scale=9.0, **smaller),
+    ]
     run = RunTrace("x", rows)
     assert run.changed_its_batch
     assert run.events == [(4.0, "resized from 2 workers (S = 5) to 1 worker (S = 8)")]
     assert not RunTrace("x", [rows[0], rows[2]]).changed_its_batch
-    assert not RunTrace("x", [row(1, scale=2.0), row(2, world_size=4)]).changed_its_batch  # other workers in one start
+    # other workers in one start
+    assert not RunTrace(
+        "x", [row(1, scale=2.0), row(2, world_size=4)]
+    ).changed_its_batch
     assert not RunTrace("x", [row(1)]).changed_its_batch

@@ -16,10 +16,11 @@ from ..samples_of import row, write_rows
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Tag -> (step, value) in the event files of a folder, of all of them in order, as TensorBoard shows them.
+    """Tag -> (step, value) in the event files of a folder, of all of them in order, as
+    TensorBoard shows them.
 
-    A record is its length, a checksum, the event and a checksum. A session's start at a step takes back what was written
-    for that step and later ones.
+    A record is its length, a checksum, the event and a checksum. A session's start at a
+    step takes back what was written for that step and later ones.
     """
     from tensorboardX.proto.event_pb2 import Event, SessionLog
 
@@ -31,7 +32,10 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
             event: Any = Event.FromString(data[at + 12 : at + 12 + length])
             at += 16 + length
             if event.session_log.status == SessionLog.START:
-                found = {tag: [row for row in rows if row[0] < event.step] for tag, rows in found.items()}
+                found = {
+                    tag: [row for row in rows if row[0] < event.step]
+                    for tag, rows in found.items()
+                }
             for value in event.summary.value:
                 found.setdefault(value.tag, []).append((event.step, value.simple_value))
     assert found
@@ -47,19 +51,31 @@ def test_every_number_of_the_trace_is_a_scalar(tmp_path: Path) -> None:
     assert found["metrics/loss"] == [(2, 0.5)]
     assert found["metrics/accuracy"] == [(2, 0.75)]
     assert found["metrics_over_tau/accuracy"] == [(4, 0.75)]  # τ = 4 at the second step
-    assert not {"note", "step", "attempt", "position"} & {tag.rpartition("/")[2] for tag in found}
+    assert not {"note", "step", "attempt", "position"} & {
+        tag.rpartition("/")[2] for tag in found
+    }
     groups = {"adascale", "metrics", "speed"}  # a section each, not one for each number
-    assert {tag.partition("/")[0] for tag in found} == groups | {f"{group}_over_tau" for group in groups}
+    assert {tag.partition("/")[0] for tag in found} == groups | {
+        f"{group}_over_tau" for group in groups
+    }
 
 
 def test_files_that_are_written_again_show_no_step_twice(tmp_path: Path) -> None:
     for count in (2, 3):
-        path = write_rows(tmp_path / "mine", [row(step) for step in range(1, count + 1)])
+        path = write_rows(
+            tmp_path / "mine", [row(step) for step in range(1, count + 1)]
+        )
         write_events(path, tmp_path / "events")
-    assert scalars(tmp_path / "events" / "mine")["adascale/gain"] == [(1, 2.0), (2, 2.0), (3, 2.0)]
+    assert scalars(tmp_path / "events" / "mine")["adascale/gain"] == [
+        (1, 2.0),
+        (2, 2.0),
+        (3, 2.0),
+    ]
 
 
-def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ValueError, match="tensorboardX is needed"):
         write_events(write_rows(tmp_path, [row(1)]), tmp_path)

@@ -1,4 +1,6 @@
-"""Damage of any kind is found, nothing is ever unpickled, and the newest whole checkpoint is chosen."""
+"""Damage of any kind is found, nothing is ever unpickled, and the newest whole
+checkpoint is chosen.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,25 @@ FILES = ["__0_0.distcp", "state.json", "tensors.json"]
     ("damage", "message"),
     [
         (corrupt, "is damaged: its SHA-256"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes; the manifest says"),
-        (lambda path: path.write_bytes(path.read_bytes() + b" "), "bytes; the manifest says"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-1]),
+            "bytes; the manifest says",
+        ),
+        (
+            lambda path: path.write_bytes(path.read_bytes() + b" "),
+            "bytes; the manifest says",
+        ),
         (lambda path: path.unlink(), "is missing"),
-        (lambda path: (path.unlink(), path.mkdir()), "bytes; the manifest says|cannot be read"),
+        (
+            lambda path: (path.unlink(), path.mkdir()),
+            "bytes; the manifest says|cannot be read",
+        ),
     ],
     ids=["flipped-bit", "truncated", "longer", "gone", "a-folder"],
 )
-def test_a_damaged_file_is_found(one: Path, name: str, damage: Callable[[Path], Any], message: str) -> None:
+def test_a_damaged_file_is_found(
+    one: Path, name: str, damage: Callable[[Path], Any], message: str
+) -> None:
     assert checkpoint.is_complete(one)
     damage(one / name)
     with pytest.raises(CheckpointError, match=f"{name} ({message}|has .*{message})"):
@@ -58,7 +71,9 @@ def test_loading_without_verifying_still_sees_sizes_and_json_digests(one: Path) 
     read_all(one)
 
 
-def test_a_checkpoint_that_is_being_deleted_is_none_any_more(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_is_being_deleted_is_none_any_more(
+    one: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def killed(path: Path) -> None:
         raise KeyboardInterrupt
 
@@ -94,13 +109,28 @@ def entry(size: Any = 1, sha256: Any = "0" * 64) -> dict[str, Any]:
         (lambda m: {k: v for k, v in m.items() if k != "version"}, "version None"),
         (lambda m: m | {"format": "zip"}, "format 'zip'"),
         (lambda m: m | {"files": []}, "no object 'files'"),
-        (lambda m: m | {"files": m["files"] | {"../x": entry()}}, r"'\.\./x', which is not a plain file name"),
-        (lambda m: m | {"files": m["files"] | {"/etc/passwd": entry()}}, "not a plain file name"),
-        (lambda m: m | {"files": m["files"] | {"..": entry()}}, "not a plain file name"),
-        (lambda m: m | {"files": m["files"] | {"a\\b": entry()}}, "not a plain file name"),
+        (
+            lambda m: m | {"files": m["files"] | {"../x": entry()}},
+            r"'\.\./x', which is not a plain file name",
+        ),
+        (
+            lambda m: m | {"files": m["files"] | {"/etc/passwd": entry()}},
+            "not a plain file name",
+        ),
+        (
+            lambda m: m | {"files": m["files"] | {"..": entry()}},
+            "not a plain file name",
+        ),
+        (
+            lambda m: m | {"files": m["files"] | {"a\\b": entry()}},
+            "not a plain file name",
+        ),
         (lambda m: m | {"files": m["files"] | {"x": entry(size=-1)}}, "valid size"),
         (lambda m: m | {"files": m["files"] | {"x": entry(size=1.0)}}, "valid size"),
-        (lambda m: m | {"files": m["files"] | {"x": entry(sha256="0")}}, "valid size and sha256"),
+        (
+            lambda m: m | {"files": m["files"] | {"x": entry(sha256="0")}},
+            "valid size and sha256",
+        ),
         (lambda m: m | {"files": m["files"] | {"x": "0"}}, "valid size and sha256"),
         (lambda m: m | {"files": {}}, r"does not list state\.json"),
         (lambda m: [m], "holds a list"),
@@ -110,7 +140,9 @@ def entry(size: Any = 1, sha256: Any = "0" * 64) -> dict[str, Any]:
         (lambda m: "", "is not JSON"),
     ],
 )
-def test_a_bad_manifest_is_refused(one: Path, change: Callable[[Any], Any], message: str) -> None:
+def test_a_bad_manifest_is_refused(
+    one: Path, change: Callable[[Any], Any], message: str
+) -> None:
     path = one / "manifest.json"
     content = change(json.loads(path.read_text()))
     text = content if isinstance(content, str) else json.dumps(content)
@@ -123,7 +155,11 @@ def test_a_bad_manifest_is_refused(one: Path, change: Callable[[Any], Any], mess
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        (["chunks", 0, "file"], "../one/__0_0.distcp", "not a file of tensors that the manifest lists"),
+        (
+            ["chunks", 0, "file"],
+            "../one/__0_0.distcp",
+            "not a file of tensors that the manifest lists",
+        ),
         (["chunks", 0, "file"], "/etc/passwd", "not a file of tensors"),
         (["chunks", 0, "file"], "__7_0.distcp", "not a file of tensors"),
         (["chunks", 0, "file"], "state.json", "not a file of tensors"),
@@ -136,7 +172,9 @@ def test_a_bad_manifest_is_refused(one: Path, change: Callable[[Any], Any], mess
         ([], 5, "not subscriptable"),
     ],
 )
-def test_a_bad_index_is_refused(one: Path, where: list[Any], value: Any, message: str) -> None:
+def test_a_bad_index_is_refused(
+    one: Path, where: list[Any], value: Any, message: str
+) -> None:
     path = one / "tensors.json"
     index = json.loads(path.read_text())
     node, *rest = ["model/weight", *where]
@@ -148,7 +186,9 @@ def test_a_bad_index_is_refused(one: Path, where: list[Any], value: Any, message
     reseal(one)
     checkpoint.verify(one)  # as far as digests go, all is well
     for read in (read_all, checkpoint.load_weights):
-        with pytest.raises(CheckpointError, match=rf"tensors\.json, key 'model/weight': .*{message}"):
+        with pytest.raises(
+            CheckpointError, match=rf"tensors\.json, key 'model/weight': .*{message}"
+        ):
             read(one)
 
 
@@ -217,12 +257,14 @@ def test_nothing_planted_in_any_file_is_ever_unpickled(
     assert marker.exists(), "the trap itself must work, or this test says nothing"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Choosing one
 
 
 def test_a_later_start_is_newer_whatever_step_and_clock_say(tmp_path: Path) -> None:
-    """The first start's machine has a clock that is ahead, and the second start went on from an earlier checkpoint."""
+    """The first start's machine has a clock that is ahead, and the second start went
+    on from an earlier checkpoint.
+    """
     for name, attempt, step in (("10-05", 0, 20), ("10-01", 1, 10), ("10-02", 1, 15)):
         state = {"iterations": step, "attempt": attempt}
         folder = tmp_path / f"checkpoint_2026-11-22_{name}-00.1"
@@ -232,17 +274,28 @@ def test_a_later_start_is_newer_whatever_step_and_clock_say(tmp_path: Path) -> N
 
 def _of_a_run(run: Path, names_and_steps: dict[str, int]) -> list[Path]:
     for name, step in names_and_steps.items():
-        checkpoint.save(run / name, {"model/weight": torch.full((2,), float(step))}, {"iterations": step})
-    (run / "checkpoint_manager_snapshot.json").write_text("{}")  # Ray Train's, and no checkpoint
-    (run / max([*names_and_steps, "checkpoint_0000000200"])).with_suffix(".9").mkdir()  # never completed
+        checkpoint.save(
+            run / name,
+            {"model/weight": torch.full((2,), float(step))},
+            {"iterations": step},
+        )
+    # Ray Train's, and no checkpoint
+    (run / "checkpoint_manager_snapshot.json").write_text("{}")
+    # never completed
+    (run / max([*names_and_steps, "checkpoint_0000000200"])).with_suffix(".9").mkdir()
     return [run / name for name in names_and_steps]
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        ["checkpoint_0000000005", "checkpoint_0000000010", "checkpoint_0000000100"],  # a LocalBackend's
-        ["checkpoint_2026-11-22_10-00-00.1", "checkpoint_2026-11-22_10-05-00.2", "checkpoint_2026-11-22_09-00-00.3"],
+        # a LocalBackend's
+        ["checkpoint_0000000005", "checkpoint_0000000010", "checkpoint_0000000100"],
+        [
+            "checkpoint_2026-11-22_10-00-00.1",
+            "checkpoint_2026-11-22_10-05-00.2",
+            "checkpoint_2026-11-22_09-00-00.3",
+        ],
     ],
 )
 def test_of_a_runs_folder_the_weights_are_those_of_the_newest_usable_checkpoint(

@@ -1,4 +1,6 @@
-"""A save that can't succeed raises on every rank, says why, and leaves no checkpoint."""
+"""A save that can't succeed raises on every rank, says why, and leaves no
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from .folders import Pool, check_load, saved
         (torch.ones(2).as_subclass(type("Odd", (Tensor,), {})), "Odd"),
     ],
 )
-def test_anything_but_a_dense_tensor_is_refused(tmp_path: Path, value: Any, name: str) -> None:
+def test_anything_but_a_dense_tensor_is_refused(
+    tmp_path: Path, value: Any, name: str
+) -> None:
     with pytest.raises(TypeError, match=rf"key 'bad': .*{name}"):
         checkpoint.save(tmp_path, {"good": torch.ones(1), "bad": value})
     assert not list(tmp_path.iterdir())
@@ -49,7 +53,10 @@ def test_a_state_that_json_refuses_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_shards_are_refused_on_one_rank(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"key 'x': the shards .* have 2 elements; the whole has 5"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"key 'x': the shards .* have 2 elements; the whole has 5",
+    ):
         checkpoint.save(tmp_path, {"x": TensorShard(torch.ones(2), 1, 5)})
     assert not checkpoint.is_complete(tmp_path)
 
@@ -65,7 +72,9 @@ def test_a_folder_with_a_checkpoint_is_refused(one: Path, name: str) -> None:
         assert {file.name: file.read_bytes() for file in one.iterdir()} == before
 
 
-def test_what_a_save_that_was_cut_short_left_behind_is_overwritten_or_ignored(tmp_path: Path, pool: Pool) -> None:
+def test_what_a_save_that_was_cut_short_left_behind_is_overwritten_or_ignored(
+    tmp_path: Path, pool: Pool
+) -> None:
     saved(tmp_path, pool, 3, own=False)
     (tmp_path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
@@ -96,9 +105,18 @@ def ones(*shape: int) -> Tensor:
         ([{"x": ones(2)}, {"x": 3}], "TypeError: .*rank 1: key 'x': only tensors"),
         ([{"x": 3}, {"y": 3}], "TypeError: .*rank 0: key 'x'.*rank 1: key 'y'"),
         ([{"x": ones(2)}, {"x": ones(3)}], "CheckpointError: .*key 'x'.*shape"),
-        ([{"x": ones(2)}, {"x": ones(2).double()}], "CheckpointError: .*key 'x'.*dtype.*float32 and torch.float64"),
-        ([{"x": ones(2)}, {"x": TensorShard(ones(1), 1, 2)}], "CheckpointError: .*key 'x'.*kind"),
-        ([{"x": TensorShard(ones(1), 0, 3)}, {"x": TensorShard(ones(2), 0, 3)}], "CheckpointError: .*key 'x'.*size at"),
+        (
+            [{"x": ones(2)}, {"x": ones(2).double()}],
+            "CheckpointError: .*key 'x'.*dtype.*float32 and torch.float64",
+        ),
+        (
+            [{"x": ones(2)}, {"x": TensorShard(ones(1), 1, 2)}],
+            "CheckpointError: .*key 'x'.*kind",
+        ),
+        (
+            [{"x": TensorShard(ones(1), 0, 3)}, {"x": TensorShard(ones(2), 0, 3)}],
+            "CheckpointError: .*key 'x'.*size at",
+        ),
         (
             [{"x": TensorShard(ones(1), 0, 3)}, {"x": TensorShard(ones(1), 2, 3)}],
             "CheckpointError: .*key 'x'.* have 2 elements; the whole has 3",
@@ -110,26 +128,38 @@ def ones(*shape: int) -> Tensor:
     ],
     ids=["type", "types", "shape", "dtype", "kind", "size", "gap", "overlap"],
 )
-def test_a_mistake_on_one_rank_raises_on_both(tmp_path: Path, pool: Pool, values: Any, message: str) -> None:
+def test_a_mistake_on_one_rank_raises_on_both(
+    tmp_path: Path, pool: Pool, values: Any, message: str
+) -> None:
     for text in pool(2).run(save_error, str(tmp_path), values):
         assert re.match(message, text, re.DOTALL), text
     assert not list(tmp_path.glob("*/manifest.json"))
-    save_error_free = pool(2).run(save_error, str(tmp_path / "next"), [{"x": ones(2)}] * 2)
-    assert save_error_free == ["nothing raised"] * 2  # the collectives are in step again
+    save_error_free = pool(2).run(
+        save_error, str(tmp_path / "next"), [{"x": ones(2)}] * 2
+    )
+    # the collectives are in step again
+    assert save_error_free == ["nothing raised"] * 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_on_one_rank_raises_on_both(tmp_path: Path, pool: Pool, rank: int) -> None:
+def test_a_full_disk_on_one_rank_raises_on_both(
+    tmp_path: Path, pool: Pool, rank: int
+) -> None:
     (tmp_path / str(rank)).mkdir()
     (tmp_path / str(rank) / f"__{rank}_0.distcp").symlink_to("/dev/full")
-    for text in pool(2).run(save_error, str(tmp_path), [{"a": ones(2)}, {"b": ones(2)}]):
+    for text in pool(2).run(
+        save_error, str(tmp_path), [{"a": ones(2)}, {"b": ones(2)}]
+    ):
         assert text.startswith("CheckpointError:")
         assert f"rank {rank}: OSError: [Errno 28] No space left" in text
     assert not (tmp_path / "0" / "manifest.json").exists()
 
 
-def test_a_failure_after_the_tensors_leaves_no_manifest(tmp_path: Path, pool: Pool) -> None:
-    (tmp_path / "0" / "tensors.json").mkdir(parents=True)  # rank 0 cannot put its file there
+def test_a_failure_after_the_tensors_leaves_no_manifest(
+    tmp_path: Path, pool: Pool
+) -> None:
+    # rank 0 cannot put its file there
+    (tmp_path / "0" / "tensors.json").mkdir(parents=True)
     for text in pool(2).run(save_error, str(tmp_path), [{"x": ones(2)}] * 2):
         assert text.startswith("CheckpointError:")
         assert "rank 0: IsADirectoryError" in text
@@ -159,23 +189,33 @@ def save_mistake_beside_an_error(folder: str) -> str:
     return ""
 
 
-def test_a_mistake_on_one_rank_beside_an_error_on_another_is_no_mistake_alone(tmp_path: Path, pool: Pool) -> None:
+def test_a_mistake_on_one_rank_beside_an_error_on_another_is_no_mistake_alone(
+    tmp_path: Path, pool: Pool
+) -> None:
     """A TypeError would say that only the program must be changed."""
     for text in pool(2).run(save_mistake_beside_an_error, str(tmp_path)):
-        assert re.match("CheckpointError: .* rank 0: key 'x': only tensors .*; rank 1: OSError: here", text)
+        assert re.match(
+            "CheckpointError: .* rank 0: key 'x': only tensors .*; rank 1: OSError: "
+            "here",
+            text,
+        )
 
 
 def save_raising(folder: str, rank: int, name: str) -> tuple[str, str, str]:
     error = {"unpicklable": Unpicklable, "interrupt": KeyboardInterrupt}[name]
     try:
-        checkpoint.save(folder, Raises(error) if dist.get_rank() == rank else {"x": ones(1)})
+        checkpoint.save(
+            folder, Raises(error) if dist.get_rank() == rank else {"x": ones(1)}
+        )
     except BaseException as e:
         return type(e).__name__, str(e), "".join(getattr(e, "__notes__", []))
     return "", "", ""
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_that_cannot_be_pickled_reaches_the_other_rank(tmp_path: Path, pool: Pool, rank: int) -> None:
+def test_an_exception_that_cannot_be_pickled_reaches_the_other_rank(
+    tmp_path: Path, pool: Pool, rank: int
+) -> None:
     answers = pool(2).run(save_raising, str(tmp_path), rank, "unpicklable")
     for kind, text, _ in answers:
         assert kind == "CheckpointError"
@@ -184,7 +224,9 @@ def test_an_exception_that_cannot_be_pickled_reaches_the_other_rank(tmp_path: Pa
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_interrupt_stays_one_where_it_was(tmp_path: Path, pool: Pool, rank: int) -> None:
+def test_an_interrupt_stays_one_where_it_was(
+    tmp_path: Path, pool: Pool, rank: int
+) -> None:
     answers = pool(2).run(save_raising, str(tmp_path), rank, "interrupt")
     assert answers[rank][0] == "KeyboardInterrupt"
     assert answers[1 - rank][0] == "CheckpointError"

@@ -1,4 +1,6 @@
-"""A model's state by torch's own contract: a resume calls ``load_state_dict``, so hooks, extra state and own loaders run."""
+"""A model's state by torch's own contract: a resume calls ``load_state_dict``, so
+hooks, extra state and own loaders run.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, is_tensor, nn
 from torch.ao.quantization import MovingAveragePerChannelMinMaxObserver
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, checkpoint, load_weights
@@ -24,20 +28,37 @@ from ..samples_of import WaitingBackend
 
 SHARDINGS = ["none", "oss", "zero2", "fsdp2"]
 
-pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The batch of .* exceeds the gradient noise scale"
+)
 
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(60, 6, generator=generator), torch.randint(2, (60,), generator=generator))
+    return TensorDataset(
+        torch.randn(60, 6, generator=generator),
+        torch.randint(2, (60,), generator=generator),
+    )
 
 
-def run_of(net: nn.Module, backend: LocalBackend, *, adamw: bool = False, **settings: Any) -> Run:
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+def run_of(
+    net: nn.Module, backend: LocalBackend, *, adamw: bool = False, **settings: Any
+) -> Run:
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(
+        net.parameters(), lr=0.1, momentum=0.9
+    )
     if adamw:
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
     config = AdaScaleConfig(
-        **({"base_batch_size": 4, "total_steps": 40, "checkpoint_every_s": 1e-9, "rule": "adascale"} | settings)
+        **(
+            {
+                "base_batch_size": 4,
+                "total_steps": 40,
+                "checkpoint_every_s": 1e-9,
+                "rule": "adascale",
+            }
+            | settings
+        )
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="With rule=.adascale. the averages")
@@ -55,9 +76,13 @@ def steps(run: Run, count: int) -> None:
 
 
 def resumed(
-    make: Callable[[], nn.Module], folder: Path, make_again: Callable[[], nn.Module] | None = None
+    make: Callable[[], nn.Module],
+    folder: Path,
+    make_again: Callable[[], nn.Module] | None = None,
 ) -> nn.Module:
-    """Train three steps; start again; return both models, after a comparison of all parameters and their momenta."""
+    """Train three steps; start again; return both models, after a comparison of all
+    parameters and their momenta.
+    """
     first = make()
     run = run_of(first, WaitingBackend(folder))
     steps(run, 3)
@@ -66,7 +91,10 @@ def resumed(
     assert other.effective_steps == 3
     for p, q in zip(first.parameters(), again.parameters(), strict=True):
         assert torch.equal(p, q)
-        assert torch.equal(run.optimizer.state[p]["momentum_buffer"], other.optimizer.state[q]["momentum_buffer"])
+        assert torch.equal(
+            run.optimizer.state[p]["momentum_buffer"],
+            other.optimizer.state[q]["momentum_buffer"],
+        )
     return again
 
 
@@ -75,13 +103,16 @@ def net(*more: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), *more, nn.ReLU(), nn.Linear(8, 2))
 
 
-# ---- what state_dict() returns --------------------------------------------------------------------------------------------
+# ---- what state_dict() returns -------------------------------------------------------
 
 
 class Copying(nn.Sequential):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         state = super().state_dict(*args, **kwargs)
-        return {key: value.cpu().clone() if is_tensor(value) else value for key, value in state.items()}
+        return {
+            key: value.cpu().clone() if is_tensor(value) else value
+            for key, value in state.items()
+        }
 
 
 def test_a_state_dict_of_copies_is_loaded(tmp_path: Path) -> None:
@@ -92,10 +123,16 @@ def test_a_hook_that_copies_and_renames_is_called(tmp_path: Path) -> None:
     def make() -> nn.Module:
         model = net()
 
-        def renamed(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-            state[f"{prefix}halves"] = torch.stack(state.pop(f"{prefix}0.weight").chunk(2))
+        def renamed(
+            module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+        ) -> None:
+            state[f"{prefix}halves"] = torch.stack(
+                state.pop(f"{prefix}0.weight").chunk(2)
+            )
 
-        def named_back(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        def named_back(
+            module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+        ) -> None:
             state[f"{prefix}0.weight"] = torch.cat(list(state.pop(f"{prefix}halves")))
 
         model.register_state_dict_post_hook(renamed)
@@ -106,7 +143,9 @@ def test_a_hook_that_copies_and_renames_is_called(tmp_path: Path) -> None:
     assert "halves" in load_weights(tmp_path)
 
 
-def test_a_model_is_not_held_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_not_held_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, again = net(nn.BatchNorm1d(8)), net(nn.BatchNorm1d(8))
     with torch.no_grad():
         for p in again.parameters():
@@ -114,13 +153,19 @@ def test_a_model_is_not_held_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tensors: dict[str, Any] = {}
     state = {"model": model_state(first, tensors, rank=0)}
     checkpoint.save(tmp_path / "one", tensors, state)
-    monkeypatch.setattr(checkpoint.TensorInfo, "empty", lambda _: pytest.fail("a tensor beside the live one"))
+    monkeypatch.setattr(
+        checkpoint.TensorInfo,
+        "empty",
+        lambda _: pytest.fail("a tensor beside the live one"),
+    )
     load_model(checkpoint.Saved(tmp_path / "one"), again)
-    for (name, p), q in zip(first.state_dict().items(), again.state_dict().values(), strict=True):
+    for (name, p), q in zip(
+        first.state_dict().items(), again.state_dict().values(), strict=True
+    ):
         assert torch.equal(p, q), name
 
 
-# ---- extra state -----------------------------------------------------------------------------------------------------------
+# ---- extra state ---------------------------------------------------------------------
 
 
 class Counting(nn.Module):
@@ -145,8 +190,15 @@ KINDS: dict[str, tuple[Callable[[int], Any], Callable[[Any], int]]] = {
     "tensor": (torch.tensor, int),
     "growing tensor": (torch.ones, len),
     "dict": (
-        lambda calls: {"calls": calls, "of": [torch.tensor(calls), {"_orig_mod.x": torch.ones(calls)}]},
-        lambda state: int(state["calls"] if state["of"][0] == len(state["of"][1]["_orig_mod.x"]) else -1),
+        lambda calls: {
+            "calls": calls,
+            "of": [torch.tensor(calls), {"_orig_mod.x": torch.ones(calls)}],
+        },
+        lambda state: int(
+            state["calls"]
+            if state["of"][0] == len(state["of"][1]["_orig_mod.x"])
+            else -1
+        ),
     ),
     "number": (int, int),
     "None": (lambda calls: None, lambda state: 3),
@@ -163,16 +215,21 @@ def test_extra_state_is_restored(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "said"), [(io.BytesIO(), "a BytesIO"), ({1: 2}, "key 1"), ({"of": [{3}]}, "of/0: a set")]
+    ("state", "said"),
+    [(io.BytesIO(), "a BytesIO"), ({1: 2}, "key 1"), ({"of": [{3}]}, "of/0: a set")],
 )
-def test_extra_state_of_another_kind_is_refused_when_the_run_is_built(tmp_path: Path, state: Any, said: str) -> None:
+def test_extra_state_of_another_kind_is_refused_when_the_run_is_built(
+    tmp_path: Path, state: Any, said: str
+) -> None:
     model = net(Counting(lambda calls: state, lambda state: 0))
-    with pytest.raises(TypeError, match=rf"1\._extra_state.*{said}|{said}.*1\._extra_state"):
+    with pytest.raises(
+        TypeError, match=rf"1\._extra_state.*{said}|{said}.*1\._extra_state"
+    ):
         run_of(model, WaitingBackend(tmp_path))
     steps(run_of(model, WaitingBackend(None)), 1)  # it saves nothing
 
 
-# ---- loaders of modules ----------------------------------------------------------------------------------------------------
+# ---- loaders of modules --------------------------------------------------------------
 
 
 class Doubled(nn.Linear):
@@ -180,11 +237,15 @@ class Doubled(nn.Linear):
 
     _version = 7
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: Any, prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = destination[f"{prefix}weight"] * 2
 
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state: Any, prefix: str, metadata: Any, *args: Any
+    ) -> None:
         assert metadata.get("version", 7) == 7
         state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
         super()._load_from_state_dict(state, prefix, metadata, *args)
@@ -197,7 +258,8 @@ def test_a_modules_own_loader_is_called_with_its_version(tmp_path: Path) -> None
 
     resumed(make, tmp_path)
     state = checkpoint.Saved(next(iter(sorted(tmp_path.glob("checkpoint_*"))))).state
-    assert state["model"]["metadata"] == {"0": {"version": 7}, "1": {"version": 2}}  # what is not {"version": 1}
+    # what is not {"version": 1}
+    assert state["model"]["metadata"] == {"0": {"version": 7}, "1": {"version": 2}}
     make().load_state_dict(load_weights(tmp_path))
 
 
@@ -219,15 +281,22 @@ class Lazy(nn.Module):
         super()._load_from_state_dict(state, prefix, *args)
 
 
-def test_a_buffer_that_the_first_forward_pass_makes_is_loaded_or_named(tmp_path: Path) -> None:
+def test_a_buffer_that_the_first_forward_pass_makes_is_loaded_or_named(
+    tmp_path: Path,
+) -> None:
     model = resumed(lambda: net(Lazy(True)), tmp_path)
     assert torch.equal(model[1].mean, load_weights(tmp_path)["1.mean"])  # type: ignore[index,union-attr]
-    with pytest.raises(CheckpointError, match=r'(?s)does not fit the model.*Unexpected key\(s\).*"1\.mean"'):
+    with pytest.raises(
+        CheckpointError,
+        match=r'(?s)does not fit the model.*Unexpected key\(s\).*"1\.mean"',
+    ):
         run_of(net(Lazy(False)), WaitingBackend(tmp_path))
 
 
 class Observed(nn.Module):
-    """Holds an observer of torch.ao, whose buffers grow from shape (0,), as in quantization-aware training."""
+    """Holds an observer of torch.ao, whose buffers grow from shape (0,), as in
+    quantization-aware training.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +321,11 @@ def test_buffers_that_change_their_shape_are_loaded(tmp_path: Path) -> None:
     [
         ([nn.LayerNorm(8)], [], r'Unexpected key\(s\).*"2\.bias"'),
         ([], [nn.LayerNorm(8)], r'Missing key\(s\).*"2\.weight"'),
-        ([nn.Linear(8, 8)], [nn.Linear(8, 8, bias=False)], r'Unexpected key\(s\).*"1\.bias"'),
+        (
+            [nn.Linear(8, 8)],
+            [nn.Linear(8, 8, bias=False)],
+            r'Unexpected key\(s\).*"1\.bias"',
+        ),
         ([nn.PReLU()], [nn.PReLU(8)], r"size mismatch for 1\.weight"),
     ],
 )
@@ -263,22 +336,31 @@ def test_keys_that_do_not_fit_are_named_in_both_directions(
         return nn.Sequential(nn.Linear(6, 8), *more, nn.Linear(8, 2))
 
     steps(run_of(make(before), WaitingBackend(tmp_path)), 1)
-    with pytest.raises(CheckpointError, match=rf"(?s)checkpoint_0000000001 does not fit the model.*{said}"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"(?s)checkpoint_0000000001 does not fit the model.*{said}",
+    ):
         run_of(make(now), WaitingBackend(tmp_path))
 
 
 def test_another_dtype_is_refused(tmp_path: Path) -> None:
     steps(run_of(net(), WaitingBackend(tmp_path)), 1)
-    with pytest.raises(CheckpointError, match=r"0\.weight.*torch\.float32 of shape .* torch\.float64"):
+    with pytest.raises(
+        CheckpointError, match=r"0\.weight.*torch\.float32 of shape .* torch\.float64"
+    ):
         run_of(net().double(), WaitingBackend(tmp_path))
 
 
-# ---- wrappers, and names -----------------------------------------------------------------------------------------------------
+# ---- wrappers, and names -------------------------------------------------------------
 
 
 def unwrapped() -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)), nn.Identity(), nn.Linear(8, 2))
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)),
+        nn.Identity(),
+        nn.Linear(8, 2),
+    )
 
 
 def with_checkpointing() -> nn.Sequential:
@@ -310,20 +392,30 @@ class Online(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.net = nn.Sequential(nn.Linear(6, 8), *(nn.BatchNorm1d(8) for _ in range(4)), nn.Linear(8, 2))
+        self.net = nn.Sequential(
+            nn.Linear(6, 8), *(nn.BatchNorm1d(8) for _ in range(4)), nn.Linear(8, 2)
+        )
         self.encoder = nn.ModuleDict({"net": self.net})
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
 
 
-def averages(kind: str, folder: str, sharding: str) -> tuple[list[float], list[float], list[float]]:
-    """Train; return this worker's batch norm's averages, those in the checkpoint, and those after a resume."""
+def averages(
+    kind: str, folder: str, sharding: str
+) -> tuple[list[float], list[float], list[float]]:
+    """Train; return this worker's batch norm's averages, those in the checkpoint,
+    and those after a resume.
+    """
     make = {"two names": Online, "wrapper": with_checkpointing}[kind]
 
     def built() -> Run:
         return run_of(
-            make(), WaitingBackend(folder, device="cpu"), sharding=sharding, per_worker_batch_size=4, total_steps=12
+            make(),
+            WaitingBackend(folder, device="cpu"),
+            sharding=sharding,
+            per_worker_batch_size=4,
+            total_steps=12,
         )
 
     run = built()
@@ -333,21 +425,36 @@ def averages(kind: str, folder: str, sharding: str) -> tuple[list[float], list[f
     assert again.effective_steps == run.effective_steps
 
     def found(state: dict[str, Any]) -> list[float]:
-        return [v for name, value in sorted(state.items()) if name.endswith("running_mean") for v in value.tolist()]
+        return [
+            v
+            for name, value in sorted(state.items())
+            if name.endswith("running_mean")
+            for v in value.tolist()
+        ]
 
-    return found(run.module.state_dict()), found(saved), found(again.module.state_dict())
+    return (
+        found(run.module.state_dict()),
+        found(saved),
+        found(again.module.state_dict()),
+    )
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("kind", ["two names", "wrapper"])
-def test_rank_0s_averages_are_saved_whatever_their_names(pool: Any, tmp_path: Path, kind: str, sharding: str) -> None:
-    (first, saved, again), (other, _, others) = pool(2).run(averages, kind, str(tmp_path), sharding)
+def test_rank_0s_averages_are_saved_whatever_their_names(
+    pool: Any, tmp_path: Path, kind: str, sharding: str
+) -> None:
+    (first, saved, again), (other, _, others) = pool(2).run(
+        averages, kind, str(tmp_path), sharding
+    )
     assert first != other
     assert saved == again == others == first
 
 
 def own_contract(folder: str, sharding: str, stop: int) -> tuple[list[float], int]:
-    """Train a model with a state dict of copies, a loader of its own, and extra state."""
+    """Train a model with a state dict of copies, a loader of its own, and extra
+    state.
+    """
     torch.manual_seed(1)
     model = Copying(Doubled(6, 8), Counting(*KINDS["dict"]), nn.Linear(8, 2))
     backend = WaitingBackend(folder, device="cpu")
@@ -356,7 +463,11 @@ def own_contract(folder: str, sharding: str, stop: int) -> tuple[list[float], in
         run.backward(F.cross_entropy(run.model(x), y))
         if run.step() and run.state.iterations == stop:
             break
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.state_dict().values() if is_tensor(p)]
+    whole = [
+        p.full_tensor() if hasattr(p, "full_tensor") else p
+        for p in model.state_dict().values()
+        if is_tensor(p)
+    ]
     return [v for p in whole for v in p.flatten().tolist()], model[1].calls  # type: ignore[return-value]
 
 
@@ -373,7 +484,10 @@ def test_a_model_with_a_contract_of_its_own_resumes_under_every_sharding(
 
 def states_by_rank(folder: str) -> None:
     rank = torch.distributed.get_rank()
-    kinds = [(lambda _: {"rank": rank, "of": torch.tensor(rank)}, int), (lambda _: torch.tensor(rank), int)]
+    kinds = [
+        (lambda _: {"rank": rank, "of": torch.tensor(rank)}, int),
+        (lambda _: torch.tensor(rank), int),
+    ]
     model = nn.Sequential(*(Counting(*kind) for kind in kinds * 3))
     tensors: dict[str, Any] = {}
     state = {"model": model_state(model, tensors, rank=rank)}
@@ -388,7 +502,7 @@ def test_extra_state_is_rank_0s(pool: Any, tmp_path: Path) -> None:
         assert value == 0 if is_tensor(value) else value == {"rank": 0, "of": 0}
 
 
-# ---- requires_grad -----------------------------------------------------------------------------------------------------------
+# ---- requires_grad -------------------------------------------------------------------
 
 
 def with_frozen(*names: str) -> nn.Sequential:
@@ -403,7 +517,9 @@ def frozen(model: nn.Module) -> set[str]:
 
 
 def train_with_change(run: Run, until: int) -> list[Tensor]:
-    """Take steps, and unfreeze the first weight, and freeze the last bias, before step 3."""
+    """Take steps, and unfreeze the first weight, and freeze the last bias, before
+    step 3.
+    """
     for x, y in run:
         run.backward(F.cross_entropy(run.model(x), y))
         if not run.step():
@@ -423,7 +539,13 @@ def test_what_the_loop_has_unfrozen_stays_unfrozen_in_a_resume(
 ) -> None:
     def run(folder: Path) -> Run:
         net = with_frozen("0.weight", "0.bias")
-        return run_of(net, WaitingBackend(folder), adamw=True, per_worker_batch_size=4, accumulation=passes)
+        return run_of(
+            net,
+            WaitingBackend(folder),
+            adamw=True,
+            per_worker_batch_size=4,
+            accumulation=passes,
+        )
 
     whole = train_with_change(run(tmp_path / "whole"), 6)
     train_with_change(run(tmp_path / "cut"), 4)
@@ -432,27 +554,46 @@ def test_what_the_loop_has_unfrozen_stays_unfrozen_in_a_resume(
         assert frozen(resumed.module) == {"0.bias", "3.bias"}
         with caplog.at_level("INFO"):
             steps(resumed, 1)
-    assert all(torch.equal(p, q) for p, q in zip(resumed.module.parameters(), whole, strict=True))
+    assert all(
+        torch.equal(p, q)
+        for p, q in zip(resumed.module.parameters(), whole, strict=True)
+    )
     with caplog.at_level("INFO"):
         run(tmp_path / "cut")
-    assert "the checkpoint's, as set in the loop, of 2 parameters: '0.weight', '3.bias'" in caplog.text
+    assert (
+        "the checkpoint's, as set in the loop, of 2 parameters: '0.weight', '3.bias'"
+        in caplog.text
+    )
 
 
-def test_what_the_program_freezes_otherwise_than_before_stays_so_and_is_named(tmp_path: Path) -> None:
-    train_with_change(run_of(with_frozen("0.weight", "0.bias"), WaitingBackend(tmp_path)), 3)
-    with pytest.warns(UserWarning, match=r"is the program's, other than.*of 2 parameters: '0\.bias', '1\.weight'"):
+def test_what_the_program_freezes_otherwise_than_before_stays_so_and_is_named(
+    tmp_path: Path,
+) -> None:
+    train_with_change(
+        run_of(with_frozen("0.weight", "0.bias"), WaitingBackend(tmp_path)), 3
+    )
+    with pytest.warns(
+        UserWarning,
+        match=r"is the program's, other than.*of 2 parameters: '0\.bias', '1\.weight'",
+    ):
         run = run_of(with_frozen("0.weight", "1.weight"), WaitingBackend(tmp_path))
-    assert frozen(run.module) == {"1.weight", "3.bias"}  # the loop's own change is restored all the same
+    # the loop's own change is restored all the same
+    assert frozen(run.module) == {"1.weight", "3.bias"}
     steps(run, 1)
-    assert frozen(run_of(with_frozen("0.weight", "1.weight"), WaitingBackend(tmp_path)).module) == {
+    assert frozen(
+        run_of(with_frozen("0.weight", "1.weight"), WaitingBackend(tmp_path)).module
+    ) == {
         "1.weight",
         "3.bias",
     }
     # Unfrozen by the loop and now by the program: no difference is left.
-    assert frozen(run_of(with_frozen("1.weight"), WaitingBackend(tmp_path)).module) == {"1.weight", "3.bias"}
+    assert frozen(run_of(with_frozen("1.weight"), WaitingBackend(tmp_path)).module) == {
+        "1.weight",
+        "3.bias",
+    }
 
 
-# ---- parameter groups ----------------------------------------------------------------------------------------------------------
+# ---- parameter groups ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by", ["the run's optimizer", "the user's"])
@@ -464,7 +605,10 @@ def test_a_group_that_the_loop_adds_is_refused_at_once(tmp_path: Path, by: str) 
     run = Run(model, optimizer, None, data(), config, backend=WaitingBackend(tmp_path))
     added = run.optimizer if by == "the run's optimizer" else optimizer
     group = {"params": list(model[2].requires_grad_(True).parameters())}
-    with pytest.raises(RuntimeError, match=r"add_param_group.*when it is built.*requires_grad_\(False\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"add_param_group.*when it is built.*requires_grad_\(False\)",
+    ):
         added.add_param_group(group)
     model[2].requires_grad_(False)
     for x, y in run:

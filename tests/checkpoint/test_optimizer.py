@@ -1,7 +1,9 @@
-"""Optimizer state through a checkpoint and back, for any split, so that training goes on to the last bit.
+"""Optimizer state through a checkpoint and back, for any split, so that training goes
+on to the last bit.
 
-Functions whose names start with an underscore run on each rank of the pool. All ranks see the same batches, without
-DDP, so that what comes out does not depend on the number of ranks.
+Functions whose names start with an underscore run on each rank of the pool. All ranks
+see the same batches, without DDP, so that what comes out does not depend on the number
+of ranks.
 """
 
 from __future__ import annotations
@@ -29,28 +31,46 @@ from ray_adascale.checkpoint.optimizer import (
 )
 
 from ..pool import ProcessPool
-from ..uneven import OPTIMIZERS, Net, assert_same, batches, build, groups, train, weights
+from ..uneven import (
+    OPTIMIZERS,
+    Net,
+    assert_same,
+    batches,
+    build,
+    groups,
+    train,
+    weights,
+)
 
 Pool = Callable[[int], ProcessPool]
 
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     **OPTIMIZERS,
     "amsgrad": lambda m: AdamW(groups(m), lr=0.01, amsgrad=True),
-    "nadam": lambda m: NAdam(m.parameters(), lr=0.01),  # a state entry that is neither an average nor "step"
-    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, momentum=0.5, centered=True),
+    # a state entry that is neither an average nor "step"
+    "nadam": lambda m: NAdam(m.parameters(), lr=0.01),
+    "rmsprop": lambda m: torch.optim.RMSprop(
+        m.parameters(), lr=0.01, momentum=0.5, centered=True
+    ),
 }
 
 
 def save(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """What the loop saves, less what is not of the optimizer."""
-    tensors: dict[str, Any] = {f"model/{key}": value for key, value in model.state_dict().items()}
+    tensors: dict[str, Any] = {
+        f"model/{key}": value for key, value in model.state_dict().items()
+    }
     tensors.update(optimizer_tensors(optimizer, parameter_names(model, optimizer)))
     checkpoint.save(folder, tensors, {"param_groups": hyperparameters(optimizer)})
 
 
 def load(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    checkpoint.Saved(folder).load({f"model/{key}": value for key, value in model.state_dict().items()})
-    load_optimizer(checkpoint.Saved(folder), optimizer, parameter_names(model, optimizer))
+    checkpoint.Saved(folder).load(
+        {f"model/{key}": value for key, value in model.state_dict().items()}
+    )
+    load_optimizer(
+        checkpoint.Saved(folder), optimizer, parameter_names(model, optimizer)
+    )
     load_hyperparameters(optimizer, checkpoint.Saved(folder).state["param_groups"])
 
 
@@ -64,7 +84,9 @@ def fresh(name: str, wrap: str, low: torch.dtype = torch.float32) -> tuple[Net, 
     return model, optimizer
 
 
-def _leg(name: str, wrap: str, low: torch.dtype, source: Path | None, target: Path, seed: int) -> tuple[Tensor, Any]:
+def _leg(
+    name: str, wrap: str, low: torch.dtype, source: Path | None, target: Path, seed: int
+) -> tuple[Tensor, Any]:
     """Resume from ``source``, train on, save to ``target``."""
     model, optimizer = fresh(name, wrap, low)
     if source is not None:
@@ -77,10 +99,16 @@ def _leg(name: str, wrap: str, low: torch.dtype, source: Path | None, target: Pa
 @pytest.mark.also_simulated("momentum-f32", "adamw-bf16", "tensor-lr-f32")
 @pytest.mark.parametrize("low", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("name", MAKERS)
-def test_goes_on_to_the_last_bit_over_every_split(pool: Pool, tmp_path: Path, name: str, low: torch.dtype) -> None:
-    """Plain, sharded over two, over one, over three, and plain again, against one run that never stopped."""
-    # A CPU rounds bfloat16 differently at the end of a tensor than in its middle, so there cuts by element show.
-    exact = low is torch.float32 or name in ("odd", "chain")  # Muon has the matrix of bfloat16, whole
+def test_goes_on_to_the_last_bit_over_every_split(
+    pool: Pool, tmp_path: Path, name: str, low: torch.dtype
+) -> None:
+    """Plain, sharded over two, over one, over three, and plain again, against one
+    run that never stopped.
+    """
+    # A CPU rounds bfloat16 differently at the end of a tensor than in its middle, so
+    # there cuts by element show.
+    # Muon has the matrix of bfloat16, whole
+    exact = low is torch.float32 or name in ("odd", "chain")
     twin, plain = fresh(name, "", low)
     legs = [(0, ""), (2, "oss"), (1, "oss"), (3, "oss adascale"), (0, "adascale")]
     source: Path | None = None
@@ -92,22 +120,29 @@ def test_goes_on_to_the_last_bit_over_every_split(pool: Pool, tmp_path: Path, na
             results = [_leg(name, wrap, low, source, target, i)]
         train(twin, plain, batches(5, i))
         for end, saved in results:
-            torch.testing.assert_close(end, weights(twin), rtol=0 if exact else 4e-3, atol=0 if exact else 4e-3)
+            torch.testing.assert_close(
+                end, weights(twin), rtol=0 if exact else 4e-3, atol=0 if exact else 4e-3
+            )
             assert saved == hyperparameters(plain)
         checkpoint.verify(target)
         source = target
-    # The same keys, dtypes and values as of the optimizer that never stopped, in whatever split they were saved.
+    # The same keys, dtypes and values as of the optimizer that never stopped, in
+    # whatever split they were saved.
     save(tmp_path / "twin", twin, plain)
     stored = {}
     for folder in (tmp_path / "twin", tmp_path / "4"):
         stored[folder.name] = {
-            key: torch.empty(info.shape, dtype=info.dtype) for key, info in checkpoint.Saved(folder).index.items()
+            key: torch.empty(info.shape, dtype=info.dtype)
+            for key, info in checkpoint.Saved(folder).index.items()
         }
         checkpoint.Saved(folder).load(stored[folder.name])
     if exact:
         assert_same(stored["4"], stored["twin"])
     else:
-        kinds = [{key: (value.dtype, value.shape) for key, value in entry.items()} for entry in stored.values()]
+        kinds = [
+            {key: (value.dtype, value.shape) for key, value in entry.items()}
+            for entry in stored.values()
+        ]
         assert kinds[0] == kinds[1]
 
 
@@ -122,7 +157,8 @@ def test_keys_say_what_is_stored() -> None:
         "optim.float/first.weight/with%2Fslash": (torch.float64, ()),
         "optim.bool/first.weight/odd": (torch.bool, ()),
         "optim.none/first.weight/unset": (torch.bool, ()),
-        "optim.tensor/first.weight/flat": (torch.float32, (63,)),  # as many elements, not of the parameter's shape
+        # as many elements, not of the parameter's shape
+        "optim.tensor/first.weight/flat": (torch.float32, (63,)),
         "optim.tensor/first.weight/rows": (torch.int64, (2, 3)),
         "optim/first.weight/average": (torch.float64, (63,)),
     }
@@ -139,7 +175,11 @@ def test_tensors_are_live_and_shards_where_sharded() -> None:
     assert flat.data_ptr() == live.data_ptr()
     shard = optimizer_tensors(AdaScale(OSS.wrap(optimizer)), names)[key]
     assert isinstance(shard, TensorShard)
-    assert (shard.tensor.data_ptr(), shard.offset, shard.numel) == (live.data_ptr(), 0, 81)
+    assert (shard.tensor.data_ptr(), shard.offset, shard.numel) == (
+        live.data_ptr(),
+        0,
+        81,
+    )
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -161,11 +201,15 @@ def test_before_the_first_step(tmp_path: Path, name: str, sharded: bool) -> None
 
 
 def test_state_keeps_its_strides(tmp_path: Path) -> None:
-    """Fused kernels refuse averages that are laid out in another way than the weights."""
+    """Fused kernels refuse averages that are laid out in another way than the
+    weights.
+    """
 
     def new() -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten()).to(memory_format=torch.channels_last)
+        model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten()).to(
+            memory_format=torch.channels_last
+        )
         return model, AdamW(model.parameters(), lr=0.1)
 
     model, optimizer = new()
@@ -178,8 +222,12 @@ def test_state_keeps_its_strides(tmp_path: Path) -> None:
     assert_same(loaded.state_dict(), optimizer.state_dict())
 
 
-def _another_layout(folder: Path, before: torch.memory_format, after: torch.memory_format) -> list[bool]:
-    """Save the momentum of a convolution that is split by element, load it into another layout; whether parts were whole."""
+def _another_layout(
+    folder: Path, before: torch.memory_format, after: torch.memory_format
+) -> list[bool]:
+    """Save the momentum of a convolution that is split by element, load it into
+    another layout; whether parts were whole.
+    """
     momentum = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(1))
     whole = []
     for layout in (before, after):
@@ -199,9 +247,12 @@ def _another_layout(folder: Path, before: torch.memory_format, after: torch.memo
 
 
 @pytest.mark.parametrize("channels_last", ["before", "after"])
-def test_a_part_of_a_parameter_loads_into_another_layout(pool: Pool, tmp_path: Path, channels_last: str) -> None:
+def test_a_part_of_a_parameter_loads_into_another_layout(
+    pool: Pool, tmp_path: Path, channels_last: str
+) -> None:
     layouts = [
-        torch.channels_last if when == channels_last else torch.contiguous_format for when in ("before", "after")
+        torch.channels_last if when == channels_last else torch.contiguous_format
+        for when in ("before", "after")
     ]
     assert pool(2).run(_another_layout, tmp_path, *layouts) == [[False], [False]]
 
@@ -217,7 +268,9 @@ def test_each_optimizer_of_a_chain_loads_in_its_own_way(tmp_path: Path) -> None:
     model = nn.Linear(3, 2).to(torch.bfloat16)
 
     def chain() -> OptimizerChain:
-        return OptimizerChain([SGD([model.weight], lr=0.1), OwnLoader([model.bias], lr=0.1)])
+        return OptimizerChain(
+            [SGD([model.weight], lr=0.1), OwnLoader([model.bias], lr=0.1)]
+        )
 
     optimizer = chain()
     optimizer.state[model.weight] = {"average": torch.full((2, 3), 1.001)}
@@ -243,7 +296,9 @@ def test_each_optimizer_of_a_chain_loads_in_its_own_way(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("sharded", [False, True])
-def test_state_that_does_not_fit_is_refused_by_name(entry: dict[Any, Any], message: str, sharded: bool) -> None:
+def test_state_that_does_not_fit_is_refused_by_name(
+    entry: dict[Any, Any], message: str, sharded: bool
+) -> None:
     model = nn.Linear(3, 2)
     optimizer: Optimizer = SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight] = entry
@@ -261,7 +316,9 @@ def test_state_of_no_parameter_is_refused_by_name() -> None:
         optimizer_tensors(optimizer, parameter_names(model, optimizer))
 
 
-@pytest.mark.parametrize("value", [2**63 - 1, -(2**63), 0.1, float("inf"), True, None, -0.0])
+@pytest.mark.parametrize(
+    "value", [2**63 - 1, -(2**63), 0.1, float("inf"), True, None, -0.0]
+)
 def test_numbers_come_back_with_their_kind(tmp_path: Path, value: Any) -> None:
     model = nn.Linear(3, 2)
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -286,7 +343,7 @@ def test_a_parameter_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
         load_optimizer(checkpoint.Saved(tmp_path), other, parameter_names(wider, other))
 
 
-# ---- names -------------------------------------------------------------------------------------------------------------
+# ---- names ---------------------------------------------------------------------------
 
 
 def test_parameters_are_named_by_the_model_and_others_by_place() -> None:
@@ -303,7 +360,8 @@ def test_parameters_are_named_by_the_model_and_others_by_place() -> None:
     assert names[model.parameter[0]] == "parameter.0"
     assert names[model.parameter[1]] == "parameter.1"
     assert len(set(names.values())) == 3
-    # A module with an empty name is what nn.Module itself refuses, so this one is nobody else's.
+    # A module with an empty name is what nn.Module itself refuses, so this one is
+    # nobody else's.
     assert names[outside] == ".0"
 
 
@@ -329,10 +387,12 @@ def test_a_shared_weight_is_stored_once() -> None:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     keys = optimizer_tensors(optimizer, parameter_names(model, optimizer))
-    assert sorted(keys) == [f"optim/{name}/momentum_buffer" for name in ("0.bias", "0.weight", "1.bias")]
+    assert sorted(keys) == [
+        f"optim/{name}/momentum_buffer" for name in ("0.bias", "0.weight", "1.bias")
+    ]
 
 
-# ---- hyperparameters ---------------------------------------------------------------------------------------------------
+# ---- hyperparameters -----------------------------------------------------------------
 
 
 def test_hyperparameters_are_json_and_come_back() -> None:
@@ -344,15 +404,21 @@ def test_hyperparameters_are_json_and_come_back() -> None:
     other = AdamW(groups(build()), lr=0.01)
     load_hyperparameters(other, saved)
     for ours, theirs in zip(other.param_groups, optimizer.param_groups, strict=True):
-        assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
+        assert {k: v for k, v in ours.items() if k != "params"} == {
+            k: v for k, v in theirs.items() if k != "params"
+        }
     assert other.param_groups[0]["betas"] == (0.8, 0.95)
     assert [group["initial_lr"] for group in other.param_groups] == [0.02, 0.01, 0.01]
     assert other.param_groups[1]["lr"] == 0.01 * 0.25
 
 
 def test_how_a_step_is_computed_follows_the_machine() -> None:
-    saved = hyperparameters(AdamW(build().parameters(), lr=0.01, foreach=False, capturable=False))
-    assert not {"foreach", "fused", "capturable", "differentiable", "params"} & set(saved[0])
+    saved = hyperparameters(
+        AdamW(build().parameters(), lr=0.01, foreach=False, capturable=False)
+    )
+    assert not {"foreach", "fused", "capturable", "differentiable", "params"} & set(
+        saved[0]
+    )
     other = AdamW(build().parameters(), lr=0.01, foreach=True)
     load_hyperparameters(other, saved)
     assert other.param_groups[0]["foreach"] is True
@@ -368,12 +434,14 @@ def test_a_tensor_lr_is_filled_in_place() -> None:
     other = new()
     live = other.param_groups[0]["lr"]
     load_hyperparameters(other, saved)
-    assert other.param_groups[0]["lr"] is live  # a compiled step or a captured graph goes on to read this one
+    # a compiled step or a captured graph goes on to read this one
+    assert other.param_groups[0]["lr"] is live
     assert torch.equal(live, torch.tensor(0.3))
     # And between a number and a tensor, either way.
     number = Adam(build().parameters(), lr=0.1)
     load_hyperparameters(number, saved)
-    assert number.param_groups[0]["lr"] == pytest.approx(0.3, rel=1e-7)  # the nearest float32
+    # the nearest float32
+    assert number.param_groups[0]["lr"] == pytest.approx(0.3, rel=1e-7)
     load_hyperparameters(other, hyperparameters(Adam(build().parameters(), lr=0.2)))
     assert torch.equal(live, torch.tensor(0.2))
 
@@ -382,7 +450,14 @@ def test_lists_stay_lists_and_the_rest_of_a_group_is_left_alone() -> None:
     model = build()
 
     def new(k: int) -> SGD:
-        groups = [{"params": model.parameters(), "milestones": [k, 2 * k], "pair": (k, k), "hook": len}]
+        groups = [
+            {
+                "params": model.parameters(),
+                "milestones": [k, 2 * k],
+                "pair": (k, k),
+                "hook": len,
+            }
+        ]
         return SGD(groups, lr=0.1)
 
     first = new(1)
@@ -414,7 +489,9 @@ def _consolidated_after_load(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_loading_replaces_a_consolidated_state(pool: Pool, tmp_path: Path, world_size: int) -> None:
+def test_loading_replaces_a_consolidated_state(
+    pool: Pool, tmp_path: Path, world_size: int
+) -> None:
     model, optimizer = fresh("momentum", "")
     train(model, optimizer, batches(3))
     save(tmp_path, model, optimizer)

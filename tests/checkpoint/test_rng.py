@@ -1,4 +1,6 @@
-"""Generators put back go on with the very draws that they would have made, through a checkpoint as well."""
+"""Generators put back go on with the very draws that they would have made, through a
+checkpoint as well.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ray_adascale.checkpoint.rng import capture_rng, empty_rng, restore_rng, seed_everything, separate_streams
+from ray_adascale.checkpoint.rng import (
+    capture_rng,
+    empty_rng,
+    restore_rng,
+    seed_everything,
+    separate_streams,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def draw() -> list[Any]:
-    """An odd number of normals from each generator: those that make them in pairs hold one back."""
+    """An odd number of normals from each generator: those that make them in pairs
+    hold one back.
+    """
     return [
         random.random(),
         *(random.gauss(0, 1) for _ in range(3)),
@@ -60,7 +70,8 @@ def test_seed_everything_seeds_whatever_is_captured() -> None:
         assert not torch.equal(moved[key], seeded[key]), key
     seed_everything(5)
     for key, value in capture_rng(DEVICE).items():
-        torch.testing.assert_close(value, seeded[key], rtol=0, atol=0, equal_nan=True)  # "python_gauss" may be NaN
+        # "python_gauss" may be NaN
+        torch.testing.assert_close(value, seeded[key], rtol=0, atol=0, equal_nan=True)
 
 
 def test_capture_moves_nothing_and_aliases_nothing() -> None:
@@ -70,7 +81,9 @@ def test_capture_moves_nothing_and_aliases_nothing() -> None:
     state = capture_rng(DEVICE)
     copies = {key: value.clone() for key, value in state.items()}
     assert draw() == expected
-    assert all(torch.equal(state[key], copies[key]) for key in state if key != "python_gauss")
+    assert all(
+        torch.equal(state[key], copies[key]) for key in state if key != "python_gauss"
+    )
 
 
 def test_a_normal_that_is_not_held_back_is_not_made_up() -> None:
@@ -89,10 +102,17 @@ def test_shapes_and_dtypes_do_not_depend_on_what_was_drawn() -> None:
     shapes = []
     for _ in range(3):
         state = capture_rng(DEVICE)
-        shapes.append({key: (value.shape, value.dtype, value.device.type) for key, value in state.items()})
+        shapes.append(
+            {
+                key: (value.shape, value.dtype, value.device.type)
+                for key, value in state.items()
+            }
+        )
         draw()
     assert shapes[0] == shapes[1] == shapes[2]
-    assert shapes[0] == {key: (v.shape, v.dtype, v.device.type) for key, v in empty_rng(DEVICE).items()}
+    assert shapes[0] == {
+        key: (v.shape, v.dtype, v.device.type) for key, v in empty_rng(DEVICE).items()
+    }
     assert {device for _, _, device in shapes[0].values()} == {"cpu"}
 
 
@@ -104,15 +124,21 @@ def test_a_state_without_a_gpu_leaves_one_alone() -> None:
 
 def _streams_of_equal_seeds() -> tuple[list[Any], list[str]]:
     seed(0)
-    changed = separate_streams(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    changed = separate_streams(
+        dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+    )
     return [random.random(), float(np.random.rand()), float(torch.rand(()))], changed  # noqa: NPY002
 
 
-def test_each_of_three_workers_with_equal_seeds_gets_streams_of_its_own(pool: Any) -> None:
+def test_each_of_three_workers_with_equal_seeds_gets_streams_of_its_own(
+    pool: Any,
+) -> None:
     results = pool(3).run(_streams_of_equal_seeds)
     for draws in zip(*(drawn for drawn, _ in results), strict=True):
         assert len(set(draws)) == 3
-    assert [sorted(changed) for _, changed in results] == [["numpy", "python", "torch"]] * 3
+    assert [sorted(changed) for _, changed in results] == [
+        ["numpy", "python", "torch"]
+    ] * 3
 
 
 @pytest.mark.gpu

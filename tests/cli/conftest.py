@@ -1,4 +1,6 @@
-"""Commands in this process, up to where Ray begins; test_trainer and `make demo` run them for real."""
+"""Commands in this process, up to where Ray begins; test_trainer and `make demo` run
+them for real.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,13 @@ class Printed(NamedTuple):
 class Result:
     """Of a run, as Ray Train returns it."""
 
-    metrics = {**dict.fromkeys(METRICS, 1.0), "optimizer_steps": 10, "progress": 25.0, "scale": 4.0, "accuracy": 0.9}
+    metrics = {
+        **dict.fromkeys(METRICS, 1.0),
+        "optimizer_steps": 10,
+        "progress": 25.0,
+        "scale": 4.0,
+        "accuracy": 0.9,
+    }
     metrics |= {"steps_left": 0.0}  # the run's own, too
     return_value = {"stopped": "total_steps reached"}
 
@@ -48,7 +56,9 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Printed]:
-    """``cli(*words, code=0)`` runs a command that ends with this exit code, and returns what it prints."""
+    """``cli(*words, code=0)`` runs a command that ends with this exit code, and
+    returns what it prints.
+    """
 
     def run(*words: Any, code: int = 0) -> Printed:
         capsys.readouterr()
@@ -67,7 +77,8 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Printed]:
 def called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """What the public API is called with; Ray is never started.
 
-    With ``error`` in it, a run ends so; with ``refused``, before its workers are in their loop.
+    With ``error`` in it, a run ends so; with ``refused``, before its workers are in
+    their loop.
     """
     seen: dict[str, Any] = {}
 
@@ -94,10 +105,17 @@ def called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
             _files.write_text(path, text)
 
     # By name, since this file is read where Ray is missing too.
-    monkeypatch.setattr("ray_adascale.train.cluster.quiet_init", lambda address=None, **_: seen.update(address=address))
+    monkeypatch.setattr(
+        "ray_adascale.train.cluster.quiet_init",
+        lambda address=None, **_: seen.update(address=address),
+    )
     monkeypatch.setattr("ray_adascale.train.trainer.AdaScaleTrainer", Trainer)
     monkeypatch.setattr("ray_adascale.search.tune.tune_recipe", run)
-    monkeypatch.setattr(Check, "passed", lambda check, beside: seen.update(checked=check) or beside() or True)
+    monkeypatch.setattr(
+        Check,
+        "passed",
+        lambda check, beside: seen.update(checked=check) or beside() or True,
+    )
     monkeypatch.setattr(run_folder, "write_text", write_text)
     return seen
 
@@ -105,5 +123,8 @@ def called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def searched(write: Any) -> str:
     """A workload in a file with search spaces."""
-    text = "param_space = {'lr': 0.1, 'depth': [1, 2]}\nother = {'lr': 0.2}\ndef workload(config): ...\n"
+    text = (
+        "param_space = {'lr': 0.1, 'depth': [1, 2]}\nother = {'lr': 0.2}\ndef "
+        "workload(config): ...\n"
+    )
     return f"{write('mine_cli.py', text)}:workload"

@@ -1,4 +1,6 @@
-"""Options, from the fields of dataclasses: their names and values, files of them, help, completion, and errors in their words."""
+"""Options, from the fields of dataclasses: their names and values, files of them,
+help, completion, and errors in their words.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,18 @@ from .conftest import BASE, RECIPE, SAMPLES, TRAIN, WORKLOAD
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
-    (action,) = (action for action in make_parser()._actions if isinstance(action.choices, dict))
+    (action,) = (
+        action for action in make_parser()._actions if isinstance(action.choices, dict)
+    )
     parser = action.choices[command]
     assert isinstance(parser, argparse.ArgumentParser)
     return parser
 
 
 def test_every_setting_is_an_option() -> None:
-    """Those that are no number, name or yes/no are given as text, and what it means is for the setting to say."""
+    """Those that are no number, name or yes/no are given as text, and what it means
+    is for the setting to say.
+    """
     for command in ("check", "tune", "forecast", "train"):
         options = {action.dest for action in parser_of(command)._actions}
         assert {field.name for field in fields(AdaScaleConfig)} <= options
@@ -49,13 +55,19 @@ def test_every_setting_is_an_option() -> None:
         (["--evaluate-every=none", "--early-stop=30"], {"evaluate_every": None, "early_stop": EarlyStop(patience=30)}),
         (["--target-efficiency=0.6", "--max-global-batch-size=64"],
          {"target_efficiency": 0.6, "max_global_batch_size": 64}),
-        (["--seed=1", "--drop-last", "--seed=2", "--no-drop-last"], {"seed": 2}),  # what comes later holds
-        (["--base-batch=8", "--total-s", "5"], {"base_batch_size": 8, "total_steps": 5}),  # the beginning is enough
+        # what comes later holds
+        (["--seed=1", "--drop-last", "--seed=2", "--no-drop-last"], {"seed": 2}),
+        # the beginning is enough
+        (["--base-batch=8", "--total-s", "5"], {"base_batch_size": 8, "total_steps": 5}),
     ],
 )  # fmt: skip
-def test_settings_are_given_by_their_options(called: dict[str, Any], cli: Any, words: list[str], settings: Any) -> None:
+def test_settings_are_given_by_their_options(
+    called: dict[str, Any], cli: Any, words: list[str], settings: Any
+) -> None:
     cli(*TRAIN, *words)
-    assert called["config"] == AdaScaleConfig(**{"base_batch_size": 4, "total_steps": 10} | settings)
+    assert called["config"] == AdaScaleConfig(
+        **{"base_batch_size": 4, "total_steps": 10} | settings
+    )
     assert {name: type(getattr(called["config"], name)) for name in settings} == {
         name: type(value) for name, value in settings.items()
     }
@@ -81,60 +93,90 @@ def test_hyperparameters_may_stand_anywhere_after_the_workload(
     assert called["hyperparameters"] == {"a": 1, "b": "x"}
 
 
-def test_options_may_stand_in_a_file(called: dict[str, Any], tmp_path: Path, cli: Any) -> None:
+def test_options_may_stand_in_a_file(
+    called: dict[str, Any], tmp_path: Path, cli: Any
+) -> None:
     file = tmp_path / "options.txt"
     file.write_text(
-        f"{WORKLOAD} path='my\ndata'\n\n# as it was tuned\n--base-batch-size 4 --total-steps=4  # short\n--seed 3\n"
+        f"{WORKLOAD} path='my\ndata'\n\n# as it was tuned\n--base-batch-size 4 "
+        "--total-steps=4  # short\n--seed 3\n"
     )
     cli("train", f"@{file}", "--seed=7", "mail=me@home")
     assert called["hyperparameters"] == {"path": "my\ndata", "mail": "me@home"}
     assert called["config"] == AdaScaleConfig(base_batch_size=4, total_steps=4, seed=7)
-    assert "No such file or directory" in cli("train", f"@{tmp_path / 'none.txt'}", code=2).err
+    assert (
+        "No such file or directory"
+        in cli("train", f"@{tmp_path / 'none.txt'}", code=2).err
+    )
     file.write_text("--seed 3\n--name 'x\n")
-    assert f"invalid file of options {file}: No closing quotation" in cli(*TRAIN, f"@{file}", code=2).err
+    assert (
+        f"invalid file of options {file}: No closing quotation"
+        in cli(*TRAIN, f"@{file}", code=2).err
+    )
 
 
-# ---- mistakes --------------------------------------------------------------------------------------------------------
+# ---- mistakes ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["tain", WORKLOAD], "unknown command 'tain' (is train meant?). The commands are check, tune, "),
+        (["tain", WORKLOAD], "unknown command 'tain' (is train meant?). The commands "
+                             "are check, tune, "),
         (["tune", WORKLOAD, "--base-batch-sise", "4"],
-         "unknown option --base-batch-sise (is --base-batch-size meant?). `ray-adascale tune --help` lists"),
+         "unknown option --base-batch-sise (is --base-batch-size meant?). "
+         "`ray-adascale tune --help` lists"),
         # Its value looks like a hyperparameter.
-        (["train", WORKLOAD, "lr=0.1", "--recipes=r.json"], "unknown option --recipes (is --recipe meant?)"),
-        (["train", "--bogus"], "unknown option --bogus. `ray-adascale train --help` lists"),
+        (["train", WORKLOAD, "lr=0.1", "--recipes=r.json"], "unknown option --recipes "
+                                                            "(is --recipe meant?)"),
+        (["train", "--bogus"], "unknown option --bogus. `ray-adascale train --help` "
+                               "lists"),
         (["describe", "x", "y"], "unrecognized arguments: y"),
         ([*TRAIN, "depth"], "unrecognized arguments: depth"),
-        (["train", WORKLOAD, "depth", *BASE], "ray-adascale: Invalid override 'depth'. Must be key=value."),
-        ([*TRAIN, "--num-workers=many"], "argument --num-workers: invalid value 'many'. Must be N|MIN..MAX"),
-        ([*TRAIN, "--keep-best=accuracy"], "argument --keep-best: invalid value 'accuracy'. Must be METRIC:max|min"),
-        (["forecast", str(RECIPE), "--workers=1;2"], "argument --workers: invalid value '1;2'. Must be N,N,..."),
-        ([*TRAIN, "--num-loader-workers=1.5"], "--num-loader-workers: invalid value '1.5'. Must be a whole number\n"),
-        ([*TRAIN, "--grad-clip=high"], "Invalid --grad-clip high. Must be a positive number, or a multiple of"),
-        ([*TRAIN, "--precision=fp64"], "argument --precision: invalid choice: 'fp64' (choose from "),
+        (["train", WORKLOAD, "depth", *BASE], "ray-adascale: Invalid override 'depth'. "
+                                              "Must be key=value."),
+        ([*TRAIN, "--num-workers=many"], "argument --num-workers: invalid value "
+                                         "'many'. Must be N|MIN..MAX"),
+        ([*TRAIN, "--keep-best=accuracy"], "argument --keep-best: invalid value "
+                                           "'accuracy'. Must be METRIC:max|min"),
+        (["forecast", str(RECIPE), "--workers=1;2"], "argument --workers: invalid "
+                                                     "value '1;2'. Must be N,N,..."),
+        ([*TRAIN, "--num-loader-workers=1.5"], "--num-loader-workers: invalid value "
+                                               "'1.5'. Must be a whole number\n"),
+        ([*TRAIN, "--grad-clip=high"], "Invalid --grad-clip high. Must be a positive "
+                                       "number, or a multiple of"),
+        ([*TRAIN, "--precision=fp64"], "argument --precision: invalid choice: 'fp64' "
+                                       "(choose from "),
         # What a setting refuses, and not its option.
-        ([*TRAIN, "--grad-clip=-1"], "ray-adascale: Invalid --grad-clip -1. Must be a positive number, or a multiple"),
-        ([*TRAIN, "--total-epochs=1"], "Invalid --total-steps 10 --total-epochs 1.0. Give total_steps or total_epochs"),
-        ([*TRAIN, "--batch-schedule", "20%:8"], "Invalid --batch-schedule 20%:8: the first batch begins at 20%"),
+        ([*TRAIN, "--grad-clip=-1"], "ray-adascale: Invalid --grad-clip -1. Must be a "
+                                     "positive number, or a multiple"),
+        ([*TRAIN, "--total-epochs=1"], "Invalid --total-steps 10 --total-epochs 1.0. "
+                                       "Give total_steps or total_epochs"),
+        ([*TRAIN, "--batch-schedule", "20%:8"], "Invalid --batch-schedule 20%:8: the "
+                                                "first batch begins at 20%"),
         ([*TRAIN, "--batch-schedule=0:8", "--target-efficiency=0.5"],
          "Invalid --target-efficiency 0.5 --batch-schedule 0:8. Give one"),
-        ([*TRAIN, "--keep-checkpoints=0"], "Invalid --keep-checkpoints 0. Must be at least 1."),
-        ([*TRAIN, "--keep-best=accuracy:max"], "Invalid --keep-best accuracy:max without --keep-checkpoints N"),
-        *(([*TRAIN, f"--cpus-per-worker={value}"], f"Invalid --cpus-per-worker {value}. Must be above 0.")
+        ([*TRAIN, "--keep-checkpoints=0"], "Invalid --keep-checkpoints 0. Must be at "
+                                           "least 1."),
+        ([*TRAIN, "--keep-best=accuracy:max"], "Invalid --keep-best accuracy:max "
+                                               "without --keep-checkpoints N"),
+        *(([*TRAIN, f"--cpus-per-worker={value}"], "Invalid --cpus-per-worker "
+                                                   f"{value}. Must be above 0.")
           for value in ("0", "nan")),
-        (["train", "nowhere.py:workload", *BASE], "Invalid workload 'nowhere.py:workload': there is no file"),
+        (["train", "nowhere.py:workload", *BASE], "Invalid workload "
+                                                  "'nowhere.py:workload': there is no "
+                                                  "file"),
         (["train", WORKLOAD, "--recipe=missing.json"], "missing.json"),
         (["tune", f"{SAMPLES}:row", *BASE], "No search space beside the workload"),
         (["forecast", str(RECIPE), "--run=x"], "--run needs --measure"),
-        (["forecast", str(RECIPE), "--cost-per-worker-hour=2"], "--cost-per-worker-hour needs --measure"),
+        (["forecast", str(RECIPE), "--cost-per-worker-hour=2"], "--cost-per-worker-hour "
+                                                                "needs --measure"),
         (["resume", "/nowhere/x"], "no options.txt in /nowhere/x."),
         (["report", "/nowhere/x"], "Invalid run '/nowhere/x': no such file or folder"),
         (["describe", "/nowhere/x"], "Invalid path '/nowhere/x'"),
-        (["forecast", "/nowhere/recipe.json"], "ray-adascale: No such file or directory: /nowhere/recipe.json\n"),
+        (["forecast", "/nowhere/recipe.json"], "ray-adascale: No such file or "
+                                               "directory: /nowhere/recipe.json\n"),
         (["forecast", f"{RECIPE}/x"], f"ray-adascale: Not a directory: {RECIPE}/x\n"),
     ],
 )  # fmt: skip
@@ -147,22 +189,29 @@ def test_mistakes_exit_with_2_and_name_the_value(
     assert not called
 
 
-def test_a_deleted_current_directory_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Any) -> None:
+def test_a_deleted_current_directory_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Any
+) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "here").rmdir()
-    message = "ray-adascale: the current directory was deleted. Change to one that exists.\n"
+    message = (
+        "ray-adascale: the current directory was deleted. Change to one that exists.\n"
+    )
     assert cli(*TRAIN, code=2).err == message
 
 
 @pytest.mark.parametrize(
     ("error", "api", "command_line"),
     [
-        (SettingError("Invalid {}: large", base_batch_size=9), "Invalid AdaScaleConfig(base_batch_size=9): large",
+        (SettingError("Invalid {}: large", base_batch_size=9), "Invalid "
+                                                               "AdaScaleConfig(base_batch_size=9): "
+                                                               "large",
          "Invalid --base-batch-size 9: large"),
         (SettingError("{} is needed", total_steps=..., total_epochs=...),
          "AdaScaleConfig(total_steps=..., total_epochs=...) is needed", "--total-steps --total-epochs is needed"),
-        (SettingError("{}", sharding="fsdp2", precision="fp16"), "AdaScaleConfig(sharding='fsdp2', precision='fp16')",
+        (SettingError("{}", sharding="fsdp2", precision="fp16"), "AdaScaleConfig(sharding='fsdp2', "
+                                                                 "precision='fp16')",
          "--sharding fsdp2 --precision fp16"),
         (SettingError("{}", shuffle=False), "AdaScaleConfig(shuffle=False)", "--no-shuffle"),
         (SettingError("{}", drop_last=True), "AdaScaleConfig(drop_last=True)", "--drop-last"),
@@ -178,36 +227,54 @@ def test_a_deleted_current_directory_is_said(tmp_path: Path, monkeypatch: pytest
         (FileNotFoundError(2, "No such file", "/x"), "[Errno 2] No such file: '/x'", "No such file: /x"),
     ],
 )  # fmt: skip
-def test_an_error_names_the_setting_or_its_option(error: Exception, api: str, command_line: str) -> None:
+def test_an_error_names_the_setting_or_its_option(
+    error: Exception, api: str, command_line: str
+) -> None:
     assert str(error) == str(pickle.loads(pickle.dumps(error))) == api
     command = parse(make_parser(), TRAIN)
-    assert error_text(error, command) == error_text(pickle.loads(pickle.dumps(error)), command) == command_line
+    assert (
+        error_text(error, command)
+        == error_text(pickle.loads(pickle.dumps(error)), command)
+        == command_line
+    )
 
 
 def test_a_command_without_the_option_names_the_setting() -> None:
-    text = error_text(SettingError("Invalid {}", seed=-1), parse(make_parser(), ["describe", "x"]))
+    text = error_text(
+        SettingError("Invalid {}", seed=-1), parse(make_parser(), ["describe", "x"])
+    )
     assert text == "Invalid AdaScaleConfig(seed=-1)"
 
 
-# ---- help and completion ---------------------------------------------------------------------------------------------
+# ---- help and completion -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_is_explained(command: str) -> None:
     for action in parser_of(command)._actions:
         assert action.help
-        assert action.metavar or action.choices or action.nargs == 0 or len(action.dest) <= 8, action.dest
+        assert (
+            action.metavar
+            or action.choices
+            or action.nargs == 0
+            or len(action.dest) <= 8
+        ), action.dest
 
 
-def test_the_help_of_an_option_is_its_docstrings_first_sentence_and_its_default(cli: Any) -> None:
+def test_the_help_of_an_option_is_its_docstrings_first_sentence_and_its_default(
+    cli: Any,
+) -> None:
     text = " ".join(cli("train", "--help").out.split())
-    assert "Examples of the largest batch with --target-efficiency or --batch-schedule --elastic" in text
+    assert (
+        "Examples of the largest batch with --target-efficiency or --batch-schedule "
+        "--elastic" in text
+    )
     assert "Seconds between checkpoints (default: 300)" in text
     assert "Effective steps between evaluations (default: a tenth of the run)" in text
     assert "instead of the dataset's order (default: yes)" in text
     assert (
-        "--num-workers N|MIN..MAX Number of Ray workers: 8, or 2..8 for those that the cluster has at a time (default: 1)"
-        in text
+        "--num-workers N|MIN..MAX Number of Ray workers: 8, or 2..8 for those that the "
+        "cluster has at a time (default: 1)" in text
     )
     assert "--use-gpu, --no-use-gpu One GPU a worker (default: as before)" in " ".join(
         cli("resume", "--help").out.split()
@@ -218,7 +285,10 @@ def test_the_help_of_an_option_is_its_docstrings_first_sentence_and_its_default(
 
 def test_the_package_is_the_command_line() -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", "ray_adascale", "--version"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "ray_adascale", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (ran.returncode, ran.stdout) == (0, f"{__version__}\n")
 
@@ -241,7 +311,9 @@ def test_the_shell_completes(line: str, found: list[str], tmp_path: Path) -> Non
         "_ARGCOMPLETE_STDOUT_FILENAME": str(said),
     }
     code = "from ray_adascale.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | asked, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | asked, timeout=60
+    )
     assert (done.returncode, said.read_text().split("\013")) == (0, found)
 
 
@@ -270,10 +342,18 @@ import w_bytecode
 assert "PYTHONDONTWRITEBYTECODE" not in os.environ
 subprocess.run([sys.executable, "-c", "import sys; assert sys.pycache_prefix and not sys.dont_write_bytecode"], check=True)
 """
-    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPYCACHEPREFIX"}
-    cache = tmp_path / "mine" if own else tmp_path / "home" / ".cache" / "ray_adascale" / "bytecode"
+    kept = {
+        key: value for key, value in os.environ.items() if key != "PYTHONPYCACHEPREFIX"
+    }
+    cache = (
+        tmp_path / "mine"
+        if own
+        else tmp_path / "home" / ".cache" / "ray_adascale" / "bytecode"
+    )
     asked = {"HOME": str(tmp_path / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
     asked |= {"PYTHONPYCACHEPREFIX": str(cache)} if own else {}
-    subprocess.run([sys.executable, "-c", code], env=kept | asked, check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-c", code], env=kept | asked, check=True, timeout=100
+    )
     assert len(list(cache.rglob("w_bytecode*.pyc"))) == 1
     assert not (tmp_path / "__pycache__").exists()

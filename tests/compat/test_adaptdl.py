@@ -1,4 +1,6 @@
-"""AdaptiveDataParallel beyond AdaptDL's own loops, which ``test_adaptdl_loops`` compares: refusals, states, precision."""
+"""AdaptiveDataParallel beyond AdaptDL's own loops, which ``test_adaptdl_loops``
+compares: refusals, states, precision.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,19 @@ class Own(ScalingRuleBase):
 
 
 def _evaluates_amid_a_pass() -> list[float]:
-    """Two passes a step; each evaluates the model, outside of no_sync(), between its forward and its backward pass."""
+    """Two passes a step; each evaluates the model, outside of no_sync(), between its
+    forward and its backward pass.
+    """
     results = []
     for evaluates in (False, True):
         bare = make_model()
         optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
-        model = AdaptiveDataParallel(bare, optimizer, scaling_rule=scaling_rules.AdaScale(), base_batch_size=4)
-        data = batches(4 * dist.get_world_size(), 4)[dist.get_rank() :: dist.get_world_size()]
+        model = AdaptiveDataParallel(
+            bare, optimizer, scaling_rule=scaling_rules.AdaScale(), base_batch_size=4
+        )
+        data = batches(4 * dist.get_world_size(), 4)[
+            dist.get_rank() :: dist.get_world_size()
+        ]
         for i, (x, y) in enumerate(data):
             optimizer.zero_grad()
             with contextlib.nullcontext() if i % 2 else model.no_sync():
@@ -74,15 +82,22 @@ class _KnownRoot(_Root):
 def _lone_bigger_batch(rule: Any) -> None:
     bare = make_model()
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
-    model = AdaptiveDataParallel(bare, optimizer, scaling_rule=rule, base_batch_size=1, batch_size=4)
+    model = AdaptiveDataParallel(
+        bare, optimizer, scaling_rule=rule, base_batch_size=1, batch_size=4
+    )
     x, y = batches(1, 4)[0]
     with pytest.raises(
-        RuntimeError, match=r"sample a step at scale 4 .*no_sync.*batch_size=half.*LinearScale.*needs_noise"
+        RuntimeError,
+        match=r"sample a step at scale 4 .*no_sync.*batch_size=half.*LinearScale.*needs_noise",
     ):
         F.cross_entropy(model(x), y).backward()
 
 
-@pytest.mark.parametrize("rule", [None, scaling_rules.AdaScale(), _Root()], ids=["default", "AdaScale", "own"])
+@pytest.mark.parametrize(
+    "rule",
+    [None, scaling_rules.AdaScale(), _Root()],
+    ids=["default", "AdaScale", "own"],
+)
 def test_one_sample_a_step_is_refused_with_what_to_do(pool: Any, rule: Any) -> None:
     pool(1).run(_lone_bigger_batch, rule)
 
@@ -91,10 +106,14 @@ def _lone_bigger_batch_without_noise(rule: ScalingRuleBase, factor: float) -> fl
     ends = []
     for wrap in (True, False):
         bare = make_model()
-        optimizer = torch.optim.SGD(bare.parameters(), lr=0.05 if wrap else 0.05 * factor, momentum=0.9)
+        optimizer = torch.optim.SGD(
+            bare.parameters(), lr=0.05 if wrap else 0.05 * factor, momentum=0.9
+        )
         model: Any = bare
         if wrap:
-            model = wrapped = AdaptiveDataParallel(bare, optimizer, scaling_rule=rule, base_batch_size=2, batch_size=4)
+            model = wrapped = AdaptiveDataParallel(
+                bare, optimizer, scaling_rule=rule, base_batch_size=2, batch_size=4
+            )
         for x, y in batches(6, 4):
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
@@ -114,8 +133,11 @@ def _lone_bigger_batch_without_noise(rule: ScalingRuleBase, factor: float) -> fl
     ],
     ids=["linear", "sqrt", "legw", "own"],
 )
-def test_a_rule_without_noise_needs_one_sample_a_step(pool: Any, rule: Any, factor: float) -> None:
-    assert pool(1).run(_lone_bigger_batch_without_noise, rule, factor) == [12.0]  # 6 steps at S = 2
+def test_a_rule_without_noise_needs_one_sample_a_step(
+    pool: Any, rule: Any, factor: float
+) -> None:
+    # 6 steps at S = 2
+    assert pool(1).run(_lone_bigger_batch_without_noise, rule, factor) == [12.0]
 
 
 def _scale_one() -> None:
@@ -138,7 +160,9 @@ def test_scale_one_is_the_plain_optimizer_bit_for_bit(pool: Any) -> None:
 
 
 def _documented_rule() -> None:
-    """The docstring of AdaptDL's ScalingRuleBase, with the model wrapped as its constructor wants."""
+    """The docstring of AdaptDL's ScalingRuleBase, with the model wrapped as its
+    constructor wants.
+    """
     bare = make_model()
     optim = torch.optim.SGD(bare.parameters(), lr=0.001)
     adascale = scaling_rules.AdaScale()
@@ -161,7 +185,15 @@ def _documented_rule() -> None:
     writer = Mock()
     model.to_tensorboard(writer, 7, "noise")
     tags = [call.args[0] for call in writer.add_scalar.call_args_list]
-    assert tags == [f"noise/{t}" for t in ("Gradient_Norm_Sqr", "Gradient_Variance", "Gain", "Learning_Rate_Factor")]
+    assert tags == [
+        f"noise/{t}"
+        for t in (
+            "Gradient_Norm_Sqr",
+            "Gradient_Variance",
+            "Gain",
+            "Learning_Rate_Factor",
+        )
+    ]
     with pytest.raises(ValueError, match="patched"):
         AdaptiveDataParallel(make_model(), optim)
 
@@ -173,7 +205,9 @@ def test_step_of_a_rule(pool: Any) -> None:
 class _Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList([nn.Linear(3, 1, dtype=torch.float64) for _ in range(2)])
+        self.parts = nn.ModuleList(
+            [nn.Linear(3, 1, dtype=torch.float64) for _ in range(2)]
+        )
 
     def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
         return self.parts[which](x)
@@ -181,34 +215,52 @@ class _Branches(nn.Module):
 
 def _unused(passes: int) -> list[float]:
     bare = _Branches()
-    # The optimizer has one branch only; rank 1 never uses it, so no hook of ours fires there.
+    # The optimizer has one branch only; rank 1 never uses it, so no hook of ours fires
+    # there.
     optimizer = torch.optim.SGD(bare.parts[0].parameters(), lr=0.1)
-    model = AdaptiveDataParallel(bare, optimizer, scaling_rule=Own(), find_unused_parameters=True)
+    model = AdaptiveDataParallel(
+        bare, optimizer, scaling_rule=Own(), find_unused_parameters=True
+    )
     found = []
     for step in range(3):
         for p in range(passes):
             optimizer.zero_grad()
             with model.no_sync() if p < passes - 1 else contextlib.nullcontext():
-                model(torch.full((2, 3), 1.0 + p + step, dtype=torch.float64), dist.get_rank()).sum().backward()
+                model(
+                    torch.full((2, 3), 1.0 + p + step, dtype=torch.float64),
+                    dist.get_rank(),
+                ).sum().backward()
             optimizer.step()
-        found += [model.gain, model.gns.scale, model.gns.raw_var_avg.item(), model.gns.raw_sqr_avg.item()]
+        found += [
+            model.gain,
+            model.gns.scale,
+            model.gns.raw_var_avg.item(),
+            model.gns.raw_sqr_avg.item(),
+        ]
     return [*found, float(weights(bare.parts[0]).sum())]
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_worker_whose_parameters_get_no_gradient_scales_its_rate_like_the_others(pool: Any, passes: int) -> None:
+def test_a_worker_whose_parameters_get_no_gradient_scales_its_rate_like_the_others(
+    pool: Any, passes: int
+) -> None:
     first, second = pool(2).run(_unused, passes)
     assert first == second
     assert first[1] == 2 * passes
     assert first[2] > 1  # σ², far above AdaptDL's floor
-    assert first[0] == pytest.approx(2.0) if passes == 1 else 1 < first[0] < 4  # all is noise, with one pass
+    # all is noise, with one pass
+    assert first[0] == pytest.approx(2.0) if passes == 1 else 1 < first[0] < 4
 
 
 def _mixed_precision(style: str) -> tuple[float, float]:
     rank = dist.get_rank()
     bare = make_model(torch.float32)
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.05)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2) if style != "none" else None
+    scaler = (
+        torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+        if style != "none"
+        else None
+    )
     model = AdaptiveDataParallel(bare, optimizer, mp_scaler=scaler)
     data = batches(16, 4, torch.float32)
     for step in range(8):
@@ -229,13 +281,19 @@ def _mixed_precision(style: str) -> tuple[float, float]:
             before = weights(bare)
             scaler.step(optimizer)
             scaler.update()
-            assert torch.equal(before, weights(bare)) == (step == 3 and style == "overflow")
+            assert torch.equal(before, weights(bare)) == (
+                step == 3 and style == "overflow"
+            )
     return model.gain, model.gns.get_progress()
 
 
 def test_a_loss_scale_changes_nothing_and_an_overflow_is_left_out(pool: Any) -> None:
-    plain, scaled, overflow = (pool(2).run(_mixed_precision, style)[0] for style in ("none", "scaled", "overflow"))
-    assert scaled == pytest.approx(plain, rel=1e-5)  # powers of two, but float32 sums of other roundings
+    plain, scaled, overflow = (
+        pool(2).run(_mixed_precision, style)[0]
+        for style in ("none", "scaled", "overflow")
+    )
+    # powers of two, but float32 sums of other roundings
+    assert scaled == pytest.approx(plain, rel=1e-5)
     assert overflow[1] < plain[1] - 0.9
     assert 1 < overflow[0] < 2
 
@@ -303,22 +361,34 @@ def _adam(wrap: bool, size: float = 1.0) -> list[float]:
 
 def _default_rules() -> list[str]:
     named = []
-    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):
+    for kind in (
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.RMSprop,
+    ):
         bare = make_model()
-        named.append(type(AdaptiveDataParallel(bare, kind(bare.parameters(), lr=0.1)).scaling_rule).__name__)
+        named.append(
+            type(
+                AdaptiveDataParallel(bare, kind(bare.parameters(), lr=0.1)).scaling_rule
+            ).__name__
+        )
     return named
 
 
 def test_the_rule_that_nobody_named_is_adaptdls(pool: Any) -> None:
-    assert pool(1).run(_default_rules) == [["AdaScale", "AdamScale", "AdamScale", "AdaScale"]]
+    assert pool(1).run(_default_rules) == [
+        ["AdaScale", "AdamScale", "AdamScale", "AdaScale"]
+    ]
 
 
 def test_adam_scale_takes_its_statistics_in_adams_metric(pool: Any) -> None:
     assert pool(1).run(_adam, True) == pool(1).run(_adam, False)
     first, second = pool(2).run(_adam, True, 1e-4)
     assert first == second
-    # Both workers have the same batch, so there is no noise. In Adam's metric gradients are of size 1, and AdaptDL's floor
-    # is nothing; the first step has no metric yet, and there it shows.
+    # Both workers have the same batch, so there is no noise. In Adam's metric gradients
+    # are of size 1, and AdaptDL's floor is nothing; the first step has no metric yet,
+    # and there it shows.
     assert first[0] > 1.3
     assert first[1:6] == pytest.approx([1.0] * 5, abs=1e-6)
 
@@ -359,16 +429,24 @@ def _compiled_step() -> list[list[float]]:
     results = []
     for compiled in (False, True):
         bare = make_model()
-        optimizer = torch.optim.SGD(bare.parameters(), lr=0.05, momentum=0.9, fused=True)
+        optimizer = torch.optim.SGD(
+            bare.parameters(), lr=0.05, momentum=0.9, fused=True
+        )
         model = AdaptiveDataParallel(bare, optimizer)
-        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        step = (
+            torch.compile(optimizer.step, backend="eager")
+            if compiled
+            else optimizer.step
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of what it can't trace
             for x, y in batches(3, 4):
                 optimizer.zero_grad()
                 F.cross_entropy(model(x * (1 + dist.get_rank())), y).backward()
                 step()
-        results.append([model.gain, model.gns.get_progress(), float(bare[0].weight.detach().sum())])
+        results.append(
+            [model.gain, model.gns.get_progress(), float(bare[0].weight.detach().sum())]
+        )
     return results
 
 
@@ -392,7 +470,9 @@ def _refused() -> None:
         AdaptiveDataParallel(make_model(), AdaScale(sgd, num_gradients_to_accumulate=2))
     bare = make_model()
     model = AdaptiveDataParallel(
-        bare, torch.optim.SGD(bare.parameters(), lr=0.1), scaling_rule=scaling_rules.LEGWScale(1, 10)
+        bare,
+        torch.optim.SGD(bare.parameters(), lr=0.1),
+        scaling_rule=scaling_rules.LEGWScale(1, 10),
     )
     x, y = batches(1, 4)[0]
     F.cross_entropy(model(x), y).backward()

@@ -1,7 +1,9 @@
-"""Loops of AdaptDL's users, run under AdaptDL 0.2.11 itself and under ours: the same gains, progress and weights.
+"""Loops of AdaptDL's users, run under AdaptDL 0.2.11 itself and under ours: the same
+gains, progress and weights.
 
-What differs on purpose is in docs/guides/migrating.md. AdaptDL steps with the sum of accumulated gradients, so its loops here
-have a learning rate that is smaller by the number of passes.
+What differs on purpose is in docs/guides/migrating.md. AdaptDL steps with the sum of
+accumulated gradients, so its loops here have a learning rate that is smaller by the
+number of passes.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ STEPS = 8
 
 
 class _Loader:
-    """What AdaptDL reads of the loader that is being iterated: the passes of a step, and the batch sizes."""
+    """What AdaptDL reads of the loader that is being iterated: the passes of a step,
+    and the batch sizes.
+    """
 
     training = True
     max_batch_size = None
@@ -51,8 +55,12 @@ class _Loader:
 
 @contextlib.contextmanager
 def _adaptdl(loader: _Loader) -> Iterator[Any]:
-    os.environ.update(ADAPTDL_NUM_REPLICAS=str(dist.get_world_size()), ADAPTDL_REPLICA_RANK=str(dist.get_rank()))
-    sys.modules.setdefault("pkg_resources", types.ModuleType("pkg_resources"))  # which setuptools no longer has
+    os.environ.update(
+        ADAPTDL_NUM_REPLICAS=str(dist.get_world_size()),
+        ADAPTDL_REPLICA_RANK=str(dist.get_rank()),
+    )
+    # which setuptools no longer has
+    sys.modules.setdefault("pkg_resources", types.ModuleType("pkg_resources"))
     levels = logging.root.level, logging.root.handlers[:]
     import adaptdl.checkpoint
     import adaptdl.torch
@@ -63,7 +71,9 @@ def _adaptdl(loader: _Loader) -> Iterator[Any]:
     data.AdaptiveDataLoaderHelper._current = loader
     _metrics.profile_step_start(loader.current_local_bsz)
     try:
-        yield types.SimpleNamespace(AdaptiveDataParallel=adaptdl.torch.AdaptiveDataParallel, rules=scaling_rules)
+        yield types.SimpleNamespace(
+            AdaptiveDataParallel=adaptdl.torch.AdaptiveDataParallel, rules=scaling_rules
+        )
     finally:
         data.AdaptiveDataLoaderHelper._current = None
 
@@ -77,7 +87,8 @@ class Loop:
         optimizer: Makes the optimizer, with a factor on its learning rates.
         passes: Backward passes a step.
         base_batch_size: B0, where each worker has 4 examples in a pass.
-        zero: Where gradients are cleared, in each pass: "first", "between" the forward and the backward pass, or "last".
+        zero: Where gradients are cleared, in each pass: "first", "between" the forward
+            and the backward pass, or "last".
         by_rule: Whether ``rule.step()`` steps, and not the optimizer's.
         scheduler: Whether there is a scheduler.
         clip: Whether gradients are clipped.
@@ -86,7 +97,9 @@ class Loop:
     """
 
     rule: str | None = "AdaScale"
-    optimizer: Callable[[nn.Sequential, float], Any] = lambda bare, factor: SGD(bare.parameters(), lr=0.05 * factor)
+    optimizer: Callable[[nn.Sequential, float], Any] = lambda bare, factor: SGD(
+        bare.parameters(), lr=0.05 * factor
+    )
     passes: int = 1
     base_batch_size: int = 4
     zero: str = "first"
@@ -108,7 +121,9 @@ class Loop:
             args = {"LEGWScale": (2, 32)}.get(self.rule or "", ())
             rule = None if self.rule is None else getattr(rules, self.rule)(*args)
             if adaptdl:
-                model = library.AdaptiveDataParallel(bare, optimizer, scheduler, scaler, scaling_rule=rule)
+                model = library.AdaptiveDataParallel(
+                    bare, optimizer, scheduler, scaler, scaling_rule=rule
+                )
             else:
                 model = AdaptiveDataParallel(
                     bare,
@@ -139,13 +154,19 @@ class Loop:
                 if self.zero == "first":
                     optimizer.zero_grad()
                 # AdaptDL's loader decides that for a user of AdaptDL.
-                with contextlib.nullcontext() if adaptdl or loader.last else model.no_sync():
+                with (
+                    contextlib.nullcontext()
+                    if adaptdl or loader.last
+                    else model.no_sync()
+                ):
                     loss = F.cross_entropy(model(x), y)
                     if self.zero == "between":
                         optimizer.zero_grad()
                     (loss if scaler is None else scaler.scale(loss)).backward()
                     if self.clip and loader.last:
-                        nn.utils.clip_grad_norm_(model.parameters(), 0.3 * (self.passes if adaptdl else 1))
+                        nn.utils.clip_grad_norm_(
+                            model.parameters(), 0.3 * (self.passes if adaptdl else 1)
+                        )
                     if scaler is not None:
                         scaler.step(optimizer)
                         scaler.update()
@@ -157,14 +178,18 @@ class Loop:
                         optimizer.zero_grad()
             if scheduler is not None:
                 scheduler.step()
-            gains.append(float(model.gns.gain(loader.current_batch_size / loader.batch_size)))
+            gains.append(
+                float(model.gns.gain(loader.current_batch_size / loader.batch_size))
+            )
             progress.append(float(model.gns.get_progress()))
         return [gains, progress, weights(model.module).tolist()]
 
 
 def _two_groups(bare: nn.Sequential, factor: float) -> SGD:
     groups = [{"lr": 0.05, **group} for group in two_groups(bare)]
-    return SGD([{**group, "lr": group["lr"] * factor} for group in groups], momentum=0.9)
+    return SGD(
+        [{**group, "lr": group["lr"] * factor} for group in groups], momentum=0.9
+    )
 
 
 LOOPS = {
@@ -182,21 +207,28 @@ LOOPS = {
     "a scheduler": Loop(scheduler=True),
     "clipping": Loop(clip=True),
     "accumulation": Loop(passes=2),
-    "accumulation, zero_grad between forward and backward": Loop(passes=2, zero="between"),
+    "accumulation, zero_grad between forward and backward": Loop(
+        passes=2, zero="between"
+    ),
     "accumulation, zero_grad after the step": Loop(passes=3, zero="last"),
-    "accumulation, two groups, a scheduler": Loop(passes=2, optimizer=_two_groups, scheduler=True),
+    "accumulation, two groups, a scheduler": Loop(
+        passes=2, optimizer=_two_groups, scheduler=True
+    ),
     "accumulation, step of the rule": Loop(passes=2, by_rule=True),
     "accumulation, clipping": Loop(passes=2, clip=True),
     "accumulation, linear": Loop(passes=2, rule="LinearScale"),
     "accumulation on one worker": Loop(passes=2, workers=1),
-    "accumulation on one worker, zero_grad between forward and backward": Loop(passes=2, workers=1, zero="between"),
+    "accumulation on one worker, zero_grad between forward and backward": Loop(
+        passes=2, workers=1, zero="between"
+    ),
     "GradScaler": Loop(scaler=True),
 }
 
 
 def _run(name: str, adaptdl: bool) -> list[list[float]]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # AdaptDL's of a zero_grad() amid accumulation, and of names deprecated since
+        # AdaptDL's of a zero_grad() amid accumulation, and of names deprecated since
+        warnings.simplefilter("ignore")
         return LOOPS[name].run(adaptdl)
 
 

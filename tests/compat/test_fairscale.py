@@ -1,4 +1,6 @@
-"""AdaScaleWrapper, and the gains of groups that are added later. ``test_fairscale_loops`` compares whole loops."""
+"""AdaScaleWrapper, and the gains of groups that are added later.
+``test_fairscale_loops`` compares whole loops.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def _train(optimizer: AdaScale, model: torch.nn.Module, passes: int) -> torch.Te
 
 def test_the_wrapper_is_adascale_of_the_optimizer() -> None:
     model, twin = make_model(), make_model()
-    ours = AdaScaleWrapper(model.parameters(), 1, 5.0, 0.7, 2, False, SGD, lr=0.1, momentum=0.9)  # all positions
+    # all positions
+    ours = AdaScaleWrapper(
+        model.parameters(), 1, 5.0, 0.7, 2, False, SGD, lr=0.1, momentum=0.9
+    )
     other = AdaScale(
         SGD(twin.parameters(), lr=0.1, momentum=0.9),
         world_size=1,
@@ -44,15 +49,23 @@ def test_the_wrapper_is_adascale_of_the_optimizer() -> None:
 
 def test_the_wrapper_takes_any_optimizer_class_and_its_arguments() -> None:
     optimizer = AdaScaleWrapper(
-        make_model().parameters(), num_gradients_to_accumulate=2, optim_cls=torch.optim.RMSprop, lr=0.3, alpha=0.8
+        make_model().parameters(),
+        num_gradients_to_accumulate=2,
+        optim_cls=torch.optim.RMSprop,
+        lr=0.3,
+        alpha=0.8,
     )
     assert isinstance(optimizer.wrapped, torch.optim.RMSprop)
     assert optimizer.param_groups[0]["alpha"] == 0.8
     assert copy.deepcopy(optimizer).param_groups[0]["lr"] == 0.3
-    nested = AdaScaleWrapper(make_model().parameters(), num_gradients_to_accumulate=2, optim_cls=OSS, lr=0.3)
+    nested = AdaScaleWrapper(
+        make_model().parameters(), num_gradients_to_accumulate=2, optim_cls=OSS, lr=0.3
+    )
     assert isinstance(nested.wrapped, OSS)
     with pytest.raises(ValueError, match="optim_cls"):
-        AdaScaleWrapper(make_model().parameters(), optim_cls=SGD(make_model().parameters(), lr=1.0))  # type: ignore[arg-type]
+        AdaScaleWrapper(
+            make_model().parameters(), optim_cls=SGD(make_model().parameters(), lr=1.0)
+        )  # type: ignore[arg-type]
 
 
 def _layer(inputs: int, outputs: int, bias: float) -> nn.Linear:
@@ -66,8 +79,12 @@ def _layer(inputs: int, outputs: int, bias: float) -> nn.Linear:
 
 @pytest.mark.parametrize("debias", [True, False])
 @pytest.mark.parametrize("is_scaled_loss", [True, False])
-def test_groups_added_later_give_fairscales_gains(debias: bool, is_scaled_loss: bool) -> None:
-    """The numbers of FairScale's own test_add_param_group, which it runs on a GPU, to its float32 tolerance."""
+def test_groups_added_later_give_fairscales_gains(
+    debias: bool, is_scaled_loss: bool
+) -> None:
+    """The numbers of FairScale's own test_add_param_group, which it runs on a GPU,
+    to its float32 tolerance.
+    """
     layers = [_layer(2, 2, 0.1), _layer(2, 3, 0.2), _layer(3, 4, 0.2)]
     optimizer = AdaScale(
         torch.optim.SGD(layers[0].parameters(), lr=0.1),
@@ -95,14 +112,26 @@ def test_groups_added_later_give_fairscales_gains(debias: bool, is_scaled_loss: 
     optimizer.add_param_group({"params": list(layers[2].parameters())})
     passes(nn.Sequential(*layers))
     known = [optimizer.gain(), *[optimizer.gain(g) for g in range(3)]]
-    biased = [1.1391959826562015, 1.142857206006931, 1.1116906378271827, 1.0749164095196344]
-    debiased = [1.1382937715383077, 1.142857206008338, 1.1116875516387468, 1.0749164095196344]
+    biased = [
+        1.1391959826562015,
+        1.142857206006931,
+        1.1116906378271827,
+        1.0749164095196344,
+    ]
+    debiased = [
+        1.1382937715383077,
+        1.142857206008338,
+        1.1116875516387468,
+        1.0749164095196344,
+    ]
     # The two expectations are 8e-4 apart in the first, so that 1e-6 tells them.
     assert known == pytest.approx(debiased if debias else biased, rel=1e-6)
 
 
 class _SharedCount:
-    """FairScale's rule for ``debias_ewma=False``, for one statistic: one count for all groups, also for one added later."""
+    """FairScale's rule for ``debias_ewma=False``, for one statistic: one count for
+    all groups, also for one added later.
+    """
 
     def __init__(self, groups: int, at_first: float) -> None:
         self.count, self.at_first = 0, at_first
@@ -123,8 +152,12 @@ class _SharedCount:
 
 
 @pytest.mark.parametrize("added_after", [0, 1, 3, 6])
-def test_without_debiasing_a_group_added_later_shares_the_count_of_the_others(added_after: int) -> None:
-    """Before the fourth step plain means (1/(1 − 0.75) = 4), from then on moving ones, which begin at σ² = 0 and μ² = 1."""
+def test_without_debiasing_a_group_added_later_shares_the_count_of_the_others(
+    added_after: int,
+) -> None:
+    """Before the fourth step plain means (1/(1 − 0.75) = 4), from then on moving
+    ones, which begin at σ² = 0 and μ² = 1.
+    """
     scale, theta, floor = 3.0, 0.75, 1e-6
     params = [nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2)]
     optimizer = AdaScale(
@@ -143,20 +176,29 @@ def test_without_debiasing_a_group_added_later_shares_the_count_of_the_others(ad
             var.add_group()
             sqr.add_group()
         live = params[: len(var.mean)]
-        gradients = 0.1 + 0.1 * torch.randn(2, 2, 2, generator=generator, dtype=torch.float64)  # pass, group, element
+        # pass, group, element
+        gradients = 0.1 + 0.1 * torch.randn(
+            2, 2, 2, generator=generator, dtype=torch.float64
+        )
         for g_i in gradients:
             (sum((g * p).sum() for g, p in zip(g_i, live, strict=False)) / 2).backward()  # type: ignore[union-attr]
         variances, squares = [], []
         for g in range(len(live)):
             one, two = gradients[0, g], gradients[1, g]
             mean = (one + two) / 2
-            variance = scale * float((one.square().sum() + two.square().sum()) / 2 - mean.square().sum())
+            variance = scale * float(
+                (one.square().sum() + two.square().sum()) / 2 - mean.square().sum()
+            )
             variances.append(max(variance, floor))
             squares.append(max(float(mean.square().sum()) - variance / scale, 0.0))
         var.update(variances, theta)
         sqr.update(squares, theta)
-        expected = [(v + s) / (v / scale + s) for v, s in zip(var.mean, sqr.mean, strict=True)]
-        assert [optimizer.gain(g) for g in range(len(live))] == pytest.approx(expected, rel=1e-9)
+        expected = [
+            (v + s) / (v / scale + s) for v, s in zip(var.mean, sqr.mean, strict=True)
+        ]
+        assert [optimizer.gain(g) for g in range(len(live))] == pytest.approx(
+            expected, rel=1e-9
+        )
         v, s = sum(var.mean), sum(sqr.mean)
         assert optimizer.gain() == pytest.approx((v + s) / (v / scale + s), rel=1e-9)
         optimizer.step()

@@ -1,5 +1,6 @@
-"""What the tests of data share. The stream (permutations of consecutive epochs, concatenated) is written out here once;
-whatever the workers see, put together, is compared with it."""
+"""What the tests of data share. The stream (permutations of consecutive epochs,
+concatenated) is written out here once; whatever the workers see, put together, is
+compared with it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from ray_adascale.data.source import BatchSource
 def stream(length: int, count: int, *, seed: int, shuffle: bool = True) -> list[int]:
     """The first ``count`` examples of a dataset's stream."""
     epochs = -(-count // length)
-    whole = [epoch_order(length, seed=seed, epoch=e) if shuffle else torch.arange(length) for e in range(epochs)]
+    whole = [
+        epoch_order(length, seed=seed, epoch=e) if shuffle else torch.arange(length)
+        for e in range(epochs)
+    ]
     return torch.cat([*whole, torch.empty(0, dtype=torch.int64)]).tolist()[:count]
 
 
@@ -40,4 +44,7 @@ def settings_of(arguments: dict[str, Any]) -> tuple[BatchSplit, ExampleOrder]:
 def batches_of(*sizes: int, start: float = 0) -> list[torch.Tensor]:
     """Batches of these sizes, which count through their examples."""
     starts = itertools.accumulate(sizes, initial=0)
-    return [torch.arange(s, s + size) + start for s, size in zip(starts, sizes, strict=False)]
+    return [
+        torch.arange(s, s + size) + start
+        for s, size in zip(starts, sizes, strict=False)
+    ]

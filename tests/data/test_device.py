@@ -1,4 +1,6 @@
-"""Batches of loader processes on a GPU: the thread pins them, and each is copied while the one before is computed with."""
+"""Batches of loader processes on a GPU: the thread pins them, and each is copied
+while the one before is computed with.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def may_start_processes() -> Iterator[None]:
     """Let a process of a pool start loader processes, by forks."""
     before = multiprocessing.get_start_method()
     multiprocessing.set_start_method("fork", force=True)
-    with unittest.mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
+    with unittest.mock.patch.dict(
+        multiprocessing.current_process()._config, daemon=False
+    ):  # type: ignore[attr-defined]
         yield
     multiprocessing.set_start_method(before, force=True)
 
@@ -56,8 +60,18 @@ def nested(examples: list[int]) -> dict[str, Any]:
 
 def flat(batch: Any) -> tuple[list[int], list[Any]]:
     """The values of a nested batch, and the kinds of its parts."""
-    tensors = [batch["pair"].x, batch["list"][0], batch["list"][1]["deep"][0], batch["packed"].data]
-    kinds = [type(batch["pair"]), batch["pair"].to, type(batch["list"][1]["deep"]), type(batch["packed"])]
+    tensors = [
+        batch["pair"].x,
+        batch["list"][0],
+        batch["list"][1]["deep"][0],
+        batch["packed"].data,
+    ]
+    kinds = [
+        type(batch["pair"]),
+        batch["pair"].to,
+        type(batch["list"][1]["deep"]),
+        type(batch["packed"]),
+    ]
     values = [int(n) for tensor in tensors for n in tensor.cpu().flatten().tolist()]
     return values, [*kinds, *(tensor.device.type for tensor in tensors)]
 
@@ -70,11 +84,17 @@ class Numbers(Dataset[int]):
         return index
 
 
-SPLITS = {2: BatchSplit(4, accumulation=2), 4: BatchSplit(6), 6: BatchSplit(6, accumulation=3)}
+SPLITS = {
+    2: BatchSplit(4, accumulation=2),
+    4: BatchSplit(6),
+    6: BatchSplit(6, accumulation=3),
+}
 
 
 def _taken(on_gpu: bool) -> tuple[list[Any], set[str]]:
-    """What a source gives while its split changes, and is resumed in the middle; and the threads that pinned."""
+    """What a source gives while its split changes, and is resumed in the middle; and
+    the threads that pinned.
+    """
     where = torch.device("cuda:0" if on_gpu else "cpu")
     threads, pin = set(), device.pinned
 
@@ -88,7 +108,12 @@ def _taken(on_gpu: bool) -> tuple[list[Any], set[str]]:
     with unittest.mock.patch.object(device, "pinned", pinned), may_start_processes():
         for last in (5, 9):
             source = MapSource(
-                Numbers(), BatchSplit(4), ExampleOrder(seed=1), num_workers=2, device=where, collate_fn=nested
+                Numbers(),
+                BatchSplit(4),
+                ExampleOrder(seed=1),
+                num_workers=2,
+                device=where,
+                collate_fn=nested,
             )
             if found:
                 source.load_state_dict(found[-1])
@@ -108,7 +133,9 @@ def _taken(on_gpu: bool) -> tuple[list[Any], set[str]]:
     return found, threads
 
 
-def test_batches_and_places_are_those_of_a_cpu_while_the_batch_changes(simulated_pool: Pool) -> None:
+def test_batches_and_places_are_those_of_a_cpu_while_the_batch_changes(
+    simulated_pool: Pool,
+) -> None:
     ((there, threads),) = simulated_pool(1).run(_taken, True)
     ((here, none),) = simulated_pool(1).run(_taken, False)
     assert [each if isinstance(each, dict) else each[0] for each in there] == [
@@ -121,15 +148,21 @@ def test_batches_and_places_are_those_of_a_cpu_while_the_batch_changes(simulated
     assert none == set()
 
 
-def _trained(processes: int, fault: bool, folders: list[str]) -> tuple[list[float], list[Any], int, int]:
-    """Train with a fused optimizer; return its weights, the waits of the host in later steps, and the tensors kept."""
+def _trained(
+    processes: int, fault: bool, folders: list[str]
+) -> tuple[list[float], list[Any], int, int]:
+    """Train with a fused optimizer; return its weights, the waits of the host in
+    later steps, and the tensors kept.
+    """
     from ..simulated_gpu.device import Event, counting
 
     kept: list[Any] = []
     ended: list[float] = []
     for folder in folders:
         torch.manual_seed(0)
-        data = TensorDataset(torch.randn(64, 4, device="cpu"), torch.arange(64, device="cpu") % 3)
+        data = TensorDataset(
+            torch.randn(64, 4, device="cpu"), torch.arange(64, device="cpu") % 3
+        )
         model = nn.Linear(4, 3)
         run = Run(
             model,
@@ -137,7 +170,11 @@ def _trained(processes: int, fault: bool, folders: list[str]) -> tuple[list[floa
             None,
             data,
             AdaScaleConfig(
-                base_batch_size=8, per_worker_batch_size=8, accumulation=2, total_steps=12, num_loader_workers=processes
+                base_batch_size=8,
+                per_worker_batch_size=8,
+                accumulation=2,
+                total_steps=12,
+                num_loader_workers=processes,
             ),
             backend=LocalBackend(folder),
         )
@@ -146,7 +183,11 @@ def _trained(processes: int, fault: bool, folders: list[str]) -> tuple[list[floa
             warnings.catch_warnings(),
             may_start_processes(),
             unittest.mock.patch.object(Event, "wait") if fault else nullcontext(),
-            unittest.mock.patch.object(Tensor, "record_stream", lambda self, stream: kept.append(stream.stream_id)),
+            unittest.mock.patch.object(
+                Tensor,
+                "record_stream",
+                lambda self, stream: kept.append(stream.stream_id),
+            ),
             counting() as counts,
         ):
             warnings.simplefilter("ignore")
@@ -156,7 +197,11 @@ def _trained(processes: int, fault: bool, folders: list[str]) -> tuple[list[floa
                 steps += run.step()
                 if steps == 3:
                     counts.waits.clear()
-                waits = [wait for wait in counts.waits if wait[0] != "event"] if steps <= 8 else waits
+                waits = (
+                    [wait for wait in counts.waits if wait[0] != "event"]
+                    if steps <= 8
+                    else waits
+                )
                 if folder != folders[-1] and steps == 6:
                     run.save_checkpoint()
                     break
@@ -164,7 +209,9 @@ def _trained(processes: int, fault: bool, folders: list[str]) -> tuple[list[floa
     return ended, waits, len(kept), len({*kept})
 
 
-def test_a_run_waits_for_no_batch_and_resumes_exactly(simulated_pool: Pool, tmp_path: Path) -> None:
+def test_a_run_waits_for_no_batch_and_resumes_exactly(
+    simulated_pool: Pool, tmp_path: Path
+) -> None:
     pool = simulated_pool(1)
 
     def trained(processes: int, name: str, fault: bool = False, times: int = 1) -> Any:
@@ -176,7 +223,8 @@ def test_a_run_waits_for_no_batch_and_resumes_exactly(simulated_pool: Pool, tmp_
     assert streams == 1  # kept for the stream that computes
     assert trained(0, "none")[:1] == (weights,)
     assert trained(2, "resumed", times=2)[0] == weights
-    with pytest.raises(RankFailed, match="Target 77 is out of bounds"):  # what memory holds before a copy
+    # what memory holds before a copy
+    with pytest.raises(RankFailed, match="Target 77 is out of bounds"):
         trained(2, "fault", fault=True)
 
 
@@ -186,21 +234,41 @@ class Streamed(IterableDataset[Tensor]):
 
 
 def _other_batches() -> tuple[list[int], list[float], list[bool]]:
-    """Batches that are copied before any is used; what then arrives; and whether those of an iterable are pinned."""
+    """Batches that are copied before any is used; what then arrives; and whether
+    those of an iterable are pinned.
+    """
     gpu = torch.device("cuda:0")
     copies = CopiesAhead(gpu)
-    loaded = (Pinnable(torch.full((2,), float(i), device="cpu")).pin_memory() for i in itertools.count())
-    with unittest.mock.patch.object(device, "_with_tensors", wraps=device._with_tensors) as copied:
+    loaded = (
+        Pinnable(torch.full((2,), float(i), device="cpu")).pin_memory()
+        for i in itertools.count()
+    )
+    with unittest.mock.patch.object(
+        device, "_with_tensors", wraps=device._with_tensors
+    ) as copied:
         batches = copies.ahead(loaded)
-        step = [next(batches) for _ in range(4)]  # as for the weights of a step of four passes
-        begun = [int(call.args[0][0]) for call in copied.call_args_list if call.args[1] is not device.pinned]
+        # as for the weights of a step of four passes
+        step = [next(batches) for _ in range(4)]
+        begun = [
+            int(call.args[0][0])
+            for call in copied.call_args_list
+            if call.args[1] is not device.pinned
+        ]
         arrived = [float(copies.arrived(batch)[0]) for batch in step]
     with may_start_processes():
-        source = make_source(Streamed(), BatchSplit(4), ExampleOrder(), num_workers=1, device=gpu)
-        pinned = [micro_batch.batch.is_pinned() for micro_batch in itertools.islice(source, 2)]
+        source = make_source(
+            Streamed(), BatchSplit(4), ExampleOrder(), num_workers=1, device=gpu
+        )
+        pinned = [
+            micro_batch.batch.is_pinned() for micro_batch in itertools.islice(source, 2)
+        ]
         source.close()
     return begun, arrived, pinned
 
 
-def test_of_a_step_that_is_loaded_whole_two_batches_are_copied_ahead(simulated_pool: Pool) -> None:
-    assert simulated_pool(1).run(_other_batches) == [([0, 1], [0, 1, 2, 3], [True, True])]
+def test_of_a_step_that_is_loaded_whole_two_batches_are_copied_ahead(
+    simulated_pool: Pool,
+) -> None:
+    assert simulated_pool(1).run(_other_batches) == [
+        ([0, 1], [0, 1, 2, 3], [True, True])
+    ]

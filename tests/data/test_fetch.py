@@ -1,4 +1,6 @@
-"""Datasets that change from epoch to epoch: by ``set_epoch``, or by the loop, with loader processes too."""
+"""Datasets that change from epoch to epoch: by ``set_epoch``, or by the loop, with
+loader processes too.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from .stream import take
 
 
 class Aging(Dataset[tuple[int, int, float, int]]):
-    """Its examples say in which epoch they were fetched, how difficult they are, and by which process."""
+    """Its examples say in which epoch they were fetched, how difficult they are, and
+    by which process.
+    """
 
     def __init__(self, size: int = 10) -> None:
         self.size, self.epoch, self.augmentation = size, -1, {"strength": 0.0}
@@ -35,7 +39,9 @@ class Aging(Dataset[tuple[int, int, float, int]]):
 
 
 class Held(Dataset[Any]):
-    """A wrapper of one's own, with any name for what it holds, and a way back to itself."""
+    """A wrapper of one's own, with any name for what it holds, and a way back to
+    itself.
+    """
 
     def __init__(self, base: Any) -> None:
         self.base, self.whole = base, self
@@ -64,7 +70,8 @@ def source_of(dataset: Any, workers: int, batch: int = 4) -> MapSource:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("batch", [4, 25])  # a micro-batch has examples of two epochs, or of four
+# a micro-batch has examples of two epochs, or of four
+@pytest.mark.parametrize("batch", [4, 25])
 @pytest.mark.parametrize(
     "dataset",
     [
@@ -77,7 +84,9 @@ def source_of(dataset: Any, workers: int, batch: int = 4) -> MapSource:
     ],
     ids=["getitem", "getitems", "subset", "concat", "own wrapper", "stacked"],
 )
-def test_set_epoch_comes_before_the_first_example_of_an_epoch(dataset: Any, batch: int, workers: int) -> None:
+def test_set_epoch_comes_before_the_first_example_of_an_epoch(
+    dataset: Any, batch: int, workers: int
+) -> None:
     source = source_of(dataset, workers, batch)
     for start in (0, 10):  # a resume in mid-epoch
         source.load_state_dict({**source.state_dict(), "position": start})
@@ -86,7 +95,9 @@ def test_set_epoch_comes_before_the_first_example_of_an_epoch(dataset: Any, batc
     source.close()
 
 
-def test_processes_start_anew_after_an_epoch_in_which_the_loop_changed_the_dataset() -> None:
+def test_processes_start_anew_after_an_epoch_in_which_the_loop_changed_the_dataset() -> (
+    None
+):
     data = Aging(8)
     data.set_epoch = None  # type: ignore[assignment, method-assign] # a dataset without one
     source = source_of(data, workers=1)
@@ -110,7 +121,9 @@ def test_a_dataset_that_grows_is_refused_as_an_epoch_begins(workers: int) -> Non
     data = Aging(8)
     source = source_of(data, workers)
     taken = 0
-    with pytest.raises(ValueError, match=r"24 examples in epoch 1, and had 8 .*starting_step=\.\.\."):
+    with pytest.raises(
+        ValueError, match=r"24 examples in epoch 1, and had 8 .*starting_step=\.\.\."
+    ):
         for _ in source:
             taken += 1
             source.commit()
@@ -182,7 +195,11 @@ def change(what: str, data: Any) -> None:
 def test_a_change_shows_in_the_state_of_a_dataset(what: str) -> None:
     data: Any = Aging()
     data.weights, data.array, data.many = torch.zeros(5), np.zeros(5), ["a"] * 100_000
-    data.large, data.slots, (data.of_variable, data.set_variable) = np.zeros((1000, 10)), Slots(), variable()
+    data.large, data.slots, (data.of_variable, data.set_variable) = (
+        np.zeros((1000, 10)),
+        Slots(),
+        variable(),
+    )
     data.itself, data.function, data.unreadable = data, lambda: unset, open(os.devnull)  # noqa: SIM115
     whole = Subset(data, range(3))
     before = state_of(whole)

@@ -16,7 +16,9 @@ Pair = namedtuple("Pair", ["x", "rest"])
 def test_a_nested_batch_is_cut_and_keeps_its_structure() -> None:
     shared, temperature = object(), torch.tensor(2.0)
     batch = {
-        "pair": Pair(torch.arange(5), [np.arange(10).reshape(5, 2), "one text for all"]),
+        "pair": Pair(
+            torch.arange(5), [np.arange(10).reshape(5, 2), "one text for all"]
+        ),
         "ordered": OrderedDict(a=torch.arange(5.0), b=3),
         "counts": defaultdict(int, c=torch.arange(5)),
         "captions": ["a", "b", "c", "d", "e"],
@@ -31,7 +33,9 @@ def test_a_nested_batch_is_cut_and_keeps_its_structure() -> None:
         assert found[1] == min(count, 5)
         assert isinstance(part["pair"], Pair)
         assert torch.equal(part["pair"].x, torch.arange(5)[rows])
-        np.testing.assert_array_equal(part["pair"].rest[0], np.arange(10).reshape(5, 2)[rows])
+        np.testing.assert_array_equal(
+            part["pair"].rest[0], np.arange(10).reshape(5, 2)[rows]
+        )
         assert part["pair"].rest[1] == "one text for all"
         assert isinstance(part["ordered"], OrderedDict)
         assert torch.equal(part["ordered"]["a"], torch.arange(5.0)[rows])

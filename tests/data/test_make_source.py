@@ -1,4 +1,6 @@
-"""What a user calls a dataset: each kind gets its source, or an error that says what to change."""
+"""What a user calls a dataset: each kind gets its source, or an error that says what
+to change.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from ray_adascale.data import make_source
@@ -27,29 +35,47 @@ from .stream import batches_of, settings_of, stream, take
 
 
 class FakeShard:
-    """What is used of ray.data.DataIterator. Like it, leaves the last, smaller batch out on demand only."""
+    """What is used of ray.data.DataIterator. Like it, leaves the last, smaller batch
+    out on demand only.
+    """
 
     def __init__(self, rows: int) -> None:
         self.rows, self.calls = rows, []  # type: ignore[var-annotated]
 
     def iter_torch_batches(
-        self, *, batch_size: int, drop_last: bool = False, collate_fn: Callable[[Any], Any] | None = None
+        self,
+        *,
+        batch_size: int,
+        drop_last: bool = False,
+        collate_fn: Callable[[Any], Any] | None = None,
     ) -> Any:
         self.calls.append(batch_size)
         sizes = [batch_size] * (self.rows // batch_size)
         if not drop_last and self.rows % batch_size:
             sizes.append(self.rows % batch_size)
         shard = [{"x": x} for x in batches_of(*sizes)]
-        return [collate_fn({"x": b["x"].numpy()}) for b in shard] if collate_fn else shard  # an Iterable, no iterator
+        # an Iterable, no iterator
+        return (
+            [collate_fn({"x": b["x"].numpy()}) for b in shard] if collate_fn else shard
+        )
 
 
 def test_a_ray_data_shard_is_read_anew_each_epoch() -> None:
     shard = FakeShard(7)
-    source = make_source(shard, BatchSplit(12, world_size=2, accumulation=2), ExampleOrder(), length=14)
+    source = make_source(
+        shard, BatchSplit(12, world_size=2, accumulation=2), ExampleOrder(), length=14
+    )
     assert isinstance(source, IterableSource)
-    assert [m.batch["x"].tolist() for m in take(source, 2, passes=2)] == [[0, 1, 2], [3, 4, 5]] * 2
+    assert [m.batch["x"].tolist() for m in take(source, 2, passes=2)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+    ] * 2
     assert shard.calls == [3, 3]
-    assert (source.position, source.epoch, source.base_steps_per_epoch(7)) == (24, 1, 2.0)
+    assert (source.position, source.epoch, source.base_steps_per_epoch(7)) == (
+        24,
+        1,
+        2.0,
+    )
 
 
 def test_a_ray_data_shards_collate_fn_may_return_anything() -> None:
@@ -58,7 +84,11 @@ def test_a_ray_data_shards_collate_fn_may_return_anything() -> None:
             self.values = batch["x"].tolist()
 
     source = make_source(FakeShard(7), BatchSplit(3), ExampleOrder(), collate_fn=Custom)
-    assert [m.batch.values for m in take(source, 3)] == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
+    assert [m.batch.values for m in take(source, 3)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [0, 1, 2],
+    ]
 
 
 class Drawn(IterableDataset[Tensor]):
@@ -69,7 +99,9 @@ class Drawn(IterableDataset[Tensor]):
             yield torch.randn(2)
 
 
-def test_loader_processes_draw_other_examples_on_each_worker_and_the_same_ones_in_each_run() -> None:
+def test_loader_processes_draw_other_examples_on_each_worker_and_the_same_ones_in_each_run() -> (
+    None
+):
     found = []
     for rank in (0, 1, 0):
         split = BatchSplit(4, rank=rank, world_size=2)
@@ -81,9 +113,14 @@ def test_loader_processes_draw_other_examples_on_each_worker_and_the_same_ones_i
 
 
 def test_a_list_is_a_list_of_examples() -> None:
-    source = make_source(list(range(9)), BatchSplit(4), ExampleOrder(seed=2), collate_fn=sum, length=9)
+    source = make_source(
+        list(range(9)), BatchSplit(4), ExampleOrder(seed=2), collate_fn=sum, length=9
+    )
     assert isinstance(source, MapSource)
-    assert [m.batch for m in take(source, 2)] == [sum(stream(9, 4, seed=2)), sum(stream(9, 8, seed=2)[4:])]
+    assert [m.batch for m in take(source, 2)] == [
+        sum(stream(9, 4, seed=2)),
+        sum(stream(9, 8, seed=2)[4:]),
+    ]
 
 
 class Counting(IterableDataset[int]):
@@ -94,55 +131,100 @@ class Counting(IterableDataset[int]):
 def test_a_bare_iterable_dataset_is_batched() -> None:
     before = torch.get_rng_state()
     source = make_source(Counting(), BatchSplit(6, accumulation=2), ExampleOrder())
-    assert [m.batch.tolist() for m in take(source, 2, passes=2)] == [[0, 1, 2], [3, 4, 5]] * 2
+    assert [m.batch.tolist() for m in take(source, 2, passes=2)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+    ] * 2
     assert torch.equal(before, torch.get_rng_state())
-    assert [m.batch for m in take(make_source(Counting(), BatchSplit(3), ExampleOrder(), collate_fn=sum), 1)] == [3]
+    assert [
+        m.batch
+        for m in take(
+            make_source(Counting(), BatchSplit(3), ExampleOrder(), collate_fn=sum), 1
+        )
+    ] == [3]
 
 
 def test_a_users_loader_is_an_iterable_of_batches() -> None:
     data = TensorDataset(torch.arange(8))
     loader = DataLoader(data, batch_size=2)
-    seen = [m.batch[0].tolist() for m in take(make_source(loader, BatchSplit(4, accumulation=2), ExampleOrder()), 3, 2)]
+    seen = [
+        m.batch[0].tolist()
+        for m in take(
+            make_source(loader, BatchSplit(4, accumulation=2), ExampleOrder()), 3, 2
+        )
+    ]
     assert seen == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1], [2, 3]]
 
-    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=2, rank=0, seed=4)
-    shared = make_source(DataLoader(data, batch_size=2, sampler=sampler), BatchSplit(4, world_size=2), ExampleOrder())
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        data, num_replicas=2, rank=0, seed=4
+    )
+    shared = make_source(
+        DataLoader(data, batch_size=2, sampler=sampler),
+        BatchSplit(4, world_size=2),
+        ExampleOrder(),
+    )
     micro_batches = [m.batch[0].tolist() for m in take(shared, 4)]
-    assert sampler.epoch == 1  # the second pass has another order, without the user's set_epoch
+    # the second pass has another order, without the user's set_epoch
+    assert sampler.epoch == 1
     assert micro_batches[:2] != micro_batches[2:]
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make_source(DataLoader(Counting(), batch_size=2), BatchSplit(4, world_size=2), ExampleOrder())
-    weighted: DataLoader[Any] = DataLoader(data, batch_size=2, sampler=WeightedRandomSampler([1.0] * 8, 8))
+        make_source(
+            DataLoader(Counting(), batch_size=2),
+            BatchSplit(4, world_size=2),
+            ExampleOrder(),
+        )
+    weighted: DataLoader[Any] = DataLoader(
+        data, batch_size=2, sampler=WeightedRandomSampler([1.0] * 8, 8)
+    )
     for other, name in (
         (weighted, "WeightedRandomSampler"),
         (DataLoader(data, batch_sampler=[[0, 1], [2, 3]]), "list"),
     ):
-        with pytest.warns(UserWarning, match=f"a {name}, which does not depend on the rank"):
+        with pytest.warns(
+            UserWarning, match=f"a {name}, which does not depend on the rank"
+        ):
             make_source(other, BatchSplit(4, world_size=2), ExampleOrder())
-    with pytest.warns(UserWarning, match=r"a SequentialSampler, which does not depend on the rank.*loader\.dataset"):
+    with pytest.warns(
+        UserWarning,
+        match=r"a SequentialSampler, which does not depend on the rank.*loader\.dataset",
+    ):
         make_source(loader, BatchSplit(4, world_size=2), ExampleOrder())
 
 
 @pytest.mark.parametrize(
     ("dataset", "arguments", "match"),
     [
-        (DataLoader(Counting(), batch_size=2), {"world_size": 3}, "must be a multiple of 3"),
-        (DataLoader(Counting(), batch_size=2), {"num_workers": 2}, "a DataLoader loads batches itself"),
-        (DataLoader(Counting(), batch_size=2), {"collate_fn": list}, "collated already"),
+        (
+            DataLoader(Counting(), batch_size=2),
+            {"world_size": 3},
+            "must be a multiple of 3",
+        ),
+        (
+            DataLoader(Counting(), batch_size=2),
+            {"num_workers": 2},
+            "a DataLoader loads batches itself",
+        ),
+        (
+            DataLoader(Counting(), batch_size=2),
+            {"collate_fn": list},
+            "collated already",
+        ),
         ([1, 2, 3], {"length": 4}, "the dataset has 3 examples"),
         (lambda: None, {}, "Invalid batches of type function"),
     ],
 )
-def test_make_source_refuses_what_it_cannot_follow(dataset: Any, arguments: dict[str, Any], match: str) -> None:
+def test_make_source_refuses_what_it_cannot_follow(
+    dataset: Any, arguments: dict[str, Any], match: str
+) -> None:
     arguments = {"global_batch_size": 4, **arguments}
     with pytest.raises(ValueError, match=match):
         cut, order = settings_of(arguments)
         make_source(dataset, cut, order, **arguments)
 
 
-# ---- to the device ---------------------------------------------------------------------------------------------------
+# ---- to the device -------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -182,7 +264,9 @@ class Read(Mapping[str, Any]):
 
 def test_batches_of_any_class_are_moved_by_what_they_are() -> None:
     meta = torch.device("meta")
-    lists: defaultdict[str, Any] = defaultdict(list, x=torch.ones(2), n=[torch.ones(1), "a"])
+    lists: defaultdict[str, Any] = defaultdict(
+        list, x=torch.ones(2), n=[torch.ones(1), "a"]
+    )
     moved = to_device(lists, meta)
     assert type(moved) is defaultdict
     assert moved.default_factory is list
@@ -209,7 +293,9 @@ class Sources(TorchFunctionMode):
         super().__init__()
         self.pinned: list[bool] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is Tensor.to:
             self.pinned.append(args[0].is_pinned())
         return func(*args, **(kwargs or {}))
@@ -228,7 +314,9 @@ def _moved_to_a_device() -> tuple[list[bool], list[tuple[str, tuple[int, ...], f
     with Sources() as sources:
         moved = to_device(batch, device)
     assert type(moved[-1]) is Named
-    return sources.pinned, [(part.device.type, part.stride(), float(part.mean())) for part in moved]
+    return sources.pinned, [
+        (part.device.type, part.stride(), float(part.mean())) for part in moved
+    ]
 
 
 class Named(Tensor):
@@ -241,10 +329,12 @@ def test_batches_are_copied_to_a_gpu_from_pinned_memory_with_their_strides(
     ((pinned, moved),) = simulated_pool(1).run(_moved_to_a_device)
     assert pinned == [True, True, True, True, False, False]
     dense, last = (48, 16, 4, 1), (48, 1, 12, 3)
-    assert moved == [("cuda", strides, 1.0) for strides in (dense, dense, last, dense, (1,), dense)]
+    assert moved == [
+        ("cuda", strides, 1.0) for strides in (dense, dense, last, dense, (1,), dense)
+    ]
 
 
-# ---- the length of a DataLoader ----------------------------------------------------------------------------------------
+# ---- the length of a DataLoader ------------------------------------------------------
 
 
 class Sized(Counting):
@@ -260,9 +350,21 @@ DATA = TensorDataset(torch.arange(9))
     [
         (DataLoader(DATA, batch_size=2), 9, None),
         (DataLoader(DATA, batch_size=2, shuffle=True, drop_last=True), 9, None),
-        (DataLoader(DATA, batch_size=2, sampler=RandomSampler(DATA, num_samples=5)), 5, None),
+        (
+            DataLoader(DATA, batch_size=2, sampler=RandomSampler(DATA, num_samples=5)),
+            5,
+            None,
+        ),
         # Padded to 10 examples; the length must not depend on the workers.
-        (DataLoader(DATA, batch_size=2, sampler=DistributedSampler(DATA, num_replicas=2, rank=0)), 9, 9),
+        (
+            DataLoader(
+                DATA,
+                batch_size=2,
+                sampler=DistributedSampler(DATA, num_replicas=2, rank=0),
+            ),
+            9,
+            9,
+        ),
         (DataLoader(DATA, batch_sampler=[[0], [1, 2]]), None, None),
         (DataLoader(Counting(), batch_size=2), None, None),
         (DataLoader(Sized(), batch_size=2), 7, None),
@@ -270,21 +372,35 @@ DATA = TensorDataset(torch.arange(9))
     ],
     ids=str,
 )
-def test_a_loader_tells_the_examples_of_an_epoch(dataset: Any, of_one: int | None, of_two: int | None) -> None:
+def test_a_loader_tells_the_examples_of_an_epoch(
+    dataset: Any, of_one: int | None, of_two: int | None
+) -> None:
     assert (known_length(dataset, 1), known_length(dataset, 2)) == (of_one, of_two)
 
 
 def test_a_list_of_batches_is_told_of_and_a_loader_takes_it() -> None:
     x, y = torch.randn(20, 3), torch.randn(20, 1)
     batches = [*zip(x.split(4), y.split(4), strict=True)]
-    with pytest.warns(UserWarning, match=r"Each of the 5 entries of the list.*tensors of 4 rows.*batch_size=None\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"Each of the 5 entries of the list.*tensors of 4 rows.*batch_size=None\)",
+    ):
         make_source(batches, BatchSplit(4), ExampleOrder())
-    for split in (BatchSplit(4, accumulation=2), BatchSplit(8, accumulation=2)):  # batches of a step, or of a pass
+    # batches of a step, or of a pass
+    for split in (BatchSplit(4, accumulation=2), BatchSplit(8, accumulation=2)):
         with pytest.warns(UserWarning, match=r"Each of the 5 entries of the tuple"):
             make_source(tuple(batches), split, ExampleOrder())
     loader = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     source = make_source(loader, BatchSplit(4), ExampleOrder())
     assert [m.examples for m in take(source, 6)] == [4] * 6
     assert known_length(loader, 1) is None  # 5 is the number of batches
-    for examples in ([(x[0], y[0])] * 4, [x[:4]] * 5, [(x[:5], y[:5])] * 5, [3, 4, 5], ["text"] * 4):
-        assert isinstance(make_source(examples, BatchSplit(4), ExampleOrder()), MapSource)
+    for examples in (
+        [(x[0], y[0])] * 4,
+        [x[:4]] * 5,
+        [(x[:5], y[:5])] * 5,
+        [3, 4, 5],
+        ["text"] * 4,
+    ):
+        assert isinstance(
+            make_source(examples, BatchSplit(4), ExampleOrder()), MapSource
+        )

@@ -1,4 +1,6 @@
-"""The order of examples, and how steps cut it: put together, what the workers see is the stream, word for word."""
+"""The order of examples, and how steps cut it: put together, what the workers see is
+the stream, word for word.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_adascale.data.order import BatchSplit, ExampleOrder, ExampleStream, epoch_order, split_evenly
+from ray_adascale.data.order import (
+    BatchSplit,
+    ExampleOrder,
+    ExampleStream,
+    epoch_order,
+    split_evenly,
+)
 
 from .stream import stream
 
 
 def test_the_order_of_an_epoch_is_a_function_of_seed_and_epoch() -> None:
-    orders = {(s, e): tuple(epoch_order(50, seed=s, epoch=e).tolist()) for s in range(4) for e in range(4)}
+    orders = {
+        (s, e): tuple(epoch_order(50, seed=s, epoch=e).tolist())
+        for s in range(4)
+        for e in range(4)
+    }
     assert all(sorted(order) == list(range(50)) for order in orders.values())
     assert len(set(orders.values())) == 16
     before = torch.get_rng_state()
@@ -26,7 +38,8 @@ def test_the_order_of_an_epoch_is_a_function_of_seed_and_epoch() -> None:
 
 
 def test_the_order_is_the_committed_one() -> None:
-    # Checkpoints hold a position in this order. If torch changes randperm, old checkpoints resume elsewhere: say so.
+    # Checkpoints hold a position in this order. If torch changes randperm, old
+    # checkpoints resume elsewhere: say so.
     assert epoch_order(10, seed=0, epoch=0).tolist() == [9, 8, 2, 0, 6, 1, 4, 7, 3, 5]
     assert epoch_order(10, seed=0, epoch=1).tolist() == [6, 5, 2, 9, 0, 8, 4, 3, 7, 1]
 
@@ -41,13 +54,20 @@ def test_an_even_split_puts_the_larger_parts_first(total: int, parts: int) -> No
 
 
 def test_one_iterator_runs_on_over_epochs_and_ignores_a_moved_position() -> None:
-    sampler = ExampleStream(7, BatchSplit(4, rank=1, world_size=2, accumulation=2), ExampleOrder(seed=3))
+    sampler = ExampleStream(
+        7, BatchSplit(4, rank=1, world_size=2, accumulation=2), ExampleOrder(seed=3)
+    )
     parts = sampler.parts(sampler.position)
     sampler.position = 100  # what commit() does while a loader has prefetched
     seen = [sampler.indices(part).tolist() for part in itertools.islice(parts, 20)]
     expected = stream(7, 40, seed=3)
-    assert seen == [[expected[4 * step + 2 * p + 1]] for step in range(10) for p in range(2)]
-    assert sampler.indices(next(sampler.parts(100))).tolist() == stream(7, 102, seed=3)[101:]
+    assert seen == [
+        [expected[4 * step + 2 * p + 1]] for step in range(10) for p in range(2)
+    ]
+    assert (
+        sampler.indices(next(sampler.parts(100))).tolist()
+        == stream(7, 102, seed=3)[101:]
+    )
 
 
 def test_a_batch_above_an_epoch_is_refused_where_its_rest_is_dropped() -> None:

@@ -1,4 +1,6 @@
-"""``Run`` in one process on a GPU: it trains as on the CPU, resumes, and with a fused optimizer waits for nothing in a step."""
+"""``Run`` in one process on a GPU: it trains as on the CPU, resumes, and with a
+fused optimizer waits for nothing in a step.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,16 @@ def test_a_run_takes_the_cpus_steps(name: str) -> None:
     agree(found, train(case, "cpu", stop_after=stop), case)
 
 
-@pytest.mark.parametrize("name", ["sgd", "sgd-fused", "adamw-fused", "bf16-fused", "fp16", "fp16-fused"])
-def test_a_resumed_run_ends_as_one_that_was_never_stopped(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["sgd", "sgd-fused", "adamw-fused", "bf16-fused", "fp16", "fp16-fused"]
+)
+def test_a_resumed_run_ends_as_one_that_was_never_stopped(
+    name: str, tmp_path: Path
+) -> None:
     case = CASES[name]
     whole, again = train(case, "cuda"), resumed(case, "cuda", str(tmp_path))
-    # The same kernels on the same numbers. 1e-9 leaves room for ones that add in another order each time.
+    # The same kernels on the same numbers. 1e-9 leaves room for ones that add in
+    # another order each time.
     assert again.steps == whole.steps
     assert again.tau == pytest.approx(whole.tau, rel=1e-9)
     np.testing.assert_allclose(again.weights, whole.weights, rtol=1e-9, atol=1e-9)
@@ -66,14 +73,16 @@ def strict() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("name", ["sgd-fused", "adamw-fused", "clipped-fused", "bf16-fused"])
+@pytest.mark.parametrize(
+    "name", ["sgd-fused", "adamw-fused", "clipped-fused", "bf16-fused"]
+)
 def test_a_fused_step_of_a_run_waits_for_nothing(name: str, strict: None) -> None:
     run = make_run(CASES[name], "cuda")
     steps = 0
     for x, y in run:
         loss = F.cross_entropy(run.model(x), y)
-        # From the fourth step on: pinned memory, momentum and workspaces exist. Fetching a batch may wait, and so may the
-        # steps near the end of the run.
+        # From the fourth step on: pinned memory, momentum and workspaces exist.
+        # Fetching a batch may wait, and so may the steps near the end of the run.
         if 3 <= steps < 8:
             torch.cuda.set_sync_debug_mode("error")
         run.backward(loss)
@@ -91,7 +100,8 @@ def test_nothing_waits_for_a_batch_of_loader_processes(strict: None) -> None:
     for x, y in run:
         run.backward(F.cross_entropy(run.model(x), y))
         steps += run.step()
-        torch.cuda.set_sync_debug_mode("error" if 3 <= steps < 8 else "default")  # while the next batch is fetched, too
+        # while the next batch is fetched, too
+        torch.cuda.set_sync_debug_mode("error" if 3 <= steps < 8 else "default")
         if steps == 8:
             break
     assert steps == 8

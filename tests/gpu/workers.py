@@ -1,4 +1,6 @@
-"""New processes with a process group, for tests on GPUs: CUDA can't be used in a fork of a process that uses it."""
+"""New processes with a process group, for tests on GPUs: CUDA can't be used in a
+fork of a process that uses it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ Jobs = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 """Function and arguments by name."""
 
 
-def _serve(rank: int, world_size: int, backend: str | None, port: int, jobs: Jobs, results: Any) -> None:
+def _serve(
+    rank: int, world_size: int, backend: str | None, port: int, jobs: Jobs, results: Any
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -45,20 +49,28 @@ def _serve(rank: int, world_size: int, backend: str | None, port: int, jobs: Job
 
 
 def run_jobs(backend: str | None, world_size: int, jobs: Jobs) -> dict[str, list[Any]]:
-    """Run jobs one after the other on each rank of a new group; return the results of each, in rank order.
+    """Run jobs one after the other on each rank of a new group; return the results of
+    each, in rank order.
 
-    A job that raised has an exception in place of its result. Each rank takes all jobs in the same order, so that after an
-    error of one rank alone the following collectives may fail as well.
+    A job that raised has an exception in place of its result. Each rank takes all jobs
+    in the same order, so that after an error of one rank alone the following
+    collectives may fail as well.
     """
     context = multiprocessing.get_context("spawn")
     results, port = context.Queue(), free_port()
     processes = [
-        context.Process(target=_serve, args=(rank, world_size, backend, port, jobs, results), daemon=True)
+        context.Process(
+            target=_serve,
+            args=(rank, world_size, backend, port, jobs, results),
+            daemon=True,
+        )
         for rank in range(world_size)
     ]
     for process in processes:
         process.start()
-    found: dict[str, list[Any]] = {name: [RankFailed("no answer")] * world_size for name in jobs}
+    found: dict[str, list[Any]] = {
+        name: [RankFailed("no answer")] * world_size for name in jobs
+    }
     ended = 0
     try:
         while ended < world_size:
@@ -66,7 +78,11 @@ def run_jobs(backend: str | None, world_size: int, jobs: Jobs) -> dict[str, list
             if not name:
                 ended += 1
             else:
-                found[name][rank] = value if ok else RankFailed(f"rank {rank} of {world_size} failed:\n{value}")
+                found[name][rank] = (
+                    value
+                    if ok
+                    else RankFailed(f"rank {rank} of {world_size} failed:\n{value}")
+                )
     except queue.Empty:
         pass  # a job without a result has the exception from above
     finally:

@@ -10,8 +10,12 @@ from ..pool import ProcessPool
 
 
 @pytest.fixture
-def knowing(pool: Callable[[int], ProcessPool]) -> Iterator[Callable[[str], ProcessPool]]:
-    """``knowing(library).run(fn, *args)``: two gloo processes that have loaded the library, which may take half a minute."""
+def knowing(
+    pool: Callable[[int], ProcessPool],
+) -> Iterator[Callable[[str], ProcessPool]]:
+    """``knowing(library).run(fn, *args)``: two gloo processes that have loaded the
+    library, which may take half a minute.
+    """
 
     two = pool(2)
     patience, two.patience_s = two.patience_s, 300.0

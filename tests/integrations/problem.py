@@ -1,7 +1,9 @@
-"""One small task that every client trains, what is noted of each of its steps, and what those are held against.
+"""One small task that every client trains, what is noted of each of its steps, and what
+those are held against.
 
-All in float64. A step's gradient samples are consecutive micro-batches of the data's order: sample i of a step is that of
-pass i // workers on worker i % workers, as ``Run`` has it with ``shuffle=False``.
+All in float64. A step's gradient samples are consecutive micro-batches of the data's
+order: sample i of a step is that of pass i // workers on worker i % workers, as ``Run``
+has it with ``shuffle=False``.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def make(total_steps: int) -> tuple[nn.Module, SGD, LRScheduler]:
 
 
 def settings(total_steps: int, **more: Any) -> AdaScaleConfig:
-    return AdaScaleConfig(base_batch_size=BATCH, total_steps=total_steps, scheduler_unit="step", **more)
+    return AdaScaleConfig(
+        base_batch_size=BATCH, total_steps=total_steps, scheduler_unit="step", **more
+    )
 
 
 def dataset(examples: int) -> TensorDataset:
@@ -58,7 +62,8 @@ class Notes:
     """What AdaScale did in each step, whoever called it."""
 
     weights: list[Tensor] = field(default_factory=list)  # before the step
-    lrs: list[float] = field(default_factory=list)  # of the schedule, which the step was taken with
+    # of the schedule, which the step was taken with
+    lrs: list[float] = field(default_factory=list)
     clocks: list[float] = field(default_factory=list)  # τ before it
     gains: list[float] = field(default_factory=list)
     end: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -76,7 +81,9 @@ class Notes:
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
         inner = optimizer.wrapped
-        inner.register_step_pre_hook(lambda o, *_: self.lrs.append(float(o.param_groups[0]["lr"])))
+        inner.register_step_pre_hook(
+            lambda o, *_: self.lrs.append(float(o.param_groups[0]["lr"]))
+        )
         return self
 
 
@@ -84,7 +91,11 @@ def by_run(total_steps: int, accumulation: int, examples: int) -> Notes:
     """The same with ``Run``. One rank's part."""
     model, optimizer, scheduler = make(total_steps)
     config = settings(
-        total_steps, per_worker_batch_size=BATCH, accumulation=accumulation, shuffle=False, sharding="none"
+        total_steps,
+        per_worker_batch_size=BATCH,
+        accumulation=accumulation,
+        shuffle=False,
+        sharding="none",
     )
     run = Run(model, optimizer, scheduler, dataset(examples), config)
     notes = Notes().of(run.optimizer, model)
@@ -105,7 +116,8 @@ def check_against_reference(
     gradient: Callable[[nn.Sequential, list[int]], list[np.ndarray]] | None = None,
     weigh: Callable[[list[list[int]]], list[float] | None] = lambda samples: None,
 ) -> None:
-    """Gains, clock, learning rates and weights of each step against the literal reference and SGD with momentum 0.9.
+    """Gains, clock, learning rates and weights of each step against the literal
+    reference and SGD with momentum 0.9.
 
     Args:
         notes: Of the client's steps.
@@ -114,7 +126,8 @@ def check_against_reference(
         passes: Of each step of an epoch.
         workers: How many.
         examples: In the data, an epoch.
-        gradient: Of a model and the rows of a gradient sample; default: of the cross-entropy of ``dataset``.
+        gradient: Of a model and the rows of a gradient sample; default: of the
+            cross-entropy of ``dataset``.
         weigh: Weights of a step's samples, given their rows; None: all alike.
     """
     model = make_model()
@@ -122,7 +135,9 @@ def check_against_reference(
     if gradient is None:
 
         def gradient(model: nn.Sequential, rows: list[int]) -> list[np.ndarray]:
-            return sample_gradient(model, (x[rows], y[rows]), [{"params": list(model.parameters())}])
+            return sample_gradient(
+                model, (x[rows], y[rows]), [{"params": list(model.parameters())}]
+            )
 
     reference = ReferenceAdaScale(
         scale=samples,
@@ -137,32 +152,57 @@ def check_against_reference(
     for step, before in enumerate(notes.weights):
         n = passes[step % len(passes)] * workers
         torch.nn.utils.vector_to_parameters(before, model.parameters())
-        rows = [[(position + i * BATCH + j) % examples for j in range(BATCH)] for i in range(n)]
+        rows = [
+            [(position + i * BATCH + j) % examples for j in range(BATCH)]
+            for i in range(n)
+        ]
         position += n * BATCH
         reference.scale, reference.n = n, n
-        expected = reference.step([gradient(model, sample) for sample in rows], weights=weigh(rows))
+        expected = reference.step(
+            [gradient(model, sample) for sample in rows], weights=weigh(rows)
+        )
         assert notes.clocks[step] == pytest.approx(tau, rel=1e-9)
         assert notes.gains[step] == pytest.approx(expected.gain, rel=1e-6)
-        curve = LR * (1 + math.cos(math.pi * math.floor(notes.clocks[step]) / total_steps)) / 2
+        curve = (
+            LR
+            * (1 + math.cos(math.pi * math.floor(notes.clocks[step]) / total_steps))
+            / 2
+        )
         # The optimizer was called with the schedule's rate times the gain.
         assert notes.lrs[step] / notes.gains[step] == pytest.approx(curve, rel=1e-12)
         velocity = 0.9 * velocity + np.concatenate(expected.mean_gradient)
         after = notes.weights[step + 1] if step + 1 < len(notes.weights) else notes.end
-        np.testing.assert_allclose(after.numpy(), before.numpy() - notes.lrs[step] * velocity, rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(
+            after.numpy(),
+            before.numpy() - notes.lrs[step] * velocity,
+            rtol=1e-6,
+            atol=1e-9,
+        )
         tau = expected.effective_steps
     assert notes.tau == pytest.approx(tau, rel=1e-9)
     assert total_steps <= notes.tau < total_steps + samples
     assert 1 < np.mean(notes.gains) < samples
 
 
-def check_losses(rows: list[dict[str, Any]], notes: Notes, passes: Sequence[int], examples: int) -> None:
-    """The loss of each row of a trace is the mean over rank 0's passes of the step, at even places of two workers' data."""
-    model, first, (x, y) = make(1)[0].requires_grad_(False), 0, dataset(examples).tensors
+def check_losses(
+    rows: list[dict[str, Any]], notes: Notes, passes: Sequence[int], examples: int
+) -> None:
+    """The loss of each row of a trace is the mean over rank 0's passes of the step,
+    at even places of two workers' data.
+    """
+    model, first, (x, y) = (
+        make(1)[0].requires_grad_(False),
+        0,
+        dataset(examples).tensors,
+    )
     for step, (row, before) in enumerate(zip(rows, notes.weights, strict=True)):
         torch.nn.utils.vector_to_parameters(before, model.parameters())
         n = passes[step % len(passes)]
         places = [first + 2 * i * BATCH for i in range(n)]
-        losses = [float(loss_of(model, (x[at : at + BATCH], y[at : at + BATCH]))) for at in places]
+        losses = [
+            float(loss_of(model, (x[at : at + BATCH], y[at : at + BATCH])))
+            for at in places
+        ]
         first = (first + 2 * n * BATCH) % examples
         assert row["loss"] == pytest.approx(sum(losses) / n, rel=1e-12)
 
@@ -177,10 +217,24 @@ def assert_same_run(ours: Notes, theirs: Notes) -> None:
 @contextlib.contextmanager
 def as_if_by_torchrun() -> Iterator[None]:
     """The environment that torchrun gives to its workers, for those of the pool."""
-    workers = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
-    there = {**{k: str(v) for k, v in workers.items()}, "LOCAL_WORLD_SIZE": str(dist.get_world_size())}
+    workers = {
+        "RANK": dist.get_rank(),
+        "LOCAL_RANK": dist.get_rank(),
+        "WORLD_SIZE": dist.get_world_size(),
+    }
+    there = {
+        **{k: str(v) for k, v in workers.items()},
+        "LOCAL_WORLD_SIZE": str(dist.get_world_size()),
+    }
     before = dict(os.environ)
-    os.environ.update({**there, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999", "OMP_NUM_THREADS": "1"})
+    os.environ.update(
+        {
+            **there,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29999",
+            "OMP_NUM_THREADS": "1",
+        }
+    )
     try:
         yield
     finally:

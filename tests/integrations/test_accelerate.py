@@ -1,4 +1,6 @@
-"""A loop around an Accelerator, two workers: against Run, against the reference, and through its own checkpoints."""
+"""A loop around an Accelerator, two workers: against Run, against the reference, and
+through its own checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def train(
     shuffled: bool = False,
     seedable: bool = False,
 ) -> Notes:
-    """One rank's part of a loop as Accelerate's users write it; maybe stopped after some steps, maybe resumed.
+    """One rank's part of a loop as Accelerate's users write it; maybe stopped after
+    some steps, maybe resumed.
 
     With ``split`` the loader's batch is that of all workers, which Accelerate cuts.
     """
@@ -64,18 +67,26 @@ def train(
 
     data = DataLoaderConfiguration(split_batches=split, use_seedable_sampler=seedable)
     torch.manual_seed(0)
-    with accelerator(gradient_accumulation_steps=accumulation, dataloader_config=data) as acc:
+    with accelerator(
+        gradient_accumulation_steps=accumulation, dataloader_config=data
+    ) as acc:
         model, optimizer, scheduler = make(total_steps)
-        loader: Any = DataLoader(dataset(examples), batch_size=BATCH * (2 if split else 1), shuffle=shuffled)
+        loader: Any = DataLoader(
+            dataset(examples), batch_size=BATCH * (2 if split else 1), shuffle=shuffled
+        )
         bare = model
-        model, optimizer, loader, schedule = prepare(acc, model, optimizer, loader, scheduler, settings(total_steps))
+        model, optimizer, loader, schedule = prepare(
+            acc, model, optimizer, loader, scheduler, settings(total_steps)
+        )
         assert acc.num_processes == 2
         notes = Notes().of(schedule.optimizer, bare)
         epoch = skip = 0
         if load:
             assert folder is not None
             acc.load_state(folder)
-            epoch, skip = divmod(save_at * accumulation, math.ceil(examples / BATCH / 2))
+            epoch, skip = divmod(
+                save_at * accumulation, math.ceil(examples / BATCH / 2)
+            )
         while not schedule.finished:
             loader.set_epoch(epoch)
             batches = acc.skip_first_batches(loader, skip) if skip else loader
@@ -88,7 +99,12 @@ def train(
                     optimizer.zero_grad()
                 if schedule.finished:
                     break
-                if save_at and not load and acc.sync_gradients and len(notes.gains) == save_at:
+                if (
+                    save_at
+                    and not load
+                    and acc.sync_gradients
+                    and len(notes.gains) == save_at
+                ):
                     acc.save_state(folder)
                     return notes
         return notes
@@ -98,20 +114,38 @@ def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(knowing: Any) ->
     # Ten passes of each worker an epoch, three a step: 3, 3, 3, 1.
     examples = 10 * BATCH * 2
     for notes in knowing(ADAPTER).run(train, 60, 3, examples):
-        check_against_reference(notes, total_steps=60, samples=6, passes=[3, 3, 3, 1], workers=2, examples=examples)
+        check_against_reference(
+            notes,
+            total_steps=60,
+            samples=6,
+            passes=[3, 3, 3, 1],
+            workers=2,
+            examples=examples,
+        )
         assert len(notes.gains) > 8
 
 
 def test_a_batch_that_is_split_counts_once_over_all_workers(knowing: Any) -> None:
-    # Loader batches of 8, of which each of two workers gets 4 = B0: S = n = 6 with three passes. Taken for those of each
-    # worker, S would be 12.
+    # Loader batches of 8, of which each of two workers gets 4 = B0: S = n = 6 with
+    # three passes. Taken for those of each worker, S would be 12.
     for notes in knowing(ADAPTER).run(train, 60, 3, 6 * BATCH * 2, split=True):
-        check_against_reference(notes, total_steps=60, samples=6, passes=[3], workers=2, examples=6 * BATCH * 2)
+        check_against_reference(
+            notes,
+            total_steps=60,
+            samples=6,
+            passes=[3],
+            workers=2,
+            examples=6 * BATCH * 2,
+        )
 
 
 @pytest.mark.parametrize(
     ("how", "exact"),
-    [({}, True), ({"shuffled": True, "seedable": True}, True), ({"shuffled": True, "seedable": False}, False)],
+    [
+        ({}, True),
+        ({"shuffled": True, "seedable": True}, True),
+        ({"shuffled": True, "seedable": False}, False),
+    ],
 )
 def test_killed_and_resumed_in_its_second_epoch_it_is_the_same_to_the_bit_unless_its_sampler_has_no_seed(
     knowing: Any, tmp_path: Path, how: dict[str, Any], exact: bool
@@ -149,7 +183,8 @@ def prepared_before(what: str) -> str:
 def test_what_was_prepared_before_is_refused(knowing: Any, what: str) -> None:
     for said in knowing(ADAPTER).run(prepared_before, what):
         assert said.startswith(
-            f"Invalid {what}: an Accelerated{what.capitalize()}, which accelerator.prepare() returned."
+            f"Invalid {what}: an Accelerated{what.capitalize()}, which "
+            "accelerator.prepare() returned."
         )
         assert f"Pass the bare {what}" in said
 
@@ -160,7 +195,14 @@ def refused(config: AdaScaleConfig, accumulation: int) -> str:
     with accelerator(gradient_accumulation_steps=accumulation) as acc:
         model, optimizer, scheduler = make(20)
         try:
-            prepare(acc, model, optimizer, DataLoader(dataset(80), batch_size=BATCH), scheduler, config)
+            prepare(
+                acc,
+                model,
+                optimizer,
+                DataLoader(dataset(80), batch_size=BATCH),
+                scheduler,
+                config,
+            )
         except ValueError as e:
             return str(e)
     return ""
@@ -169,14 +211,23 @@ def refused(config: AdaScaleConfig, accumulation: int) -> str:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"accumulation": 2}, "accumulation=2). Must be 3, as Accelerator(gradient_accumulation_steps=...)"),
-        ({"per_worker_batch_size": 8}, "per_worker_batch_size=8). Must be 4, as the dataloader's batch_size"),
+        (
+            {"accumulation": 2},
+            "accumulation=2). Must be 3, as "
+            "Accelerator(gradient_accumulation_steps=...)",
+        ),
+        (
+            {"per_worker_batch_size": 8},
+            "per_worker_batch_size=8). Must be 4, as the dataloader's batch_size",
+        ),
         ({"sharding": "zero2"}, "sharding='zero2'"),
         ({"global_batch_size": 64}, "global_batch_size=..."),
         ({"batch_schedule": "0:64,50%:128"}, "batch_schedule='0:64,50%:128'"),
     ],
 )
-def test_settings_that_say_otherwise_are_refused(knowing: Any, more: dict[str, Any], message: str) -> None:
+def test_settings_that_say_otherwise_are_refused(
+    knowing: Any, more: dict[str, Any], message: str
+) -> None:
     for found in knowing(ADAPTER).run(refused, settings(20, **more), 3):
         assert message in found
 
@@ -187,7 +238,9 @@ def _accumulates_by_itself(accumulation: int) -> str:
     with accelerator(gradient_accumulation_steps=accumulation) as acc:
         model, optimizer, scheduler = make(40)
         loader: Any = DataLoader(dataset(64), batch_size=BATCH)
-        model, optimizer, loader, schedule = prepare(acc, model, optimizer, loader, scheduler, settings(40))
+        model, optimizer, loader, schedule = prepare(
+            acc, model, optimizer, loader, scheduler, settings(40)
+        )
         try:
             for i, batch in enumerate(loader):
                 acc.backward(loss_of(model, batch) / 4)

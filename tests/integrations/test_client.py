@@ -1,4 +1,6 @@
-"""What the adapters share, under a loop by hand: the trace's progress and its steps after a resumption, and what is probed."""
+"""What the adapters share, under a loop by hand: the trace's progress and its steps
+after a resumption, and what is probed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Loop:
 
     def __init__(self, trace: Path, **more: Any) -> None:
         self.model, optimizer, scheduler = make(12)
-        adascale, self.schedule = attach(self.model, optimizer, scheduler, settings(12, accumulation=2, **more))
+        adascale, self.schedule = attach(
+            self.model, optimizer, scheduler, settings(12, accumulation=2, **more)
+        )
         self.optimizer = adascale
         self.trace, self.data = trace, dataset(48).tensors
 
@@ -37,7 +41,9 @@ class Loop:
         for _ in range(steps):
             for i in range(2):
                 at = (2 * self.optimizer.steps + i) * BATCH % len(x)
-                (loss_of(self.model, (x[at : at + BATCH], y[at : at + BATCH])) / 2).backward()
+                (
+                    loss_of(self.model, (x[at : at + BATCH], y[at : at + BATCH])) / 2
+                ).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -46,7 +52,9 @@ class Loop:
         return copy.deepcopy([part.state_dict() for part in parts])
 
     def load(self, state: Any) -> None:
-        for part, saved in zip((self.model, self.optimizer, self.schedule), state, strict=True):
+        for part, saved in zip(
+            (self.model, self.optimizer, self.schedule), state, strict=True
+        ):
             part.load_state_dict(saved)
 
 
@@ -56,15 +64,21 @@ def test_progress_is_the_sum_of_gains_where_the_clock_is_not(tmp_path: Path) -> 
     loop.take(6)
     watch.close()
     rows = read_trace(tmp_path)
-    assert [row["effective_steps"] for row in rows] == [2, 4, 6, 8, 10, 12]  # S a step, by this rule
-    gained = [rows[0]["progress"], *(b["progress"] - a["progress"] for a, b in itertools.pairwise(rows))]
+    # S a step, by this rule
+    assert [row["effective_steps"] for row in rows] == [2, 4, 6, 8, 10, 12]
+    gained = [
+        rows[0]["progress"],
+        *(b["progress"] - a["progress"] for a, b in itertools.pairwise(rows)),
+    ]
     # Differences of sums of a few numbers below 12, in float64.
     assert gained == pytest.approx([row["gain"] for row in rows], rel=1e-12)
     assert all(1 < row["gain"] < 2 for row in rows)
 
 
 @pytest.mark.parametrize("saved_at", [1, 3])
-def test_a_resumed_run_has_each_step_in_its_trace_once(tmp_path: Path, saved_at: int) -> None:
+def test_a_resumed_run_has_each_step_in_its_trace_once(
+    tmp_path: Path, saved_at: int
+) -> None:
     trace = tmp_path
     killed = Loop(trace)
     watch = killed.watch()
@@ -81,14 +95,20 @@ def test_a_resumed_run_has_each_step_in_its_trace_once(tmp_path: Path, saved_at:
     watch.close()
     rows = read_trace(trace)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert [row["position"] for row in rows] == [2 * BATCH * step for step in range(1, 7)]
-    assert [row["progress"] for row in rows] == pytest.approx([row["effective_steps"] for row in rows], rel=1e-12)
+    assert [row["position"] for row in rows] == [
+        2 * BATCH * step for step in range(1, 7)
+    ]
+    assert [row["progress"] for row in rows] == pytest.approx(
+        [row["effective_steps"] for row in rows], rel=1e-12
+    )
     assert [row["attempt"] for row in rows] == [0] * saved_at + [1] * (6 - saved_at)
     assert [row.get("optimizer") for row in rows] == ["SGD", *[None] * 5]
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_row_has_the_scale_and_the_examples_of_its_own_step(tmp_path: Path, closes: bool) -> None:
+def test_a_row_has_the_scale_and_the_examples_of_its_own_step(
+    tmp_path: Path, closes: bool
+) -> None:
     loop = Loop(tmp_path)
     watch = loop.watch()
     loop.take(2)
@@ -105,23 +125,37 @@ def test_a_row_has_the_scale_and_the_examples_of_its_own_step(tmp_path: Path, cl
     watch.close()
     rows = read_trace(tmp_path)
     assert [row["scale"] for row in rows] == [2, 2, 1, 4]
-    assert [row["efficiency"] for row in rows] == [row["gain"] / row["scale"] for row in rows]
-    assert [row["position"] for row in rows] == [2 * BATCH, 4 * BATCH, 5 * BATCH, 9 * BATCH]
+    assert [row["efficiency"] for row in rows] == [
+        row["gain"] / row["scale"] for row in rows
+    ]
+    assert [row["position"] for row in rows] == [
+        2 * BATCH,
+        4 * BATCH,
+        5 * BATCH,
+        9 * BATCH,
+    ]
     assert rows[2]["gain"] == 1  # S = 1
 
 
-def test_the_same_batch_in_other_passes_is_another_number_of_samples(tmp_path: Path) -> None:
+def test_the_same_batch_in_other_passes_is_another_number_of_samples(
+    tmp_path: Path,
+) -> None:
     loop = Loop(tmp_path)
     assert not follow_batch(loop.schedule, passes=2, per_worker_batch_size=BATCH)
     assert (loop.optimizer.scale, loop.optimizer.num_samples) == (2, 2)
     assert follow_batch(loop.schedule, passes=4, per_worker_batch_size=BATCH // 2)
     assert loop.schedule.plan is not None
-    assert (loop.schedule.plan.global_batch_size, loop.schedule.plan.passes) == (2 * BATCH, 4)
+    assert (loop.schedule.plan.global_batch_size, loop.schedule.plan.passes) == (
+        2 * BATCH,
+        4,
+    )
     assert (loop.optimizer.scale, loop.optimizer.num_samples) == (2, 4)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_step_that_torch_takes_to_make_a_state_has_no_row(tmp_path: Path, momentum: float) -> None:
+def test_a_step_that_torch_takes_to_make_a_state_has_no_row(
+    tmp_path: Path, momentum: float
+) -> None:
     rows = []
     for asks in (False, True):
         loop = Loop(tmp_path / f"{asks}.jsonl")
@@ -138,15 +172,20 @@ def test_a_step_that_torch_takes_to_make_a_state_has_no_row(tmp_path: Path, mome
     assert rows[0] == rows[1]
 
 
-def test_a_row_is_written_before_the_next_step_and_a_skipped_step_leaves_it_alone(tmp_path: Path) -> None:
+def test_a_row_is_written_before_the_next_step_and_a_skipped_step_leaves_it_alone(
+    tmp_path: Path,
+) -> None:
     loop = Loop(tmp_path)
     watch = loop.watch()
     loop.take(2)
     watch.record(loss=0.25)
     rows: list[Any] = []
-    loop.optimizer.wrapped.register_step_pre_hook(lambda *_: rows.append(read_trace(tmp_path)))
+    loop.optimizer.wrapped.register_step_pre_hook(
+        lambda *_: rows.append(read_trace(tmp_path))
+    )
     loop.take(1)
-    assert [row["step"] for row in rows[0]] == [1, 2]  # a kill within a step does not lose the row before
+    # a kill within a step does not lose the row before
+    assert [row["step"] for row in rows[0]] == [1, 2]
     assert rows[0][1]["loss"] == 0.25
     watch.record(loss=0.5)
     x, y = loop.data
@@ -165,7 +204,9 @@ def test_a_base_run_is_probed_by_the_batches_after_a_step() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = AdaScaleConfig(base_batch_size=8, total_steps=8)
     adascale, schedule = attach(model, optimizer, None, config)
-    recorder = RecipeRecorder(lambda model, batch: model(batch).square().mean(), probe_every=4)
+    recorder = RecipeRecorder(
+        lambda model, batch: model(batch).square().mean(), probe_every=4
+    )
     recorder.begin(schedule, config)
     for _ in range(8):
         batch = torch.randn(8, 3)
@@ -173,27 +214,42 @@ def test_a_base_run_is_probed_by_the_batches_after_a_step() -> None:
         model(batch).square().mean().backward()
         adascale.step()
         adascale.zero_grad()
-    recipe = recorder.recipe({}, metric="loss", mode="min", score=0.0, workload=nn.Linear)
+    recipe = recorder.recipe(
+        {}, metric="loss", mode="min", score=0.0, workload=nn.Linear
+    )
     assert [probe.effective_steps for probe in recipe.noise] == [0, 4]
 
 
 @pytest.mark.parametrize("resumed_at", [0, 4])
-def test_a_recipe_of_a_resumed_run_warns_of_the_noise_that_it_lacks(resumed_at: int) -> None:
+def test_a_recipe_of_a_resumed_run_warns_of_the_noise_that_it_lacks(
+    resumed_at: int,
+) -> None:
     model = nn.Linear(3, 1)
     config = AdaScaleConfig(base_batch_size=8, total_steps=8)
-    adascale, schedule = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), None, config)
-    recorder = RecipeRecorder(lambda model, batch: model(batch).square().mean(), probe_every=4)
+    adascale, schedule = attach(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), None, config
+    )
+    recorder = RecipeRecorder(
+        lambda model, batch: model(batch).square().mean(), probe_every=4
+    )
     recorder.begin(schedule, config)
     for step in range(8):
         batch = torch.randn(8, 3)
-        if step >= resumed_at:  # an earlier process, with a recorder of its own, took the steps before
+        # an earlier process, with a recorder of its own, took the steps before
+        if step >= resumed_at:
             recorder.before_step(model, batch)
         model(batch).square().mean().backward()
         adascale.step()
         adascale.zero_grad()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        recipe = recorder.recipe({}, metric="loss", mode="min", score=0.0, workload=nn.Linear)
-    assert [probe.effective_steps for probe in recipe.noise] == [0, 4][resumed_at // 4 :]
-    told = ["before effective step 4 was not recorded" in str(each.message) for each in seen]
+        recipe = recorder.recipe(
+            {}, metric="loss", mode="min", score=0.0, workload=nn.Linear
+        )
+    assert [probe.effective_steps for probe in recipe.noise] == [0, 4][
+        resumed_at // 4 :
+    ]
+    told = [
+        "before effective step 4 was not recorded" in str(each.message) for each in seen
+    ]
     assert told == [True] * (resumed_at > 0)

@@ -1,4 +1,6 @@
-"""Lightning, two workers under DDP: against Run, against the reference, through its own checkpoints; and what it refuses."""
+"""Lightning, two workers under DDP: against Run, against the reference, through its
+own checkpoints; and what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,12 @@ ADAPTER = "ray_adascale.integrations.lightning"
 AdaScaleCallback: Any = importlib.import_module(ADAPTER).AdaScaleCallback
 
 
-def module(total_steps: int, manual: int = 0, *, validated: bool = False, **changes: Any) -> Any:
-    """A LightningModule of the small classifier; ``manual`` passes a step, if it is to step by itself."""
+def module(
+    total_steps: int, manual: int = 0, *, validated: bool = False, **changes: Any
+) -> Any:
+    """A LightningModule of the small classifier; ``manual`` passes a step, if it is
+    to step by itself.
+    """
     import lightning.pytorch as pl
 
     class Module(pl.LightningModule):
@@ -52,7 +58,11 @@ def module(total_steps: int, manual: int = 0, *, validated: bool = False, **chan
             loss = loss_of(self.net, batch)
             if manual:
                 optimizer, last = self.optimizers(), batch_idx % manual == manual - 1
-                with contextlib.nullcontext() if last else optimizer.toggle_model(sync_grad=False):
+                with (
+                    contextlib.nullcontext()
+                    if last
+                    else optimizer.toggle_model(sync_grad=False)
+                ):
                     self.manual_backward(loss / manual)
                 if last:
                     optimizer.step()
@@ -81,18 +91,28 @@ def data(examples: int) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Any:
-    environment = as_if_by_torchrun() if torch.distributed.is_initialized() else contextlib.nullcontext()
+    environment = (
+        as_if_by_torchrun()
+        if torch.distributed.is_initialized()
+        else contextlib.nullcontext()
+    )
     with environment, warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning|torch")
-        warnings.filterwarnings("always", message="Training ended at effective step|A checkpoint was saved")
-        warnings.filterwarnings("ignore", message=".*(does not have many workers|isolated|TreeSpec).*")
+        warnings.filterwarnings(
+            "always", message="Training ended at effective step|A checkpoint was saved"
+        )
+        warnings.filterwarnings(
+            "ignore", message=".*(does not have many workers|isolated|TreeSpec).*"
+        )
         yield
 
 
 def trainer(callbacks: list[Any], accumulation: int, **more: Any) -> Any:
     import lightning.pytorch as pl
 
-    workers = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    workers = (
+        torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    )
     made: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": workers,
@@ -112,7 +132,9 @@ def trainer(callbacks: list[Any], accumulation: int, **more: Any) -> Any:
 class Noting:
     """A callback that notes the steps; after AdaScale's own."""
 
-    def __new__(cls, adascale: Any, notes: Notes, save_at: int = 0, path: str = "") -> Any:
+    def __new__(
+        cls, adascale: Any, notes: Notes, save_at: int = 0, path: str = ""
+    ) -> Any:
         import lightning.pytorch as pl
 
         class Callback(pl.Callback):
@@ -141,10 +163,18 @@ def train(
     adascale, notes = AdaScaleCallback(config, trace=more.pop("trace", None)), Notes()
     with quiet():
         made = trainer(
-            [adascale, Noting(adascale, notes, save_at, path), *more.pop("callbacks", [])], accumulation, **more
+            [
+                adascale,
+                Noting(adascale, notes, save_at, path),
+                *more.pop("callbacks", []),
+            ],
+            accumulation,
+            **more,
         )
         if save_at:
-            warnings.filterwarnings("ignore", message="Training ended at effective step")
+            warnings.filterwarnings(
+                "ignore", message="Training ended at effective step"
+            )
         made.fit(
             module(total_steps, manual),
             data(examples),
@@ -153,19 +183,36 @@ def train(
     return notes, {key: float(value) for key, value in made.logged_metrics.items()}
 
 
-def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(knowing: Any, tmp_path: Path) -> None:
+def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(
+    knowing: Any, tmp_path: Path
+) -> None:
     examples = 10 * BATCH * 2
     trace = tmp_path
-    found = knowing(ADAPTER).run(train, 60, 3, examples, trace=str(trace), gradient_clip_val=1e6)
+    found = knowing(ADAPTER).run(
+        train, 60, 3, examples, trace=str(trace), gradient_clip_val=1e6
+    )
     for notes, logged in found:
-        check_against_reference(notes, total_steps=60, samples=6, passes=[3, 3, 3, 1], workers=2, examples=examples)
-        assert logged["gain"] == pytest.approx(notes.gains[-1], rel=1e-6)  # float32, as Lightning logs
+        check_against_reference(
+            notes,
+            total_steps=60,
+            samples=6,
+            passes=[3, 3, 3, 1],
+            workers=2,
+            examples=examples,
+        )
+        # float32, as Lightning logs
+        assert logged["gain"] == pytest.approx(notes.gains[-1], rel=1e-6)
         assert {"scale", "effective_steps", "noise_scale", "efficiency"} <= set(logged)
     notes = found[0][0]
     rows = read_trace(trace)
     assert [row["gain"] for row in rows] == notes.gains
     assert [row["scale"] for row in rows[:8]] == [6, 6, 6, 2] * 2
-    assert [row.get("short_step", False) for row in rows[:8]] == [False, False, False, True] * 2
+    assert [row.get("short_step", False) for row in rows[:8]] == [
+        False,
+        False,
+        False,
+        True,
+    ] * 2
     assert not load_run(trace).changed_its_batch
     check_losses(rows, notes, [3, 3, 3, 1], examples)
     page = write_report(trace, tmp_path / "report.html").read_text()
@@ -176,10 +223,14 @@ def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(knowing: Any, tm
 def test_manual_optimization_says_its_passes(knowing: Any) -> None:
     examples = 8 * BATCH * 2
     for notes, _ in knowing(ADAPTER).run(train, 40, 1, examples, manual=2):
-        check_against_reference(notes, total_steps=40, samples=4, passes=[2], workers=2, examples=examples)
+        check_against_reference(
+            notes, total_steps=40, samples=4, passes=[2], workers=2, examples=examples
+        )
 
 
-def test_killed_and_resumed_by_its_own_checkpoint_it_is_the_same_to_the_bit(knowing: Any, tmp_path: Path) -> None:
+def test_killed_and_resumed_by_its_own_checkpoint_it_is_the_same_to_the_bit(
+    knowing: Any, tmp_path: Path
+) -> None:
     path = str(tmp_path / "some.ckpt")
     # Four steps an epoch; Lightning resumes exactly at an epoch's end.
     whole = knowing(ADAPTER).run(train, 60, 2, 8 * BATCH * 2)
@@ -195,29 +246,50 @@ def test_killed_and_resumed_by_its_own_checkpoint_it_is_the_same_to_the_bit(know
 def scheduled(total_steps: int, examples: int, trace: str) -> Notes:
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-    return train(total_steps, 1, examples, callbacks=[GradientAccumulationScheduler({0: 2, 2: 4})], trace=trace)[0]
+    return train(
+        total_steps,
+        1,
+        examples,
+        callbacks=[GradientAccumulationScheduler({0: 2, 2: 4})],
+        trace=trace,
+    )[0]
 
 
-def test_an_accumulation_that_changes_between_epochs_is_followed(knowing: Any, tmp_path: Path) -> None:
+def test_an_accumulation_that_changes_between_epochs_is_followed(
+    knowing: Any, tmp_path: Path
+) -> None:
     examples = 8 * BATCH * 2
     trace = tmp_path
     for notes in knowing(ADAPTER).run(scheduled, 60, examples, str(trace)):
-        # Two epochs of four steps, and then such of two; one epoch of the pattern is all that the run sees of it.
+        # Two epochs of four steps, and then such of two; one epoch of the pattern is
+        # all that the run sees of it.
         passes = [2] * 8 + [4] * len(notes.gains)
-        check_against_reference(notes, total_steps=60, samples=8, passes=passes, workers=2, examples=examples)
-    # The trace has the scale of each step: two workers with two passes of B0, and then with four.
+        check_against_reference(
+            notes,
+            total_steps=60,
+            samples=8,
+            passes=passes,
+            workers=2,
+            examples=examples,
+        )
+    # The trace has the scale of each step: two workers with two passes of B0, and then
+    # with four.
     rows = read_trace(trace)
     assert len(rows) == len(notes.gains) > 8
     assert [row["scale"] for row in rows] == [4.0] * 8 + [8.0] * (len(rows) - 8)
-    assert [row["efficiency"] for row in rows] == [row["gain"] / row["scale"] for row in rows]
+    assert [row["efficiency"] for row in rows] == [
+        row["gain"] / row["scale"] for row in rows
+    ]
 
 
-# ---- one process -----------------------------------------------------------------------------------------------------
+# ---- one process ---------------------------------------------------------------------
 
 
 def fit(callback: Any, wanted: Any, accumulation: int = 2, **more: Any) -> Any:
     with quiet():
-        made = trainer(callback if isinstance(callback, list) else [callback], accumulation, **more)
+        made = trainer(
+            callback if isinstance(callback, list) else [callback], accumulation, **more
+        )
         made.fit(wanted, data(80))
     return made
 
@@ -234,7 +306,9 @@ def float_inputs() -> Any:
     import lightning.pytorch as pl
 
     class Cast(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
             batch[0] = batch[0].float()
 
     return Cast()
@@ -242,13 +316,17 @@ def float_inputs() -> Any:
 
 def test_a_base_run_leaves_its_recipe_and_probing_changes_no_bit() -> None:
     ends = []
-    recorder = RecipeRecorder(lambda module, batch: loss_of(module.net, batch), probe_every=10)
+    recorder = RecipeRecorder(
+        lambda module, batch: loss_of(module.net, batch), probe_every=10
+    )
     for record in (recorder, None):
         trained = module(30)
         fit(AdaScaleCallback(settings(30), recorder=record), trained, accumulation=1)
         ends.append(weights(trained))
     assert torch.equal(*ends)
-    recipe = recorder.recipe({"lr": LR}, metric="loss", mode="min", score=0.5, workload=make)
+    recipe = recorder.recipe(
+        {"lr": LR}, metric="loss", mode="min", score=0.5, workload=make
+    )
     assert [probe.effective_steps for probe in recipe.noise] == [0, 10, 20]
     assert recipe.lr_curve[0][15] == pytest.approx(LR / 2)
     assert (recipe.momentum, recipe.optimizer_class) == (0.9, "SGD")
@@ -256,40 +334,58 @@ def test_a_base_run_leaves_its_recipe_and_probing_changes_no_bit() -> None:
     fit(
         AdaScaleCallback(settings(20), recorder=recorder), module(20), accumulation=1
     )  # another run: its own probes only
-    again = recorder.recipe({"lr": LR}, metric="loss", mode="min", score=0.5, workload=make)
+    again = recorder.recipe(
+        {"lr": LR}, metric="loss", mode="min", score=0.5, workload=make
+    )
     assert [probe.effective_steps for probe in again.noise] == [0, 10]
 
     fit(AdaScaleCallback(AdaScaleConfig(), recipe), module(30))
     with pytest.raises(ValueError, match="The learning-rate curve is not the recipe's"):
         fit(AdaScaleCallback(AdaScaleConfig(), recipe), module(31))
-    with pytest.raises(ValueError, match="this one has scale 2, 1 workers and 2 passes"):
+    with pytest.raises(
+        ValueError, match="this one has scale 2, 1 workers and 2 passes"
+    ):
         fit(AdaScaleCallback(settings(30), recorder=recorder), module(30))
 
 
-def test_a_checkpoint_between_the_passes_of_a_step_has_the_state_of_the_step_before(tmp_path: Path) -> None:
-    """Lightning saves after each validation, here after 6 batches of an accumulation of 4; plain Lightning goes on."""
+def test_a_checkpoint_between_the_passes_of_a_step_has_the_state_of_the_step_before(
+    tmp_path: Path,
+) -> None:
+    """Lightning saves after each validation, here after 6 batches of an accumulation
+    of 4; plain Lightning goes on.
+    """
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    def fit(name: str, save: bool, ckpt_path: Path | None = None) -> list[dict[str, Any]]:
+    def fit(
+        name: str, save: bool, ckpt_path: Path | None = None
+    ) -> list[dict[str, Any]]:
         callbacks = [AdaScaleCallback(settings(40), trace=tmp_path / name)]
         if save:
             callbacks += [ModelCheckpoint(dirpath=tmp_path, save_top_k=-1)]
         with quiet(), pytest.MonkeyPatch.context() as patched:
             patched.chdir(tmp_path)
-            trainer(callbacks, 4, val_check_interval=6, enable_checkpointing=save, num_sanity_val_steps=0).fit(
-                module(40, validated=True), data(96), data(8), ckpt_path=ckpt_path
-            )
+            trainer(
+                callbacks,
+                4,
+                val_check_interval=6,
+                enable_checkpointing=save,
+                num_sanity_val_steps=0,
+            ).fit(module(40, validated=True), data(96), data(8), ckpt_path=ckpt_path)
         return read_trace(tmp_path / name)
 
     alone = fit("alone.jsonl", False)
-    with pytest.warns(UserWarning, match="saved after batch 6 of an epoch, between the 4 passes") as caught:
+    with pytest.warns(
+        UserWarning, match="saved after batch 6 of an epoch, between the 4 passes"
+    ) as caught:
         rows = fit("saved.jsonl", True)
     assert sum("between the 4 passes" in str(w.message) for w in caught) == 1
-    assert [row["gain"] for row in rows] == [row["gain"] for row in alone]  # saving changes nothing
+    # saving changes nothing
+    assert [row["gain"] for row in rows] == [row["gain"] for row in alone]
     within = tmp_path / "epoch=0-step=1.ckpt"
     state = torch.load(within, weights_only=True)["optimizer_states"][0]["adascale"]
     assert float(state["effective_steps"]) == rows[0]["effective_steps"]
-    # Resumed after batch 6, Lightning steps after batch 8. The first step counts its two passes.
+    # Resumed after batch 6, Lightning steps after batch 8. The first step counts its
+    # two passes.
     again = fit("again.jsonl", False, within)
     assert [row["scale"] for row in again[:3]] == [2.0, 4.0, 4.0]
     assert 1 <= again[0]["gain"] <= 2
@@ -297,19 +393,33 @@ def test_a_checkpoint_between_the_passes_of_a_step_has_the_state_of_the_step_bef
     assert again[-1]["effective_steps"] >= 40
 
 
-def test_a_manual_step_after_other_passes_than_declared_is_told_where_they_are_declared() -> None:
+def test_a_manual_step_after_other_passes_than_declared_is_told_where_they_are_declared() -> (
+    None
+):
     with pytest.raises(
-        RuntimeError, match=r"after backward pass 2 of a step.*With Lightning's manual optimization the passes are"
+        RuntimeError,
+        match=r"after backward pass 2 of a step.*With Lightning's manual optimization the passes are",
     ):
-        fit(AdaScaleCallback(settings(40, accumulation=3)), module(40, manual=2), accumulation=1)
+        fit(
+            AdaScaleCallback(settings(40, accumulation=3)),
+            module(40, manual=2),
+            accumulation=1,
+        )
 
 
 def test_a_checkpoint_within_a_manual_step_is_refused(tmp_path: Path) -> None:
-    """Where a step ends is known to the user's training_step alone, so a resume could not go on with its passes."""
+    """Where a step ends is known to the user's training_step alone, so a resume
+    could not go on with its passes.
+    """
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     saving = ModelCheckpoint(dirpath=tmp_path, save_top_k=-1)
-    with quiet(), pytest.raises(RuntimeError, match=r"state_dict\(\) between a backward pass and step\(\)"):
+    with (
+        quiet(),
+        pytest.raises(
+            RuntimeError, match=r"state_dict\(\) between a backward pass and step\(\)"
+        ),
+    ):
         trainer(
             [AdaScaleCallback(settings(40, accumulation=2)), saving],
             1,
@@ -322,27 +432,47 @@ def test_a_checkpoint_within_a_manual_step_is_refused(tmp_path: Path) -> None:
 def test_a_fast_dev_run_is_not_warned_of() -> None:
     with quiet(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer([AdaScaleCallback(settings(40))], 1, fast_dev_run=True).fit(module(40), data(80))
+        trainer([AdaScaleCallback(settings(40))], 1, fast_dev_run=True).fit(
+            module(40), data(80)
+        )
     assert not any("Training ended" in str(w.message) for w in caught)
 
 
 def test_a_run_that_ends_too_early_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"ended at effective step \d+ of 1000.*max_epochs=1"):
+    with pytest.warns(
+        UserWarning, match=r"ended at effective step \d+ of 1000.*max_epochs=1"
+    ):
         fit(AdaScaleCallback(settings(1000)), module(1000), max_epochs=1)
 
 
 def scheduled_module(interval: str | None, **more: Any) -> Any:
-    """A module whose scheduler has this interval, or Lightning's default; and further entries beside it."""
+    """A module whose scheduler has this interval, or Lightning's default; and
+    further entries beside it.
+    """
     wanted = module(60)
-    entry = {"scheduler": wanted.scheduler, **({} if interval is None else {"interval": interval}), **more}
-    wanted.configure_optimizers = lambda: {"optimizer": wanted.optimizer, "lr_scheduler": entry}
+    entry = {
+        "scheduler": wanted.scheduler,
+        **({} if interval is None else {"interval": interval}),
+        **more,
+    }
+    wanted.configure_optimizers = lambda: {
+        "optimizer": wanted.optimizer,
+        "lr_scheduler": entry,
+    }
     return wanted
 
 
 def test_the_unit_of_the_scheduler_is_its_interval_in_lightning() -> None:
-    # 80 examples are 20 base steps an epoch, so 60 calls of the scheduler or 3. The cosine is of 60 calls.
-    for interval, unit, calls in (("step", "step", 60), ("epoch", "epoch", 3), (None, "epoch", 3)):
-        callback = AdaScaleCallback(AdaScaleConfig(base_batch_size=BATCH, total_steps=60))
+    # 80 examples are 20 base steps an epoch, so 60 calls of the scheduler or 3. The
+    # cosine is of 60 calls.
+    for interval, unit, calls in (
+        ("step", "step", 60),
+        ("epoch", "epoch", 3),
+        (None, "epoch", 3),
+    ):
+        callback = AdaScaleCallback(
+            AdaScaleConfig(base_batch_size=BATCH, total_steps=60)
+        )
         fit(callback, scheduled_module(interval))
         assert callback.schedule is not None
         base = callback.schedule.base_schedule
@@ -350,13 +480,19 @@ def test_the_unit_of_the_scheduler_is_its_interval_in_lightning() -> None:
         expected = [LR * (1 + math.cos(math.pi * i / 60)) / 2 for i in range(calls)]
         assert base.lr_curve[0] == pytest.approx(expected, rel=1e-9)
         # The end of the run has the LR of its last base step; float64 rounding.
-        assert float(callback.schedule.get_last_lr()[0]) == pytest.approx(expected[-1], rel=1e-9)
+        assert float(callback.schedule.get_last_lr()[0]) == pytest.approx(
+            expected[-1], rel=1e-9
+        )
 
 
 @pytest.mark.parametrize(
     ("interval", "more", "message"),
     [
-        (None, {}, r"interval='epoch', and AdaScaleConfig\(scheduler_unit=...\) is 'step'. Lightning's default"),
+        (
+            None,
+            {},
+            r"interval='epoch', and AdaScaleConfig\(scheduler_unit=...\) is 'step'. Lightning's default",
+        ),
         ("step", {"frequency": 5}, r"frequency=5.*factor\(i // 5\)"),
     ],
 )
@@ -371,17 +507,22 @@ def test_a_scheduler_of_another_unit_than_the_recipes_is_refused() -> None:
     recorder = RecipeRecorder(lambda module, batch: loss_of(module.net, batch))
     fit(AdaScaleCallback(settings(60), recorder=recorder), module(60), accumulation=1)
     recipe = recorder.recipe({}, metric="loss", mode="min", score=0.5, workload=make)
-    with pytest.raises(ValueError, match="interval='epoch', and the recipe's scheduler_unit is 'step'"):
+    with pytest.raises(
+        ValueError, match="interval='epoch', and the recipe's scheduler_unit is 'step'"
+    ):
         fit(AdaScaleCallback(AdaScaleConfig(), recipe), scheduled_module("epoch"))
 
 
 def test_a_minimum_length_that_may_go_beyond_the_end_is_refused() -> None:
     # S = 2 and T = 60: at least 30 steps. Ten steps an epoch.
     with pytest.raises(
-        ValueError, match=r"min_steps=31\) makes Lightning train for at least 31 .* end after 30, at 60"
+        ValueError,
+        match=r"min_steps=31\) makes Lightning train for at least 31 .* end after 30, at 60",
     ):
         fit(AdaScaleCallback(settings(60)), module(60), min_steps=31)
-    with pytest.raises(ValueError, match=r"min_epochs=4\) makes Lightning train for at least 40 "):
+    with pytest.raises(
+        ValueError, match=r"min_epochs=4\) makes Lightning train for at least 40 "
+    ):
         fit(AdaScaleCallback(settings(60)), module(60), min_epochs=4)
     callback = AdaScaleCallback(settings(60))
     fit(callback, module(60), min_steps=30, min_epochs=3)
@@ -397,7 +538,9 @@ def test_a_minimum_of_epochs_of_unknown_length_is_not_held_against_it() -> None:
     # Lightning makes min_epochs=1 of min_steps=1 by itself.
     callback = AdaScaleCallback(settings(60))
     with quiet():
-        trainer([callback], 2, min_steps=1).fit(module(60), DataLoader(Stream(), batch_size=BATCH))
+        trainer([callback], 2, min_steps=1).fit(
+            module(60), DataLoader(Stream(), batch_size=BATCH)
+        )
     assert callback.schedule is not None
     assert 60 <= callback.schedule.effective_steps < 62
 
@@ -421,7 +564,8 @@ def test_steps_beyond_the_end_are_warned_of() -> None:
 
     callback = AdaScaleCallback(settings(20))
     with pytest.warns(
-        UserWarning, match=r"ended at effective step \d+, \d+ optimizer steps after .* end at 20: Lightning"
+        UserWarning,
+        match=r"ended at effective step \d+, \d+ optimizer steps after .* end at 20: Lightning",
     ):
         fit([callback, GoesOn()], module(20))
 
@@ -439,18 +583,30 @@ def test_a_batch_size_that_changes_between_epochs_is_followed(tmp_path: Path) ->
     shrinks = module(200)
     sizes = iter([4, 2])
     shrinks.train_dataloader = lambda: DataLoader(dataset(80), batch_size=next(sizes))
-    with quiet(), pytest.raises(ValueError, match=r"now 2 examples .* fewer than the base batch size of 4"):
-        trainer([AdaScaleCallback(settings(200))], 1, reload_dataloaders_every_n_epochs=1).fit(shrinks)
+    with (
+        quiet(),
+        pytest.raises(
+            ValueError, match=r"now 2 examples .* fewer than the base batch size of 4"
+        ),
+    ):
+        trainer(
+            [AdaScaleCallback(settings(200))], 1, reload_dataloaders_every_n_epochs=1
+        ).fit(shrinks)
 
 
 def test_a_recorded_base_run_whose_batch_grows_is_refused() -> None:
     wanted, sizes = module(200), iter([4, 8])
     wanted.train_dataloader = lambda: DataLoader(dataset(80), batch_size=next(sizes))
     recorder = RecipeRecorder(lambda module, batch: loss_of(module.net, batch))
-    with quiet(), pytest.raises(ValueError, match="this one has scale 2, 1 workers and 1 passes"):
-        trainer([AdaScaleCallback(settings(200), recorder=recorder)], 1, reload_dataloaders_every_n_epochs=1).fit(
-            wanted
-        )
+    with (
+        quiet(),
+        pytest.raises(ValueError, match="this one has scale 2, 1 workers and 1 passes"),
+    ):
+        trainer(
+            [AdaScaleCallback(settings(200), recorder=recorder)],
+            1,
+            reload_dataloaders_every_n_epochs=1,
+        ).fit(wanted)
 
 
 def test_a_second_fit_resumes_or_is_refused(tmp_path: Path) -> None:
@@ -458,19 +614,34 @@ def test_a_second_fit_resumes_or_is_refused(tmp_path: Path) -> None:
     made = fit(callback, wanted)
     path = tmp_path / "end.ckpt"
     made.save_checkpoint(path)
-    with quiet(), pytest.raises(ValueError, match=r"has trained before, to effective step 2[01] of 20.*ckpt_path"):
+    with (
+        quiet(),
+        pytest.raises(
+            ValueError,
+            match=r"has trained before, to effective step 2[01] of 20.*ckpt_path",
+        ),
+    ):
         made.fit(wanted, data(80))
 
     for again in (callback, AdaScaleCallback(settings(20))):  # the same one may resume
         loaded = module(20)
-        with quiet(), pytest.warns(UserWarning, match="step 2[01] of 20, the schedule's end: nothing is trained"):
+        with (
+            quiet(),
+            pytest.warns(
+                UserWarning,
+                match="step 2[01] of 20, the schedule's end: nothing is trained",
+            ),
+        ):
             trainer([again], 2).fit(loaded, data(80), ckpt_path=path)
         assert torch.equal(weights(loaded), weights(wanted))
 
 
 def test_what_it_cannot_be_right_with_is_refused() -> None:
     two = module(10)
-    two.configure_optimizers = lambda: [two.optimizer, torch.optim.SGD(two.parameters(), lr=0.1)]
+    two.configure_optimizers = lambda: [
+        two.optimizer,
+        torch.optim.SGD(two.parameters(), lr=0.1),
+    ]
     two.automatic_optimization = False
     with pytest.raises(ValueError, match=r"2 optimizers\. Must be one.*OptimizerChain"):
         fit(AdaScaleCallback(settings(10)), two, accumulation=1)
@@ -480,5 +651,6 @@ def test_what_it_cannot_be_right_with_is_refused() -> None:
         from ray_adascale.integrations.lightning import _check
 
         made = trainer([], 1)
-        made.strategy.__class__ = ModelParallelStrategy  # one of its own needs GPUs and processes
+        # one of its own needs GPUs and processes
+        made.strategy.__class__ = ModelParallelStrategy
         _check(made)

@@ -1,4 +1,6 @@
-"""The clients inside Ray Train's workers, with Ray's own helpers for them, against the reference; a start of Ray for each."""
+"""The clients inside Ray Train's workers, with Ray's own helpers for them, against
+the reference; a start of Ray for each.
+"""
 
 from __future__ import annotations
 
@@ -42,20 +44,32 @@ def with_hugging_faces_trainer(config: dict[str, Any]) -> Notes:
 
 
 def with_lightning(config: dict[str, Any]) -> Notes:
-    from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
+    from ray.train.lightning import (
+        RayDDPStrategy,
+        RayLightningEnvironment,
+        prepare_trainer,
+    )
 
     from .problem import settings
     from .test_lightning import AdaScaleCallback, Noting, data, module, trainer
 
     adascale, notes = AdaScaleCallback(settings(T)), Notes()
-    rays: dict[str, Any] = {"strategy": RayDDPStrategy(), "plugins": [RayLightningEnvironment()], "devices": "auto"}
+    rays: dict[str, Any] = {
+        "strategy": RayDDPStrategy(),
+        "plugins": [RayLightningEnvironment()],
+        "devices": "auto",
+    }
     made = prepare_trainer(trainer([adascale, Noting(adascale, notes)], 2, **rays))
     made.fit(module(T), data(EXAMPLES))
     return notes
 
 
-@pytest.mark.parametrize("loop", [around_an_accelerator, with_hugging_faces_trainer, with_lightning])
-def test_a_client_on_rays_workers_has_the_references_gain(ray_session: Path, tmp_path: Path, loop: Any) -> None:
+@pytest.mark.parametrize(
+    "loop", [around_an_accelerator, with_hugging_faces_trainer, with_lightning]
+)
+def test_a_client_on_rays_workers_has_the_references_gain(
+    ray_session: Path, tmp_path: Path, loop: Any
+) -> None:
     for library in ("accelerate", "transformers", "lightning"):
         pytest.importorskip(library)
     result = TorchTrainer(
@@ -64,4 +78,11 @@ def test_a_client_on_rays_workers_has_the_references_gain(ray_session: Path, tmp
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(name=loop.__name__, storage_path=str(ray_session)),
     ).fit()
-    check_against_reference(result.return_value, total_steps=T, samples=4, passes=[2], workers=2, examples=EXAMPLES)
+    check_against_reference(
+        result.return_value,
+        total_steps=T,
+        samples=4,
+        passes=[2],
+        workers=2,
+        examples=EXAMPLES,
+    )

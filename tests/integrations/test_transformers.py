@@ -1,4 +1,6 @@
-"""Hugging Face's Trainer, two workers: against Run, against references with equal and with token weights, and resumed."""
+"""Hugging Face's Trainer, two workers: against Run, against references with equal
+and with token weights, and resumed.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ ADAPTER = "ray_adascale.integrations.transformers"
 
 
 class Classifier(nn.Module):
-    """The small classifier in the Trainer's shape: a mean loss in a dict, and no keyword for the number of items."""
+    """The small classifier in the Trainer's shape: a mean loss in a dict, and no
+    keyword for the number of items.
+    """
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -48,14 +52,20 @@ class Classifier(nn.Module):
 
 
 class Tokens(nn.Module):
-    """A loss over tokens, some of which are padding; normalised over all the step's tokens where it is told their number."""
+    """A loss over tokens, some of which are padding; normalised over all the step's
+    tokens where it is told their number.
+    """
 
     def __init__(self, net: nn.Module, heeds: bool = True) -> None:
         super().__init__()
         self.net, self.heeds = net, heeds
 
     def forward(
-        self, x: Tensor, labels: Tensor | None = None, num_items_in_batch: Any = None, **_: Any
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        num_items_in_batch: Any = None,
+        **_: Any,
     ) -> dict[str, Tensor]:
         if labels is None:  # for a loss function of the user's
             return {"logits": self.net(x)}
@@ -77,10 +87,16 @@ def rows_of(examples: int) -> list[dict[str, Tensor]]:
 
 
 def token_data(examples: int) -> list[dict[str, Tensor]]:
-    """Rows of five tokens, of which one to five count, so that passes differ by far in their number."""
+    """Rows of five tokens, of which one to five count, so that passes differ by far
+    in their number.
+    """
     x, y = dataset(5 * examples).tensors
-    length = torch.randint(1, 6, (examples,), generator=torch.Generator().manual_seed(3))
-    length[::BATCH] = torch.where(torch.arange(0, examples, BATCH) % (2 * BATCH) == 0, 5, 1)
+    length = torch.randint(
+        1, 6, (examples,), generator=torch.Generator().manual_seed(3)
+    )
+    length[::BATCH] = torch.where(
+        torch.arange(0, examples, BATCH) % (2 * BATCH) == 0, 5, 1
+    )
     x, y = x.view(examples, 5, 6), y.view(examples, 5).clone()
     for row, n in enumerate(length.tolist()):
         y[row, n:] = -100
@@ -89,7 +105,12 @@ def token_data(examples: int) -> list[dict[str, Tensor]]:
 
 @contextlib.contextmanager
 def trainer(
-    model: nn.Module | None, data: Any, total_steps: int, accumulation: int, folder: str, **more: Any
+    model: nn.Module | None,
+    data: Any,
+    total_steps: int,
+    accumulation: int,
+    folder: str,
+    **more: Any,
 ) -> Iterator[Any]:
     from accelerate.state import AcceleratorState, GradientState
     from transformers import TrainingArguments
@@ -99,7 +120,11 @@ def trainer(
     with as_if_by_torchrun(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"(transformers|accelerate|torch)\.")
         warnings.filterwarnings("ignore", message=".*pin_memory.*")
-        arguments = {key: more.pop(key) for key in list(more) if key in TrainingArguments.__dataclass_fields__}
+        arguments = {
+            key: more.pop(key)
+            for key in list(more)
+            if key in TrainingArguments.__dataclass_fields__
+        }
         args = TrainingArguments(
             output_dir=folder,
             use_cpu=True,
@@ -109,7 +134,12 @@ def trainer(
             logging_steps=5,
             report_to=[],
             remove_unused_columns=False,
-            **{"save_strategy": "no", "disable_tqdm": True, "per_device_train_batch_size": BATCH, **arguments},
+            **{
+                "save_strategy": "no",
+                "disable_tqdm": True,
+                "per_device_train_batch_size": BATCH,
+                **arguments,
+            },
         )
         optimizer = scheduler = None  # the Trainer's own, for a model that it makes
         if model is not None:
@@ -135,7 +165,9 @@ def noted(made: Any, model: nn.Module) -> Notes:
     return Notes().of(made.schedule.optimizer, model)
 
 
-def train(total_steps: int, accumulation: int, examples: int, folder: str, **more: Any) -> tuple[Notes, list[Any]]:
+def train(
+    total_steps: int, accumulation: int, examples: int, folder: str, **more: Any
+) -> tuple[Notes, list[Any]]:
     model, data = Classifier(make(total_steps)[0]), rows_of(examples)
     resume = more.pop("resume", None)
     with trainer(model, data, total_steps, accumulation, folder, **more) as made:
@@ -144,42 +176,73 @@ def train(total_steps: int, accumulation: int, examples: int, folder: str, **mor
         return notes, made.state.log_history
 
 
-def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(knowing: Any, tmp_path: Path) -> None:
+def test_the_last_step_of_an_epoch_has_the_passes_that_are_left(
+    knowing: Any, tmp_path: Path
+) -> None:
     examples = 10 * BATCH * 2
     trace = tmp_path
-    found = knowing(ADAPTER).run(train, 60, 3, examples, str(tmp_path), trace=str(trace))
+    found = knowing(ADAPTER).run(
+        train, 60, 3, examples, str(tmp_path), trace=str(trace)
+    )
     for notes, log in found:
-        check_against_reference(notes, total_steps=60, samples=6, passes=[3, 3, 3, 1], workers=2, examples=examples)
+        check_against_reference(
+            notes,
+            total_steps=60,
+            samples=6,
+            passes=[3, 3, 3, 1],
+            workers=2,
+            examples=examples,
+        )
         logged = [row for row in log if "loss" in row]
-        assert [row["gain"] for row in logged] == [notes.gains[row["step"] - 1] for row in logged]
-        assert {"scale", "effective_steps", "noise_scale", "efficiency", "learning_rate"} <= set(logged[0])
+        assert [row["gain"] for row in logged] == [
+            notes.gains[row["step"] - 1] for row in logged
+        ]
+        assert {
+            "scale",
+            "effective_steps",
+            "noise_scale",
+            "efficiency",
+            "learning_rate",
+        } <= set(logged[0])
     rows = read_trace(trace)
     assert [row["gain"] for row in rows] == notes.gains
     check_losses(rows, found[0][0], [3, 3, 3, 1], examples)
 
 
-def test_killed_and_resumed_by_its_own_checkpoint_it_is_the_same_to_the_bit(knowing: Any, tmp_path: Path) -> None:
+def test_killed_and_resumed_by_its_own_checkpoint_it_is_the_same_to_the_bit(
+    knowing: Any, tmp_path: Path
+) -> None:
     folder = str(tmp_path / "run")
     kept = {"save_strategy": "steps", "save_steps": 6}
     whole = knowing(ADAPTER).run(train, 60, 2, 8 * BATCH * 2, folder, **kept)
-    again = knowing(ADAPTER).run(train, 60, 2, 8 * BATCH * 2, folder, **kept, resume=f"{folder}/checkpoint-6")
+    again = knowing(ADAPTER).run(
+        train, 60, 2, 8 * BATCH * 2, folder, **kept, resume=f"{folder}/checkpoint-6"
+    )
     for (a, _), (b, _) in zip(whole, again, strict=True):
         assert a.gains[6:] == b.gains
         assert a.lrs[6:] == b.lrs
         assert (a.end == b.end).all()
 
 
-# ---- the batch that is made, and where a run ends --------------------------------------------------------------------
+# ---- the batch that is made, and where a run ends ------------------------------------
 
 
 def split(total_steps: int, folder: str) -> tuple[list[float], list[int]]:
-    """S of each step and examples of each pass, where the loader's batch of 4 is that of both workers."""
+    """S of each step and examples of each pass, where the loader's batch of 4 is
+    that of both workers.
+    """
     model, sizes, scales = Classifier(make(total_steps)[0]), [], []
-    model.register_forward_pre_hook(lambda _, args, kwargs: sizes.append(len(kwargs["x"])), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.append(len(kwargs["x"])), with_kwargs=True
+    )
     data = rows_of(80)
-    with trainer(model, data, total_steps, 2, folder, accelerator_config={"split_batches": True}) as made:
+    with trainer(
+        model, data, total_steps, 2, folder, accelerator_config={"split_batches": True}
+    ) as made:
         noted(made, model)
-        made.schedule.optimizer.register_step_pre_hook(lambda *_: scales.append(made.schedule.optimizer.scale))
+        made.schedule.optimizer.register_step_pre_hook(
+            lambda *_: scales.append(made.schedule.optimizer.scale)
+        )
         made.train()
     return scales, sizes
 
@@ -187,37 +250,52 @@ def split(total_steps: int, folder: str) -> tuple[list[float], list[int]]:
 def test_a_split_batch_is_that_of_all_workers(knowing: Any, tmp_path: Path) -> None:
     for scales, sizes in knowing(ADAPTER).run(split, 40, str(tmp_path)):
         assert set(sizes) == {BATCH // 2}
-        assert set(scales) == {2.0}  # 2 examples × 2 workers × 2 passes, of a base batch of 4
+        # 2 examples × 2 workers × 2 passes, of a base batch of 4
+        assert set(scales) == {2.0}
 
 
 class Stream(IterableDataset[dict[str, Tensor]]):
-    """Ten batches an epoch, without a length: five for each of two workers. The last two are the first ones again."""
+    """Ten batches an epoch, without a length: five for each of two workers. The last
+    two are the first ones again.
+    """
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         x, y = dataset(8 * BATCH).tensors
-        return iter([{"x": x[i % len(x)], "labels": y[i % len(x)]} for i in range(10 * BATCH)])
+        return iter(
+            [{"x": x[i % len(x)], "labels": y[i % len(x)]} for i in range(10 * BATCH)]
+        )
 
 
 def streamed(folder: str) -> tuple[Notes, list[str]]:
     model = Classifier(make(40)[0])
-    with trainer(model, Stream(), 40, 2, folder, max_steps=40) as made, warnings.catch_warnings(record=True) as seen:
+    with (
+        trainer(model, Stream(), 40, 2, folder, max_steps=40) as made,
+        warnings.catch_warnings(record=True) as seen,
+    ):
         warnings.simplefilter("always")
         notes = noted(made, model)
         made.train()
     return notes, [str(each.message) for each in seen]
 
 
-def test_passes_that_are_left_at_the_end_of_a_stream_are_left_out(knowing: Any, tmp_path: Path) -> None:
-    # transformers takes no step there, and would add the gradient to that of the next epoch's first step.
+def test_passes_that_are_left_at_the_end_of_a_stream_are_left_out(
+    knowing: Any, tmp_path: Path
+) -> None:
+    # transformers takes no step there, and would add the gradient to that of the next
+    # epoch's first step.
     found = knowing(ADAPTER).run(streamed, str(tmp_path))
     for notes, _ in found:
-        check_against_reference(notes, total_steps=40, samples=4, passes=[2], workers=2, examples=8 * BATCH)
+        check_against_reference(
+            notes, total_steps=40, samples=4, passes=[2], workers=2, examples=8 * BATCH
+        )
     said = [text for text in found[0][1] if "make no whole step of 2 passes" in text]
     assert len(said) == 1
 
 
 class OutOfMemory(Classifier):
-    """A classifier that finds no memory for more than six examples in a pass, from its fourth pass on."""
+    """A classifier that finds no memory for more than six examples in a pass, from
+    its fourth pass on.
+    """
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__(net)
@@ -236,19 +314,24 @@ def finds_batch(folder: str, trace: str) -> tuple[Notes, list[float]]:
     arguments = {"per_device_train_batch_size": 8, "auto_find_batch_size": True}
     with trainer(model, data, 60, 2, folder, trace=trace, **arguments) as made:
         notes = noted(made, model)
-        made.schedule.optimizer.register_step_pre_hook(lambda *_: scales.append(made.schedule.optimizer.scale))
+        made.schedule.optimizer.register_step_pre_hook(
+            lambda *_: scales.append(made.schedule.optimizer.scale)
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             made.train()
     return notes, scales
 
 
-def test_a_batch_that_was_made_smaller_for_want_of_memory_has_its_own_scale(knowing: Any, tmp_path: Path) -> None:
+def test_a_batch_that_was_made_smaller_for_want_of_memory_has_its_own_scale(
+    knowing: Any, tmp_path: Path
+) -> None:
     trace = tmp_path
     for notes, scales in knowing(ADAPTER).run(
         finds_batch, str(tmp_path), str(trace)
     ):  # memory runs out in a second pass
-        # Eight examples in two passes on two workers, then int(0.9 · 8) = 7, then int(0.9 · 7) = 6.
+        # Eight examples in two passes on two workers, then int(0.9 · 8) = 7, then
+        # int(0.9 · 7) = 6.
         assert scales[0] == 8
         assert set(scales[1:]) == {6.0}
         assert 60 <= notes.tau < 66
@@ -260,14 +343,22 @@ def test_a_batch_that_was_made_smaller_for_want_of_memory_has_its_own_scale(know
 
 
 def ends(folder: str) -> dict[str, Any]:
-    """What becomes of further calls of ``train()`` on a trainer at its end, and of its last checkpoint."""
+    """What becomes of further calls of ``train()`` on a trainer at its end, and of
+    its last checkpoint.
+    """
     model = Classifier(make(20)[0])
     data = rows_of(24)  # three steps an epoch
     found: dict[str, Any] = {}
-    with trainer(model, data, 20, 1, folder, save_strategy="steps", save_steps=1) as made:
+    with trainer(
+        model, data, 20, 1, folder, save_strategy="steps", save_steps=1
+    ) as made:
         notes = noted(made, model)
         made.train()
-        found["steps"], found["tau"], end = len(notes.gains), notes.tau, weights(model).clone()
+        found["steps"], found["tau"], end = (
+            len(notes.gains),
+            notes.tau,
+            weights(model).clone(),
+        )
         try:
             made.train()
         except ValueError as e:
@@ -276,26 +367,41 @@ def ends(folder: str) -> dict[str, Any]:
     again = Classifier(make(20)[0])
     evaluated: list[int] = []
     arguments = {"eval_strategy": "epoch", "eval_dataset": data[:8]}
-    with trainer(again, data, 20, 1, folder, **arguments) as made, warnings.catch_warnings(record=True) as caught:
+    with (
+        trainer(again, data, 20, 1, folder, **arguments) as made,
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
-        evaluate, made.evaluate = made.evaluate, lambda *a, **k: evaluated.append(1) or evaluate(*a, **k)
+        evaluate, made.evaluate = (
+            made.evaluate,
+            lambda *a, **k: evaluated.append(1) or evaluate(*a, **k),
+        )
         made.train(resume_from_checkpoint=f"{folder}/checkpoint-{found['steps']}")
-        found["resumed"] = (made.schedule.effective_steps, float((weights(again) - end).abs().max()))
+        found["resumed"] = (
+            made.schedule.effective_steps,
+            float((weights(again) - end).abs().max()),
+        )
         found["evaluated"] = len(evaluated)
-        found["warned"] = [str(w.message) for w in caught if "nothing is trained" in str(w.message)]
+        found["warned"] = [
+            str(w.message) for w in caught if "nothing is trained" in str(w.message)
+        ]
     return found
 
 
 def test_a_run_at_its_end_takes_no_further_step(knowing: Any, tmp_path: Path) -> None:
     for rank, found in enumerate(knowing(ADAPTER).run(ends, str(tmp_path))):
-        assert "has reached the end of its schedule: effective step 2" in found["second"]
+        assert (
+            "has reached the end of its schedule: effective step 2" in found["second"]
+        )
         assert found["moved"] == 0
         assert found["resumed"] == (found["tau"], 0)
         assert found["evaluated"] <= 1
         assert len(found["warned"]) == (rank == 0)
 
 
-def test_a_second_train_of_an_unfinished_run_goes_on_and_says_so(alone: None, tmp_path: Path) -> None:
+def test_a_second_train_of_an_unfinished_run_goes_on_and_says_so(
+    alone: None, tmp_path: Path
+) -> None:
     model = Classifier(make(60)[0])
     data = rows_of(80)
     with trainer(model, data, 60, 2, str(tmp_path), max_steps=10) as made:
@@ -304,25 +410,36 @@ def test_a_second_train_of_an_unfinished_run_goes_on_and_says_so(alone: None, tm
             made.train()
         tau = made.schedule.effective_steps
         made.args.max_steps = 60
-        with pytest.warns(UserWarning, match=rf"goes on at effective step {tau:.0f} of 60"):
+        with pytest.warns(
+            UserWarning, match=rf"goes on at effective step {tau:.0f} of 60"
+        ):
             made.train()
         assert 60 <= made.schedule.effective_steps < 62
 
 
-def test_a_loader_that_makes_other_batches_is_warned_of(alone: None, tmp_path: Path) -> None:
+def test_a_loader_that_makes_other_batches_is_warned_of(
+    alone: None, tmp_path: Path
+) -> None:
     model = Classifier(make(10)[0])
     data = rows_of(80)
     with trainer(model, data, 10, 2, str(tmp_path)) as made:
         made.get_train_dataloader = lambda: DataLoader(data, batch_size=16)
-        with pytest.warns(UserWarning, match="makes batches of 16 examples, and the arguments say 4"):
+        with pytest.warns(
+            UserWarning, match="makes batches of 16 examples, and the arguments say 4"
+        ):
             made.train()
         assert made.schedule.plan.scale == 2
 
 
-def test_a_model_made_anew_for_each_train_has_a_schedule_and_probes_of_its_own(alone: None, tmp_path: Path) -> None:
+def test_a_model_made_anew_for_each_train_has_a_schedule_and_probes_of_its_own(
+    alone: None, tmp_path: Path
+) -> None:
     from ray_adascale.integrations.client import RecipeRecorder
 
-    recorder, size = RecipeRecorder(lambda model, batch: model(**batch)["loss"], probe_every=10), [1.0]
+    recorder, size = (
+        RecipeRecorder(lambda model, batch: model(**batch)["loss"], probe_every=10),
+        [1.0],
+    )
 
     def model_init() -> nn.Module:
         made = Classifier(make(20)[0])
@@ -332,42 +449,57 @@ def test_a_model_made_anew_for_each_train_has_a_schedule_and_probes_of_its_own(a
 
     how = {"model_init": model_init, "optim": "sgd", "lr_scheduler_type": "cosine"}
     ends, noise = [], []
-    with trainer(None, rows_of(80), 20, 1, str(tmp_path), recorder=recorder, **how) as made:
+    with trainer(
+        None, rows_of(80), 20, 1, str(tmp_path), recorder=recorder, **how
+    ) as made:
         for size[0] in (1.0, 1.0, 2.0):
             made.train()
             assert made.schedule.effective_steps == 20
             ends.append(weights(made.model))
-            found = recorder.recipe({}, metric="loss", mode="min", score=0.5, workload=make).noise
+            found = recorder.recipe(
+                {}, metric="loss", mode="min", score=0.5, workload=make
+            ).noise
             assert [probe.effective_steps for probe in found] == [0, 10]
             noise.append([probe.sigma2 for probe in found])
     assert torch.equal(ends[0], ends[1])
     assert noise[0] == noise[1] != noise[2]
 
 
-# ---- tokens ----------------------------------------------------------------------------------------------------------
+# ---- tokens --------------------------------------------------------------------------
 
 
-def on_tokens(total_steps: int, accumulation: int, examples: int, folder: str, **more: Any) -> Notes:
+def on_tokens(
+    total_steps: int, accumulation: int, examples: int, folder: str, **more: Any
+) -> Notes:
     model = Tokens(make(total_steps)[0])
-    with trainer(model, token_data(examples), total_steps, accumulation, folder, **more) as made:
+    with trainer(
+        model, token_data(examples), total_steps, accumulation, folder, **more
+    ) as made:
         notes = noted(made, model)
         made.train()
         return notes
 
 
 @pytest.mark.parametrize("over_workers", [True, False])
-def test_unequal_tokens_weigh_the_gradient_samples(knowing: Any, tmp_path: Path, over_workers: bool) -> None:
+def test_unequal_tokens_weigh_the_gradient_samples(
+    knowing: Any, tmp_path: Path, over_workers: bool
+) -> None:
     total_steps, examples = 60, 10 * BATCH * 2
     data = token_data(examples)
 
     def gradient(net: nn.Sequential, rows: list[int]) -> list[np.ndarray]:
-        x, y = (torch.stack([data[row][key] for row in rows]) for key in ("x", "labels"))
+        x, y = (
+            torch.stack([data[row][key] for row in rows]) for key in ("x", "labels")
+        )
         net.zero_grad()
         Tokens(net)(x, y)["loss"].backward()
         return [torch.cat([p.grad.reshape(-1) for p in net.parameters()]).numpy()]
 
     def weigh(samples: list[list[int]]) -> list[float]:
-        counts = [sum(int((data[row]["labels"] != -100).sum()) for row in rows) for rows in samples]
+        counts = [
+            sum(int((data[row]["labels"] != -100).sum()) for row in rows)
+            for rows in samples
+        ]
         if over_workers:
             w = [count / sum(counts) for count in counts]
         else:  # each worker is divided by its own tokens, and workers count alike
@@ -377,7 +509,9 @@ def test_unequal_tokens_weigh_the_gradient_samples(knowing: Any, tmp_path: Path,
         return w
 
     more = {"average_tokens_across_devices": over_workers}
-    for notes in knowing(ADAPTER).run(on_tokens, total_steps, 3, examples, str(tmp_path), **more):
+    for notes in knowing(ADAPTER).run(
+        on_tokens, total_steps, 3, examples, str(tmp_path), **more
+    ):
         check_against_reference(
             notes, total_steps=total_steps, samples=6, passes=[3, 3, 3, 1], workers=2, examples=examples,
             gradient=gradient, weigh=weigh,
@@ -385,26 +519,38 @@ def test_unequal_tokens_weigh_the_gradient_samples(knowing: Any, tmp_path: Path,
 
 
 def that_ignores(folder: str, passes: int, **more: Any) -> tuple[list[str], Notes]:
-    """Train a model that takes the number of items and ignores it. Return the warnings, or the error, and the steps."""
+    """Train a model that takes the number of items and ignores it. Return the
+    warnings, or the error, and the steps.
+    """
     model = Tokens(make(20)[0], heeds=False)
     if more.pop("declared", False):
         model.accepts_loss_kwargs = False  # type: ignore[assignment]
     data = token_data(48)
-    if more.pop("empty", False):  # the first passes of the second worker have no token that counts
+    # the first passes of the second worker have no token that counts
+    if more.pop("empty", False):
         for row in data[BATCH : 2 * BATCH] + data[3 * BATCH : 4 * BATCH]:
             row["labels"] = torch.full_like(row["labels"], -100)
-    with trainer(model, data, 20, passes, folder, **more) as made, warnings.catch_warnings(record=True) as caught:
+    with (
+        trainer(model, data, 20, passes, folder, **more) as made,
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         notes = noted(made, model)
         try:
             made.train()
         except ValueError as e:
             return [str(e)], notes
-        return [str(w.message) for w in caught if "num_items_in_batch" in str(w.message)], notes
+        return [
+            str(w.message) for w in caught if "num_items_in_batch" in str(w.message)
+        ], notes
 
 
-def test_the_passes_of_a_model_that_ignores_the_number_of_items_are_averaged(knowing: Any, tmp_path: Path) -> None:
-    """As if the model had said so; the Trainer's own gradient is six times too large."""
+def test_the_passes_of_a_model_that_ignores_the_number_of_items_are_averaged(
+    knowing: Any, tmp_path: Path
+) -> None:
+    """As if the model had said so; the Trainer's own gradient is six times too
+    large.
+    """
     two = knowing(ADAPTER)
     (said, found), (others, _) = two.run(that_ignores, str(tmp_path), 3)
     assert len(said) == 1
@@ -417,14 +563,20 @@ def test_the_passes_of_a_model_that_ignores_the_number_of_items_are_averaged(kno
     assert torch.equal(found.end, declared.end)
 
 
-def test_a_pass_without_tokens_does_not_decide_whether_the_number_is_used(knowing: Any, tmp_path: Path) -> None:
-    """A loss of 0 is the same for every number of items; the workers decide together."""
+def test_a_pass_without_tokens_does_not_decide_whether_the_number_is_used(
+    knowing: Any, tmp_path: Path
+) -> None:
+    """A loss of 0 is the same for every number of items; the workers decide
+    together.
+    """
     (said, found), _ = knowing(ADAPTER).run(that_ignores, str(tmp_path), 1, empty=True)
     assert len(said) == 1
     assert all(math.isfinite(gain) for gain in found.gains)
 
 
-def test_a_loss_function_that_ignores_the_number_of_items_is_refused(knowing: Any, tmp_path: Path) -> None:
+def test_a_loss_function_that_ignores_the_number_of_items_is_refused(
+    knowing: Any, tmp_path: Path
+) -> None:
     for said, _ in knowing(ADAPTER).run(refused, str(tmp_path)):
         assert "ignores its argument num_items_in_batch" in said
         assert "6 times too large (2 workers × 3 passes)" in said
@@ -440,8 +592,12 @@ def refused(folder: str) -> tuple[str, None]:
     return said[0], None
 
 
-def classified(folder: str, passes: int, arguments: dict[str, Any] | None = None) -> tuple[list[str], list[float]]:
-    """Train a small BERT as in transformers' examples, with padding. Return the warnings and the gains."""
+def classified(
+    folder: str, passes: int, arguments: dict[str, Any] | None = None
+) -> tuple[list[str], list[float]]:
+    """Train a small BERT as in transformers' examples, with padding. Return the
+    warnings and the gains.
+    """
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
@@ -465,33 +621,52 @@ def classified(folder: str, passes: int, arguments: dict[str, Any] | None = None
         notes = noted(made, model)
         made.train()
         assert made.schedule.finished
-    return [str(w.message) for w in caught if "num_items_in_batch" in str(w.message)], notes.gains
+    return [
+        str(w.message) for w in caught if "num_items_in_batch" in str(w.message)
+    ], notes.gains
 
 
-def test_a_bert_classifier_trains_as_its_users_write_it(knowing: Any, tmp_path: Path) -> None:
+def test_a_bert_classifier_trains_as_its_users_write_it(
+    knowing: Any, tmp_path: Path
+) -> None:
     (said, gains), (others, same) = knowing(ADAPTER).run(classified, str(tmp_path), 2)
     assert len(said) == 1
-    assert "BertForSequenceClassification ignores its argument num_items_in_batch" in said[0]
+    assert (
+        "BertForSequenceClassification ignores its argument num_items_in_batch"
+        in said[0]
+    )
     assert others == []
     assert gains == same
     assert all(1 <= gain <= 4 for gain in gains)
 
 
-def test_gradient_checkpointing_changes_no_gain_and_bf16_little(knowing: Any, tmp_path: Path) -> None:
-    """Passes that run the forward pass again within the backward pass are measured once."""
+def test_gradient_checkpointing_changes_no_gain_and_bf16_little(
+    knowing: Any, tmp_path: Path
+) -> None:
+    """Passes that run the forward pass again within the backward pass are measured
+    once.
+    """
     plain, again, half = (
         knowing(ADAPTER).run(classified, str(tmp_path / str(i)), 2, more)[0][1]
-        for i, more in enumerate([{}, {"gradient_checkpointing": True}, {"gradient_checkpointing": True, "bf16": True}])
+        for i, more in enumerate(
+            [
+                {},
+                {"gradient_checkpointing": True},
+                {"gradient_checkpointing": True, "bf16": True},
+            ]
+        )
     )
     assert again == plain
     assert half == pytest.approx(plain, rel=0.05)  # bf16 has 8 bits of precision
 
 
-# ---- the progress bar ------------------------------------------------------------------------------------------------
+# ---- the progress bar ----------------------------------------------------------------
 
 
 def shown(folder: str, noise: float | None) -> list[tuple[int, int]]:
-    """Train to T = 60 at S = 6. Return (steps, steps of the whole run by the progress bar) after each step; on rank 0."""
+    """Train to T = 60 at S = 6. Return (steps, steps of the whole run by the
+    progress bar) after each step; on rank 0.
+    """
     from transformers import ProgressCallback, TrainerCallback
 
     found: list[tuple[int, int]] = []
@@ -501,13 +676,24 @@ def shown(folder: str, noise: float | None) -> list[tuple[int, int]]:
     if noise is not None:
         curve = [[LR * (1 + math.cos(math.pi * t / 60)) / 2 for t in range(60)]]
         recipe = samples_of.recipe(
-            [(0, noise, 1)], 60, base_batch_size=BATCH, lr_curve=curve, scheduler_unit="step", base_steps_per_epoch=24.0
+            [(0, noise, 1)],
+            60,
+            base_batch_size=BATCH,
+            lr_curve=curve,
+            scheduler_unit="step",
+            base_steps_per_epoch=24.0,
         )
     with trainer(model, data, 60, 3, folder, disable_tqdm=False, recipe=recipe) as made:
-        (bar,) = (each for each in made.callback_handler.callbacks if isinstance(each, ProgressCallback))
+        (bar,) = (
+            each
+            for each in made.callback_handler.callbacks
+            if isinstance(each, ProgressCallback)
+        )
 
         class Noting(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            def on_step_end(
+                self, args: Any, state: Any, control: Any, **_: Any
+            ) -> None:
                 if bar.training_bar is not None:
                     found.append((state.global_step, bar.training_bar.total))
 
@@ -517,19 +703,26 @@ def shown(folder: str, noise: float | None) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("noise", [None, 4.0])
-def test_the_progress_bar_ends_where_the_run_ends(knowing: Any, tmp_path: Path, noise: float | None) -> None:
-    """The Trainer's max_steps is T, which is seldom taken: its bar would end at 20/60, as if it had been cut short."""
+def test_the_progress_bar_ends_where_the_run_ends(
+    knowing: Any, tmp_path: Path, noise: float | None
+) -> None:
+    """The Trainer's max_steps is T, which is seldom taken: its bar would end at
+    20/60, as if it had been cut short.
+    """
     found, others = knowing(ADAPTER).run(shown, str(tmp_path), noise)
     assert others == []
     steps, total = found[-1]
     assert total == steps == len(found) < 60
     assert all(total >= step for step, total in found)
-    if noise is not None:  # by the forecast, from the first step on: r = (4 + 1)/(4/6 + 1) = 3
+    # by the forecast, from the first step on: r = (4 + 1)/(4/6 + 1) = 3
+    if noise is not None:
         assert found[0][1] == pytest.approx(60 / 3, abs=4)
 
 
 def own_bars(folder: str) -> dict[str, Any]:
-    """Train to T = 60 with a progress callback of the user's and a notebook's. Return what the bars say at the end; on rank 0."""
+    """Train to T = 60 with a progress callback of the user's and a notebook's.
+    Return what the bars say at the end; on rank 0.
+    """
     import sys
     import types
     from unittest import mock
@@ -538,7 +731,10 @@ def own_bars(folder: str) -> dict[str, Any]:
 
     display = types.ModuleType("IPython.display")
     display.HTML, display.display = mock.Mock(), mock.Mock()  # type: ignore[attr-defined]
-    with mock.patch.dict(sys.modules, {"IPython": types.ModuleType("IPython"), "IPython.display": display}):
+    with mock.patch.dict(
+        sys.modules,
+        {"IPython": types.ModuleType("IPython"), "IPython.display": display},
+    ):
         from transformers.utils.notebook import NotebookProgressCallback
 
     class Mine(ProgressCallback):
@@ -548,29 +744,53 @@ def own_bars(folder: str) -> dict[str, Any]:
         """It comes before the others."""
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.steps, self.bar, self.tracker = state.global_step, mine.training_bar, notebook.training_tracker
+            self.steps, self.bar, self.tracker = (
+                state.global_step,
+                mine.training_bar,
+                notebook.training_tracker,
+            )
 
     mine, notebook, noting = Mine(), NotebookProgressCallback(), Noting()
     data = rows_of(96)
     with trainer(
-        Classifier(make(60)[0]), data, 60, 3, folder, disable_tqdm=False, callbacks=[noting, mine, notebook]
+        Classifier(make(60)[0]),
+        data,
+        60,
+        3,
+        folder,
+        disable_tqdm=False,
+        callbacks=[noting, mine, notebook],
     ) as made:
-        kept = [each for each in made.callback_handler.callbacks if each in (mine, notebook)]
+        kept = [
+            each for each in made.callback_handler.callbacks if each in (mine, notebook)
+        ]
         made.train()
     label = getattr(noting.tracker, "label", "")
     total = None if noting.bar is None else noting.bar.total
-    return {"kept": len(kept), "steps": noting.steps, "bar": total, "notebook": label.partition(" ")[0]}
+    return {
+        "kept": len(kept),
+        "steps": noting.steps,
+        "bar": total,
+        "notebook": label.partition(" ")[0],
+    }
 
 
-def test_progress_bars_of_the_user_and_of_a_notebook_end_there_too(knowing: Any, tmp_path: Path) -> None:
+def test_progress_bars_of_the_user_and_of_a_notebook_end_there_too(
+    knowing: Any, tmp_path: Path
+) -> None:
     first, second = knowing(ADAPTER).run(own_bars, str(tmp_path))
     steps = first["steps"]
     assert steps < 60
-    assert first == {"kept": 2, "steps": steps, "bar": steps, "notebook": f"[{steps}/{steps}"}
+    assert first == {
+        "kept": 2,
+        "steps": steps,
+        "bar": steps,
+        "notebook": f"[{steps}/{steps}",
+    }
     assert second["kept"] == 2
 
 
-# ---- base runs -------------------------------------------------------------------------------------------------------
+# ---- base runs -----------------------------------------------------------------------
 
 
 def record(folder: str, probing: bool) -> tuple[Any, Tensor]:
@@ -578,19 +798,31 @@ def record(folder: str, probing: bool) -> tuple[Any, Tensor]:
 
     model = Classifier(make(30)[0])
     data = rows_of(80)
-    recorder = RecipeRecorder(lambda model, batch: model(**batch)["loss"], probe_every=10) if probing else None
+    recorder = (
+        RecipeRecorder(lambda model, batch: model(**batch)["loss"], probe_every=10)
+        if probing
+        else None
+    )
     with trainer(model, data, 30, 1, folder, recorder=recorder) as made:
         made.train()
         if recorder is None:
             return None, weights(model)
-        return recorder.recipe({"lr": LR}, metric="loss", mode="min", score=0.5, workload=make), weights(model)
+        return recorder.recipe(
+            {"lr": LR}, metric="loss", mode="min", score=0.5, workload=make
+        ), weights(model)
 
 
-def test_a_base_run_leaves_its_recipe_and_probing_changes_no_bit(alone: None, tmp_path: Path) -> None:
+def test_a_base_run_leaves_its_recipe_and_probing_changes_no_bit(
+    alone: None, tmp_path: Path
+) -> None:
     recipe, ours = record(str(tmp_path), True)
     _, plain = record(str(tmp_path), False)
     assert torch.equal(ours, plain)
     assert [probe.effective_steps for probe in recipe.noise] == [0, 10, 20]
-    assert (recipe.base_batch_size, recipe.total_steps, recipe.scheduler_unit) == (BATCH, 30, "step")
+    assert (recipe.base_batch_size, recipe.total_steps, recipe.scheduler_unit) == (
+        BATCH,
+        30,
+        "step",
+    )
     assert recipe.lr_curve[0][15] == pytest.approx(LR / 2)
     assert recipe.momentum == 0.9

@@ -1,6 +1,8 @@
-"""Training loops of the kinds that people have, each as a plain loop at the base batch and as a loop over ``Run``.
+"""Training loops of the kinds that people have, each as a plain loop at the base batch
+and as a loop over ``Run``.
 
-Each pair is written out in full, as two scripts would be: what differs between the two is what a user has to change.
+Each pair is written out in full, as two scripts would be: what differs between the two
+is what a user has to change.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, Sequ
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
-from ray_adascale import AdaScaleConfig, EffectiveAverage, LocalBackend, OptimizerChain, Run
+from ray_adascale import (
+    AdaScaleConfig,
+    EffectiveAverage,
+    LocalBackend,
+    OptimizerChain,
+    Run,
+)
 from ray_adascale.data.order import epoch_order
 from ray_adascale.data.sampling import SampledOrder
 
@@ -27,14 +35,24 @@ B0, T, SEED = 8, 24, 5
 
 @dataclass(frozen=True)
 class Ported:
-    """How a ported loop runs: the settings of its scale, its checkpoints, and the step after which it stops."""
+    """How a ported loop runs: the settings of its scale, its checkpoints, and the
+    step after which it stops.
+    """
 
     settings: dict[str, Any]
     folder: Path | None = None
     stop: int | None = None
 
     def config(self, **more: Any) -> AdaScaleConfig:
-        return AdaScaleConfig(**{"base_batch_size": B0, "total_steps": T, "seed": SEED, **more, **self.settings})
+        return AdaScaleConfig(
+            **{
+                "base_batch_size": B0,
+                "total_steps": T,
+                "seed": SEED,
+                **more,
+                **self.settings,
+            }
+        )
 
     def backend(self) -> LocalBackend:
         return LocalBackend(self.folder, device="cpu")
@@ -53,28 +71,47 @@ def images(channels: int = 1) -> TensorDataset:
     return TensorDataset(x, y)
 
 
-def batches(data: Dataset[Any], *, shuffle: bool = True, collate_fn: Any = None) -> Iterator[Any]:
-    """Yield T batches, in the order of the package: a permutation that depends on seed and epoch."""
+def batches(
+    data: Dataset[Any], *, shuffle: bool = True, collate_fn: Any = None
+) -> Iterator[Any]:
+    """Yield T batches, in the order of the package: a permutation that depends on
+    seed and epoch.
+    """
     size = len(data)  # type: ignore[arg-type]
     for epoch in range(T * B0 // size):
-        order = epoch_order(size, seed=SEED, epoch=epoch).tolist() if shuffle else [*range(size)]
-        # With a generator of its own: a loader draws a seed from the global one otherwise.
+        order = (
+            epoch_order(size, seed=SEED, epoch=epoch).tolist()
+            if shuffle
+            else [*range(size)]
+        )
+        # With a generator of its own: a loader draws a seed from the global one
+        # otherwise.
         own = torch.Generator()
-        yield from DataLoader(data, batch_size=B0, sampler=order, collate_fn=collate_fn, generator=own)
+        yield from DataLoader(
+            data, batch_size=B0, sampler=order, collate_fn=collate_fn, generator=own
+        )
 
 
 def warmup_cosine(optimizer: Any) -> Any:
-    parts = [LinearLR(optimizer, 0.2, total_iters=4), CosineAnnealingLR(optimizer, T - 4)]
+    parts = [
+        LinearLR(optimizer, 0.2, total_iters=4),
+        CosineAnnealingLR(optimizer, T - 4),
+    ]
     return SequentialLR(optimizer, parts, milestones=[4])
 
 
-# ---- image classification with warm-up, mixup and an average of the weights --------------------------------------------------
+# ---- image classification with warm-up, mixup and an average of the weights ----------
 
 
 def convnet() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        *(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(2)),
+        *(
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.GroupNorm(2, 4),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2),
+        ),
         *(nn.Flatten(), nn.Linear(16, 3)),
     )
 
@@ -87,12 +124,16 @@ def mixed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
 
 def mixup_plain() -> list[nn.Module]:
     model = convnet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3
+    )
     scheduler = warmup_cosine(optimizer)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for batch in batches(images()):
         x, a, b, share = mixed(*batch)
-        loss = share * F.cross_entropy(model(x), a) + (1 - share) * F.cross_entropy(model(x), b)
+        loss = share * F.cross_entropy(model(x), a) + (1 - share) * F.cross_entropy(
+            model(x), b
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -103,15 +144,24 @@ def mixup_plain() -> list[nn.Module]:
 
 def mixup(how: Ported) -> tuple[Run, list[nn.Module]]:
     model = convnet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3
+    )
     scheduler = warmup_cosine(optimizer)
     average = EffectiveAverage(model, 0.9)
     config = how.config(scheduler_unit="step")
-    extra: dict[str, Any] = {"extra_state": {"average": average}, "after_step": average.update_parameters}
-    run = Run(model, optimizer, scheduler, images(), config, backend=how.backend(), **extra)
+    extra: dict[str, Any] = {
+        "extra_state": {"average": average},
+        "after_step": average.update_parameters,
+    }
+    run = Run(
+        model, optimizer, scheduler, images(), config, backend=how.backend(), **extra
+    )
     for batch in run:
         x, a, b, share = mixed(*batch)
-        loss = share * F.cross_entropy(run.model(x), a) + (1 - share) * F.cross_entropy(run.model(x), b)
+        loss = share * F.cross_entropy(run.model(x), a) + (1 - share) * F.cross_entropy(
+            run.model(x), b
+        )
         run.backward(loss)
         run.step()
         if how.stops(run):
@@ -119,7 +169,7 @@ def mixup(how: Ported) -> tuple[Run, list[nn.Module]]:
     return run, [model, average.module]
 
 
-# ---- a language model by windows of a token array, with an LR by hand, clipping and accumulation ------------------------------
+# ---- a language model by windows of a token array, with an LR by hand, clipping and accumulation
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
@@ -142,7 +192,9 @@ def tokens() -> Tensor:
 
 def predictor() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 9))
+    return nn.Sequential(
+        nn.Embedding(9, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 9)
+    )
 
 
 def lr_at(step: int) -> float:
@@ -156,7 +208,13 @@ def windows_plain() -> list[nn.Module]:
         for group in optimizer.param_groups:
             group["lr"] = 0.02 * lr_at(step)
         for i in range(2):  # accumulation
-            loss = F.cross_entropy(model(x[4 * i : 4 * i + 4]).flatten(0, 1), y[4 * i : 4 * i + 4].flatten()) / 2
+            loss = (
+                F.cross_entropy(
+                    model(x[4 * i : 4 * i + 4]).flatten(0, 1),
+                    y[4 * i : 4 * i + 4].flatten(),
+                )
+                / 2
+            )
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -168,8 +226,12 @@ def windows(how: Ported) -> tuple[Run, list[nn.Module]]:
     model = predictor()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
     scheduler = LambdaLR(optimizer, lr_at)
-    config = how.config(scheduler_unit="step", grad_clip=0.5, per_worker_batch_size=4, accumulation=2)
-    run = Run(model, optimizer, scheduler, Windows(tokens(), 6), config, backend=how.backend())
+    config = how.config(
+        scheduler_unit="step", grad_clip=0.5, per_worker_batch_size=4, accumulation=2
+    )
+    run = Run(
+        model, optimizer, scheduler, Windows(tokens(), 6), config, backend=how.backend()
+    )
     for x, y in run:
         run.backward(F.cross_entropy(run.model(x).flatten(0, 1), y.flatten()))
         run.step()
@@ -178,7 +240,7 @@ def windows(how: Ported) -> tuple[Run, list[nn.Module]]:
     return run, [model]
 
 
-# ---- a frozen backbone in eval mode --------------------------------------------------------------------------------------------
+# ---- a frozen backbone in eval mode --------------------------------------------------
 
 
 class Tuned(nn.Module):
@@ -187,7 +249,9 @@ class Tuned(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.backbone = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+        self.backbone = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()
+        )
         self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(64, 3))
         self.backbone.requires_grad_(False).eval()
 
@@ -217,7 +281,7 @@ def frozen(how: Ported) -> tuple[Run, list[nn.Module]]:
     return run, [model]
 
 
-# ---- an LSTM with truncated backpropagation ------------------------------------------------------------------------------------
+# ---- an LSTM with truncated backpropagation ------------------------------------------
 
 
 class Recurrent(nn.Module):
@@ -226,7 +290,11 @@ class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.cell, self.out = nn.Embedding(9, 6), nn.LSTM(6, 6, batch_first=True), nn.Linear(6, 9)
+        self.embed, self.cell, self.out = (
+            nn.Embedding(9, 6),
+            nn.LSTM(6, 6, batch_first=True),
+            nn.Linear(6, 9),
+        )
 
     def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         found, state = self.cell(self.embed(x), state)
@@ -261,8 +329,18 @@ def lstm(how: Ported) -> tuple[Run, list[nn.Module]]:
     model, carried = Recurrent(), Carried()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     config = how.config(shuffle=False)
-    extra = {"extra_state": {"carried": carried}} if "sharding" not in how.settings else {}
-    run = Run(model, optimizer, None, Windows(tokens(), 6), config, backend=how.backend(), **extra)
+    extra = (
+        {"extra_state": {"carried": carried}} if "sharding" not in how.settings else {}
+    )
+    run = Run(
+        model,
+        optimizer,
+        None,
+        Windows(tokens(), 6),
+        config,
+        backend=how.backend(),
+        **extra,
+    )
     for x, y in run:
         found, carried.state = run.model(x, carried.state)
         run.backward(F.cross_entropy(found.flatten(0, 1), y.flatten()))
@@ -273,7 +351,7 @@ def lstm(how: Ported) -> tuple[Run, list[nn.Module]]:
     return run, [model]
 
 
-# ---- a variational autoencoder with a summed loss ------------------------------------------------------------------------------
+# ---- a variational autoencoder with a summed loss ------------------------------------
 
 
 class Autoencoder(nn.Module):
@@ -284,7 +362,11 @@ class Autoencoder(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mean, log_variance = self.read(x.flatten(1)).chunk(2, dim=1)
-        return self.write(mean + torch.randn_like(mean) * (0.5 * log_variance).exp()), mean, log_variance
+        return (
+            self.write(mean + torch.randn_like(mean) * (0.5 * log_variance).exp()),
+            mean,
+            log_variance,
+        )
 
 
 def negative_bound(found: tuple[Tensor, Tensor, Tensor], x: Tensor) -> Tensor:
@@ -318,7 +400,7 @@ def vae(how: Ported) -> tuple[Run, list[nn.Module]]:
     return run, [model]
 
 
-# ---- imbalanced data with a weighted sampler -----------------------------------------------------------------------------------
+# ---- imbalanced data with a weighted sampler -----------------------------------------
 
 
 def sampler() -> WeightedRandomSampler:
@@ -332,7 +414,9 @@ def weighted_plain() -> list[nn.Module]:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     order = SampledOrder(sampler(), 48, SEED)
     for epoch in range(T * B0 // 32):
-        for x, y in DataLoader(images(), batch_size=B0, sampler=order.indices(epoch).tolist()):
+        for x, y in DataLoader(
+            images(), batch_size=B0, sampler=order.indices(epoch).tolist()
+        ):
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
@@ -345,7 +429,15 @@ def weighted(how: Ported) -> tuple[Run, list[nn.Module]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     config = how.config(scheduler_unit="epoch")
-    run = Run(model, optimizer, scheduler, images(), config, sampler=sampler(), backend=how.backend())
+    run = Run(
+        model,
+        optimizer,
+        scheduler,
+        images(),
+        config,
+        sampler=sampler(),
+        backend=how.backend(),
+    )
     for x, y in run:
         run.backward(F.cross_entropy(run.model(x), y))
         run.step()
@@ -354,19 +446,24 @@ def weighted(how: Ported) -> tuple[Run, list[nn.Module]]:
     return run, [model]
 
 
-# ---- token means over padded text ----------------------------------------------------------------------------------------------
+# ---- token means over padded text ----------------------------------------------------
 
 
 def padded() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(3)
-    rows = [torch.randint(9, (int(n),), generator=generator) for n in torch.randint(3, 9, (48,), generator=generator)]
+    rows = [
+        torch.randint(9, (int(n),), generator=generator)
+        for n in torch.randint(3, 9, (48,), generator=generator)
+    ]
     return [(row[:-1], row[1:]) for row in rows]
 
 
 def padding(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     x, y = zip(*rows, strict=True)
     pad = nn.utils.rnn.pad_sequence
-    return pad(list(x), batch_first=True), pad(list(y), batch_first=True, padding_value=-100)
+    return pad(list(x), batch_first=True), pad(
+        list(y), batch_first=True, padding_value=-100
+    )
 
 
 def token_means_plain() -> list[nn.Module]:
@@ -374,7 +471,9 @@ def token_means_plain() -> list[nn.Module]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     for x, y in batches(padded(), collate_fn=padding):  # type: ignore[arg-type]
         optimizer.zero_grad()
-        F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-100).backward()
+        F.cross_entropy(
+            model(x).flatten(0, 1), y.flatten(), ignore_index=-100
+        ).backward()
         optimizer.step()
     return [model]
 
@@ -382,22 +481,43 @@ def token_means_plain() -> list[nn.Module]:
 def token_means(how: Ported) -> tuple[Run, list[nn.Module]]:
     model = predictor()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    counting: dict[str, Any] = {"collate_fn": padding, "weight_of": lambda batch: (batch[1] != -100).sum()}
-    run = Run(model, optimizer, None, padded(), how.config(), backend=how.backend(), **counting)
+    counting: dict[str, Any] = {
+        "collate_fn": padding,
+        "weight_of": lambda batch: (batch[1] != -100).sum(),
+    }
+    run = Run(
+        model,
+        optimizer,
+        None,
+        padded(),
+        how.config(),
+        backend=how.backend(),
+        **counting,
+    )
     for x, y in run:
-        run.backward(F.cross_entropy(run.model(x).flatten(0, 1), y.flatten(), ignore_index=-100))
+        run.backward(
+            F.cross_entropy(run.model(x).flatten(0, 1), y.flatten(), ignore_index=-100)
+        )
         run.step()
         if how.stops(run):
             break
     return run, [model]
 
 
-# ---- Muon for the matrices, AdamW for the rest ---------------------------------------------------------------------------------
+# ---- Muon for the matrices, AdamW for the rest ---------------------------------------
 
 
-def muon_and_adamw(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and not name.startswith("0")]
-    rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+def muon_and_adamw(
+    model: nn.Module,
+) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    matrices = [
+        p
+        for name, p in model.named_parameters()
+        if p.ndim == 2 and not name.startswith("0")
+    ]
+    rest = [
+        p for p in model.parameters() if all(p is not matrix for matrix in matrices)
+    ]
     return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)
 
 
@@ -420,7 +540,9 @@ def muon(how: Ported) -> tuple[Run, list[nn.Module]]:
     optimizer = OptimizerChain(muon_and_adamw(model))
     scheduler = CosineAnnealingLR(optimizer, T)
     config = how.config(scheduler_unit="step")
-    run = Run(model, optimizer, scheduler, Windows(tokens(), 6), config, backend=how.backend())
+    run = Run(
+        model, optimizer, scheduler, Windows(tokens(), 6), config, backend=how.backend()
+    )
     for x, y in run:
         run.backward(F.cross_entropy(run.model(x).flatten(0, 1), y.flatten()))
         run.step()
@@ -429,7 +551,12 @@ def muon(how: Ported) -> tuple[Run, list[nn.Module]]:
     return run, [model]
 
 
-KINDS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[Ported], tuple[Run, list[nn.Module]]]]] = {
+KINDS: dict[
+    str,
+    tuple[
+        Callable[[], list[nn.Module]], Callable[[Ported], tuple[Run, list[nn.Module]]]
+    ],
+] = {
     "mixup": (mixup_plain, mixup),
     "windows": (windows_plain, windows),
     "frozen": (frozen_plain, frozen),

@@ -1,4 +1,6 @@
-"""The loops of ``kinds``: the ported one is the plain one at the base batch, has the gain at scale, and resumes to the bit."""
+"""The loops of ``kinds``: the ported one is the plain one at the base batch, has the
+gain at scale, and resumes to the bit.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ from ray_adascale.checkpoint.rng import seed_everything
 
 from .kinds import KINDS, SEED, Ported, T
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*Muon", "ignore:.*larger than its noise")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*Muon", "ignore:.*larger than its noise"
+)
 
 
 def weights(models: list[nn.Module]) -> list[torch.Tensor]:
-    return [tensor.clone() for model in models for tensor in model.state_dict().values()]
+    return [
+        tensor.clone() for model in models for tensor in model.state_dict().values()
+    ]
 
 
 def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -29,7 +35,9 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_at_the_base_batch_the_ported_loop_is_the_plain_one_to_the_bit(kind: str) -> None:
+def test_at_the_base_batch_the_ported_loop_is_the_plain_one_to_the_bit(
+    kind: str,
+) -> None:
     plain, ported = KINDS[kind]
     seed_everything(SEED)
     expected = weights(plain())
@@ -41,14 +49,27 @@ def test_at_the_base_batch_the_ported_loop_is_the_plain_one_to_the_bit(kind: str
 
 def at_scale(kind: str, folder: str | None, stop: int | None) -> Any:
     seed_everything(SEED)
-    settings = {"per_worker_batch_size": 8, "accumulation": 2, "sharding": "zero2" if kind != "mixup" else "none"}
+    settings = {
+        "per_worker_batch_size": 8,
+        "accumulation": 2,
+        "sharding": "zero2" if kind != "mixup" else "none",
+    }
     if kind == "muon":
         settings["sharding"] = "oss"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # advice on optimizers and batches; this file compares numbers
-        run, models = KINDS[kind][1](Ported(settings, None if folder is None else Path(folder), stop))
+        # advice on optimizers and batches; this file compares numbers
+        warnings.simplefilter("ignore")
+        run, models = KINDS[kind][1](
+            Ported(settings, None if folder is None else Path(folder), stop)
+        )
     lr = run.schedule.lrs[0]
-    return [t.tolist() for t in weights(models)], run.effective_steps, run.state.iterations, run.gain, lr
+    return (
+        [t.tolist() for t in weights(models)],
+        run.effective_steps,
+        run.state.iterations,
+        run.gain,
+        lr,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,7 +82,8 @@ def test_four_times_the_batch_on_two_workers_has_a_gain_and_resumes_to_the_bit(
     assert T <= tau < T + 4
     assert T / 4 <= steps <= T
     assert 1 <= gain <= 4
-    if kind == "lstm":  # its state is each worker's own, which extra_state does not hold
+    # its state is each worker's own, which extra_state does not hold
+    if kind == "lstm":
         return
     pool(2).run(at_scale, kind, str(tmp_path), 3)
     assert pool(2).run(at_scale, kind, str(tmp_path), None)[0] == first
@@ -81,7 +103,16 @@ def test_a_resume_at_the_base_batch_is_exact(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_lines_are_added_or_changed(kind: str) -> None:
-    plain, ported = (textwrap.dedent(inspect.getsource(each)).splitlines() for each in KINDS[kind])
-    added = [line for line in ndiff(plain, ported) if line.startswith("+ ") and line.strip("+ ")]
-    harness = ("how.", "def ", "break", "return")  # of this file: where to stop, what to return
-    assert len([line for line in added if not any(word in line for word in harness)]) <= 10, added
+    plain, ported = (
+        textwrap.dedent(inspect.getsource(each)).splitlines() for each in KINDS[kind]
+    )
+    added = [
+        line
+        for line in ndiff(plain, ported)
+        if line.startswith("+ ") and line.strip("+ ")
+    ]
+    # of this file: where to stop, what to return
+    harness = ("how.", "def ", "break", "return")
+    assert (
+        len([line for line in added if not any(word in line for word in harness)]) <= 10
+    ), added

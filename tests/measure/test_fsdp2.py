@@ -1,7 +1,9 @@
-"""AdaScale over ``fully_shard`` against AdaScale over DDP, on the same data, and what can't be right is refused.
+"""AdaScale over ``fully_shard`` against AdaScale over DDP, on the same data, and what
+can't be right is refused.
 
-Gains are compared to 1e-6, weights to 1e-5 in float32: both sides compute the same sums in another order, of numbers
-around 1 rounded at 6e-8; σ² is a difference of such sums. In float64 it is 1e-9.
+Gains are compared to 1e-6, weights to 1e-5 in float32: both sides compute the same sums
+in another order, of numbers around 1 rounded at 6e-8; σ² is a difference of such sums.
+In float64 it is 1e-9.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,20 +42,31 @@ from ..placement import here
 
 
 class Net(nn.Module):
-    """Sizes that no number of workers divides, a module that is used twice; if asked a tied weight, an unused module."""
+    """Sizes that no number of workers divides, a module that is used twice; if asked
+    a tied weight, an unused module.
+    """
 
-    def __init__(self, dtype: torch.dtype = torch.float64, unused: bool = False, tied: bool = False) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float64,
+        unused: bool = False,
+        tied: bool = False,
+    ) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.first = nn.Linear(6, 7, dtype=dtype)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7)).to(dtype) for _ in "ab")
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7)).to(dtype)
+            for _ in "ab"
+        )
         self.twice = nn.Linear(7, 7, bias=False, dtype=dtype)
         self.head = nn.Linear(7, 3, dtype=dtype)
         if unused:
             self.unused = nn.Linear(4, 3, dtype=dtype)
         if tied:
             self.blocks[1][0].weight = self.blocks[0][0].weight
-        self.extra = nn.Parameter(torch.ones(1, dtype=dtype))  # one element: an empty shard on all ranks but one
+        # one element: an empty shard on all ranks but one
+        self.extra = nn.Parameter(torch.ones(1, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.encode(x)
@@ -60,10 +78,13 @@ class Net(nn.Module):
         return self.head(self.twice(torch.tanh(self.twice(x))) * self.extra)
 
 
-def micro_batch(step: int, p: int, rank: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def micro_batch(
+    step: int, p: int, rank: int, size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + 10 * p + rank)
     x = torch.randn(size, 6, generator=generator, dtype=dtype)
-    return x, (torch.rand(size, generator=generator) < 0.2).long()  # mostly one class: gains stay inside (1, S)
+    # mostly one class: gains stay inside (1, S)
+    return x, (torch.rand(size, generator=generator) < 0.2).long()
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -73,7 +94,9 @@ def whole(tensor: Tensor) -> Tensor:
 def shard(model: Net, layout: str, **kwargs: Any) -> None:
     if layout == "hsdp":
         kwargs["mesh"] = init_device_mesh(
-            here().type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")
+            here().type,
+            (2, dist.get_world_size() // 2),
+            mesh_dim_names=("replicate", "shard"),
         )
     if layout == "nested":
         for block in model.blocks:
@@ -81,7 +104,9 @@ def shard(model: Net, layout: str, **kwargs: Any) -> None:
         fully_shard([model.twice, model.head], **kwargs)
     elif layout == "shard-1":
         kwargs["shard_placement_fn"] = lambda p: (
-            Shard(1) if p.ndim == 2 and p.shape[1] % dist.get_world_size() == 0 else None
+            Shard(1)
+            if p.ndim == 2 and p.shape[1] % dist.get_world_size() == 0
+            else None
         )
     elif layout == "separate":  # each group of its own: the root holds what is left
         for module in (model.first, *model.blocks, model.twice):
@@ -110,7 +135,9 @@ def train(
     evaluate: bool = False,
     compile_backend: str | None = None,
 ) -> dict[str, Any]:
-    """Train under DDP (``layout=None``) or FSDP2 and write down all that AdaScale says on the way."""
+    """Train under DDP (``layout=None``) or FSDP2 and write down all that AdaScale
+    says on the way.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     net = Net(dtype, unused, tied)
     model: Any = net
@@ -122,12 +149,17 @@ def train(
             for module in net.modules():
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(divide)
-                    module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+                    # gloo has no PREMUL_SUM
+                    module.set_force_sum_reduction_for_comms(True)
     params = list(net.parameters())
     if evaluate:
         with torch.no_grad():
             model(torch.ones(2, 6, dtype=dtype))  # leaves the root unsharded
-    split = [{"params": params[:4]}, {"params": params[4:], "lr": 0.02}] if groups == 2 else [{"params": params}]
+    split = (
+        [{"params": params[:4]}, {"params": params[4:], "lr": 0.02}]
+        if groups == 2
+        else [{"params": params}]
+    )
     adascale = AdaScale(
         torch.optim.SGD(split, lr=0.05, momentum=0.9, weight_decay=1e-3),
         scale=4.0,
@@ -138,7 +170,14 @@ def train(
     )
     if compile_backend is not None and layout is not None:
         model = torch.compile(net, backend=compile_backend)
-    trace: dict[str, list[Any]] = {"gain": [], "gains": [], "tau": [], "moments": [], "sample": [], "skipped": []}
+    trace: dict[str, list[Any]] = {
+        "gain": [],
+        "gains": [],
+        "tau": [],
+        "moments": [],
+        "sample": [],
+        "skipped": [],
+    }
     for step in range(steps):
         if step == change_at:
             passes += 1
@@ -150,7 +189,9 @@ def train(
         n = world * passes
         sizes = [3 + (i * i) % 4 if weighted else 4 for i in range(n)]
         if weighted:
-            adascale.sample_weights = [sizes[p * world + rank] / sum(sizes) for p in range(passes)]
+            adascale.sample_weights = [
+                sizes[p * world + rank] / sum(sizes) for p in range(passes)
+            ]
         for p in range(passes):
             size = sizes[p * world + rank]
             x, y = micro_batch(step, p, rank, size, dtype)
@@ -161,7 +202,9 @@ def train(
                 model.require_backward_grad_sync = last or sync == "each"
             elif sync == "last":
                 net.set_requires_gradient_sync(last)
-            elif sync == "all-reduce":  # HSDP: scatter in each pass, replicate in the last
+            elif (
+                sync == "all-reduce"
+            ):  # HSDP: scatter in each pass, replicate in the last
                 net.set_requires_all_reduce(last)
             elif sync == "keep":  # whole parameters stay until the last pass
                 net.set_requires_gradient_sync(last)
@@ -185,7 +228,9 @@ def train(
         trace["moments"].append(adascale.average_moments())
         trace["sample"].append((adascale.last_step.sigma2, adascale.last_step.mu2))
         trace["skipped"].append(adascale.last_step.skipped)
-    trace["weights"] = torch.cat([whole(p.detach()).reshape(-1) for p in net.parameters()]).tolist()
+    trace["weights"] = torch.cat(
+        [whole(p.detach()).reshape(-1) for p in net.parameters()]
+    ).tolist()
     return trace
 
 
@@ -196,16 +241,29 @@ def both(layout: str, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     return train(layout, **kwargs), train(None, **ddp)
 
 
-def assert_same(results: list[Any], rtol: float = 1e-6, weights: float = 1e-5) -> dict[str, Any]:
+def assert_same(
+    results: list[Any], rtol: float = 1e-6, weights: float = 1e-5
+) -> dict[str, Any]:
     for fsdp, ddp in results:
         for key in ddp:
-            # A single sample's σ² and μ² can be small differences of large numbers: an absolute tolerance beside.
-            atol = {"weights": 0.1 * weights, "sample": 10 * rtol, "moments": 0.1 * rtol}.get(key, 0)
-            tolerance = weights if key == "weights" else 10 * rtol if key == "sample" else rtol
-            np.testing.assert_allclose(fsdp[key], ddp[key], rtol=tolerance, atol=atol, err_msg=key)
-        assert fsdp == results[0][0]  # equal to the last bit on all workers: the same τ, the same LR
+            # A single sample's σ² and μ² can be small differences of large numbers: an
+            # absolute tolerance beside.
+            atol = {
+                "weights": 0.1 * weights,
+                "sample": 10 * rtol,
+                "moments": 0.1 * rtol,
+            }.get(key, 0)
+            tolerance = (
+                weights if key == "weights" else 10 * rtol if key == "sample" else rtol
+            )
+            np.testing.assert_allclose(
+                fsdp[key], ddp[key], rtol=tolerance, atol=atol, err_msg=key
+            )
+        # equal to the last bit on all workers: the same τ, the same LR
+        assert fsdp == results[0][0]
     fsdp = results[0][0]
-    assert any(1.05 < g < 3.95 for g in fsdp["gain"])  # the comparison was not one of clipped ends
+    # the comparison was not one of clipped ends
+    assert any(1.05 < g < 3.95 for g in fsdp["gain"])
     return fsdp
 
 
@@ -214,13 +272,18 @@ EXACT = {"dtype": torch.float64}
 
 @pytest.mark.also_simulated("1-last-nested", "3-last-separate", "3-keep-nested")
 @pytest.mark.parametrize("layout", ["root", "nested", "separate"])
-@pytest.mark.parametrize(("passes", "sync"), [(1, "last"), (3, "last"), (3, "each"), (3, "keep")])
+@pytest.mark.parametrize(
+    ("passes", "sync"), [(1, "last"), (3, "last"), (3, "each"), (3, "keep")]
+)
 def test_two_workers_equal_ddp(pool: Any, layout: str, passes: int, sync: str) -> None:
     assert_same(pool(2).run(both, layout, {"passes": passes, "sync": sync}))
 
 
 @pytest.mark.also_simulated(
-    "nested-weighted-passes-sync", "nested-groups-single_gain-passes", "nested-divide", "nested-clip"
+    "nested-weighted-passes-sync",
+    "nested-groups-single_gain-passes",
+    "nested-divide",
+    "nested-clip",
 )
 @pytest.mark.parametrize(
     "kwargs",
@@ -246,7 +309,11 @@ def test_what_a_user_may_vary(pool: Any, layout: str, kwargs: dict[str, Any]) ->
 
 
 def test_a_tied_weight(pool: Any) -> None:
-    assert_same(pool(2).run(both, "root", {"tied": True, "groups": 2, "passes": 2, **EXACT}), 1e-9, 1e-8)
+    assert_same(
+        pool(2).run(both, "root", {"tied": True, "groups": 2, "passes": 2, **EXACT}),
+        1e-9,
+        1e-8,
+    )
 
 
 def test_shards_along_the_second_dimension(pool: Any) -> None:
@@ -254,9 +321,19 @@ def test_shards_along_the_second_dimension(pool: Any) -> None:
 
 
 @pytest.mark.also_simulated("3-all-reduce")
-@pytest.mark.parametrize(("passes", "sync"), [(1, "last"), (3, "last"), (3, "each"), (3, "all-reduce")])
-def test_hsdp_on_two_times_two_workers_counts_each_element_once(pool: Any, passes: int, sync: str) -> None:
-    assert_same(pool(4).run(both, "hsdp", {"passes": passes, "sync": sync, "groups": 2, **EXACT}), 1e-9, 1e-8)
+@pytest.mark.parametrize(
+    ("passes", "sync"), [(1, "last"), (3, "last"), (3, "each"), (3, "all-reduce")]
+)
+def test_hsdp_on_two_times_two_workers_counts_each_element_once(
+    pool: Any, passes: int, sync: str
+) -> None:
+    assert_same(
+        pool(4).run(
+            both, "hsdp", {"passes": passes, "sync": sync, "groups": 2, **EXACT}
+        ),
+        1e-9,
+        1e-8,
+    )
 
 
 @pytest.mark.parametrize("passes", [2, 3])
@@ -266,8 +343,12 @@ def test_a_mesh_of_one_worker(pool: Any, passes: int) -> None:
 
 @pytest.mark.also_simulated("nested")
 @pytest.mark.parametrize("layout", ["root", "nested"])
-def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(pool: Any, layout: str) -> None:
-    trace = assert_same(pool(2).run(both, layout, {"inf_at": 4, "passes": 2, **EXACT}), 1e-9, 1e-8)
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
+    pool: Any, layout: str
+) -> None:
+    trace = assert_same(
+        pool(2).run(both, layout, {"inf_at": 4, "passes": 2, **EXACT}), 1e-9, 1e-8
+    )
     assert trace["skipped"] == [step == 4 for step in range(10)]
     assert trace["tau"][4] == trace["tau"][3]
 
@@ -277,22 +358,34 @@ def test_compiled_model(pool: Any) -> None:
     assert_same(pool(2).run(both, "nested", kwargs))
 
 
-# ---- against the reference -------------------------------------------------------------------------------------------
+# ---- against the reference -----------------------------------------------------------
 
 
-def flat_gradient(net: Net, batch: tuple[Tensor, Tensor], dtype: torch.dtype) -> np.ndarray:
-    """The gradient of one micro-batch by autograd on a plain, whole copy of the model in ``dtype``."""
+def flat_gradient(
+    net: Net, batch: tuple[Tensor, Tensor], dtype: torch.dtype
+) -> np.ndarray:
+    """The gradient of one micro-batch by autograd on a plain, whole copy of the
+    model in ``dtype``.
+    """
     twin = Net(dtype)
     for p, q in zip(twin.parameters(), net.parameters(), strict=True):
         p.data.copy_(whole(q.detach()))
         p.requires_grad_(q.requires_grad)
     F.cross_entropy(twin(batch[0].to(dtype)), batch[1]).backward()
     return np.concatenate(
-        [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).double().numpy() for p in twin.parameters()]
+        [
+            (torch.zeros_like(p) if p.grad is None else p.grad)
+            .reshape(-1)
+            .double()
+            .numpy()
+            for p in twin.parameters()
+        ]
     )
 
 
-def against_reference(case: str, steps: int = 10) -> list[tuple[float, float, float, float]]:
+def against_reference(
+    case: str, steps: int = 10
+) -> list[tuple[float, float, float, float]]:
     """(gain, expected, τ, expected) of each step."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dtype, computed = {
@@ -303,20 +396,37 @@ def against_reference(case: str, steps: int = 10) -> list[tuple[float, float, fl
     if case == "unfreeze":
         net.head.requires_grad_(False)
     if computed != dtype:
-        shard(net, "nested", mp_policy=MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32))
+        shard(
+            net,
+            "nested",
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=computed, reduce_dtype=torch.float32
+            ),
+        )
     else:
         shard(net, "nested")
     if case == "method":
         register_fsdp_forward_method(net, "encode")
-    adascale = AdaScale(torch.optim.SGD(net.parameters(), lr=0.05), scale=4.0, num_gradients_to_accumulate=2, model=net)
+    adascale = AdaScale(
+        torch.optim.SGD(net.parameters(), lr=0.05),
+        scale=4.0,
+        num_gradients_to_accumulate=2,
+        model=net,
+    )
     reference = ReferenceAdaScale(scale=4.0, n=2 * world)
     rows = []
     for step in range(steps):
         if case == "unfreeze":
             net.head.requires_grad_(step >= 3)
             net.first.requires_grad_(step < 6)
-        batches = [[micro_batch(step, p, r, 4, dtype) for r in range(world)] for p in range(2)]
-        samples = [[flat_gradient(net, batch, computed)] for per_pass in batches for batch in per_pass]
+        batches = [
+            [micro_batch(step, p, r, 4, dtype) for r in range(world)] for p in range(2)
+        ]
+        samples = [
+            [flat_gradient(net, batch, computed)]
+            for per_pass in batches
+            for batch in per_pass
+        ]
         if case == "method" and step == 0:
             expected, clock = 1.0, 1.0  # the blocks' part of a sample is no sample
             reference.effective_steps = 1.0
@@ -334,15 +444,25 @@ def against_reference(case: str, steps: int = 10) -> list[tuple[float, float, fl
     return rows
 
 
-# In another dtype both take norms of the very same gradients, scaled by an exact half. The mean of four of them, summed in
-# float32, is off by 1e-7, and σ² ∝ A − C by several times that. Of the weight that is used twice FSDP2 sums the two parts in
-# float32 from torch 2.15 on, where plain autograd rounds the sum to bfloat16 (2e-3 of that gradient).
+# In another dtype both take norms of the very same gradients, scaled by an exact half.
+# The mean of four of them, summed in float32, is off by 1e-7, and σ² ∝ A − C by several
+# times that. Of the weight that is used twice FSDP2 sums the two parts in float32 from
+# torch 2.15 on, where plain autograd rounds the sum to bfloat16 (2e-3 of that
+# gradient).
 @pytest.mark.also_simulated("bf16-*")
 @pytest.mark.parametrize(
-    ("case", "rel"), [("unfreeze", 1e-9), ("method", 1e-9), ("bf16", 1e-4), ("float32 in float64", 3e-6)]
+    ("case", "rel"),
+    [
+        ("unfreeze", 1e-9),
+        ("method", 1e-9),
+        ("bf16", 1e-4),
+        ("float32 in float64", 3e-6),
+    ],
 )
 def test_equals_the_reference(pool: Any, case: str, rel: float) -> None:
-    """Parameters frozen and unfrozen on the way lose no step; a forward method of another name loses the first."""
+    """Parameters frozen and unfrozen on the way lose no step; a forward method of
+    another name loses the first.
+    """
     for rows in pool(2).run(against_reference, case):
         for gain, expected, tau, clock in rows:
             assert gain == pytest.approx(expected, rel=rel)
@@ -355,7 +475,8 @@ def another_whole_parameter() -> tuple[float, float]:
     for replaced in (False, True):
         net, adascale = ready("root")
         for step in range(4):
-            if replaced and step == 2:  # private: as FSDP2 does under some conditions, by version
+            # private: as FSDP2 does under some conditions, by version
+            if replaced and step == 2:
                 for group in fsdp2._param_groups(net):
                     for param in group.fsdp_params:
                         del param._unsharded_param
@@ -369,7 +490,7 @@ def test_should_fsdp2_make_another_whole_parameter_it_is_hooked(pool: Any) -> No
         assert one == other
 
 
-# ---- what it leaves alone --------------------------------------------------------------------------------------------
+# ---- what it leaves alone ------------------------------------------------------------
 
 
 class CountingReduceScatter:
@@ -377,13 +498,27 @@ class CountingReduceScatter:
 
     calls = 0
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: Any, *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
         self.calls += 1
-        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # by version
-        return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        # by version
+        reduce_scatter = (
+            getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        )
+        return reduce_scatter(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
 
 
 def one_step(net: Net, adascale: AdaScale, step: int = 0) -> None:
@@ -423,7 +558,12 @@ def unhooked() -> None:
     own = CountingReduceScatter()
     net.set_custom_reduce_scatter(own)
     before = hooks(net)
-    adascale = AdaScale(torch.optim.SGD(net.parameters(), lr=0.05), scale=4.0, num_gradients_to_accumulate=2, model=net)
+    adascale = AdaScale(
+        torch.optim.SGD(net.parameters(), lr=0.05),
+        scale=4.0,
+        num_gradients_to_accumulate=2,
+        model=net,
+    )
     for step in range(2):
         one_step(net, adascale, step)
     assert own.calls == 2  # the root's, once a step, as without AdaScale
@@ -446,7 +586,9 @@ def unhooked() -> None:
     assert adascale.effective_steps == tau + gain
 
 
-def test_unhook_leaves_nothing_and_a_users_reduce_scatter_is_never_touched(pool: Any) -> None:
+def test_unhook_leaves_nothing_and_a_users_reduce_scatter_is_never_touched(
+    pool: Any,
+) -> None:
     pool(2).run(unhooked)
 
 
@@ -457,7 +599,8 @@ def dropped() -> None:
     del adascale
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
-    net(torch.ones(2, 6, dtype=torch.float64)).sum().backward()  # hooks that are left know that nobody listens
+    # hooks that are left know that nobody listens
+    net(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
 
 
 def test_dropping_the_wrapper_frees_it_without_unhook(pool: Any) -> None:
@@ -470,9 +613,13 @@ def resumed(folder: str) -> None:
         net, adascale = ready()
         for step in range(6):
             if stop and step == 3:
-                dcp.save({"model": net.state_dict(), "optimizer": adascale.state_dict()}, checkpoint_id=folder)
+                dcp.save(
+                    {"model": net.state_dict(), "optimizer": adascale.state_dict()},
+                    checkpoint_id=folder,
+                )
                 net, adascale = ready()
-                one_step(net, adascale, 7)  # a step of some kind makes the entries that DCP loads into
+                # a step of some kind makes the entries that DCP loads into
+                one_step(net, adascale, 7)
                 state = {"model": net.state_dict(), "optimizer": adascale.state_dict()}
                 dcp.load(state, checkpoint_id=folder)
                 net.load_state_dict(state["model"])
@@ -489,7 +636,7 @@ def test_state_goes_through_a_distributed_checkpoint(pool: Any, tmp_path: Path) 
     pool(2).run(resumed, str(tmp_path))
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------
 
 
 def refuse_constructions() -> None:
@@ -505,13 +652,17 @@ def refuse_constructions() -> None:
         wrap(params, model=net, precondition=lambda param, grad: grad)
     with pytest.raises(ValueError, match="was not found in a fully_shard-ed module"):
         wrap(params, model=Net())
-    with pytest.raises(ValueError, match="world_size=3: the process group has 2 workers"):
+    with pytest.raises(
+        ValueError, match="world_size=3: the process group has 2 workers"
+    ):
         wrap(params, model=net, world_size=3)
 
     mesh = init_device_mesh(here().type, (2, 1), mesh_dim_names=("replicate", "shard"))
     part = Net()
     fully_shard(part, mesh=mesh["shard"])
-    with pytest.raises(ValueError, match="sharded over 1 workers, but AdaScale has world_size=2"):
+    with pytest.raises(
+        ValueError, match="sharded over 1 workers, but AdaScale has world_size=2"
+    ):
         wrap(part.parameters(), model=part)
 
     left = Net()
@@ -523,7 +674,9 @@ def refuse_constructions() -> None:
 
     whole_mesh = init_device_mesh(here().type, (2,))
     parallel = nn.Linear(4, 4)
-    parallel.weight = nn.Parameter(distribute_tensor(parallel.weight.data, whole_mesh, [Replicate()]))
+    parallel.weight = nn.Parameter(
+        distribute_tensor(parallel.weight.data, whole_mesh, [Replicate()])
+    )
     with pytest.raises(ValueError, match="tensor, expert or pipeline parallelism"):
         wrap([parallel.weight], model=parallel)
 
@@ -533,7 +686,9 @@ def test_what_cannot_be_right_is_refused(pool: Any) -> None:
 
 
 def unreduced(first: bool, set_to_none: bool, all_reduce: bool) -> None:
-    """Gradients of the last pass are not reduced; ``first``: those of the first one are."""
+    """Gradients of the last pass are not reduced; ``first``: those of the first one
+    are.
+    """
     net, adascale = ready("hsdp" if all_reduce else "root")
     one_step(net, adascale)
     adascale.zero_grad(set_to_none=set_to_none)
@@ -549,7 +704,9 @@ def unreduced(first: bool, set_to_none: bool, all_reduce: bool) -> None:
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("set_to_none", [False, True])
-def test_a_last_pass_that_reduces_nothing_is_refused(pool: Any, first: bool, set_to_none: bool) -> None:
+def test_a_last_pass_that_reduces_nothing_is_refused(
+    pool: Any, first: bool, set_to_none: bool
+) -> None:
     pool(2).run(unreduced, first, set_to_none, False)
 
 
@@ -573,7 +730,9 @@ def test_a_plain_parameter_that_is_unfrozen_later_is_refused(pool: Any) -> None:
 
 
 def test_the_private_name_that_the_divide_factor_is_read_from(pool: Any) -> None:
-    """torch has no getter. Should the place move, this says so; :func:`_divide_factor` is all there is to change."""
+    """torch has no getter. Should the place move, this says so;
+    :func:`_divide_factor` is all there is to change.
+    """
     pool(2).run(read_divide_factor)
 
 
@@ -600,10 +759,15 @@ def _hooked(which: str) -> tuple[list[str], bool]:
 
 
 @pytest.mark.parametrize("which", ["none", "tensor", "accumulated"])
-def test_hooks_on_parameters_that_fully_shard_replaces_are_told_of(pool: Any, which: str) -> None:
+def test_hooks_on_parameters_that_fully_shard_replaces_are_told_of(
+    pool: Any, which: str
+) -> None:
     (first, still), (second, _) = pool(2).run(_hooked, which)
     assert not still  # else torch keeps them, and the warning is wrong
     assert [
-        text.startswith("fully_shard makes new parameters, and the hooks on head.weight (one of 1)") for text in first
+        text.startswith(
+            "fully_shard makes new parameters, and the hooks on head.weight (one of 1)"
+        )
+        for text in first
     ] == ([] if which == "none" else [True])
     assert second == []

@@ -1,4 +1,6 @@
-"""The identity of a step finds what changes gradients between the measurement and the optimizer."""
+"""The identity of a step finds what changes gradients between the measurement and
+the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,7 +27,12 @@ from ray_adascale.measure.identity import LENGTH, due, project
 
 from ..classifier import batches, make_model
 
-OF_A_RUN: dict[str, Any] = {"clip": "averages", "averaging_window": 0.05, "total_steps": 1000, "single_gain": True}
+OF_A_RUN: dict[str, Any] = {
+    "clip": "averages",
+    "averaging_window": 0.05,
+    "total_steps": 1000,
+    "single_gain": True,
+}
 DIFFERENT = "not the mean of the gradient samples"
 
 
@@ -32,7 +42,9 @@ def test_the_first_ten_steps_are_checked_and_then_one_in_ten() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3,), (40, 7), (5, LENGTH), (2 * LENGTH,)])
-def test_a_product_is_that_of_the_first_elements_in_pieces_and_sparse_too(shape: tuple[int, ...]) -> None:
+def test_a_product_is_that_of_the_first_elements_in_pieces_and_sparse_too(
+    shape: tuple[int, ...],
+) -> None:
     torch.manual_seed(0)
     gradient = torch.randn(shape)
     whole = project(gradient)
@@ -40,7 +52,9 @@ def test_a_product_is_that_of_the_first_elements_in_pieces_and_sparse_too(shape:
     assert project(transposed) == whole
     flat = gradient.view(-1)
     cut = min(flat.numel() // 2, LENGTH)
-    assert project(flat[:cut]) + project(flat[cut:], cut) == pytest.approx(float(whole), rel=1e-12, abs=1e-12)
+    assert project(flat[:cut]) + project(flat[cut:], cut) == pytest.approx(
+        float(whole), rel=1e-12, abs=1e-12
+    )
     rows = torch.tensor([0, 1, 1, shape[0] - 1])
     values = torch.randn(4, *shape[1:])
     sparse = torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=True)
@@ -81,7 +95,11 @@ def test_a_gradient_that_changes_within_the_backward_pass_is_refused(
     fault: Callable[[nn.Module], None], at: int
 ) -> None:
     model, data = make_model().float(), iter(batches(40, 4))
-    ada = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2, **OF_A_RUN)
+    ada = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        num_gradients_to_accumulate=2,
+        **OF_A_RUN,
+    )
 
     def step() -> None:
         for _ in range(2):
@@ -104,7 +122,11 @@ def test_the_identity_holds_where_nothing_is_wrong(half: bool, passes: int) -> N
     dtype = torch.bfloat16 if half else torch.float32
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 3)).to(dtype)
-    ada = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=passes, **OF_A_RUN)
+    ada = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        num_gradients_to_accumulate=passes,
+        **OF_A_RUN,
+    )
     data = iter(batches(4 * passes, 8))
     for _ in range(4):
         for _ in range(passes):
@@ -115,14 +137,19 @@ def test_the_identity_holds_where_nothing_is_wrong(half: bool, passes: int) -> N
         assert 0 < ada.last_step.identity < (1e-2 if half else 1e-6)
 
 
-def sum_of_gradients(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def sum_of_gradients(
+    _: object, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
     """The sum over workers, in place of the mean."""
     future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
     return future.then(lambda found: found.value()[0])
 
 
 # torch reads annotations as objects
-sum_of_gradients.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+sum_of_gradients.__annotations__ = {
+    "bucket": dist.GradBucket,
+    "return": torch.futures.Future[Tensor],
+}
 
 
 def _with_hook(kind: str) -> tuple[list[float], str, int]:
@@ -138,13 +165,22 @@ def _with_hook(kind: str) -> tuple[list[float], str, int]:
         inner, passes = OSS.wrap(inner), 2
     net: Any = model
     if not kind.startswith("fsdp2"):
-        net = ShardedDataParallel(model, inner) if kind == "zero2" else DistributedDataParallel(model)
+        net = (
+            ShardedDataParallel(model, inner)
+            if kind == "zero2"
+            else DistributedDataParallel(model)
+        )
     if kind == "sum":
         net.register_comm_hook(None, sum_of_gradients)
     elif kind == "fp16":
         net.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif kind == "powersgd":
-        state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+        state = PowerSGDState(
+            None,
+            matrix_approximation_rank=1,
+            start_powerSGD_iter=2,
+            min_compression_rate=1,
+        )
         net.register_comm_hook(state, powerSGD_hook)
     elif kind == "fsdp2, another divisor":
         for module, divisor in ((model[0], 4.0), (model, 1.0)):
@@ -152,7 +188,12 @@ def _with_hook(kind: str) -> tuple[list[float], str, int]:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     elif kind == "fsdp2, changed":
         triple(model)
-    ada = AdaScale(inner, num_gradients_to_accumulate=passes, model=net if kind != "zero2" else None, **OF_A_RUN)
+    ada = AdaScale(
+        inner,
+        num_gradients_to_accumulate=passes,
+        model=net if kind != "zero2" else None,
+        **OF_A_RUN,
+    )
     found, rank = [], dist.get_rank()
     data = iter(batches(40, 4)[rank::2])
     with warnings.catch_warnings(record=True) as caught:
@@ -173,7 +214,9 @@ def _with_hook(kind: str) -> tuple[list[float], str, int]:
 
 
 @pytest.mark.also_simulated("zero2", "fsdp2")
-@pytest.mark.parametrize("kind", ["ddp", "oss", "zero2", "fsdp2", "fsdp2, another divisor"])
+@pytest.mark.parametrize(
+    "kind", ["ddp", "oss", "zero2", "fsdp2", "fsdp2, another divisor"]
+)
 def test_workers_find_the_identity(pool: Any, kind: str) -> None:
     ours, theirs = pool(2).run(_with_hook, kind)
     assert ours == theirs
@@ -186,8 +229,12 @@ def test_shards_that_change_after_their_reduction_are_found(pool: Any) -> None:
         pool(2).run(_with_hook, "fsdp2, changed")
 
 
-@pytest.mark.parametrize(("kind", "warns"), [("fp16", False), ("powersgd", True), ("sum", True)])
-def test_a_communication_hook_that_does_not_return_the_mean_is_told_of_once(pool: Any, kind: str, warns: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "warns"), [("fp16", False), ("powersgd", True), ("sum", True)]
+)
+def test_a_communication_hook_that_does_not_return_the_mean_is_told_of_once(
+    pool: Any, kind: str, warns: bool
+) -> None:
     (found, text, times), (others, _, _) = pool(2).run(_with_hook, kind)
     assert found == others
     assert times == warns

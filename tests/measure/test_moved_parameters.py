@@ -1,4 +1,6 @@
-"""A model that the loop casts, moves or lays out anew: it is measured and trained on as before, or refused."""
+"""A model that the loop casts, moves or lays out anew: it is measured and trained on
+as before, or refused.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from ray_adascale import OSS, AdaScale, AdaScaleConfig, Run, ShardedDataParallel
 
 from ..classifier import batches, make_model, weights
 
-OF_A_RUN: dict[str, Any] = {"clip": "averages", "averaging_window": 0.05, "total_steps": 1000, "single_gain": True}
+OF_A_RUN: dict[str, Any] = {
+    "clip": "averages",
+    "averaging_window": 0.05,
+    "total_steps": 1000,
+    "single_gain": True,
+}
 AT, STEPS = 3, 6
 """The step before which the model is changed."""
 
@@ -48,11 +55,15 @@ def transpose_in_memory(model: nn.Module) -> None:
 
 
 def load(model: nn.Module) -> None:
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    model.load_state_dict(
+        {name: value.clone() for name, value in model.state_dict().items()}
+    )
 
 
 def assign(model: nn.Module) -> None:
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {name: value.clone() for name, value in model.state_dict().items()}, assign=True
+    )
 
 
 def replace_one(model: nn.Module) -> None:
@@ -62,9 +73,13 @@ def replace_one(model: nn.Module) -> None:
 Change = Callable[[nn.Module], None]
 
 
-def run_of(model: nn.Module, sharding: str = "none", passes: int = 1, **settings: Any) -> Run:
+def run_of(
+    model: nn.Module, sharding: str = "none", passes: int = 1, **settings: Any
+) -> Run:
     data = batches(64, 4)
-    dataset = TensorDataset(torch.cat([x for x, _ in data]).float(), torch.cat([y for _, y in data]))
+    dataset = TensorDataset(
+        torch.cat([x for x, _ in data]).float(), torch.cat([y for _, y in data])
+    )
     config = AdaScaleConfig(
         base_batch_size=4,
         per_worker_batch_size=4,
@@ -73,7 +88,13 @@ def run_of(model: nn.Module, sharding: str = "none", passes: int = 1, **settings
         sharding=sharding,
         **settings,
     )
-    return Run(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), None, dataset, config)
+    return Run(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        None,
+        dataset,
+        config,
+    )
 
 
 def _in_a_run(change: Change, sharding: str, passes: int) -> tuple[list[float], Tensor]:
@@ -90,21 +111,33 @@ def _in_a_run(change: Change, sharding: str, passes: int) -> tuple[list[float], 
     return gains, weights(model).double()
 
 
-def _in_a_loop(change: Change, sharding: str, passes: int) -> tuple[list[float], Tensor]:
+def _in_a_loop(
+    change: Change, sharding: str, passes: int
+) -> tuple[list[float], Tensor]:
     model = make_model(torch.float32)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    rank, workers = (dist.get_rank(), dist.get_world_size()) if sharding != "none" else (0, 1)
+    rank, workers = (
+        (dist.get_rank(), dist.get_world_size()) if sharding != "none" else (0, 1)
+    )
     net: Any = model
     if sharding in ("oss", "zero2"):
         optimizer = OSS.wrap(optimizer)
-        net = ShardedDataParallel(model, optimizer) if sharding == "zero2" else DistributedDataParallel(model)
+        net = (
+            ShardedDataParallel(model, optimizer)
+            if sharding == "zero2"
+            else DistributedDataParallel(model)
+        )
     ada = AdaScale(optimizer, num_gradients_to_accumulate=passes, model=net, **OF_A_RUN)
     data, gains = iter(batches(workers * passes * STEPS, 4)[rank::workers]), []
     for step in range(STEPS):
         for number in range(passes):
             x, y = next(data)
-            with nullcontext() if net is model or number == passes - 1 else net.no_sync():
-                (F.cross_entropy(net(x.to(model[0].weight.dtype)), y) / passes).backward()
+            with (
+                nullcontext() if net is model or number == passes - 1 else net.no_sync()
+            ):
+                (
+                    F.cross_entropy(net(x.to(model[0].weight.dtype)), y) / passes
+                ).backward()
         ada.step()
         if step == AT - 1:
             change(model)
@@ -114,7 +147,11 @@ def _in_a_loop(change: Change, sharding: str, passes: int) -> tuple[list[float],
 
 
 def same(
-    found: tuple[list[float], Tensor], expected: tuple[list[float], Tensor], change: Change, *, hooked_late: bool
+    found: tuple[list[float], Tensor],
+    expected: tuple[list[float], Tensor],
+    change: Change,
+    *,
+    hooked_late: bool,
 ) -> None:
     (gains, ends), (undisturbed, at) = found, expected
     close = 5e-3 if change is to_half else 1e-5
@@ -124,25 +161,41 @@ def same(
     else:
         assert gains == pytest.approx(undisturbed, rel=close)
     assert gains[AT + 1] != gains[AT]
-    torch.testing.assert_close(ends, at, rtol=3e-2, atol=3e-2 if unsampled or change is to_half else 1e-5)
+    torch.testing.assert_close(
+        ends, at, rtol=3e-2, atol=3e-2 if unsampled or change is to_half else 1e-5
+    )
 
 
-@pytest.mark.parametrize("change", [to_double, to_half, copy_data, transpose_in_memory, load])
+@pytest.mark.parametrize(
+    "change", [to_double, to_half, copy_data, transpose_in_memory, load]
+)
 @pytest.mark.parametrize("loop", [_in_a_run, _in_a_loop])
 def test_in_one_process(loop: Callable[..., Any], change: Change) -> None:
-    same(loop(change, "none", 2), loop(leave, "none", 2), change, hooked_late=loop is _in_a_run)
+    same(
+        loop(change, "none", 2),
+        loop(leave, "none", 2),
+        change,
+        hooked_late=loop is _in_a_run,
+    )
 
 
-@pytest.mark.parametrize("change", [to_double, to_half, copy_data, transpose_in_memory, load])
+@pytest.mark.parametrize(
+    "change", [to_double, to_half, copy_data, transpose_in_memory, load]
+)
 @pytest.mark.parametrize("passes", [1, 2])
 def test_sharded_gradients_follow(pool: Any, passes: int, change: Change) -> None:
-    """Half-precision gradients were summed in place of averaged; a new layout was stepped with another element's momentum."""
+    """Half-precision gradients were summed in place of averaged; a new layout was
+    stepped with another element's momentum.
+    """
     for loop in (_in_a_run, _in_a_loop):
         ours, theirs = pool(2).run(loop, change, "zero2", passes)
         assert ours[0] == theirs[0]
         assert torch.equal(ours[1], theirs[1])
-        late = loop is _in_a_run and passes > 1  # hooks are set anew as the next step begins
-        same(ours, pool(2).run(loop, leave, "zero2", passes)[0], change, hooked_late=late)
+        # hooks are set anew as the next step begins
+        late = loop is _in_a_run and passes > 1
+        same(
+            ours, pool(2).run(loop, leave, "zero2", passes)[0], change, hooked_late=late
+        )
 
 
 @pytest.mark.parametrize("sharding", ["none", "oss"])
@@ -159,11 +212,20 @@ def test_ddp_does_not_follow_a_cast_in_a_loop_of_ones_own(pool: Any) -> None:
 
 def test_steps_in_a_row_without_a_sample_are_warned_of() -> None:
     model = make_model(torch.float32)
-    ada = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2, model=model, **OF_A_RUN)
+    ada = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        num_gradients_to_accumulate=2,
+        model=model,
+        **OF_A_RUN,
+    )
     data, told = iter(batches(40, 4)), []
     for step in range(10):
         if step in (2, 3, 5, 6, 7):  # after its hooks were set
-            model.to(torch.float64 if model[0].weight.dtype is torch.float32 else torch.float32)
+            model.to(
+                torch.float64
+                if model[0].weight.dtype is torch.float32
+                else torch.float32
+            )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
@@ -171,21 +233,27 @@ def test_steps_in_a_row_without_a_sample_are_warned_of() -> None:
                 (F.cross_entropy(model(x.to(model[0].weight.dtype)), y) / 2).backward()
             ada.step()
             ada.zero_grad()
-        told += [(step, str(w.message)) for w in caught if "could not be measured" in str(w.message)]
+        told += [
+            (step, str(w.message))
+            for w in caught
+            if "could not be measured" in str(w.message)
+        ]
     ((step, text),) = told
     assert step == 7
     assert "noise of 3 steps in a row" in text
     assert "4 parameters were not seen (0.weight, 0.bias, 2.weight)" in text
 
 
-# ---- parameters that the optimizer does not have ---------------------------------------------------------------------
+# ---- parameters that the optimizer does not have -------------------------------------
 
 
 @pytest.mark.parametrize("change", [assign, replace_one])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_parameter_that_is_replaced_is_refused(change: Change, passes: int) -> None:
     """The optimizer stepped the old ones, and the model was trained no more."""
-    with pytest.raises(RuntimeError, match=r"has replaced 1 parameters: '\d\.(weight|bias)'.*in place"):
+    with pytest.raises(
+        RuntimeError, match=r"has replaced 1 parameters: '\d\.(weight|bias)'.*in place"
+    ):
         _in_a_run(change, "none", passes)
     model = make_model(torch.float32)
     run = run_of(model, passes=passes)
@@ -195,7 +263,9 @@ def test_a_parameter_that_is_replaced_is_refused(change: Change, passes: int) ->
 
 
 @pytest.mark.parametrize("sharding", ["oss", "zero2"])
-def test_a_parameter_that_is_replaced_is_refused_on_workers(pool: Any, sharding: str) -> None:
+def test_a_parameter_that_is_replaced_is_refused_on_workers(
+    pool: Any, sharding: str
+) -> None:
     with pytest.raises(Exception, match="has replaced 1 parameters"):
         pool(2).run(_in_a_run, assign, sharding, 1)
 
@@ -211,15 +281,19 @@ def test_other_models_may_be_built_and_loaded_in_the_loop() -> None:
     assert _in_a_run(build_and_load, "none", 1)[0] == _in_a_run(leave, "none", 1)[0]
 
 
-# ---- passes that nobody tells of ---------------------------------------------------------------------------------------
+# ---- passes that nobody tells of -----------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [3, 4])  # measured, and not
 @pytest.mark.parametrize("in_pass", [0, 1])
-def test_a_pass_beside_the_runs_own_is_noticed_in_each_step(step: int, in_pass: int) -> None:
+def test_a_pass_beside_the_runs_own_is_noticed_in_each_step(
+    step: int, in_pass: int
+) -> None:
     model = make_model(torch.float32)
     run = run_of(model, passes=2, measure_every=3)
-    with pytest.raises(RuntimeError, match=r"loss\.backward\(\) was called in the loop beside"):
+    with pytest.raises(
+        RuntimeError, match=r"loss\.backward\(\) was called in the loop beside"
+    ):
         for number, (x, y) in enumerate(run):
             assert number <= 2 * step + 1
             run.backward(F.cross_entropy(run.model(x), y))
@@ -230,13 +304,17 @@ def test_a_pass_beside_the_runs_own_is_noticed_in_each_step(step: int, in_pass: 
 
 @pytest.mark.parametrize("change", [leave, to_double, copy_data, load])
 @pytest.mark.parametrize("part", ["model", "head"])
-def test_a_pass_beside_the_runs_own_is_noticed_after_a_cast(change: Change, part: str) -> None:
+def test_a_pass_beside_the_runs_own_is_noticed_after_a_cast(
+    change: Change, part: str
+) -> None:
     model = make_model(torch.float32)
     run = run_of(model)
     assert run.scale == run.optimizer.plan.num_samples == 1
     with (
         warnings.catch_warnings(),
-        pytest.raises(RuntimeError, match=r"loss\.backward\(\) was called in the loop beside"),
+        pytest.raises(
+            RuntimeError, match=r"loss\.backward\(\) was called in the loop beside"
+        ),
     ):
         warnings.simplefilter("ignore")
         for number, (x, y) in enumerate(run):
@@ -245,6 +323,10 @@ def test_a_pass_beside_the_runs_own_is_noticed_after_a_cast(change: Change, part
             x = x.to(model[0].weight.dtype)
             run.backward(F.cross_entropy(run.model(x), y))
             if number == AT + 1:
-                (model(x) if part == "model" else model[2](torch.tanh(model[0](x)).detach())).square().sum().backward()
+                (
+                    model(x)
+                    if part == "model"
+                    else model[2](torch.tanh(model[0](x)).detach())
+                ).square().sum().backward()
             run.step()
             assert number <= AT

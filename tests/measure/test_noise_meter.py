@@ -19,7 +19,9 @@ N = 3000
 def data() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(N, 20, generator=generator)
-    return x, x @ torch.randn(20, 1, generator=generator) + 2 * torch.randn(N, 1, generator=generator)
+    return x, x @ torch.randn(20, 1, generator=generator) + 2 * torch.randn(
+        N, 1, generator=generator
+    )
 
 
 def mse(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -36,7 +38,9 @@ def exact(model: nn.Linear) -> float:
 
 
 def run(workers: int = 1) -> tuple[float, float]:
-    """Measure 400 batches of 32 a worker at fixed weights, and return B_noise measured and exact."""
+    """Measure 400 batches of 32 a worker at fixed weights, and return B_noise
+    measured and exact.
+    """
     rank = dist.get_rank() if workers > 1 else 0
     torch.manual_seed(1)
     model = nn.Linear(20, 1)
@@ -52,7 +56,8 @@ def run(workers: int = 1) -> tuple[float, float]:
 
 def test_it_is_the_noise_scale_of_the_data() -> None:
     found, true = run()
-    # 100 measurements of 4 batches of 32: trΣ is then known to about 2 %, and ‖G‖² at this noise to about 4 %.
+    # 100 measurements of 4 batches of 32: trΣ is then known to about 2 %, and ‖G‖² at
+    # this noise to about 4 %.
     assert found == pytest.approx(true, rel=0.15)
 
 
@@ -67,7 +72,9 @@ def test_workers_average_their_measurements(pool: Callable[[int], ProcessPool]) 
 def test_training_stays_as_it_is_to_the_bit() -> None:
     def weights(meter: bool) -> Tensor:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+        model = nn.Sequential(
+            nn.Linear(20, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1)
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         noise = NoiseMeter(model, mse, 16, every=4) if meter else None
         x, y = data()
@@ -104,6 +111,8 @@ def test_a_gradient_that_is_not_finite_is_left_out() -> None:
     ],
     ids=["batch size", "every", "window", "nothing to measure"],
 )
-def test_refusals(model: nn.Module, size: int, how: dict[str, float], message: str) -> None:
+def test_refusals(
+    model: nn.Module, size: int, how: dict[str, float], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         NoiseMeter(model, mse, size, **how)  # type: ignore[arg-type]

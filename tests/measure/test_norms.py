@@ -1,4 +1,5 @@
-"""Norms of gradients, and the gradients that a GPU keeps for one call; here a CPU keeps them as a GPU does.
+"""Norms of gradients, and the gradients that a GPU keeps for one call; here a CPU keeps
+them as a GPU does.
 
 A function whose name starts with an underscore runs on each rank of the pool.
 """
@@ -39,11 +40,17 @@ def test_norms_taken_together_are_those_taken_one_by_one() -> None:
     ]
     for some in (tensors, [tensors[0], tensors[6]], [tensors[3]], []):
         together = norms.take_norms(some)
-        assert [norm.dtype for norm in together] == [norms.take_norm(t).dtype for t in some]
-        assert [norm.item() for norm in together] == [norms.take_norm(t).item() for t in some]
+        assert [norm.dtype for norm in together] == [
+            norms.take_norm(t).dtype for t in some
+        ]
+        assert [norm.item() for norm in together] == [
+            norms.take_norm(t).item() for t in some
+        ]
     dense = [t.to_dense() if t.is_sparse else t for t in tensors]
     exact = [float(t.abs().double().square().sum().sqrt()) for t in dense]
-    assert [norm.item() for norm in norms.take_norms(tensors)] == pytest.approx(exact, rel=1e-6)
+    assert [norm.item() for norm in norms.take_norms(tensors)] == pytest.approx(
+        exact, rel=1e-6
+    )
 
 
 def test_only_large_models_on_a_cpu_share_the_reduced_gradients_norm() -> None:
@@ -53,7 +60,7 @@ def test_only_large_models_on_a_cpu_share_the_reduced_gradients_norm() -> None:
     assert not norms.worth_sharing([[torch.empty(1 << 20, device="meta")]])
 
 
-# ---- gradients that are kept for one call ------------------------------------------------------------------------------
+# ---- gradients that are kept for one call --------------------------------------------
 
 
 @contextmanager
@@ -70,13 +77,22 @@ def held(most_bytes: int = norms.MOST_HELD) -> Iterator[list[int]]:
         patched.setattr(norms, "_is_held", lambda param: True)
         patched.setattr(torch.accelerator, "current_stream", lambda device: None)
         patched.setattr(norms, "take_norms", counted)
-        patched.setattr(norms.SampleNorms.__init__, "__kwdefaults__", {"most_bytes": most_bytes})
+        patched.setattr(
+            norms.SampleNorms.__init__, "__kwdefaults__", {"most_bytes": most_bytes}
+        )
         yield calls
 
 
-def gains(model: nn.Module, steps: int = 6, *, spoil: Callable[[int], None] = lambda step: None) -> list[float]:
+def gains(
+    model: nn.Module,
+    steps: int = 6,
+    *,
+    spoil: Callable[[int], None] = lambda step: None,
+) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    adascale = AdaScale(optimizer, scale=4.0, num_gradients_to_accumulate=2, smoothing=0.5)
+    adascale = AdaScale(
+        optimizer, scale=4.0, num_gradients_to_accumulate=2, smoothing=0.5
+    )
     found = []
     for i, (x, y) in enumerate(batches(2 * steps, 4)):
         spoil(i)
@@ -92,7 +108,8 @@ def test_kept_gradients_have_the_same_norms() -> None:
     expected = gains(make_model(torch.float32))
     with held() as calls:
         assert gains(make_model(torch.float32)) == expected
-    # In the first pass each norm is taken as its gradient comes, to see whether a hook of the user's changes it.
+    # In the first pass each norm is taken as its gradient comes, to see whether a hook
+    # of the user's changes it.
     assert calls == [1] * 4 + [4] * 11
     assert max(expected) > 1.05
 
@@ -100,24 +117,36 @@ def test_kept_gradients_have_the_same_norms() -> None:
 def test_no_more_bytes_are_kept_than_the_cap() -> None:
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(10)) for _ in range(6)]
-    samples = SampleNorms([params], torch.device("cpu"), most_bytes=100)  # two gradients of 40 bytes
+    # two gradients of 40 bytes
+    samples = SampleNorms([params], torch.device("cpu"), most_bytes=100)
     with held() as calls:
         takes = [samples.taker(p) for p in params]
         for _ in range(2):
             samples.clear()
             for p, take in zip(params, takes, strict=True):
                 take(p.detach().clone())
-                assert sum(one.alias.nbytes for holder in samples._holders.values() for one in holder._held) <= 100
+                assert (
+                    sum(
+                        one.alias.nbytes
+                        for holder in samples._holders.values()
+                        for one in holder._held
+                    )
+                    <= 100
+                )
             total = samples.sums_of_squares().item()
         takes[0](torch.ones(1000))  # larger than the cap: at once
-        assert samples.sums_of_squares().item() == pytest.approx(total - params[0].square().sum().item() + 1000)
+        assert samples.sums_of_squares().item() == pytest.approx(
+            total - params[0].square().sum().item() + 1000
+        )
     assert calls == [1] * 6 + [2] * 3 + [1]
     assert total == pytest.approx(sum(p.square().sum().item() for p in params))
 
 
 def _over_ddp(as_views: bool) -> None:
     def over() -> nn.Module:
-        return DistributedDataParallel(make_model(torch.float32), gradient_as_bucket_view=as_views)
+        return DistributedDataParallel(
+            make_model(torch.float32), gradient_as_bucket_view=as_views
+        )
 
     expected = gains(over())
     with held() as calls:
@@ -127,7 +156,9 @@ def _over_ddp(as_views: bool) -> None:
 
 
 @pytest.mark.parametrize("as_views", [False, True])
-def test_kept_gradients_are_those_before_ddp_reduces_them(as_views: bool, pool: Pool) -> None:
+def test_kept_gradients_are_those_before_ddp_reduces_them(
+    as_views: bool, pool: Pool
+) -> None:
     pool(2).run(_over_ddp, as_views)
 
 
@@ -160,10 +191,15 @@ def _halve(p: Tensor) -> None:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_hook_that_changes_gradients_from_the_first_pass_on_is_an_error(keeps: bool) -> None:
+def test_a_hook_that_changes_gradients_from_the_first_pass_on_is_an_error(
+    keeps: bool,
+) -> None:
     model = make_model(torch.float32)
     model[0].weight.register_post_accumulate_grad_hook(_halve)
-    with held() if keeps else nullcontext(), pytest.raises(RuntimeError, match="not the mean of the gradient samples"):
+    with (
+        held() if keeps else nullcontext(),
+        pytest.raises(RuntimeError, match="not the mean of the gradient samples"),
+    ):
         gains(model, 1)
 
 
@@ -174,13 +210,18 @@ def test_a_hook_that_changes_gradients_later_is_an_error() -> None:
         if step == 4:
             model[0].weight.register_post_accumulate_grad_hook(_halve)
 
-    with held(), pytest.raises(RuntimeError, match="changed in place during the backward pass"):
+    with (
+        held(),
+        pytest.raises(RuntimeError, match="changed in place during the backward pass"),
+    ):
         gains(model, spoil=spoil)
 
 
 def test_gradients_are_kept_on_gpus_alone() -> None:
     assert not norms._is_held(torch.ones(2))
-    observer = observers.HookObserver([[nn.Parameter(torch.ones(2))]], listener=_Nobody())
+    observer = observers.HookObserver(
+        [[nn.Parameter(torch.ones(2))]], listener=_Nobody()
+    )
     assert observer.samples._most_bytes == norms.MOST_HELD
 
 
@@ -200,7 +241,9 @@ class _Nobody:
     ],
 )
 def test_a_gradient_is_checked_by_its_sum(values: list[float], finite: bool) -> None:
-    check = norms.finite_check([torch.tensor(values), torch.ones(3, dtype=torch.float64)], torch.device("cpu"))
+    check = norms.finite_check(
+        [torch.tensor(values), torch.ones(3, dtype=torch.float64)], torch.device("cpu")
+    )
     assert check.shape == (1,)
     assert check.dtype == torch.float64
     assert bool(check < math.inf) == finite

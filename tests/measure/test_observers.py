@@ -1,4 +1,5 @@
-"""When a backward pass begins and ends, for hooks on parameters: where autograd makes that hard to tell.
+"""When a backward pass begins and ends, for hooks on parameters: where autograd makes
+that hard to tell.
 
 A function whose name starts with an underscore runs on each rank of the pool.
 """
@@ -31,11 +32,20 @@ Pool = Callable[[int], ProcessPool]
 
 def ready(model: nn.Module, **kwargs: Any) -> AdaScale:
     return AdaScale(
-        torch.optim.SGD(model.parameters(), lr=0.05), scale=4.0, num_gradients_to_accumulate=2, smoothing=0.5, **kwargs
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        scale=4.0,
+        num_gradients_to_accumulate=2,
+        smoothing=0.5,
+        **kwargs,
     )
 
 
-def train(model: nn.Module, adascale: AdaScale, forward: Callable[[Tensor], Tensor], steps: int = 3) -> list[float]:
+def train(
+    model: nn.Module,
+    adascale: AdaScale,
+    forward: Callable[[Tensor], Tensor],
+    steps: int = 3,
+) -> list[float]:
     for i, (x, y) in enumerate(batches(2 * steps, 4)):
         (F.cross_entropy(forward(x.requires_grad_()), y) / 2).backward()
         if i % 2:
@@ -44,11 +54,14 @@ def train(model: nn.Module, adascale: AdaScale, forward: Callable[[Tensor], Tens
     return [adascale.gain(), adascale.effective_steps]
 
 
-# ---- a thread for each GPU -------------------------------------------------------------------------------------------
+# ---- a thread for each GPU -----------------------------------------------------------
 
 
-def test_two_threads_whose_hooks_come_first_begin_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    queued: list[Callable[[], None]] = []  # autograd keeps them until the pass has ended
+def test_two_threads_whose_hooks_come_first_begin_one_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # autograd keeps them until the pass has ended
+    queued: list[Callable[[], None]] = []
     monkeypatch.setattr(observers, "queue_end_of_backward", queued.append)
     model = make_model()
     adascale = ready(model)
@@ -68,39 +81,63 @@ def test_two_threads_whose_hooks_come_first_begin_one_pass(monkeypatch: pytest.M
         both.wait()
         hook((torch.ones_like(param),))
 
-    threads = [threading.Thread(target=first_gradient, args=(p,)) for p in (model[0].weight, model[2].weight)]
+    threads = [
+        threading.Thread(target=first_gradient, args=(p,))
+        for p in (model[0].weight, model[2].weight)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(queued) == 1
-    assert observer.local_sq_norms().item() == model[0].weight.numel() + model[2].weight.numel()
+    assert (
+        observer.local_sq_norms().item()
+        == model[0].weight.numel() + model[2].weight.numel()
+    )
 
 
-# ---- a backward pass within the backward pass --------------------------------------------------------------------------
+# ---- a backward pass within the backward pass ----------------------------------------
 
 
 def test_reentrant_checkpointing_below_a_plain_head_counts_each_gradient_once() -> None:
     results = []
     for recompute in (False, True):
         model = make_model()
-        body = (lambda x, m=model: checkpoint(m[:2], x, use_reentrant=True)) if recompute else model[:2]
-        results.append(train(model, ready(model), lambda x, m=model, b=body: m[2](b(x))))
+        body = (
+            (lambda x, m=model: checkpoint(m[:2], x, use_reentrant=True))
+            if recompute
+            else model[:2]
+        )
+        results.append(
+            train(model, ready(model), lambda x, m=model, b=body: m[2](b(x)))
+        )
     assert results[0] == results[1]
     assert results[0][0] > 1.05
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["everything", "shared-layer"])
-def test_reentrant_checkpointing_that_hides_where_a_pass_ends_is_refused(shared: bool) -> None:
+def test_reentrant_checkpointing_that_hides_where_a_pass_ends_is_refused(
+    shared: bool,
+) -> None:
     model = make_model()
     middle = nn.Linear(6, 6, dtype=torch.float64)
     watched = nn.ModuleList([model, middle])
     adascale = ready(watched)
 
     def forward(x: Tensor) -> Tensor:
-        if shared:  # the head comes first, and tells of the outer pass; then one weight gets two gradients
-            return model(checkpoint(middle, checkpoint(middle, x, use_reentrant=True), use_reentrant=True))
-        return checkpoint(model, checkpoint(middle, x, use_reentrant=True), use_reentrant=True)
+        # the head comes first, and tells of the outer pass; then one weight gets two
+        # gradients
+        if shared:
+            return model(
+                checkpoint(
+                    middle,
+                    checkpoint(middle, x, use_reentrant=True),
+                    use_reentrant=True,
+                )
+            )
+        return checkpoint(
+            model, checkpoint(middle, x, use_reentrant=True), use_reentrant=True
+        )
 
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         train(watched, adascale, forward)
@@ -116,7 +153,9 @@ class Fuse(torch.autograd.Function):
         raise ArithmeticError("in the backward pass")
 
 
-def test_a_pass_that_an_exception_ended_is_forgotten_also_without_zero_grad_of_the_wrapper() -> None:
+def test_a_pass_that_an_exception_ended_is_forgotten_also_without_zero_grad_of_the_wrapper() -> (
+    None
+):
     results = []
     for blown in (False, True):
         model = make_model()
@@ -130,13 +169,15 @@ def test_a_pass_that_an_exception_ended_is_forgotten_also_without_zero_grad_of_t
     assert results[0] == results[1]
 
 
-# ---- compiled autograd -------------------------------------------------------------------------------------------------
+# ---- compiled autograd ---------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, of what it can't trace
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_autograd_is_refused(fullgraph: bool) -> None:
-    """Unrefused, it gave a gain of 1 (fullgraph), or an assertion of torch's that says nothing of it."""
+    """Unrefused, it gave a gain of 1 (fullgraph), or an assertion of torch's that
+    says nothing of it.
+    """
     torch.compiler.reset()
     model = make_model()
     adascale = ready(model)
@@ -144,10 +185,16 @@ def test_compiled_autograd_is_refused(fullgraph: bool) -> None:
     def backward(x: Tensor, y: Tensor) -> None:
         (F.cross_entropy(model(x), y) / 2).backward()
 
-    options = {"compiled_autograd": True, "compiled_autograd_kwargs_override": {"fullgraph": fullgraph}}
+    options = {
+        "compiled_autograd": True,
+        "compiled_autograd_kwargs_override": {"fullgraph": fullgraph},
+    }
     with (
         torch._dynamo.config.patch(options),
-        pytest.raises(RuntimeError, match="AdaScale can't measure gradients under compiled autograd"),
+        pytest.raises(
+            RuntimeError,
+            match="AdaScale can't measure gradients under compiled autograd",
+        ),
     ):
         torch.compile(backward, backend="eager")(*batches(1, 4)[0])
     assert adascale.at_boundary
@@ -158,7 +205,7 @@ def test_the_private_name_that_tells_of_compiled_autograd_is_where_it_was() -> N
     assert autograd.in_compiled_autograd() is False
 
 
-# ---- a worker that lacks a pass ----------------------------------------------------------------------------------------
+# ---- a worker that lacks a pass ------------------------------------------------------
 
 
 class Branches(nn.Module):
@@ -176,19 +223,28 @@ def _lacks_a_pass(lacking: int) -> list[float]:
     model = Branches()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     adascale = AdaScale(
-        torch.optim.SGD(model.branches[0].parameters(), lr=0.05), scale=4.0, num_gradients_to_accumulate=passes
+        torch.optim.SGD(model.branches[0].parameters(), lr=0.05),
+        scale=4.0,
+        num_gradients_to_accumulate=passes,
     )
     reference = ReferenceAdaScale(scale=4.0, n=world * passes)
     start = time.monotonic()
     for step in range(4):
-        data = batches(4 * world * passes, 4)[step * world * passes : (step + 1) * world * passes]
-        samples = [sample_gradient(model.branches[0], batch, adascale.param_groups) for batch in data]
+        data = batches(4 * world * passes, 4)[
+            step * world * passes : (step + 1) * world * passes
+        ]
+        samples = [
+            sample_gradient(model.branches[0], batch, adascale.param_groups)
+            for batch in data
+        ]
         idle = lacking * world + 1
         samples[idle] = [0 * gradient for gradient in samples[idle]]
         expected = reference.step(samples)
         for p in range(passes):
             x, y = data[p * world + rank]
-            (F.cross_entropy(ddp(x, int(p * world + rank == idle)), y) / passes).backward()
+            (
+                F.cross_entropy(ddp(x, int(p * world + rank == idle)), y) / passes
+            ).backward()
         adascale.step()
         adascale.zero_grad()
         model.zero_grad()
@@ -199,7 +255,9 @@ def _lacks_a_pass(lacking: int) -> list[float]:
 
 @pytest.mark.also_simulated
 @pytest.mark.parametrize("lacking", [0, 1])
-def test_a_pass_that_reaches_nothing_on_one_rank_is_a_sample_of_zero(pool: Pool, lacking: int) -> None:
+def test_a_pass_that_reaches_nothing_on_one_rank_is_a_sample_of_zero(
+    pool: Pool, lacking: int
+) -> None:
     results = pool(2).run(_lacks_a_pass, lacking)
     assert results[0] == results[1]
 
@@ -221,7 +279,7 @@ def test_a_step_before_its_last_pass_is_refused_on_all_ranks(pool: Pool) -> None
     pool(2).run(_too_early)
 
 
-# ---- passes that differ --------------------------------------------------------------------------------------------------
+# ---- passes that differ --------------------------------------------------------------
 
 
 def test_a_gradient_that_is_not_there_any_more_counts_as_zero() -> None:
@@ -230,19 +288,25 @@ def test_a_gradient_that_is_not_there_any_more_counts_as_zero() -> None:
     assert observer is not None
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    assert observer.reduced_sq_norms(0, 1).item() == pytest.approx(6 * 5 + 5 + 5 * 3 + 3)
+    assert observer.reduced_sq_norms(0, 1).item() == pytest.approx(
+        6 * 5 + 5 + 5 * 3 + 3
+    )
     model[0].weight.grad = None
     assert observer.reduced_sq_norms(0, 1).item() == pytest.approx(5 + 5 * 3 + 3)
     shares = [observer.reduced_sq_norms(rank, 2).item() for rank in range(2)]
     assert sum(shares) == pytest.approx(5 + 5 * 3 + 3)
 
 
-# ---- hooks are set once ----------------------------------------------------------------------------------------------
+# ---- hooks are set once --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_torch_keeps_the_node_that_accumulates_as_long_as_it_is_held(frozen: bool) -> None:
-    """What the observer relies on: one node a leaf, frozen or not, after all tensor hooks, and not run by autograd.grad."""
+def test_torch_keeps_the_node_that_accumulates_as_long_as_it_is_held(
+    frozen: bool,
+) -> None:
+    """What the observer relies on: one node a leaf, frozen or not, after all tensor
+    hooks, and not run by autograd.grad.
+    """
     leaf = nn.Parameter(torch.ones(3), requires_grad=not frozen)
     node = autograd.accumulator_of(leaf)
     assert leaf.requires_grad == (not frozen)
@@ -290,12 +354,16 @@ def test_hooks_follow_what_trains_in_each_pass() -> None:
             return True
 
         def check_unused(self, unused: Sequence[Tensor]) -> None:
-            listener.unused += [next(i for i, w in enumerate(weights) if w is p) for p in unused]
+            listener.unused += [
+                next(i for i, w in enumerate(weights) if w is p) for p in unused
+            ]
 
         def check_cast(self, params: Sequence[Tensor]) -> None:
             raise AssertionError(params)
 
-    observer = observers.HookObserver([weights[:1], weights[1:]], listener, reducing=Reducing())
+    observer = observers.HookObserver(
+        [weights[:1], weights[1:]], listener, reducing=Reducing()
+    )
 
     def run(*used: int) -> float:
         for weight in weights:

@@ -34,10 +34,17 @@ def linear(weights: np.ndarray[Any, Any]) -> nn.Linear:
 
 
 def probe_noise(
-    model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, parameters: Any = None
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    parameters: Any = None,
 ) -> tuple[float, float]:
     """σ² and μ² from the two halves of a batch, as two batches of half the size."""
-    first, second = batch.chunk(2) if isinstance(batch, Tensor) else zip(*(x.chunk(2) for x in batch), strict=True)
+    first, second = (
+        batch.chunk(2)
+        if isinstance(batch, Tensor)
+        else zip(*(x.chunk(2) for x in batch), strict=True)
+    )
     pair = BatchSamples(model, loss_fn, samples=2)
     pair.begin_with(first, parameters)
     assert pair.begun
@@ -53,8 +60,11 @@ def test_a_linear_model_by_hand(m: int) -> None:
     x, y, w = rng.normal(size=(2 * m, 3)), rng.normal(size=2 * m), rng.normal(size=3)
     g1, g2 = ((xs @ w - ys) @ xs / m for xs, ys in ((x[:m], y[:m]), (x[m:], y[m:])))
     found = probe_noise(linear(w), mse, (torch.from_numpy(x), torch.from_numpy(y)))
-    # Of two independent samples: σ² = ‖g1 − g2‖²/2 and μ² = g1·g2. float64 throughout, summed in different orders.
-    np.testing.assert_allclose(np.array(found), [(g1 - g2) @ (g1 - g2) / 2, g1 @ g2], rtol=1e-12)
+    # Of two independent samples: σ² = ‖g1 − g2‖²/2 and μ² = g1·g2. float64 throughout,
+    # summed in different orders.
+    np.testing.assert_allclose(
+        np.array(found), [(g1 - g2) @ (g1 - g2) / 2, g1 @ g2], rtol=1e-12
+    )
 
 
 def test_a_step_is_the_first_of_the_pair_at_its_own_weights() -> None:
@@ -63,7 +73,10 @@ def test_a_step_is_the_first_of_the_pair_at_its_own_weights() -> None:
     plain = copy.deepcopy(model)
     first, second = ((torch.randn(8, 6), torch.randint(3, (8,))) for _ in range(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    pair, other = BatchSamples(model, cross_entropy, 2), BatchSamples(plain, cross_entropy, 2)
+    pair, other = (
+        BatchSamples(model, cross_entropy, 2),
+        BatchSamples(plain, cross_entropy, 2),
+    )
     cross_entropy(model, first).backward()
     pair.begin()
     optimizer.step()
@@ -78,18 +91,27 @@ def test_n_batches_are_the_samples_of_the_formula(n: int) -> None:
     x, y, w = rng.normal(size=(n, 6, 3)), rng.normal(size=(n, 6)), rng.normal(size=3)
     g = np.stack([(xs @ w - ys) @ xs / 6 for xs, ys in zip(x, y, strict=True)])
     samples = BatchSamples(linear(w), mse, n)
-    batches = [(torch.from_numpy(xs), torch.from_numpy(ys)) for xs, ys in zip(x, y, strict=True)]
+    batches = [
+        (torch.from_numpy(xs), torch.from_numpy(ys))
+        for xs, ys in zip(x, y, strict=True)
+    ]
     samples.begin_with(batches[0])
     *unfinished, found = map(samples.add, batches[1:])
     assert unfinished == [None] * (n - 2)
     sigma2 = g.var(axis=0, ddof=1).sum()
-    assert found == pytest.approx((sigma2, g.mean(0) @ g.mean(0) - sigma2 / n), rel=1e-12)
+    assert found == pytest.approx(
+        (sigma2, g.mean(0) @ g.mean(0) - sigma2 / n), rel=1e-12
+    )
 
 
 def test_it_is_unbiased_where_batch_norm_couples_the_examples() -> None:
-    """The mean of 70 measurements against the variance and the mean of 500 gradients of whole batches."""
+    """The mean of 70 measurements against the variance and the mean of 500 gradients
+    of whole batches.
+    """
     seed_all()
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)
+    )
     x, y = torch.randn(400, 4), torch.randint(3, (400,))
     params = list(model.parameters())
 
@@ -100,24 +122,39 @@ def test_it_is_unbiased_where_batch_norm_couples_the_examples() -> None:
     samples, found = BatchSamples(model, cross_entropy), []
     while len(found) < 70:
         samples.begin_with(batch())
-        found += [moments for moments in (samples.add(batch()) for _ in range(3)) if moments is not None]
+        found += [
+            moments
+            for moments in (samples.add(batch()) for _ in range(3))
+            if moments is not None
+        ]
     plain = torch.stack(
         [
-            torch.cat([g.flatten() for g in torch.autograd.grad(cross_entropy(model, batch()), params)])
+            torch.cat(
+                [
+                    g.flatten()
+                    for g in torch.autograd.grad(cross_entropy(model, batch()), params)
+                ]
+            )
             for _ in range(500)
         ]
     ).double()
     moments = torch.tensor(found, dtype=torch.float64)
     sigma2, mu2 = moments.mean(0).tolist()
-    assert sigma2 == pytest.approx(float(plain.var(0).sum()), rel=0.15)  # a standard error of 4 %
-    assert abs(mu2 - float(plain.mean(0).square().sum())) < 3 * moments[:, 1].std() / len(found) ** 0.5
+    # a standard error of 4 %
+    assert sigma2 == pytest.approx(float(plain.var(0).sum()), rel=0.15)
+    assert (
+        abs(mu2 - float(plain.mean(0).square().sum()))
+        < 3 * moments[:, 1].std() / len(found) ** 0.5
+    )
 
 
-# --- Training doesn't notice ------------------------------------------------------------------------------------------
+# --- Training doesn't notice ----------------------------------------------------------
 
 
 class Net(nn.Module):
-    """BatchNorm, Dropout, a weight used twice, a buffer replaced instead of written to, NumPy and Python RNG."""
+    """BatchNorm, Dropout, a weight used twice, a buffer replaced instead of written
+    to, NumPy and Python RNG.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +176,9 @@ class Net(nn.Module):
 
 
 class Lazy(nn.Module):
-    """Buffers made by the first forward pass: one registered as None, one not at all, one that grows with a mark beside it."""
+    """Buffers made by the first forward pass: one registered as None, one not at
+    all, one that grows with a mark beside it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +201,9 @@ class Lazy(nn.Module):
 
 
 class TwoNames(Net):
-    """Net whose submodules are registered under a second name, as encoders under Lightning often are."""
+    """Net whose submodules are registered under a second name, as encoders under
+    Lightning often are.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +212,9 @@ class TwoNames(Net):
 
 
 class Repeated(nn.Module):
-    """One module twice in a list and once by itself; one weight tied across modules and within one."""
+    """One module twice in a list and once by itself; one weight tied across modules
+    and within one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,13 +232,16 @@ class Repeated(nn.Module):
 
 
 class Parametrized(nn.Module):
-    """Weight norm, old and new, orthogonal and spectral parametrizations, one module of them under two names."""
+    """Weight norm, old and new, orthogonal and spectral parametrizations, one module
+    of them under two names.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.new = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # deprecated, and still in many models
+            # deprecated, and still in many models
+            warnings.simplefilter("ignore", FutureWarning)
             self.old = nn.utils.weight_norm(nn.Linear(6, 6))
         self.orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(6, 6))
         self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3))
@@ -217,12 +263,23 @@ def seed_all() -> None:
 
 def generators() -> tuple[Any, ...]:
     name, keys, *rest = np.random.get_state()  # noqa: NPY002
-    return torch.get_rng_state().tolist(), random.getstate(), name, np.asarray(keys).tolist(), rest
+    return (
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        name,
+        np.asarray(keys).tolist(),
+        rest,
+    )
 
 
-@pytest.mark.parametrize("when", ["before backward", "before step", "after step", "between forward and backward"])
+@pytest.mark.parametrize(
+    "when",
+    ["before backward", "before step", "after step", "between forward and backward"],
+)
 @pytest.mark.parametrize("make", [Net, TwoNames, Repeated, Parametrized, Lazy])
-def test_training_is_bit_identical_with_and_without_probes(make: type[nn.Module], when: str) -> None:
+def test_training_is_bit_identical_with_and_without_probes(
+    make: type[nn.Module], when: str
+) -> None:
     outcomes = []
     for probing in (False, True):
         seed_all()
@@ -231,7 +288,11 @@ def test_training_is_bit_identical_with_and_without_probes(make: type[nn.Module]
         losses, found = [], []
 
         def probe(
-            moment: str, batch: Batch, model: nn.Module = model, found: list[Any] = found, on: bool = probing
+            moment: str,
+            batch: Batch,
+            model: nn.Module = model,
+            found: list[Any] = found,
+            on: bool = probing,
         ) -> None:
             if on and moment == when:
                 found.append(probe_noise(model, cross_entropy, batch))
@@ -249,14 +310,25 @@ def test_training_is_bit_identical_with_and_without_probes(make: type[nn.Module]
             losses.append(loss.item())
         assert len(found) == (20 if probing else 0)
         assert all(sigma2 > 0 for sigma2, _ in found)
-        assert all(torch.is_nonzero(p.grad.abs().sum()) for p in model.parameters() if p.grad is not None)
+        assert all(
+            torch.is_nonzero(p.grad.abs().sum())
+            for p in model.parameters()
+            if p.grad is not None
+        )
         gradients = {name: p.grad for name, p in model.named_parameters()}
         outcomes.append((losses, model.state_dict(), gradients, generators()))
-    (plain_losses, plain, plain_gradients, plain_rng), (losses, state, gradients, rng) = outcomes
+    (
+        (plain_losses, plain, plain_gradients, plain_rng),
+        (losses, state, gradients, rng),
+    ) = outcomes
     assert losses == plain_losses
     assert state.keys() == plain.keys()
     assert all(torch.equal(state[k], plain[k]) for k in plain)
-    assert all(torch.equal(gradients[k], g) for k, g in plain_gradients.items() if g is not None)
+    assert all(
+        torch.equal(gradients[k], g)
+        for k, g in plain_gradients.items()
+        if g is not None
+    )
     assert rng == plain_rng
 
 
@@ -302,7 +374,9 @@ def test_everything_is_put_back_also_when_the_loss_raises(fails_at: int | None) 
     assert generators() == rng
     assert model.first.weight.grad is sentinel
     assert torch.all(sentinel == 7.0)
-    assert all(p.grad is None for name, p in model.named_parameters() if name != "first.weight")
+    assert all(
+        p.grad is None for name, p in model.named_parameters() if name != "first.weight"
+    )
 
 
 def test_a_change_of_mode_in_the_loss_is_undone_by_the_modules_themselves() -> None:
@@ -334,17 +408,20 @@ def test_hooks_on_parameters_do_not_fire() -> None:
     probe_noise(model, cross_entropy, (torch.randn(8, 6), torch.randint(3, (8,))))
     assert fired == []
     cross_entropy(model, (torch.randn(8, 6), torch.randint(3, (8,)))).backward()
-    assert set(fired) == {"tensor", "accumulated", "node"}  # they are in place, and would have told
+    # they are in place, and would have told
+    assert set(fired) == {"tensor", "accumulated", "node"}
 
 
-# --- Kinds of models --------------------------------------------------------------------------------------------------
+# --- Kinds of models ------------------------------------------------------------------
 
 
 def _real(g: Tensor) -> Tensor:
     return (torch.view_as_real(g) if g.is_complex() else g).double().flatten()
 
 
-def slow_probe(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], halves: list[Any]) -> tuple[float, float]:
+def slow_probe(
+    model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], halves: list[Any]
+) -> tuple[float, float]:
     """The same from ordinary gradients, for equal halves."""
     g1, g2 = (
         torch.cat(
@@ -352,7 +429,11 @@ def slow_probe(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], ha
                 _real(torch.zeros_like(p) if g is None else g.to_dense())
                 for p, g in zip(
                     model.parameters(),
-                    torch.autograd.grad(loss_fn(model, half), list(model.parameters()), allow_unused=True),
+                    torch.autograd.grad(
+                        loss_fn(model, half),
+                        list(model.parameters()),
+                        allow_unused=True,
+                    ),
                     strict=True,
                 )
             ]
@@ -367,7 +448,8 @@ def slow_probe(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], ha
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(3, 4, batch_first=True)  # keeps a list of its weights beside the registered ones
+        # keeps a list of its weights beside the registered ones
+        self.lstm = nn.LSTM(3, 4, batch_first=True)
         self.out = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -386,10 +468,13 @@ class Sparse(nn.Module):
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1))
+        self.body = nn.Sequential(
+            nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.body, x, use_reentrant=False)  # runs the body again in the backward pass
+        # runs the body again in the backward pass
+        return checkpoint(self.body, x, use_reentrant=False)
 
 
 class Branching(nn.Module):
@@ -397,7 +482,11 @@ class Branching(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.low, self.high, self.never = nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)
+        self.low, self.high, self.never = (
+            nn.Linear(3, 1),
+            nn.Linear(3, 1),
+            nn.Linear(3, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.low if x[0, 0] < 0 else self.high)(x)
@@ -425,7 +514,9 @@ def mean_output(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def squared_output(model: nn.Module, x: Tensor) -> Tensor:
-    model.eval()  # batch statistics and dropout would differ between the two ways, as random numbers would
+    # batch statistics and dropout would differ between the two ways, as random numbers
+    # would
+    model.eval()
     seed_all()
     return model(x).square().mean()
 
@@ -443,7 +534,11 @@ def penalised(model: DirectUse, x: Tensor) -> Tensor:
         (Branching, mean_output, lambda: torch.linspace(-1, 1, 24).reshape(8, 3)),
         (Complex, mean_output, lambda: torch.randn(8, 3)),
         (DirectUse, penalised, lambda: torch.randn(8, 3)),
-        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 1)), mean_output, lambda: torch.randn(8, 3)),
+        (
+            lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 1)),
+            mean_output,
+            lambda: torch.randn(8, 3),
+        ),
         (Repeated, squared_output, lambda: torch.randn(8, 6)),
         (lambda: TwoNames().eval(), squared_output, lambda: torch.randn(8, 6)),
     ],
@@ -455,11 +550,15 @@ def test_agrees_with_ordinary_gradients(model: Any, loss_fn: Any, batch: Any) ->
     found = probe_noise(net, loss_fn, x)
     assert all(torch.equal(net.state_dict()[k], v) for k, v in state.items())
     # float32 gradients; the difference of the two halves' is rounded once more.
-    assert found == pytest.approx(slow_probe(net, loss_fn, [x[:4], x[4:]]), rel=1e-5, abs=1e-9)
+    assert found == pytest.approx(
+        slow_probe(net, loss_fn, [x[:4], x[4:]]), rel=1e-5, abs=1e-9
+    )
 
 
 class Restrained(nn.Module):
-    """Modules that show a part of their parameters only, one by torch's older signature."""
+    """Modules that show a part of their parameters only, one by torch's older
+    signature.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -480,11 +579,15 @@ class ByName(Restrained):
 
 
 @pytest.mark.parametrize("make", [ByParameters, ByName])
-def test_a_model_that_shows_a_part_of_its_parameters_is_measured_by_that_part(make: type[nn.Module]) -> None:
+def test_a_model_that_shows_a_part_of_its_parameters_is_measured_by_that_part(
+    make: type[nn.Module],
+) -> None:
     torch.manual_seed(0)
     x, model, whole = torch.randn(8, 3), make(), Restrained()
     whole.load_state_dict(model.state_dict())
-    expected = probe_noise(whole, mean_output, x, parameters=list(whole.head.parameters()))
+    expected = probe_noise(
+        whole, mean_output, x, parameters=list(whole.head.parameters())
+    )
     assert probe_noise(model, mean_output, x) == expected
     probe_noise(model, mean_output, x, parameters=[model.body.weight])  # type: ignore[union-attr, list-item]
 
@@ -519,16 +622,22 @@ def test_a_weight_is_measured_wherever_it_is_used() -> None:
     model: nn.Module = Buffered()
     halves = [x[:4], x[4:]]
     # Float32 gradients.
-    assert probe_noise(model, squared_output, x) == pytest.approx(slow_probe(model, squared_output, halves), rel=1e-5)
+    assert probe_noise(model, squared_output, x) == pytest.approx(
+        slow_probe(model, squared_output, halves), rel=1e-5
+    )
     linear = nn.Linear(3, 1)
     penalty = Penalty(linear)
-    assert probe_noise(linear, penalty, x) == pytest.approx(slow_probe(linear, penalty, halves), rel=1e-5)
+    assert probe_noise(linear, penalty, x) == pytest.approx(
+        slow_probe(linear, penalty, halves), rel=1e-5
+    )
     assert penalty.weight is linear.weight
     assert penalty.factor.grad is None
 
 
 class LossModule(nn.Module):
-    """A loss that is a module and holds the model, as with learned loss weights: the model then has two names."""
+    """A loss that is a module and holds the model, as with learned loss weights: the
+    model then has two names.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -547,7 +656,9 @@ def test_a_loss_that_is_a_module_and_holds_the_model_leaves_the_model_alone() ->
     assert {id(t) for t in [*model.parameters(), *model.buffers()]} == before
     seed_all()
     again = Net()
-    assert held == probe_noise(again, cross_entropy, (torch.randn(8, 6), torch.randint(3, (8,))))
+    assert held == probe_noise(
+        again, cross_entropy, (torch.randn(8, 6), torch.randint(3, (8,)))
+    )
 
 
 def test_a_model_whose_loss_replaces_a_parameter_is_refused() -> None:
@@ -558,12 +669,16 @@ def test_a_model_whose_loss_replaces_a_parameter_is_refused() -> None:
         model[0] = nn.Linear(2, 2)
         return loss
 
-    with pytest.raises(RuntimeError, match=r"'0.weight' to be another parameter .* and 1 more.*would not update"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"'0.weight' to be another parameter .* and 1 more.*would not update",
+    ):
         probe_noise(model, replaces, torch.randn(4, 2))
 
 
 def test_half_precision_gradients_are_compared_in_higher() -> None:
-    # g1 = 1.5 and g2 = 2⁻⁸, both bfloat16; their difference is not (its last bit is worth 2⁻⁷ there).
+    # g1 = 1.5 and g2 = 2⁻⁸, both bfloat16; their difference is not (its last bit is
+    # worth 2⁻⁷ there).
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     x = torch.tensor([[1.5], [2.0**-8]], dtype=torch.bfloat16)
     found = probe_noise(model, mean_output, x)
@@ -601,7 +716,9 @@ def test_works_where_gradients_are_off() -> None:
 
 
 def test_gradients_that_are_not_finite_show() -> None:
-    found = probe_noise(nn.Linear(1, 1), mean_output, torch.tensor([[1.0], [torch.inf]]))
+    found = probe_noise(
+        nn.Linear(1, 1), mean_output, torch.tensor([[1.0], [torch.inf]])
+    )
     assert not np.isfinite(found).any()
 
 
@@ -614,7 +731,12 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="depends on no parameter"):
         probe_noise(model, lambda m, b: m(b).mean().detach(), x)
     with pytest.raises(ValueError, match="Invalid parameters: 1 of them"):
-        probe_noise(model, mean_output, x, parameters=[model.weight, nn.Parameter(torch.zeros(3))])
+        probe_noise(
+            model,
+            mean_output,
+            x,
+            parameters=[model.weight, nn.Parameter(torch.zeros(3))],
+        )
     with pytest.raises(ValueError, match="none is trainable"):
         probe_noise(model.requires_grad_(False), mean_output, x)
 
@@ -622,10 +744,16 @@ def test_mistakes_are_named() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_the_generator_and_the_statistics_are_as_on_the_cpu() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4, dtype=torch.float64), nn.Tanh(), nn.Linear(4, 1, dtype=torch.float64))
+    model = nn.Sequential(
+        nn.Linear(3, 4, dtype=torch.float64),
+        nn.Tanh(),
+        nn.Linear(4, 1, dtype=torch.float64),
+    )
     x = torch.randn(8, 3, dtype=torch.float64)
     cpu = probe_noise(model, mean_output, x)
-    assert probe_noise(model.cuda(), mean_output, x.cuda()) == pytest.approx(cpu, rel=1e-10)
+    assert probe_noise(model.cuda(), mean_output, x.cuda()) == pytest.approx(
+        cpu, rel=1e-10
+    )
     noisy = nn.Sequential(model, nn.Dropout())
     before = torch.cuda.get_rng_state()
     probe_noise(noisy, mean_output, x.cuda())

@@ -1,4 +1,6 @@
-"""AdamW and Adamax with betas that change from step to step, in NumPy float64; nothing of the package."""
+"""AdamW and Adamax with betas that change from step to step, in NumPy float64;
+nothing of the package.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ def adam_with_changing_betas(
     eps: float = 1e-8,
     infinity: bool = False,
 ) -> list[Vector]:
-    """A parameter after each step of AdamW, of which step k has the betas ``β^e_k``; the products of betas written out.
+    """A parameter after each step of AdamW, of which step k has the betas ``β^e_k``;
+    the products of betas written out.
 
-    A step whose gradient is None leaves the parameter alone. ``infinity``: Adamax in place of AdamW, with ε added to |g|.
+    A step whose gradient is None leaves the parameter alone. ``infinity``: Adamax in
+    place of AdamW, with ε added to |g|.
     """
     x = start.copy()
     m, v = np.zeros_like(x), np.zeros_like(x)
@@ -35,7 +39,8 @@ def adam_with_changing_betas(
     for g, e, lr in zip(gradients, exponents, lrs, strict=True):
         if g is not None:
             b1, b2 = betas[0] ** e, betas[1] ** e
-            # 1 − Π β: the sum of the weights that an average has given to gradients so far
+            # 1 − Π β: the sum of the weights that an average has given to gradients so
+            # far
             product1, product2 = product1 * b1, product2 * b2
             m = b1 * m + (1 - b1) * g
             if infinity:
@@ -49,14 +54,25 @@ def adam_with_changing_betas(
     return out
 
 
-def step_with_betas(p: Tensor, group: dict[str, Any], exponent: float, so_far: tuple[list, list, list, Vector]) -> None:
+def step_with_betas(
+    p: Tensor,
+    group: dict[str, Any],
+    exponent: float,
+    so_far: tuple[list, list, list, Vector],
+) -> None:
     """AdamW's or Adamax's step with β^e, all steps anew."""
     found, exponents, lrs, start = so_far
     sign = -1 if group["maximize"] else 1
     found.append(None if p.grad is None else sign * p.grad.double().numpy().ravel())
     exponents.append(exponent)
     lrs.append(group["lr"])
-    decay = {"weight_decay": group["weight_decay"]} if "amsgrad" in group else {"infinity": True}
-    after = adam_with_changing_betas(start, found, exponents, lrs, betas=group["betas"], **decay)
+    decay = (
+        {"weight_decay": group["weight_decay"]}
+        if "amsgrad" in group
+        else {"infinity": True}
+    )
+    after = adam_with_changing_betas(
+        start, found, exponents, lrs, betas=group["betas"], **decay
+    )
     with torch.no_grad():
         p.copy_(torch.from_numpy(after[-1]).view(p.shape))

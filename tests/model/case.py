@@ -1,4 +1,5 @@
-"""A case: one whole run with all its settings, and the plain torch pieces that model and package are both given.
+"""A case: one whole run with all its settings, and the plain torch pieces that model
+and package are both given.
 
 Nothing here imports the package.
 """
@@ -28,12 +29,15 @@ class Leg:
         workers: Workers.
         passes: Backward passes of an optimizer step, at least.
         per_worker: Examples of one pass on one worker; None: follows from ``batch``.
-        batch: Examples of an optimizer step on any number of workers; None: follows from ``per_worker``.
+        batch: Examples of an optimizer step on any number of workers; None: follows
+            from ``per_worker``.
         base: B0.
         total: T.
-        steps: Optimizer steps, with skipped ones, after which this start ends; None: it runs to T.
+        steps: Optimizer steps, with skipped ones, after which this start ends; None: it
+            runs to T.
         lr: Factor on all learning rates of the program.
-        accept: Whether a change of B0, T or the learning rates since the last leg is accepted.
+        accept: Whether a change of B0, T or the learning rates since the last leg is
+            accepted.
         sharding: "none", "oss", "zero2" or "fsdp2".
     """
 
@@ -51,12 +55,15 @@ class Leg:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A whole run. The defaults are the plainest one, to which a failing case is shrunk.
+    """A whole run. The defaults are the plainest one, to which a failing case is
+    shrunk.
 
     Attributes:
-        client: "run" (``Run``), "base" (``record_recipe``), or "adascale" (the bare class in a loop of its own).
+        client: "run" (``Run``), "base" (``record_recipe``), or "adascale" (the bare
+            class in a loop of its own).
         legs: The starts of the run, in order.
-        via: How one start's state gets to the next: "checkpoint" (Run's own), "state_dict", "dcp".
+        via: How one start's state gets to the next: "checkpoint" (Run's own),
+            "state_dict", "dcp".
         net: Name of the model.
         optimizer: Name of the optimizer.
         momentum: m of SGD.
@@ -69,33 +76,42 @@ class Case:
         probe_every: Base run: steps from one measurement to the next.
         precision: "fp32", "bf16" or "fp16"; the weights' dtype is ``dtype`` anyway.
         dtype: "float64" or "float32".
-        clip: Largest gradient norm, None for no clipping; "2x": at S > 1, twice the expected norm.
-        poison: (step, worker) pairs: that worker's loss is not finite in the first pass of that step.
+        clip: Largest gradient norm, None for no clipping; "2x": at S > 1, twice the
+            expected norm.
+        poison: (step, worker) pairs: that worker's loss is not finite in the first pass
+            of that step.
         frozen: Steps in which the first layer is frozen.
-        hooked: Step from which on a tensor hook triples the first parameter's gradient. It is registered in the loop of that
-            start, and before everything else in later starts; None: never.
-        caught: (step, pass) whose backward pass fails at first, half-way. The loop catches the error. None: never.
+        hooked: Step from which on a tensor hook triples the first parameter's gradient.
+            It is registered in the loop of that start, and before everything else in
+            later starts; None: never.
+        caught: (step, pass) whose backward pass fails at first, half-way. The loop
+            catches the error. None: never.
         window: Averaging window, a share of T.
-        measure_every: One step in so many is measured; None: as many as the window needs.
+        measure_every: One step in so many is measured; None: as many as the window
+            needs.
         length: Examples of the dataset.
         seed: Of the order of examples.
         drop_last, shuffle: As in the settings.
         iterable: Whether each worker has an iterable of batches of its own.
         loaders: Loader processes.
         batches: Batch schedule: (τ, examples) pairs.
-        efficiency: Target of a batch that follows the noise. The model is given the batch of each step.
+        efficiency: Target of a batch that follows the noise. The model is given the
+            batch of each step.
         evaluate: Effective steps between evaluations; None for none.
-        quiet: Step from which on dropout and batch norm are in eval mode. The loop puts them there, and before everything else in
-            later starts; None: never.
-        looks: The loop itself evaluates before every step of this multiple, by ``eval()`` and ``train()``; None: never.
+        quiet: Step from which on dropout and batch norm are in eval mode. The loop puts
+            them there, and before everything else in later starts; None: never.
+        looks: The loop itself evaluates before every step of this multiple, by
+            ``eval()`` and ``train()``; None: never.
         bare_model: The loop calls ``run.module`` in place of ``run.model``.
         smoothing: Bare: θ; None for max(1 − n/1000, 0).
         effective: Bare: average over effective time instead.
         debias, clip_samples, floor, single_gain, scaled_loss: Bare: as in AdaScale.
         changes: Bare: (step, passes) from which on a step has so many passes.
         short: Bare: (step, passes): that step alone has fewer passes.
-        rescaled: Bare: (step, factor) from which on S is that multiple of what the batch makes it.
-        added: Bare: step before which the last layer's parameters are added as a group; None: never.
+        rescaled: Bare: (step, factor) from which on S is that multiple of what the
+            batch makes it.
+        added: Bare: step before which the last layer's parameters are added as a group;
+            None: never.
     """
 
     client: str = "run"
@@ -148,7 +164,7 @@ class Case:
     added: int | None = None
 
 
-# ---- data, model and loss ----------------------------------------------------------------------------------------------------
+# ---- data, model and loss ------------------------------------------------------------
 
 
 def dataset(case: Case) -> TensorDataset:
@@ -176,7 +192,9 @@ class _Mlp(nn.Sequential):
 
 
 class _Hooked(_Mlp):
-    """Saves halves of its weights, which are no live tensors, under other names, and extra state with tensors."""
+    """Saves halves of its weights, which are no live tensors, under other names, and
+    extra state with tensors.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +213,9 @@ class _Hooked(_Mlp):
         self.factor = state["factor"]
 
 
-def _in_halves(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _in_halves(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
     for key in [key for key in state if not key.endswith("_extra_state")]:
         state[f"{prefix}saved.{key.removeprefix(prefix)}"] = state.pop(key) / 2
 
@@ -217,7 +237,13 @@ class _Norm(nn.Sequential):
     """Has buffers: those of rank 0's micro-batches count."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Conv1d(1, 3, 3, bias=False), nn.BatchNorm1d(3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
+        super().__init__(
+            nn.Conv1d(1, 3, 3, bias=False),
+            nn.BatchNorm1d(3),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(12, 3),
+        )
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         return super().forward(x[:, None])
@@ -251,11 +277,17 @@ class _Twice(nn.Module):
 
 
 class _Branch(nn.Module):
-    """A layer that some micro-batches don't use, so that its parameters have no gradient there."""
+    """A layer that some micro-batches don't use, so that its parameters have no
+    gradient there.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk, self.extra, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.trunk, self.extra, self.out = (
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 3),
+        )
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         h = torch.tanh(self.trunk(x))
@@ -263,13 +295,18 @@ class _Branch(nn.Module):
 
 
 class _Merging(nn.Linear):
-    """A LoRA layer: in eval mode its update is in its weight, and train mode puts back the weight as it was."""
+    """A LoRA layer: in eval mode its update is in its weight, and train mode puts
+    back the weight as it was.
+    """
 
     merged: Tensor | None = None
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
-        self.a, self.b = nn.Parameter(torch.randn(2, sizes[0]) / 2), nn.Parameter(torch.randn(sizes[1], 2) / 2)
+        self.a, self.b = (
+            nn.Parameter(torch.randn(2, sizes[0]) / 2),
+            nn.Parameter(torch.randn(sizes[1], 2) / 2),
+        )
 
     def train(self, mode: bool = True) -> _Merging:
         weight = self.weight.data
@@ -282,11 +319,17 @@ class _Merging(nn.Linear):
         return super().train(mode)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if self.merged is not None else super().forward(x) + x @ self.a.T @ self.b.T
+        return (
+            super().forward(x)
+            if self.merged is not None
+            else super().forward(x) + x @ self.a.T @ self.b.T
+        )
 
 
 class _Merges(nn.Sequential):
-    """Layers whose ``train()`` does work, and dropout, which is to be in eval mode: its examples can't be compared."""
+    """Layers whose ``train()`` does work, and dropout, which is to be in eval mode:
+    its examples can't be compared.
+    """
 
     def __init__(self) -> None:
         super().__init__(_Merging(6, 5), nn.Tanh(), nn.Dropout(), _Merging(5, 3))
@@ -317,7 +360,11 @@ def net(case: Case) -> nn.Module:
 def make_quiet(case: Case, module: nn.Module, step: int) -> None:
     """Put dropout and batch norm in eval mode, if they are in this step."""
     for part in module.modules():
-        if case.quiet is not None and step >= case.quiet and isinstance(part, nn.BatchNorm1d | nn.Dropout):
+        if (
+            case.quiet is not None
+            and step >= case.quiet
+            and isinstance(part, nn.BatchNorm1d | nn.Dropout)
+        ):
             part.eval()
 
 
@@ -328,40 +375,63 @@ def score_of(case: Case, module: nn.Module) -> float:
     return float(loss_of(case, module, *dataset(case)[:16][:3]))
 
 
-def loss_of(case: Case, model: nn.Module, x: Tensor, tokens: Tensor, y: Tensor) -> Tensor:
-    """Return the mean loss of a micro-batch; with ``maximize`` its negative, so that training still lowers the error."""
+def loss_of(
+    case: Case, model: nn.Module, x: Tensor, tokens: Tensor, y: Tensor
+) -> Tensor:
+    """Return the mean loss of a micro-batch; with ``maximize`` its negative, so that
+    training still lowers the error.
+    """
     loss = F.mse_loss(model(x, tokens), y)
     return -loss if case.maximize else loss
 
 
 def frozen_names(case: Case, step: int) -> list[str]:
-    """Return the names of the parameters that are frozen in a step: the first layer's, and those that are added later."""
+    """Return the names of the parameters that are frozen in a step: the first
+    layer's, and those that are added later.
+    """
     if not case.frozen and case.added is None:
         return []
     names = [name for name, _ in net(case).named_parameters()]
     frozen = []
     if step in case.frozen:
-        frozen = [name for name in names if name.split(".")[0] == names[0].split(".")[0]]
+        frozen = [
+            name for name in names if name.split(".")[0] == names[0].split(".")[0]
+        ]
     return frozen + (names[-2:] if case.added is not None and step < case.added else [])
 
 
-# ---- optimizer and scheduler -------------------------------------------------------------------------------------------------
+# ---- optimizer and scheduler ---------------------------------------------------------
 
-LRS = {"sgd": 0.05, "adam": 0.01, "amsgrad": 0.01, "adamw": 0.01, "adamax": 0.01, "muon": 0.01, "rmsprop": 0.003}
+LRS = {
+    "sgd": 0.05,
+    "adam": 0.01,
+    "amsgrad": 0.01,
+    "adamw": 0.01,
+    "adamax": 0.01,
+    "muon": 0.01,
+    "rmsprop": 0.003,
+}
 
 
-def groups_of(case: Case, params: Iterable[Tensor], factor: float = 1.0) -> list[dict[str, Any]]:
+def groups_of(
+    case: Case, params: Iterable[Tensor], factor: float = 1.0
+) -> list[dict[str, Any]]:
     """Return parameter groups with learning rates of their own."""
     params = list(params)
     lr = LRS[case.optimizer] * factor
-    groups = [{"params": params[k :: case.groups], "lr": lr / (k + 1)} for k in range(case.groups)]
+    groups = [
+        {"params": params[k :: case.groups], "lr": lr / (k + 1)}
+        for k in range(case.groups)
+    ]
     if case.groups > 1 and case.optimizer != "muon":
         groups[1]["weight_decay"] = 0.01
     return groups
 
 
 def optimizers(case: Case, module: nn.Module, factor: float = 1.0) -> list[Optimizer]:
-    """Return the optimizer; for Muon a list of two, to be chained. ``factor``: on the learning rates."""
+    """Return the optimizer; for Muon a list of two, to be chained. ``factor``: on
+    the learning rates.
+    """
     params = list(module.parameters())
     if case.added is not None:
         params = params[:-2]
@@ -378,12 +448,22 @@ def optimizers(case: Case, module: nn.Module, factor: float = 1.0) -> list[Optim
         ]
     groups = groups_of(case, params, factor)
     if case.optimizer == "sgd":
-        more = {"momentum": case.momentum, "nesterov": case.nesterov, "dampening": case.dampening}
+        more = {
+            "momentum": case.momentum,
+            "nesterov": case.nesterov,
+            "dampening": case.dampening,
+        }
         return [torch.optim.SGD(groups, **shared, **more, maximize=case.maximize)]
     if case.optimizer == "amsgrad":
-        return [torch.optim.Adam(groups, **shared, amsgrad=True, maximize=case.maximize)]
+        return [
+            torch.optim.Adam(groups, **shared, amsgrad=True, maximize=case.maximize)
+        ]
     kinds = {"adam": "Adam", "adamw": "AdamW", "adamax": "Adamax", "rmsprop": "RMSprop"}
-    return [getattr(torch.optim, kinds[case.optimizer])(groups, **shared, maximize=case.maximize)]
+    return [
+        getattr(torch.optim, kinds[case.optimizer])(
+            groups, **shared, maximize=case.maximize
+        )
+    ]
 
 
 def added_group(case: Case, module: nn.Module) -> dict[str, Any]:
@@ -392,7 +472,9 @@ def added_group(case: Case, module: nn.Module) -> dict[str, Any]:
 
 
 def in_wide_precision() -> AbstractContextManager[Any]:
-    """Return a context in which Muon orthogonalizes in the weights' precision, and not in bfloat16."""
+    """Return a context in which Muon orthogonalizes in the weights' precision, and
+    not in bfloat16.
+    """
     return mock.patch.object(Tensor, "bfloat16", lambda tensor: tensor.clone())
 
 
@@ -403,29 +485,45 @@ def _lambdas(groups: int) -> list[Any]:
 def scheduler(case: Case, optimizer: Optimizer, total: int) -> LRScheduler | None:
     """Return the scheduler of a base run of ``total`` steps."""
     count = len(optimizer.param_groups)
-    cycles = case.optimizer in ("sgd", "adam", "adamw") and not case.fused and case.rule != "adascale_betas"
+    cycles = (
+        case.optimizer in ("sgd", "adam", "adamw")
+        and not case.fused
+        and case.rule != "adascale_betas"
+    )
     peaks = [group["lr"] for group in optimizer.param_groups]
     make: dict[str, Any] = {
         "step": lambda: lr_scheduler.StepLR(optimizer, 3, 0.7),
         "multistep": lambda: lr_scheduler.MultiStepLR(optimizer, [2, 5, 6], 0.6),
         "lambda": lambda: lr_scheduler.LambdaLR(optimizer, _lambdas(count)),
-        "multiplicative": lambda: lr_scheduler.MultiplicativeLR(optimizer, lambda call: 0.9 if call % 2 else 1.02),
+        "multiplicative": lambda: lr_scheduler.MultiplicativeLR(
+            optimizer, lambda call: 0.9 if call % 2 else 1.02
+        ),
         "constant": lambda: lr_scheduler.ConstantLR(optimizer, 0.5, 4),
         "linear": lambda: lr_scheduler.LinearLR(optimizer, 0.3, 1.0, 5),
         "exponential": lambda: lr_scheduler.ExponentialLR(optimizer, 0.95),
         "polynomial": lambda: lr_scheduler.PolynomialLR(optimizer, total, 1.5),
         "cosine": lambda: lr_scheduler.CosineAnnealingLR(optimizer, total),
         "restarts": lambda: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4, 2),
-        "onecycle": lambda: lr_scheduler.OneCycleLR(optimizer, peaks, total_steps=total, cycle_momentum=cycles),
-        "cyclic": lambda: lr_scheduler.CyclicLR(optimizer, [lr / 4 for lr in peaks], peaks, 3, cycle_momentum=cycles),
+        "onecycle": lambda: lr_scheduler.OneCycleLR(
+            optimizer, peaks, total_steps=total, cycle_momentum=cycles
+        ),
+        "cyclic": lambda: lr_scheduler.CyclicLR(
+            optimizer, [lr / 4 for lr in peaks], peaks, 3, cycle_momentum=cycles
+        ),
         "sequential": lambda: lr_scheduler.SequentialLR(
             optimizer,
-            [lr_scheduler.LinearLR(optimizer, 0.2, 1.0, 3), lr_scheduler.CosineAnnealingLR(optimizer, total - 3)],
+            [
+                lr_scheduler.LinearLR(optimizer, 0.2, 1.0, 3),
+                lr_scheduler.CosineAnnealingLR(optimizer, total - 3),
+            ],
             [3],
         ),
         "plateau": lambda: lr_scheduler.ReduceLROnPlateau(optimizer),
         "chained": lambda: lr_scheduler.ChainedScheduler(
-            [lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 4), lr_scheduler.ExponentialLR(optimizer, 0.95)]
+            [
+                lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 4),
+                lr_scheduler.ExponentialLR(optimizer, 0.95),
+            ]
         ),
     }
     return None if case.scheduler is None else make[case.scheduler]()

@@ -2,9 +2,10 @@
 
     python tests/model/compare.py --cases 10000 --jobs 2 --seed 1
 
-Case i has the seed "1:i". Finished cases are noted in a file, and a second start goes on after them. A failing case is made
-smaller while it fails, and printed as the constructor call that repeats it (``--case "Case(...)"``). At the end a table
-shows which pairs of values of two dimensions were covered by cases that agree.
+Case i has the seed "1:i". Finished cases are noted in a file, and a second start goes
+on after them. A failing case is made smaller while it fails, and printed as the
+constructor call that repeats it (``--case "Case(...)"``). At the end a table shows
+which pairs of values of two dimensions were covered by cases that agree.
 """
 
 from __future__ import annotations
@@ -44,20 +45,29 @@ Pools = Callable[[int], ProcessPool]
 
 
 def tolerance(case: Case) -> float:
-    """Relative tolerance, about ten times the largest difference that was seen in a hundred cases of each kind."""
-    if case.precision != "fp32":  # the forward pass rounds weights and activations that differ in their last bit
+    """Relative tolerance, about ten times the largest difference that was seen in a
+    hundred cases of each kind.
+    """
+    # the forward pass rounds weights and activations that differ in their last bit
+    if case.precision != "fp32":
         return 0.03 if case.precision == "bf16" else 0.01
-    if case.dtype == "float32":  # Adam's metric divides by √v, and so makes a rounding of small gradients large
+    # Adam's metric divides by √v, and so makes a rounding of small gradients large
+    if case.dtype == "float32":
         return 2e-3 if case.rule == "adamscale" else 2e-5
     if case.legs[-1].total > 100:  # differences grow over some hundred steps
         return 1e-6
-    # A fused step has its LR in float32; torch counts Adam's steps in float32, of which the betas' rule makes fractions.
+    # A fused step has its LR in float32; torch counts Adam's steps in float32, of which
+    # the betas' rule makes fractions.
     return 1e-7 if case.fused or case.rule == "adascale_betas" else 1e-9
 
 
 def is_plain(case: Case) -> bool:
-    """Whether the run is that of the plain optimizer, to the bit: S = 1 in one piece."""
-    return all(leg.workers == 1 and batch_of(leg) == (leg.base, 1) for leg in case.legs) and not (
+    """Whether the run is that of the plain optimizer, to the bit: S = 1 in one
+    piece.
+    """
+    return all(
+        leg.workers == 1 and batch_of(leg) == (leg.base, 1) for leg in case.legs
+    ) and not (
         case.changes
         or case.rescaled
         or case.batches
@@ -72,20 +82,36 @@ def check(case: Case, pools: Pools) -> str | None:
     try:
         found, weights = drive(case, pools)
     except Refused as error:
-        if expected is not None and error.expectable and re.search(expected, str(error)):
+        if (
+            expected is not None
+            and error.expectable
+            and re.search(expected, str(error))
+        ):
             return None
-        if "not finite in 50 optimizer steps" in str(error) and diverges(case, modelled(case, [])[0]):
+        if "not finite in 50 optimizer steps" in str(error) and diverges(
+            case, modelled(case, [])[0]
+        ):
             return None
         return f"{'not the expected refusal' if expected else 'failed'}: {error}"
     except AssertionError as error:
         return f"{type(error).__name__}: {error}"
-    legs, before = case.legs, [sum(x.steps or 0 for x in case.legs[:i]) for i in range(len(case.legs))]
-    if case.client == "adascale":  # a loop of one's own makes no start after T, so none that would be refused
-        legs = tuple(leg for leg, steps in zip(legs, before, strict=True) if steps <= len(found))
+    legs, before = (
+        case.legs,
+        [sum(x.steps or 0 for x in case.legs[:i]) for i in range(len(case.legs))],
+    )
+    # a loop of one's own makes no start after T, so none that would be refused
+    if case.client == "adascale":
+        legs = tuple(
+            leg for leg, steps in zip(legs, before, strict=True) if steps <= len(found)
+        )
     expected = refusal(replace(case, legs=legs))
     if expected is not None:
         return f"was not refused, and should have been: {expected}"
-    plans = [(sum(len(p) for k in row.seen for p in k), len(row.seen[0])) for row in found] if case.efficiency else []
+    plans = (
+        [(sum(len(p) for k in row.seen for p in k), len(row.seen[0])) for row in found]
+        if case.efficiency
+        else []
+    )
     rows, wanted = modelled(case, plans)
     return difference(case, rows, wanted, found, weights.numpy())
 
@@ -102,7 +128,9 @@ def diverges(case: Case, rows: list[Row]) -> bool:
     return tolerance(case) > 1e-6 and any(row.sigma2 > 1e6 for row in rows)
 
 
-def difference(case: Case, rows: list[Row], wanted: Any, found: list[Row], weights: Any) -> str | None:
+def difference(
+    case: Case, rows: list[Row], wanted: Any, found: list[Row], weights: Any
+) -> str | None:
     tol, rounding = 0.0 if is_plain(case) else tolerance(case), tolerance(case)
     for i, (a, b) in enumerate(zip(rows, found, strict=False)):
         if a.seen != b.seen and case.client != "base":
@@ -111,17 +139,37 @@ def difference(case: Case, rows: list[Row], wanted: Any, found: list[Row], weigh
             return f"step {i}: skipped is {b.skipped}, expected {a.skipped}"
         if diverges(case, [a]):
             return None
-        sizes = {"sigma2": abs(a.sigma2) + abs(a.mu2), "mean_sigma2": abs(a.mean_sigma2) + abs(a.mean_mu2)}
-        sizes |= {"mu2": sizes["sigma2"], "mean_mu2": sizes["mean_sigma2"], "gain": a.gain, "tau": abs(a.tau)}
+        sizes = {
+            "sigma2": abs(a.sigma2) + abs(a.mu2),
+            "mean_sigma2": abs(a.mean_sigma2) + abs(a.mean_mu2),
+        }
+        sizes |= {
+            "mu2": sizes["sigma2"],
+            "mean_mu2": sizes["mean_sigma2"],
+            "gain": a.gain,
+            "tau": abs(a.tau),
+        }
         for name, size in sizes.items():
-            if not _near(getattr(a, name), getattr(b, name), (rounding if "2" in name else tol) * size):
-                return f"step {i}: {name} is {getattr(b, name)!r}, expected {getattr(a, name)!r}"
-        if len(a.lrs) != len(b.lrs) or not all(_near(x, y, tol * abs(x)) for x, y in zip(a.lrs, b.lrs, strict=True)):
+            if not _near(
+                getattr(a, name),
+                getattr(b, name),
+                (rounding if "2" in name else tol) * size,
+            ):
+                return (
+                    f"step {i}: {name} is {getattr(b, name)!r}, expected "
+                    f"{getattr(a, name)!r}"
+                )
+        if len(a.lrs) != len(b.lrs) or not all(
+            _near(x, y, tol * abs(x)) for x, y in zip(a.lrs, b.lrs, strict=True)
+        ):
             return f"step {i}: LRs {b.lrs}, expected {a.lrs}"
-        # Low precision can put the clocks on two sides of a number at which LR, batch, evaluation or end change.
+        # Low precision can put the clocks on two sides of a number at which LR, batch,
+        # evaluation or end change.
         if rounding > 1e-6 and math.floor(2 * a.tau) != math.floor(2 * b.tau):
             return None
-        if (a.score is None) != (b.score is None) or not _near(a.score or 0.0, b.score or 0.0, _of_score(a, rounding)):
+        if (a.score is None) != (b.score is None) or not _near(
+            a.score or 0.0, b.score or 0.0, _of_score(a, rounding)
+        ):
             return f"step {i}: the score is {b.score}, expected {a.score}"
     if len(rows) != len(found):
         return f"{len(found)} steps, expected {len(rows)}"
@@ -139,8 +187,12 @@ def _near(a: float, b: float, tol: float) -> bool:
     return (math.isnan(a) and math.isnan(b)) or abs(a - b) <= tol
 
 
-def shrunk(case: Case, pools: Pools, failing: Callable[[Case, Pools], str | None] = check) -> Case:
-    """Return the case without the dimensions that don't matter: one at a time is dropped while it still fails."""
+def shrunk(
+    case: Case, pools: Pools, failing: Callable[[Case, Pools], str | None] = check
+) -> Case:
+    """Return the case without the dimensions that don't matter: one at a time is
+    dropped while it still fails.
+    """
     changed = True
     while changed:
         changed = False
@@ -151,7 +203,7 @@ def shrunk(case: Case, pools: Pools, failing: Callable[[Case, Pools], str | None
     return case
 
 
-# ---- the command ---------------------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------
 
 
 class _Pools(dict[int, ProcessPool]):
@@ -172,7 +224,9 @@ def checked(case: Case, pools: Pools) -> str | None:
         return traceback.format_exc()
 
 
-def _job(seed: int, numbers: list[int], shrink: bool) -> list[tuple[int, str | None, str, float]]:
+def _job(
+    seed: int, numbers: list[int], shrink: bool
+) -> list[tuple[int, str | None, str, float]]:
     torch.set_num_threads(1)
     pools, out = _Pools(), []
     try:
@@ -182,7 +236,10 @@ def _job(seed: int, numbers: list[int], shrink: bool) -> list[tuple[int, str | N
             seconds = time.monotonic() - began
             if found is not None and shrink:
                 case = shrunk(case, pools.__getitem__, checked)
-                found = checked(case, pools.__getitem__) or f"{found} (not with the same settings again)"
+                found = (
+                    checked(case, pools.__getitem__)
+                    or f"{found} (not with the same settings again)"
+                )
             out.append((i, found, repr(case), seconds))
     finally:
         pools.close()
@@ -193,9 +250,14 @@ def short(case: Case) -> str:
     """Return the constructor call without the defaults."""
     plain, leg = Case(), Leg()
     legs = ", ".join(
-        f"Leg({', '.join(f'{k}={v!r}' for k, v in vars(each).items() if v != getattr(leg, k))})" for each in case.legs
+        f"Leg({', '.join(f'{k}={v!r}' for k, v in vars(each).items() if v != getattr(leg, k))})"
+        for each in case.legs
     )
-    rest = [f"{k}={v!r}" for k, v in vars(case).items() if k != "legs" and v != getattr(plain, k)]
+    rest = [
+        f"{k}={v!r}"
+        for k, v in vars(case).items()
+        if k != "legs" and v != getattr(plain, k)
+    ]
     return f"Case({', '.join([f'legs=({legs},)', *rest])})"
 
 
@@ -213,7 +275,8 @@ def _pairs(cases: Iterable[Case]) -> Counter[tuple[tuple[str, str], tuple[str, s
 
 
 def pairs_table(cases: list[Case]) -> str:
-    """Return, for each two dimensions, how many pairs of values the cases have of those that can be drawn, and which not.
+    """Return, for each two dimensions, how many pairs of values the cases have of those
+    that can be drawn, and which not.
 
     Pairs that 20,000 other draws have can be drawn; the others exclude each other.
     """
@@ -227,7 +290,12 @@ def pairs_table(cases: list[Case]) -> str:
         + "".join(f"; not {pair}" for pair in sorted(missing[a, b]))
         for (a, b), count in sorted(wanted.items())
     ]
-    return "\n".join([*lines, f"pairs of values: {len(seen.keys() & possible.keys())} of {len(possible)}"])
+    return "\n".join(
+        [
+            *lines,
+            f"pairs of values: {len(seen.keys() & possible.keys())} of {len(possible)}",
+        ]
+    )
 
 
 def until_first(seed: int, numbers: range) -> int:
@@ -246,17 +314,25 @@ def until_first(seed: int, numbers: range) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compare runs of the package with the literal model.")
+    parser = argparse.ArgumentParser(
+        description="Compare runs of the package with the literal model."
+    )
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log", type=Path, help="notes finished cases; default: runs/model-SEED.jsonl")
+    parser.add_argument(
+        "--log", type=Path, help="notes finished cases; default: runs/model-SEED.jsonl"
+    )
     parser.add_argument("--case", help="compare this one: a constructor call")
-    parser.add_argument("--until-first", action="store_true", help="stop at the first case that differs")
+    parser.add_argument(
+        "--until-first", action="store_true", help="stop at the first case that differs"
+    )
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument(
-        "--pairs", action="store_true", help="print the table of pairs that the draws have, and compare nothing"
+        "--pairs",
+        action="store_true",
+        help="print the table of pairs that the draws have, and compare nothing",
     )
     args = parser.parse_args()
     numbers = range(args.first, args.first + args.cases)
@@ -275,26 +351,46 @@ def main() -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     done = {}
     if log.exists():
-        done = {(note := json.loads(line))["case"]: note for line in log.read_text().splitlines()}
+        done = {
+            (note := json.loads(line))["case"]: note
+            for line in log.read_text().splitlines()
+        }
     todo = [i for i in numbers if i not in done]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.jobs, mp_context=context) as jobs, log.open("a") as notes:
-        futures = [jobs.submit(_job, args.seed, part, not args.no_shrink) for part in _chunks(todo, 50)]
+    with (
+        ProcessPoolExecutor(args.jobs, mp_context=context) as jobs,
+        log.open("a") as notes,
+    ):
+        futures = [
+            jobs.submit(_job, args.seed, part, not args.no_shrink)
+            for part in _chunks(todo, 50)
+        ]
         for future in as_completed(futures):
             for i, found, case, seconds in future.result():
                 done[i] = {"case": i, "found": found, "seconds": seconds}
                 notes.write(json.dumps(done[i]) + "\n")
                 if found is not None:
-                    print(f"--- {args.seed}:{i}\n{short(eval(case))}\n{found}\n", flush=True)
+                    print(
+                        f"--- {args.seed}:{i}\n{short(eval(case))}\n{found}\n",
+                        flush=True,
+                    )
             notes.flush()
             print(
-                f"{len(done)} of {len(numbers)}, {sum(n['found'] is not None for n in done.values())} differ",
+                f"{len(done)} of {len(numbers)}, "
+                f"{sum(n['found'] is not None for n in done.values())} differ",
                 flush=True,
             )
     failed = [n for i, n in done.items() if n["found"] is not None and i in numbers]
     seconds = sum(done[i]["seconds"] for i in numbers)
-    print(pairs_table([draw(f"{args.seed}:{i}") for i in numbers if done[i]["found"] is None]))
-    print(f"{len(numbers) - len(failed)} of {len(numbers)} cases agree, {seconds / len(numbers):.3f} s a case")
+    print(
+        pairs_table(
+            [draw(f"{args.seed}:{i}") for i in numbers if done[i]["found"] is None]
+        )
+    )
+    print(
+        f"{len(numbers) - len(failed)} of {len(numbers)} cases agree, "
+        f"{seconds / len(numbers):.3f} s a case"
+    )
     return 1 if failed else 0
 
 

@@ -11,15 +11,31 @@ from .case import NETS, SCHEDULERS, Case, Leg, net
 
 _SHARDINGS = ("none", "oss", "zero2", "fsdp2")
 _ADAMS = ("adam", "amsgrad", "adamw")
-_RULES = ("adascale", "adascale", "adascale_betas", "adamscale", "linear", "sqrt", "unscaled", "legw", "lsw+")
+_RULES = (
+    "adascale",
+    "adascale",
+    "adascale_betas",
+    "adamscale",
+    "linear",
+    "sqrt",
+    "unscaled",
+    "legw",
+    "lsw+",
+)
 
 
 def refusal(case: Case) -> str | None:
-    """Return a pattern of the error with which a case is documented to be refused; None if it must run."""
+    """Return a pattern of the error with which a case is documented to be refused;
+    None if it must run.
+    """
     run, bare, found = case.client == "run", case.client == "adascale", []
     follows = case.rule in ("adascale", "adascale_betas", "adamscale")
     adam, fixed = case.rule == "adamscale", not (case.batches or case.efficiency)
-    matrices = [p for p in net(case).parameters() if p.ndim == 2] if case.optimizer == "muon" else []
+    matrices = (
+        [p for p in net(case).parameters() if p.ndim == 2]
+        if case.optimizer == "muon"
+        else []
+    )
     fewest_rows = min((len(p) for p in matrices), default=99)
     for i, leg in enumerate(case.legs):
         batch, _ = batch_of(leg)
@@ -31,16 +47,34 @@ def refusal(case: Case) -> str | None:
                 run and fixed and batch < leg.base,
                 "smaller than the base batch|smaller than base_batch_size",
             ),
-            (case.iterable and leg.workers * leg.passes == 1 and batch > leg.base, "tells nothing of the noise"),
-            (run and case.drop_last and batch > case.length, "every batch would be dropped"),
-            (run and case.efficiency is not None and not follows, "the clock of that rule advances by the scale"),
-            (case.rule == "adascale_betas" and case.optimizer in ("sgd", "rmsprop"), "changes betas|keeps"),
+            (
+                case.iterable and leg.workers * leg.passes == 1 and batch > leg.base,
+                "tells nothing of the noise",
+            ),
+            (
+                run and case.drop_last and batch > case.length,
+                "every batch would be dropped",
+            ),
+            (
+                run and case.efficiency is not None and not follows,
+                "the clock of that rule advances by the scale",
+            ),
+            (
+                case.rule == "adascale_betas" and case.optimizer in ("sgd", "rmsprop"),
+                "changes betas|keeps",
+            ),
             (run and adam and leg.sharding != "none", "with the rule AdamScale"),
             (not run and adam and sharding != "none", "precondition= needs"),
             (adam and case.optimizer not in _ADAMS, "need torch.optim.Adam"),
             (run and adam and isinstance(case.clip, str), "divided as Adam does"),
-            (run and sharding == "fsdp2" and case.precision == "fp16", "Use precision='bf16'"),
-            (sharding == "fsdp2" and case.fused and case.optimizer == "sgd", "can't step the shards of fully_shard"),
+            (
+                run and sharding == "fsdp2" and case.precision == "fp16",
+                "Use precision='bf16'",
+            ),
+            (
+                sharding == "fsdp2" and case.fused and case.optimizer == "sgd",
+                "can't step the shards of fully_shard",
+            ),
             (
                 sharding == "fsdp2" and fewest_rows < leg.workers,
                 "can't step the shards of fully_shard: .* fails with a matrix",
@@ -63,8 +97,14 @@ def _fixed(leg: Leg) -> tuple[int, int, float]:
 
 
 def allowed(case: Case) -> bool:
-    """Return whether a case is one to run: its settings can be expressed, and it is not among what torch can't do."""
-    run, base_run, bare = case.client == "run", case.client == "base", case.client == "adascale"
+    """Return whether a case is one to run: its settings can be expressed, and it is
+    not among what torch can't do.
+    """
+    run, base_run, bare = (
+        case.client == "run",
+        case.client == "base",
+        case.client == "adascale",
+    )
     legs, plain = case.legs, Case()
     sgd, betas = case.optimizer == "sgd", case.rule == "adascale_betas"
     shardings = {leg.sharding for leg in legs if leg.workers > 1}
@@ -85,23 +125,37 @@ def allowed(case: Case) -> bool:
         not case.nesterov or (case.momentum > 0 and case.dampening == 0),
         not case.dampening or case.momentum > 0,
         not case.fused or case.optimizer in ("sgd", *_ADAMS),
-        case.optimizer != "muon" or (case.groups <= 2 and default("maximize", "fused") and case.net != "conv"),
-        # torch's fused SGD fails where some parameters have a momentum buffer and others none yet
-        not (case.fused and case.momentum) or (case.net != "branch" and default("frozen", "added")),
+        case.optimizer != "muon"
+        or (case.groups <= 2 and default("maximize", "fused") and case.net != "conv"),
+        # torch's fused SGD fails where some parameters have a momentum buffer and
+        # others none yet
+        not (case.fused and case.momentum)
+        or (case.net != "branch" and default("frozen", "added")),
         # the settings of a client
         bare or default(*of_bare),
         run or default(*of_run),
         bare or case.via == "checkpoint",
         not bare or not several or case.via != "checkpoint",
-        not bare or (default("drop_last") and case.unit == "step" and case.precision != "bf16"),
-        not bare or all((*_fixed(leg), leg.batch) == (*_fixed(legs[0]), None) for leg in legs),
+        not bare
+        or (default("drop_last") and case.unit == "step" and case.precision != "bf16"),
+        not bare
+        or all((*_fixed(leg), leg.batch) == (*_fixed(legs[0]), None) for leg in legs),
         legs[0].lr == 1,
-        # a start of a run that has ended saves nothing, so that the last checkpoint may be that of an earlier start
-        all(leg.accept or len({_fixed(x) for x in legs[:i]}) <= 1 for i, leg in enumerate(legs)),
+        # a start of a run that has ended saves nothing, so that the last checkpoint may
+        # be that of an earlier start
+        all(
+            leg.accept or len({_fixed(x) for x in legs[:i]}) <= 1
+            for i, leg in enumerate(legs)
+        ),
         not base_run
-        or (default("poison", "frozen", "hooked", "caught", "precision", "window") and case.rule == "unscaled"),
+        or (
+            default("poison", "frozen", "hooked", "caught", "precision", "window")
+            and case.rule == "unscaled"
+        ),
         not base_run or (not several and legs[0].base > 1),
-        not base_run or (legs[0].workers, legs[0].passes, legs[0].per_worker) == (1, 1, legs[0].base),
+        not base_run
+        or (legs[0].workers, legs[0].passes, legs[0].per_worker)
+        == (1, 1, legs[0].base),
         base_run or default("probe_every"),
         case.scheduler is not None or case.unit == "step",
         not bare or case.scheduler != "plateau",
@@ -110,56 +164,97 @@ def allowed(case: Case) -> bool:
         all(leg.steps is not None for leg in legs[:-1]) and legs[-1].steps is None,
         not case.effective or case.smoothing is None,
         case.measure_every is None or run or case.effective,
-        # the literal model's Adam with other betas in each step is that of AdamW and Adamax
+        # the literal model's Adam with other betas in each step is that of AdamW and
+        # Adamax
         not betas or case.optimizer in ("adamw", "adamax", "sgd"),
-        not betas or not (case.optimizer == "adamax" and (case.weight_decay or case.groups > 1)),
-        # torch: reduced precision is of float32 weights; fully_shard needs a gradient of every parameter
+        not betas
+        or not (case.optimizer == "adamax" and (case.weight_decay or case.groups > 1)),
+        # torch: reduced precision is of float32 weights; fully_shard needs a gradient
+        # of every parameter
         case.precision == "fp32" or case.dtype == "float32",
         case.net != "branch" or "fsdp2" not in shardings,
         not bare or case.precision == "fp32" or "fsdp2" not in shardings,
         all(_measurable(case, leg) for leg in legs),
-        # the state dict of an optimizer with DTensors goes through torch.distributed.checkpoint
+        # the state dict of an optimizer with DTensors goes through
+        # torch.distributed.checkpoint
         case.via != "state_dict" or not several or "fsdp2" not in shardings,
-        # torch's functions step an optimizer without state, and save that; they want a state of each trainable parameter; they
-        # know each parameter by one name; and they fail with the whole state of an SGD without momentum
+        # torch's functions step an optimizer without state, and save that; they want a
+        # state of each trainable parameter; they know each parameter by one name; and
+        # they fail with the whole state of an SGD without momentum
         case.via != "dcp" or not sgd or case.momentum > 0,
-        case.via != "dcp" or (default("precision", "poison") and case.net not in ("tied", "twice", "branch")),
-        # they leave out the state of parameters that are frozen when it is loaded; and parameters that were frozen in all steps
-        # so far have no state
         case.via != "dcp"
-        or all(start not in case.frozen and set(range(start)) - set(case.frozen) for start in starts[1:]),
+        or (
+            default("precision", "poison")
+            and case.net not in ("tied", "twice", "branch")
+        ),
+        # they leave out the state of parameters that are frozen when it is loaded; and
+        # parameters that were frozen in all steps so far have no state
+        case.via != "dcp"
+        or all(
+            start not in case.frozen and set(range(start)) - set(case.frozen)
+            for start in starts[1:]
+        ),
         # DDP does not reduce parameters that were frozen when it was built
         not case.frozen
         or all(
-            (0 if run else start) not in case.frozen or leg.workers == 1 or leg.sharding in ("zero2", "fsdp2")
+            (0 if run else start) not in case.frozen
+            or leg.workers == 1
+            or leg.sharding in ("zero2", "fsdp2")
             for start, leg in zip(starts, legs, strict=True)
         ),
-        # a tensor hook needs a trainable tensor; FSDP2 gives gradients to tensors of its own
-        case.hooked is None or ("fsdp2" not in shardings and not {case.hooked, *starts} & {*case.frozen}),
-        # several workers start again; an iterable has no place to go back to; and forward passes that are repeated move buffers
-        case.caught is None or (not shardings and not case.iterable and case.net != "norm"),
+        # a tensor hook needs a trainable tensor; FSDP2 gives gradients to tensors of
+        # its own
+        case.hooked is None
+        or ("fsdp2" not in shardings and not {case.hooked, *starts} & {*case.frozen}),
+        # several workers start again; an iterable has no place to go back to; and
+        # forward passes that are repeated move buffers
+        case.caught is None
+        or (not shardings and not case.iterable and case.net != "norm"),
         # a loop of the run's own; dropout's examples can't be compared
         not base_run or (default("looks") and case.quiet in (None, 0)),
         case.net != "merges" or case.quiet == 0,
-        # FSDP2 leaves whole weights after an evaluation in the loop, and what train() writes to these is lost; autocast, which
-        # is around the loop's body up to run.backward(), keeps copies of the merged weights for the training pass
-        case.net != "merges" or case.looks is None or ("fsdp2" not in shardings and case.precision == "fp32"),
+        # FSDP2 leaves whole weights after an evaluation in the loop, and what train()
+        # writes to these is lost; autocast, which is around the loop's body up to
+        # run.backward(), keeps copies of the merged weights for the training pass
+        case.net != "merges"
+        or case.looks is None
+        or ("fsdp2" not in shardings and case.precision == "fp32"),
         case.net in ("merges", "norm") or default("quiet"),
         # only Run saves and loads a model
         case.net != "hooked" or run,
-        case.added is None or (shardings <= {"zero2"} and not several and default("frozen", "scheduler", "changes")),
-        case.added is None or (case.debias and case.optimizer != "muon" and case.net in ("mlp", "conv", "words")),
+        case.added is None
+        or (
+            shardings <= {"zero2"}
+            and not several
+            and default("frozen", "scheduler", "changes")
+        ),
+        case.added is None
+        or (
+            case.debias
+            and case.optimizer != "muon"
+            and case.net in ("mlp", "conv", "words")
+        ),
         case.added is None or (not betas and case.rule not in ("adamscale", "legw")),
         not case.rescaled or default("changes", "short"),
         # refused in the first step, to which a start after T does not come
         not case.bare_model or not several,
         # batches of the run's own
-        not case.iterable or (not several and default("drop_last", "shuffle", "loaders", "batches", "efficiency")),
-        not case.iterable or (legs[0].batch is None and case.length // legs[0].workers >= (legs[0].per_worker or 0)),
+        not case.iterable
+        or (
+            not several
+            and default("drop_last", "shuffle", "loaders", "batches", "efficiency")
+        ),
+        not case.iterable
+        or (
+            legs[0].batch is None
+            and case.length // legs[0].workers >= (legs[0].per_worker or 0)
+        ),
         not case.loaders or (not several and legs[0].workers == 1),
-        not (case.batches or case.efficiency) or (default("drop_last") and all(leg.batch is None for leg in legs)),
+        not (case.batches or case.efficiency)
+        or (default("drop_last") and all(leg.batch is None for leg in legs)),
         not (case.batches and case.efficiency),
-        not case.batches or min(b for _, b in case.batches) >= max(leg.base for leg in legs),
+        not case.batches
+        or min(b for _, b in case.batches) >= max(leg.base for leg in legs),
     ]
     return all(checks)
 
@@ -169,7 +264,10 @@ def _measurable(case: Case, leg: Leg) -> bool:
     if case.client == "run":
         return True  # the run makes two passes
     counts = {leg.passes, *(count for _, count in case.changes)}
-    return all(leg.workers * passes > 1 or (leg.per_worker == leg.base and not case.rescaled) for passes in counts)
+    return all(
+        leg.workers * passes > 1 or (leg.per_worker == leg.base and not case.rescaled)
+        for passes in counts
+    )
 
 
 def _leg(rng: random.Random, run: bool, base: int, total: int) -> Leg:
@@ -214,11 +312,16 @@ def _any_case(rng: random.Random) -> Case:
         legs = [replace(leg, sharding="zero2") for leg in legs]
     of_rule = {"adascale_betas": ("adamw", "adamax"), "adamscale": _ADAMS}
     span = tuple(range(rng.randint(0, 3), rng.randint(4, 8)))
-    known = of_rule.get(rule, ("sgd", "sgd", "sgd", "adam", "amsgrad", "adamw", "adamax", "rmsprop", "muon"))
+    known = of_rule.get(
+        rule,
+        ("sgd", "sgd", "sgd", "adam", "amsgrad", "adamw", "adamax", "rmsprop", "muon"),
+    )
     optimizer = rng.choice(known) if rng.random() < 0.97 else "sgd"
     sgd, momentum = optimizer == "sgd", rng.choice((0.0, 0.9, 0.5))
     nesterov = sgd and momentum > 0 and rng.random() < 0.4
-    scheduler = maybe(0.85, rng.choice(SCHEDULERS), None) if rng.random() < 0.98 else "plateau"
+    scheduler = (
+        maybe(0.85, rng.choice(SCHEDULERS), None) if rng.random() < 0.98 else "plateau"
+    )
     more: dict[str, Any] = {}
     if bare:
         more = {
@@ -231,13 +334,19 @@ def _any_case(rng: random.Random) -> Case:
             "scaled_loss": maybe(0.7, True, False),
             "changes": maybe(0.2, ((rng.randint(1, 3), rng.randint(1, 4)),), ()),
             "short": maybe(0.25, ((rng.randint(0, 4), rng.randint(1, 3)),), ()),
-            "rescaled": maybe(0.15, ((rng.randint(0, 4), rng.choice((0.75, 2.0))),), ()),
+            "rescaled": maybe(
+                0.15, ((rng.randint(0, 4), rng.choice((0.75, 2.0))),), ()
+            ),
             "added": maybe(0.2, rng.randint(1, 4), None),
         }
         if more["added"]:
             scheduler = None
     elif run:
-        batches = ((0, rng.randint(base, 12)), (rng.randint(1, 3), rng.randint(base, 20)), (5, rng.randint(base, 30)))
+        batches = (
+            (0, rng.randint(base, 12)),
+            (rng.randint(1, 3), rng.randint(base, 20)),
+            (5, rng.randint(base, 30)),
+        )
         more = {
             "iterable": maybe(0.06, True, False),
             "loaders": maybe(0.015, 1, 0),
@@ -247,29 +356,44 @@ def _any_case(rng: random.Random) -> Case:
             "evaluate": maybe(0.3, rng.choice((1.0, 2.5)), None),
         }
         if more["batches"] or more["efficiency"] or more["iterable"]:
-            legs = [replace(leg, batch=None, per_worker=leg.per_worker or base) for leg in legs]
+            legs = [
+                replace(leg, batch=None, per_worker=leg.per_worker or base)
+                for leg in legs
+            ]
     else:
         more = {"probe_every": rng.randint(1, 4)}
     kind = rng.choice(tuple(NETS))
     return Case(
         client=client,
         legs=tuple(legs),
-        via=rng.choice(("state_dict", "dcp")) if bare and len(legs) > 1 else "checkpoint",
+        via=rng.choice(("state_dict", "dcp"))
+        if bare and len(legs) > 1
+        else "checkpoint",
         net=kind,
         optimizer=optimizer,
         momentum=momentum if sgd else 0.0,
         nesterov=nesterov,
-        dampening=maybe(0.3, 0.3, 0.0) if sgd and momentum > 0 and not nesterov else 0.0,
+        dampening=maybe(0.3, 0.3, 0.0)
+        if sgd and momentum > 0 and not nesterov
+        else 0.0,
         weight_decay=maybe(0.4, 0.05, 0.0) if optimizer != "adamax" else 0.0,
         maximize=maybe(0.15, optimizer != "muon", False),
         fused=maybe(0.1, optimizer in ("sgd", *_ADAMS), False),
-        groups=1 if rule == "adascale_betas" and optimizer == "adamax" else rng.choices((1, 2, 3), (3, 3, 2))[0],
+        groups=1
+        if rule == "adascale_betas" and optimizer == "adamax"
+        else rng.choices((1, 2, 3), (3, 3, 2))[0],
         scheduler=scheduler,
         unit=maybe(0.3, "epoch", "step") if scheduler and not bare else "step",
         rule=rule,
-        precision="fp32" if base_run else rng.choices(("fp32", "bf16", "fp16"), (8, 1, 1))[0],
+        precision="fp32"
+        if base_run
+        else rng.choices(("fp32", "bf16", "fp16"), (8, 1, 1))[0],
         dtype=maybe(0.85, "float64", "float32"),
-        clip=maybe(0.3, rng.choice((0.5, 2.0, 1e9, "1.2x" if run else 0.1, "0.9x" if run else 4.0)), None),
+        clip=maybe(
+            0.3,
+            rng.choice((0.5, 2.0, 1e9, "1.2x" if run else 0.1, "0.9x" if run else 4.0)),
+            None,
+        ),
         poison=()
         if base_run
         # on the first or the last worker
@@ -277,16 +401,26 @@ def _any_case(rng: random.Random) -> Case:
             (rng.randint(0, 6), rng.randint(0, 1) * max(legs[0].workers - 1, 1))
             for _ in range(rng.choice((0, 0, 0, 1, 2)))
         ),
-        frozen=() if base_run else rng.choice(((),) * 9 + (span, (0, 2, 4, 6, 8), (1, 3, 5, 7))),
+        frozen=()
+        if base_run
+        else rng.choice(((),) * 9 + (span, (0, 2, 4, 6, 8), (1, 3, 5, 7))),
         hooked=maybe(0.15, rng.randint(0, 4), None) if not base_run else None,
-        caught=maybe(0.2, (rng.randint(0, 4), rng.randint(0, 2)), None) if not base_run else None,
+        caught=maybe(0.2, (rng.randint(0, 4), rng.randint(0, 2)), None)
+        if not base_run
+        else None,
         window=rng.choice((0.05, 0.1, 0.3, 1.0)) if not base_run else 0.3,
         length=rng.randint(17, 61),
         seed=rng.randint(0, 10**6),
         drop_last=maybe(0.25, not bare, False),
         shuffle=maybe(0.9, True, False),
-        measure_every=maybe(0.25, rng.choice((1, 2, 3)), None) if run or more.get("effective") else None,
-        quiet=0 if kind == "merges" else maybe(0.4, rng.randint(0, 4), None) if kind == "norm" else None,
+        measure_every=maybe(0.25, rng.choice((1, 2, 3)), None)
+        if run or more.get("effective")
+        else None,
+        quiet=0
+        if kind == "merges"
+        else maybe(0.4, rng.randint(0, 4), None)
+        if kind == "norm"
+        else None,
         looks=maybe(0.2, rng.randint(1, 3), None) if not base_run else None,
         **more,
     )
@@ -300,24 +434,40 @@ def draw(seed: str) -> Case:
         case = _any_case(rng)
         if case.precision != "fp32":
             case = replace(case, dtype="float32")
-        if isinstance(case.clip, str):  # ten steps are measured before one may be clipped
-            case = replace(case, legs=tuple(replace(leg, total=leg.total + 30) for leg in case.legs))
+        # ten steps are measured before one may be clipped
+        if isinstance(case.clip, str):
+            case = replace(
+                case,
+                legs=tuple(replace(leg, total=leg.total + 30) for leg in case.legs),
+            )
         if long:
             first, *others = case.legs
             legs = (replace(first, steps=first.steps and first.steps + 60), *others)
-            case = replace(case, legs=tuple(replace(leg, total=leg.total + 300) for leg in legs))
-            case = replace(case, window=1.0, measure_every=None, optimizer="sgd", precision="fp32", dtype="float64")
+            case = replace(
+                case, legs=tuple(replace(leg, total=leg.total + 300) for leg in legs)
+            )
+            case = replace(
+                case,
+                window=1.0,
+                measure_every=None,
+                optimizer="sgd",
+                precision="fp32",
+                dtype="float64",
+            )
         if allowed(case) and (refusal(case) is not None) == refused and _sensible(case):
             return case
 
 
 def _sensible(case: Case) -> bool:
-    """Return whether the parts of the case that are drawn for certain steps and workers have an effect."""
+    """Return whether the parts of the case that are drawn for certain steps and
+    workers have an effect.
+    """
     passes = min(batch_of(leg)[1] for leg in case.legs)
     return (
         all(count < passes for _, count in case.short)
         and not (case.short and case.changes)
-        and sum(leg.steps or 0 for leg in case.legs) < (12 if case.legs[0].total < 100 else 99)
+        and sum(leg.steps or 0 for leg in case.legs)
+        < (12 if case.legs[0].total < 100 else 99)
     )
 
 
@@ -331,7 +481,13 @@ def values(case: Case) -> dict[str, str]:
     batch, passes = batch_of(first)
     kinds = {"none"} if len(case.legs) == 1 else set()
     for a, b in zip(case.legs, case.legs[1:], strict=False):
-        kinds.add("workers" if a.workers != b.workers else "base" if a.base != b.base else "same")
+        kinds.add(
+            "workers"
+            if a.workers != b.workers
+            else "base"
+            if a.base != b.base
+            else "same"
+        )
     workers = first.workers
     return {
         "client": case.client,
@@ -344,9 +500,14 @@ def values(case: Case) -> dict[str, str]:
         "resumed with": "workers" if "workers" in kinds else sorted(kinds)[0],
         **{
             f"{name} changes": str(was != now)
-            for name, was, now in zip(("B0", "T", "LR"), _fixed(first), _fixed(last), strict=True)
+            for name, was, now in zip(
+                ("B0", "T", "LR"), _fixed(first), _fixed(last), strict=True
+            )
         },
-        "optimizer": case.optimizer + "+m" * (case.momentum > 0) + "+n" * case.nesterov + "+d" * (case.dampening > 0),
+        "optimizer": case.optimizer
+        + "+m" * (case.momentum > 0)
+        + "+n" * case.nesterov
+        + "+d" * (case.dampening > 0),
         "decay": str(case.weight_decay > 0),
         "maximize": str(case.maximize),
         "fused": str(case.fused),
@@ -356,9 +517,15 @@ def values(case: Case) -> dict[str, str]:
         "rule": case.rule,
         "precision": case.dtype if case.precision == "fp32" else case.precision,
         "net": case.net,
-        "clip": "multiple" if isinstance(case.clip, str) else str(case.clip is not None),
+        "clip": "multiple"
+        if isinstance(case.clip, str)
+        else str(case.clip is not None),
         "skipped": str(bool(case.poison)),
-        "frozen": "no" if not case.frozen else "in turn" if case.frozen[1:2] == (case.frozen[0] + 2,) else "once",
+        "frozen": "no"
+        if not case.frozen
+        else "in turn"
+        if case.frozen[1:2] == (case.frozen[0] + 2,)
+        else "once",
         "hooked": str(case.hooked is not None),
         "caught": str(case.caught is not None),
         "drop_last": str(case.drop_last),
@@ -370,10 +537,18 @@ def values(case: Case) -> dict[str, str]:
         else "n",
         "debias": str(case.debias),
         "measured": "grows" if last.total > 100 else str(case.measure_every),
-        "clipped": "samples" if case.client == "adascale" and case.clip_samples else "averages",
+        "clipped": "samples"
+        if case.client == "adascale" and case.clip_samples
+        else "averages",
         "single gain": str(case.client != "adascale" or case.single_gain),
         "scaled loss": str(case.scaled_loss),
-        "passes change": "changed" if case.changes else "short" if case.short else "S" if case.rescaled else "no",
+        "passes change": "changed"
+        if case.changes
+        else "short"
+        if case.short
+        else "S"
+        if case.rescaled
+        else "no",
         "added": str(case.added is not None),
         "via": case.via if len(case.legs) > 1 else "none",
         "batch": "schedule"
@@ -386,13 +561,19 @@ def values(case: Case) -> dict[str, str]:
         "loaders": str(case.loaders),
         "evaluate": str(case.evaluate is not None),
         "bare model": str(case.bare_model),
-        "quiet": "no" if case.quiet is None else "at first" if case.quiet == 0 else "later",
+        "quiet": "no"
+        if case.quiet is None
+        else "at first"
+        if case.quiet == 0
+        else "later",
         "looks": str(case.looks is not None),
     }
 
 
 def smaller(case: Case) -> list[Case]:
-    """Return cases that are simpler in one place each, the largest simplification first."""
+    """Return cases that are simpler in one place each, the largest simplification
+    first.
+    """
     out, plain = [], Case()
     for i in range(len(case.legs)):
         if len(case.legs) > 1:
@@ -414,10 +595,21 @@ def smaller(case: Case) -> list[Case]:
             "lr": 1.0,
         }.items():
             if getattr(leg, name) != value:
-                changed = replace(leg, **{name: value}, **({"per_worker": 4} if name == "batch" else {}))
-                out.append(replace(case, legs=(*case.legs[:i], changed, *case.legs[i + 1 :])))
+                changed = replace(
+                    leg,
+                    **{name: value},
+                    **({"per_worker": 4} if name == "batch" else {}),
+                )
+                out.append(
+                    replace(case, legs=(*case.legs[:i], changed, *case.legs[i + 1 :]))
+                )
         if leg.workers > 2:
-            out.append(replace(case, legs=(*case.legs[:i], replace(leg, workers=2), *case.legs[i + 1 :])))
+            out.append(
+                replace(
+                    case,
+                    legs=(*case.legs[:i], replace(leg, workers=2), *case.legs[i + 1 :]),
+                )
+            )
         if i and (leg.base, leg.total) != (case.legs[0].base, case.legs[0].total):
             same = replace(leg, base=case.legs[0].base, total=case.legs[0].total)
             out.append(replace(case, legs=(*case.legs[:i], same, *case.legs[i + 1 :])))

@@ -1,4 +1,6 @@
-"""Runs a case with the package, start by start: on gloo processes where there are several workers, else in this process."""
+"""Runs a case with the package, start by start: on gloo processes where there are
+several workers, else in this process.
+"""
 
 from __future__ import annotations
 
@@ -68,18 +70,24 @@ def drive(case: Case, pools: Pools) -> tuple[list[Row], Tensor]:
     """Return the rows of the run and the weights at its end.
 
     Raises:
-        Exception: The run failed. On several workers it is a ``RankFailed`` with the traceback as its text.
+        Exception: The run failed. On several workers it is a ``RankFailed`` with the
+            traceback as its text.
     """
     rows: list[Row] = []
     weights = buffers = torch.empty(0)
     with tempfile.TemporaryDirectory() as folder:
         for i, leg in enumerate(case.legs):
             args = case, i, len(rows), folder
-            results = [_leg(*args)] if leg.workers == 1 else pools(leg.workers).run(_leg, *args)
+            results = (
+                [_leg(*args)]
+                if leg.workers == 1
+                else pools(leg.workers).run(_leg, *args)
+            )
             for result in results:
                 if isinstance(result, Refused):
                     if not result.expectable and leg.workers > 1:
-                        pools(leg.workers).kill()  # other workers may still wait in a collective
+                        # other workers may still wait in a collective
+                        pools(leg.workers).kill()
                     raise result
             rows += _same(results)
             _, weights, buffers = results[0]
@@ -93,22 +101,33 @@ def drive(case: Case, pools: Pools) -> tuple[list[Row], Tensor]:
 
 
 _Result = tuple[list[Row], Tensor, Tensor]
-"""Rows, weights and buffers of a worker's start. Workers may have other buffers; rank 0's count."""
+"""Rows, weights and buffers of a worker's start. Workers may have other buffers;
+rank 0's count.
+"""
 
 
 def _same(results: list[_Result]) -> list[Row]:
-    """Return the rows with the examples of all workers, and rank 0's scores. Other numbers must be the same on all workers."""
+    """Return the rows with the examples of all workers, and rank 0's scores. Other
+    numbers must be the same on all workers.
+    """
     first, weights, _ = results[0]
     joined = []
     for i, row in enumerate(first):
         seen = [rows[i].seen[0] for rows, *_ in results]
         for rank, (rows, *_) in enumerate(results):
-            a, b = ({**vars(r), "seen": None, "score": r.score is None} for r in (row, rows[i]))
+            a, b = (
+                {**vars(r), "seen": None, "score": r.score is None}
+                for r in (row, rows[i])
+            )
             assert repr(a) == repr(b), f"step {i}: rank {rank} has {b}, rank 0 {a}"
         joined.append(Row(**{**vars(row), "seen": seen}))
     for rank, (rows, theirs, _) in enumerate(results):
-        assert len(rows) == len(first), f"rank {rank} took {len(rows)} steps, rank 0 {len(first)}"
-        assert torch.equal(weights, theirs), f"rank {rank} has other weights than rank 0"
+        assert len(rows) == len(first), (
+            f"rank {rank} took {len(rows)} steps, rank 0 {len(first)}"
+        )
+        assert torch.equal(weights, theirs), (
+            f"rank {rank} has other weights than rank 0"
+        )
     return joined
 
 
@@ -116,7 +135,8 @@ class Refused(Exception):
     """An error that a worker raised, with its traceback as text.
 
     Attributes:
-        expectable: Whether it is one of settings that can't work, or of the bare model: the other workers raise it, too.
+        expectable: Whether it is one of settings that can't work, or of the bare model:
+            the other workers raise it, too.
     """
 
     def __init__(self, text: str, expectable: bool) -> None:
@@ -132,9 +152,13 @@ def _leg(case: Case, number: int, taken: int, folder: str) -> Any:
     with warnings.catch_warnings(), in_wide_precision():
         warnings.simplefilter("ignore", UserWarning)
         try:
-            return {"run": _run_leg, "base": _base_run, "adascale": _bare_leg}[case.client](case, number, taken, folder)
+            return {"run": _run_leg, "base": _base_run, "adascale": _bare_leg}[
+                case.client
+            ](case, number, taken, folder)
         except Exception as error:
-            expectable = isinstance(error, ValueError) or "run.model(...) was not called" in str(error)
+            expectable = isinstance(
+                error, ValueError
+            ) or "run.model(...) was not called" in str(error)
             return Refused(traceback.format_exc(), expectable)
 
 
@@ -163,7 +187,9 @@ def _freeze(case: Case, module: nn.Module, step: int) -> None:
 
 
 def _look(case: Case, model: nn.Module, step: int) -> None:
-    """Evaluate as a user's loop does, with what it is called by in training, and go on in train mode."""
+    """Evaluate as a user's loop does, with what it is called by in training, and go
+    on in train mode.
+    """
     if case.looks is not None and step % case.looks == 0:
         model.eval()
         with torch.no_grad():
@@ -182,7 +208,9 @@ class _PlantedError(Exception):
 
 @contextmanager
 def _fails(module: nn.Module, fails: bool) -> Iterator[None]:
-    """A context in which a backward pass fails, if it is to, after most gradients were accumulated."""
+    """A context in which a backward pass fails, if it is to, after most gradients
+    were accumulated.
+    """
 
     def fail(grad: Tensor) -> None:
         raise _PlantedError
@@ -204,7 +232,11 @@ class _Watch:
         self._groups = optimizer
         self.lrs: list[float] = []
         innermost = inner.optim if isinstance(inner, OSS) else inner
-        parts = innermost.optimizers if isinstance(innermost, OptimizerChain) else [innermost]
+        parts = (
+            innermost.optimizers
+            if isinstance(innermost, OptimizerChain)
+            else [innermost]
+        )
         parts[0].register_step_pre_hook(self._read)
 
     def _read(self, *_: Any) -> None:
@@ -212,13 +244,29 @@ class _Watch:
 
 
 def _row(
-    optimizer: AdaScale, lrs: list[float], seen: list[list[int]], score: float | None = None, skipped: bool = False
+    optimizer: AdaScale,
+    lrs: list[float],
+    seen: list[list[int]],
+    score: float | None = None,
+    skipped: bool = False,
 ) -> Row:
     last, nan = optimizer.last_step, math.nan
     if last.skipped or skipped:
-        return Row(True, last.gain, last.effective_steps, nan, nan, nan, nan, [], [seen], score)
+        return Row(
+            True, last.gain, last.effective_steps, nan, nan, nan, nan, [], [seen], score
+        )
     means = optimizer.average_moments()
-    return Row(False, last.gain, last.effective_steps, last.sigma2, last.mu2, *means, lrs, [seen], score)
+    return Row(
+        False,
+        last.gain,
+        last.effective_steps,
+        last.sigma2,
+        last.mu2,
+        *means,
+        lrs,
+        [seen],
+        score,
+    )
 
 
 def _weights(module: nn.Module) -> Tensor:
@@ -232,7 +280,7 @@ def _buffers(module: nn.Module) -> Tensor:
     return torch.cat([torch.empty(0), *found])
 
 
-# ---- Run -----------------------------------------------------------------------------------------------------------------------
+# ---- Run -----------------------------------------------------------------------------
 
 
 def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
@@ -278,8 +326,18 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
     data: Any = dataset(case)
     if case.iterable:
         assert leg.per_worker is not None
-        data = _Batches(data, own_batches(case, backend.rank, leg.workers, leg.per_worker))
-    run = Run(module, optimizer, schedule, data, config, backend=backend, evaluate=evaluate if case.evaluate else None)
+        data = _Batches(
+            data, own_batches(case, backend.rank, leg.workers, leg.per_worker)
+        )
+    run = Run(
+        module,
+        optimizer,
+        schedule,
+        data,
+        config,
+        backend=backend,
+        evaluate=evaluate if case.evaluate else None,
+    )
     watch = _Watch(run.optimizer)
     rows: list[Row] = []
     seen: list[list[int]] = []
@@ -295,12 +353,16 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
                     make_quiet(case, module, step)
                 if frozen_names(case, step) != frozen_names(case, step - 1):
                     _freeze(case, module, step)
-                if step == case.hooked and (case.caught is None or caught is not None or case.caught[0] != step):
+                if step == case.hooked and (
+                    case.caught is None or caught is not None or case.caught[0] != step
+                ):
                     _hook(module)
                 _look(
                     case, run.module, step
                 )  # last: under FSDP2 it leaves whole weights, and what is set on these is lost
-            loss = loss_of(case, run.module if case.bare_model else run.model, x, tokens, y)
+            loss = loss_of(
+                case, run.module if case.bare_model else run.model, x, tokens, y
+            )
             if fails:
                 caught = None
             with _fails(module, fails):
@@ -309,7 +371,11 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
             if run.step():
                 rows.append(_row(run.optimizer, watch.lrs, seen, *scores))
                 seen, scores[:] = [], []
-                if len(rows) == leg.steps and run.stopped is None and run.effective_steps < run.total_steps:
+                if (
+                    len(rows) == leg.steps
+                    and run.stopped is None
+                    and run.effective_steps < run.total_steps
+                ):
                     if number + 1 < len(case.legs):
                         run.save_checkpoint()
                     return
@@ -334,7 +400,7 @@ class _Batches:
         return (self._data[rows] for rows in self._indices)
 
 
-# ---- a base run ----------------------------------------------------------------------------------------------------------------
+# ---- a base run ----------------------------------------------------------------------
 
 
 def _base_run(case: Case, number: int, taken: int, folder: str) -> _Result:
@@ -342,8 +408,12 @@ def _base_run(case: Case, number: int, taken: int, folder: str) -> _Result:
     module, optimizer, schedule = _built(case, leg)
     make_quiet(case, module, 0)
     lrs: list[list[float]] = []
-    parts = optimizer.optimizers if isinstance(optimizer, OptimizerChain) else [optimizer]
-    parts[0].register_step_pre_hook(lambda *_: lrs.append([float(group["lr"]) for group in optimizer.param_groups]))
+    parts = (
+        optimizer.optimizers if isinstance(optimizer, OptimizerChain) else [optimizer]
+    )
+    parts[0].register_step_pre_hook(
+        lambda *_: lrs.append([float(group["lr"]) for group in optimizer.param_groups])
+    )
 
     def workload(config: Any) -> Workload:
         return Workload(
@@ -372,15 +442,18 @@ def _base_run(case: Case, number: int, taken: int, folder: str) -> _Result:
     noise = {probe.effective_steps: (probe.sigma2, probe.mu2) for probe in recipe.noise}
     nan = math.nan
     rows = [
-        Row(False, 1.0, i + 1.0, *noise.get(float(i), (nan, nan)), nan, nan, each, [[]]) for i, each in enumerate(lrs)
+        Row(False, 1.0, i + 1.0, *noise.get(float(i), (nan, nan)), nan, nan, each, [[]])
+        for i, each in enumerate(lrs)
     ]
     return rows, _weights(module), _buffers(module)
 
 
-# ---- the bare AdaScale ---------------------------------------------------------------------------------------------------------
+# ---- the bare AdaScale ---------------------------------------------------------------
 
 
-def _wrapped(module: nn.Module, optimizer: Optimizer, sharding: str, unused: bool) -> tuple[nn.Module, Optimizer]:
+def _wrapped(
+    module: nn.Module, optimizer: Optimizer, sharding: str, unused: bool
+) -> tuple[nn.Module, Optimizer]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return module, optimizer
     if sharding == "fsdp2":
@@ -415,7 +488,9 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
     scaler: torch.amp.GradScaler | None = None
     if case.precision == "fp16":
         sharded = leg.workers > 1 and leg.sharding == "zero2"
-        scaler = ShardedGradScaler(device="cpu") if sharded else torch.amp.GradScaler("cpu")
+        scaler = (
+            ShardedGradScaler(device="cpu") if sharded else torch.amp.GradScaler("cpu")
+        )
     more: dict[str, Any] = {"grad_scaler": scaler}
     if case.effective:
         more |= {"averaging_window": case.window, "measure_every": case.measure_every}
@@ -462,18 +537,24 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
     if factor != 1:
         ada.set_scale(factor * batch / leg.base)
 
-    def make_passes(step: int, now: int, batches: list[list[int]], fails: tuple[int, int] | None) -> None:
+    def make_passes(
+        step: int, now: int, batches: list[list[int]], fails: tuple[int, int] | None
+    ) -> None:
         if now != passes:
             ada.expect_passes(now)
         for i, indices in enumerate(batches):
             x, tokens, y, _ = data[indices]
             with torch.autocast("cpu", dtype=torch.float16, enabled=scaler is not None):
                 loss = loss_of(case, model, x, tokens, y)
-            loss = _poisoned(case, step, i == 0, loss / now if case.scaled_loss else loss)
+            loss = _poisoned(
+                case, step, i == 0, loss / now if case.scaled_loss else loss
+            )
             if scaler is not None:
                 loss = scaler.scale(loss)
             with _fails(module, fails == (step, i)):
-                if i + 1 < now and isinstance(model, DistributedDataParallel | ShardedDataParallel):
+                if i + 1 < now and isinstance(
+                    model, DistributedDataParallel | ShardedDataParallel
+                ):
                     with model.no_sync():
                         loss.backward()
                 else:
@@ -484,13 +565,21 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
     while ada.effective_steps < leg.total and len(rows) != leg.steps:
         step = taken + len(rows)
         if step in changes or step in dict(case.rescaled):
-            passes, factor = changes.get(step, passes), factor * dict(case.rescaled).get(step, 1)
-            # In one call: in two, another shape would be declared in between, such as one pass at S = 1, which measures nothing.
+            passes, factor = (
+                changes.get(step, passes),
+                factor * dict(case.rescaled).get(step, 1),
+            )
+            # In one call: in two, another shape would be declared in between, such as
+            # one pass at S = 1, which measures nothing.
             ada.set_plan(
                 StepPlan(
                     workers=leg.workers,
                     passes=passes,
-                    given_scale=factor * leg.workers * passes * leg.per_worker / leg.base,
+                    given_scale=factor
+                    * leg.workers
+                    * passes
+                    * leg.per_worker
+                    / leg.base,
                 )
             )
             ada.set_num_gradients_to_accumulate(passes, update_smoothing=_counts(case))
@@ -498,7 +587,9 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
             _freeze(case, module, step)
             ada.add_param_group(added_group(case, module))
         now = short.get(step, passes)
-        seen, position = examples_of(case, position, leg.workers * now * leg.per_worker, leg.workers, now)
+        seen, position = examples_of(
+            case, position, leg.workers * now * leg.per_worker, leg.workers, now
+        )
         _freeze(case, module, step)
         if step == case.quiet:
             make_quiet(case, module, step)
@@ -508,7 +599,8 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
         try:
             make_passes(step, now, seen[rank], case.caught)
         except _PlantedError:
-            # A pass that has failed before any gradient was accumulated has not begun for AdaScale, which has to be told.
+            # A pass that has failed before any gradient was accumulated has not begun
+            # for AdaScale, which has to be told.
             begun = ada.current.step.passing
             (module if begun else ada).zero_grad()  # AdaScale does not see the module's
             make_passes(step, now, seen[rank], None)
@@ -527,7 +619,8 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
             ada.step()
         ada.zero_grad()
         skipped = ada.steps == before
-        same = math.isclose(ada.last_step.gain, expected, rel_tol=1e-12)  # a step on the device has its own formula
+        # a step on the device has its own formula
+        same = math.isclose(ada.last_step.gain, expected, rel_tol=1e-12)
         assert skipped or same, "gain() before step() is another one"
         rows.append(_row(ada, watch.lrs, seen[rank], skipped=skipped))
         while schedule is not None and calls < calls_at(case, leg, ada.effective_steps):

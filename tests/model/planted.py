@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -94,27 +95,64 @@ FAULTS: list[tuple[str, str, str]] = [
 ]  # fmt: skip
 
 
+def place(text: str, code: str, what: str) -> tuple[int, int]:
+    """Return where code begins and ends in a text, however the formatter wraps it.
+
+    Raises:
+        ValueError: It is not there exactly once.
+    """
+
+    # Spaces, comments, and the comma that the formatter puts before a closing bracket.
+    layout = r"\s+|#[^\n]*|,(?=\s*[)\]}])"
+
+    def without_layout(text: str) -> tuple[str, list[int]]:
+        """The characters that are no layout, and where each is in the text."""
+        kept = [each for each in re.finditer(rf"(?:{layout})|(.)", text) if each[1]]
+        return "".join(each[1] for each in kept), [each.start() for each in kept]
+
+    (there, places), (wanted, _) = without_layout(text), without_layout(code)
+    if there.count(wanted) != 1:
+        raise ValueError(
+            f"{what}: {code!r} is there {there.count(wanted)} times, and must be once."
+        )
+    first = there.index(wanted)
+    return places[first], places[first + len(wanted) - 1] + 1
+
+
 def planted(folder: Path, number: int) -> str:
     """Copy the package and the comparison into a folder, with one fault; return its description."""
     name, old, new = FAULTS[number]
-    shutil.copytree(ROOT / "ray_adascale", folder / "ray_adascale", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "ray_adascale",
+        folder / "ray_adascale",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     (folder / "tests").mkdir()
     for path in ("__init__.py", "pool.py", "placement.py"):
         shutil.copy(ROOT / "tests" / path, folder / "tests" / path)
-    shutil.copytree(ROOT / "tests" / "model", folder / "tests" / "model", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "tests" / "model",
+        folder / "tests" / "model",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     file = folder / "ray_adascale" / name
     text = file.read_text(encoding="utf-8")
-    if text.count(old) != 1:
-        raise ValueError(f"Fault {number}: {old!r} is {text.count(old)} times in {name}, and must be there once.")
-    file.write_text(text.replace(old, new), encoding="utf-8")
+    start, end = place(text, old, f"Fault {number} in {name}")
+    file.write_text(
+        text[:start] + (new.strip() or "pass") + text[end:], encoding="utf-8"
+    )
     return f"{number:2} {name}: {old.strip()} → {new.strip() or 'nothing'}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Plant faults in a copy of the package, and see which are found.")
+    parser = argparse.ArgumentParser(
+        description="Plant faults in a copy of the package, and see which are found."
+    )
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=5)
-    parser.add_argument("--faults", type=int, nargs="*", help="their numbers; default: all")
+    parser.add_argument(
+        "--faults", type=int, nargs="*", help="their numbers; default: all"
+    )
     args = parser.parse_args()
     numbers = range(len(FAULTS)) if args.faults is None else args.faults
     found = 0
@@ -122,12 +160,25 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name:
             folder, began = Path(name), time.monotonic()
             what = planted(folder, number)
-            command = [sys.executable, "-m", "tests.model.compare", "--until-first", "--cases", str(args.cases)]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.model.compare",
+                "--until-first",
+                "--cases",
+                str(args.cases),
+            ]
             environment = {**os.environ, "PYTHONPATH": name}
             done = subprocess.run(
-                [*command, "--seed", str(args.seed)], cwd=folder, env=environment, capture_output=True, text=True
+                [*command, "--seed", str(args.seed)],
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
             )
-            last = (done.stdout.strip().splitlines() or [f"no answer: {done.stderr[-500:]}"])[-1]
+            last = (
+                done.stdout.strip().splitlines() or [f"no answer: {done.stderr[-500:]}"]
+            )[-1]
             found += done.returncode == 1
             print(f"{what}\n   {last} ({time.monotonic() - began:.0f} s)", flush=True)
     print(f"{found} of {len(numbers)} faults found within {args.cases} cases")

@@ -1,10 +1,13 @@
-"""AdaScale as the paper states it, slow and literal: what the production code is tested against.
+"""AdaScale as the paper states it, slow and literal: what the production code is tested
+against.
 
-Johnson et al., *AdaScale SGD: A User-Friendly Algorithm for Distributed Training*, ICML 2020 (arXiv 2007.05105), in float64, one
-gradient sample at a time, without ``ray_adascale``. The formulas come first, then a whole run (:func:`reference_run`).
+Johnson et al., *AdaScale SGD: A User-Friendly Algorithm for Distributed Training*, ICML
+2020 (arXiv 2007.05105), in float64, one gradient sample at a time, without
+``ray_adascale``. The formulas come first, then a whole run (:func:`reference_run`).
 
-Symbols: gradient samples ``g_i`` (i = 1…n) with weights ``w_i`` that sum to 1, scale ``S``, gradient variance ``σ²`` of
-one base batch, squared gradient ``μ²``, gain ``r``, effective steps ``τ``, total steps ``T``, decay ``θ``.
+Symbols: gradient samples ``g_i`` (i = 1…n) with weights ``w_i`` that sum to 1, scale
+``S``, gradient variance ``σ²`` of one base batch, squared gradient ``μ²``, gain ``r``,
+effective steps ``τ``, total steps ``T``, decay ``θ``.
 """
 
 from __future__ import annotations
@@ -22,14 +25,29 @@ from torch import Tensor, nn
 
 from .adam_betas import step_with_betas
 from .base import Row, Shape, base_hyperparameters, calls_at, examples_of, shape_of
-from .case import Case, Leg, added_group, dataset, frozen_names, loss_of, make_quiet, net, optimizers, score_of
+from .case import (
+    Case,
+    Leg,
+    added_group,
+    dataset,
+    frozen_names,
+    loss_of,
+    make_quiet,
+    net,
+    optimizers,
+    score_of,
+)
 
 Vector = NDArray[np.float64]
 Gradient = dict[Tensor, Tensor | None]
 
 
-def moments(samples: Sequence[Vector], weights: Sequence[float], scale: float) -> tuple[float, float]:
-    """``(σ², μ²)`` of one optimizer step from its n ≥ 2 flat gradient samples, unclipped."""
+def moments(
+    samples: Sequence[Vector], weights: Sequence[float], scale: float
+) -> tuple[float, float]:
+    """``(σ², μ²)`` of one optimizer step from its n ≥ 2 flat gradient samples,
+    unclipped.
+    """
     n = len(samples)
     # ḡ = Σ w_i g_i
     mean = np.sum([w * g for w, g in zip(weights, samples, strict=True)], axis=0)
@@ -65,7 +83,8 @@ class MovingAverage:
     def update(self, x: Vector, theta: float) -> None:
         self.t += 1
         if self.debias:
-            # biased ← θ·biased + (1−θ)·x;  weights ← θ·weights + (1−θ);  value = biased / weights
+            # biased ← θ·biased + (1−θ)·x;  weights ← θ·weights + (1−θ);  value = biased
+            # / weights
             self.biased = theta * self.biased + (1 - theta) * x
             self.weights = theta * self.weights + (1 - theta)
             self.value = self.biased / self.weights
@@ -83,10 +102,13 @@ class MovingAverage:
 class StepResult:
     """What one optimizer step yields."""
 
-    gains: list[float]  # r for the learning rate of each parameter group (all the same with ``single_gain``)
+    # r for the learning rate of each parameter group (all the same with
+    # ``single_gain``)
+    gains: list[float]
     gain: float  # r that advances the clock; NaN for a skipped step
     mean_gradient: list[Vector]  # ḡ of each parameter group
-    sigma2: float  # this step's unclipped σ², summed over groups; NaN where the step yields none
+    # this step's unclipped σ², summed over groups; NaN where the step yields none
+    sigma2: float
     mu2: float  # this step's unclipped μ², likewise
     effective_steps: float  # τ after the step
     skipped: bool = False  # a gradient sample was not finite
@@ -100,28 +122,43 @@ class ReferenceAdaScale:
         *,
         scale: float,  # S
         n: int,  # gradient samples in one optimizer step
-        averaging: Literal["count", "effective"] = "count",  # θ = ``smoothing``, or θ_t = exp(−r_{t−1} / (window·T))
+        # θ = ``smoothing``, or θ_t = exp(−r_{t−1} / (window·T))
+        averaging: Literal["count", "effective"] = "count",
         smoothing: float | None = None,  # None: max(1 − n/1000, 0)
         debias: bool = True,  # False: the paper's Appendix B.3, a plain mean at first
-        clip: Literal["samples", "averages"] = "samples",  # σ² ≥ floor and μ² ≥ 0 before averaging, or only on reading
+        # σ² ≥ floor and μ² ≥ 0 before averaging, or only on reading
+        clip: Literal["samples", "averages"] = "samples",
         variance_floor: float = 0.0,
         window: float = 0.05,  # a share of T
         total_steps: float | None = None,  # T
-        single_gain: bool = False,  # sum the statistics over parameter groups before anything else
+        # sum the statistics over parameter groups before anything else
+        single_gain: bool = False,
     ) -> None:
         self.scale, self.n = scale, n
-        self.averaging, self.smoothing, self.debias, self.clip = averaging, smoothing, debias, clip
-        self.variance_floor, self.window, self.total_steps = variance_floor, window, total_steps
+        self.averaging, self.smoothing, self.debias, self.clip = (
+            averaging,
+            smoothing,
+            debias,
+            clip,
+        )
+        self.variance_floor, self.window, self.total_steps = (
+            variance_floor,
+            window,
+            total_steps,
+        )
         self.single_gain = single_gain
         self.effective_steps = 0.0
-        self.since_sample = 1.0  # τ since the last sample; before the first sample one effective step
+        # τ since the last sample; before the first sample one effective step
+        self.since_sample = 1.0
         self.sigma2, self.mu2 = MovingAverage(self.debias), MovingAverage(self.debias)
 
     def add_group(self) -> None:
         """One more gain, without a sample yet."""
         for average in [] if self.single_gain else [self.sigma2, self.mu2]:
             if average.value is not None:
-                average.weights = np.append(np.zeros_like(average.value) + average.weights, 0.0)
+                average.weights = np.append(
+                    np.zeros_like(average.value) + average.weights, 0.0
+                )
                 average.biased = np.append(average.biased, 0.0)
 
     def set_scale(self, scale: float) -> None:
@@ -129,10 +166,18 @@ class ReferenceAdaScale:
         self.scale = scale
 
     def rebase(self, ratio: float, r: float) -> float:
-        """The base batch is another: σ² is that of a base batch, and so are σ²/S and the last gain, which is returned."""
+        """The base batch is another: σ² is that of a base batch, and so are σ²/S and
+        the last gain, which is returned.
+        """
         if self.sigma2.value is not None and self.mu2.value is not None:
-            of_all = [max(float(average.value.sum()), 0.0) for average in (self.sigma2, self.mu2)]
-            self.sigma2.biased, self.sigma2.value = self.sigma2.biased * ratio, self.sigma2.value * ratio
+            of_all = [
+                max(float(average.value.sum()), 0.0)
+                for average in (self.sigma2, self.mu2)
+            ]
+            self.sigma2.biased, self.sigma2.value = (
+                self.sigma2.biased * ratio,
+                self.sigma2.value * ratio,
+            )
             # r = (σ² + μ²) / (σ²/S + μ²), where σ²/S stays
             if sum(of_all) > 0:
                 r *= (of_all[0] * ratio + of_all[1]) / sum(of_all)
@@ -150,24 +195,43 @@ class ReferenceAdaScale:
         # θ = max(1 − n/1000, 0)
         return max(1 - self.n / 1000, 0.0) if self.smoothing is None else self.smoothing
 
-    def step(self, samples: Sequence[Sequence[Vector]], weights: Sequence[float] | None = None) -> StepResult:
-        """``samples[i][k]`` is the flat gradient of gradient sample i for parameter group k; weights default to 1/n."""
+    def step(
+        self,
+        samples: Sequence[Sequence[Vector]],
+        weights: Sequence[float] | None = None,
+    ) -> StepResult:
+        """``samples[i][k]`` is the flat gradient of gradient sample i for parameter
+        group k; weights default to 1/n.
+        """
         assert len(samples) == self.n
         if weights is None:
             weights = [1 / self.n] * self.n
         by_group = list(zip(*samples, strict=True))
         groups = len(by_group)
         with np.errstate(invalid="ignore"):  # ∞ − ∞ in a step that is skipped below
-            mean = [np.sum([w * g for w, g in zip(weights, gs, strict=True)], axis=0) for gs in by_group]
+            mean = [
+                np.sum([w * g for w, g in zip(weights, gs, strict=True)], axis=0)
+                for gs in by_group
+            ]
         if not all(np.isfinite(g).all() for gs in by_group for g in gs):
-            return StepResult([math.nan] * groups, math.nan, mean, math.nan, math.nan, self.effective_steps, True)
+            return StepResult(
+                [math.nan] * groups,
+                math.nan,
+                mean,
+                math.nan,
+                math.nan,
+                self.effective_steps,
+                True,
+            )
 
         statistics = None  # for each group (σ², μ²)
         if self.n > 1:
             statistics = np.array([moments(gs, weights, self.scale) for gs in by_group])
         return self.advance(statistics, mean)
 
-    def advance(self, statistics: NDArray[np.float64] | None, mean: list[Vector]) -> StepResult:
+    def advance(
+        self, statistics: NDArray[np.float64] | None, mean: list[Vector]
+    ) -> StepResult:
         """A step with (σ², μ²) of each group, or with none."""
         groups = len(mean)
         total_sigma2 = total_mu2 = math.nan
@@ -177,8 +241,12 @@ class ReferenceAdaScale:
                 statistics = statistics.sum(axis=0, keepdims=True)
             sigma2, mu2 = statistics.T
             if self.clip == "samples":
-                sigma2, mu2 = np.maximum(sigma2, self.variance_floor), np.maximum(mu2, 0.0)
-            # This step's sample enters the averages before r_t is read from them: FairScale's order.
+                sigma2, mu2 = (
+                    np.maximum(sigma2, self.variance_floor),
+                    np.maximum(mu2, 0.0),
+                )
+            # This step's sample enters the averages before r_t is read from them:
+            # FairScale's order.
             theta = self.theta()
             self.sigma2.update(sigma2, theta)
             self.mu2.update(mu2, theta)
@@ -188,18 +256,31 @@ class ReferenceAdaScale:
         # τ ← τ + r
         self.effective_steps += clock
         self.since_sample += clock
-        return StepResult(gains, clock, mean, float(total_sigma2), float(total_mu2), self.effective_steps)
+        return StepResult(
+            gains,
+            clock,
+            mean,
+            float(total_sigma2),
+            float(total_mu2),
+            self.effective_steps,
+        )
 
     def _gains(self, groups: int) -> tuple[list[float], float]:
         sigma2, mu2 = self.sigma2.value, self.mu2.value
         if sigma2 is None or mu2 is None:
             return [1.0] * groups, 1.0
         # The clock: the gain of the sums over groups.
-        clock = gain(float(sigma2.sum()), float(mu2.sum()), self.scale, self.variance_floor)
+        clock = gain(
+            float(sigma2.sum()), float(mu2.sum()), self.scale, self.variance_floor
+        )
         if self.single_gain:
             return [clock] * groups, clock
-        gains = [gain(float(s), float(m), self.scale, self.variance_floor) for s, m in zip(sigma2, mu2, strict=True)]
-        return gains + [1.0] * (groups - len(gains)), clock  # an added group may have no sample yet
+        gains = [
+            gain(float(s), float(m), self.scale, self.variance_floor)
+            for s, m in zip(sigma2, mu2, strict=True)
+        ]
+        # an added group may have no sample yet
+        return gains + [1.0] * (groups - len(gains)), clock
 
 
 class ExpectedNorm:
@@ -207,25 +288,41 @@ class ExpectedNorm:
 
     total, weight, steps, batch = 0.0, 0.0, 0, 0
 
-    def limit(self, kappa: float, scale: float, batch: int, averages: ReferenceAdaScale) -> float:
+    def limit(
+        self, kappa: float, scale: float, batch: int, averages: ReferenceAdaScale
+    ) -> float:
         if self.batch not in (0, batch) and averages.mu2.value is not None:
-            noise, mu2 = np.maximum(averages.sigma2.value, 0).sum() / scale, np.maximum(averages.mu2.value, 0).sum()
-            self.total *= (mu2 + noise) / (mu2 + noise * batch / self.batch) if mu2 + noise > 0 else 1.0
+            noise, mu2 = (
+                np.maximum(averages.sigma2.value, 0).sum() / scale,
+                np.maximum(averages.mu2.value, 0).sum(),
+            )
+            self.total *= (
+                (mu2 + noise) / (mu2 + noise * batch / self.batch)
+                if mu2 + noise > 0
+                else 1.0
+            )
         self.batch = batch
-        return kappa * math.sqrt(self.total / self.weight) if self.steps >= 10 and self.total > 0 else math.inf
+        return (
+            kappa * math.sqrt(self.total / self.weight)
+            if self.steps >= 10 and self.total > 0
+            else math.inf
+        )
 
     def add(self, square: float, theta: float) -> None:
         self.steps, self.weight = self.steps + 1, theta * self.weight + 1 - theta
         self.total = theta * self.total + (1 - theta) * square
 
 
-# ---- a whole run ---------------------------------------------------------------------------------------------------------------
+# ---- a whole run ---------------------------------------------------------------------
 
 
-def apply_rule(case: Case, leg: Leg, r: float, scale: float, tau: float) -> tuple[float, float]:
+def apply_rule(
+    case: Case, leg: Leg, r: float, scale: float, tau: float
+) -> tuple[float, float]:
     """(factor on the LR, increment of τ) of a scaling rule."""
     ramp = min(1.0, tau / (5 / 90 * leg.total))
-    warmup = scale * 0.1 * case.length / leg.base  # LEGW's: 0.1 epochs of the base run, S times as long
+    # LEGW's: 0.1 epochs of the base run, S times as long
+    warmup = scale * 0.1 * case.length / leg.base
     rules = {
         "adascale": (r, r),
         "adascale_betas": (r, r),
@@ -239,15 +336,26 @@ def apply_rule(case: Case, leg: Leg, r: float, scale: float, tau: float) -> tupl
     return rules[case.rule]
 
 
-def gradient(case: Case, module: nn.Module, rows: list[int], factor: float = 1.0, *, hooked: bool = False) -> Gradient:
-    """The gradient of the mean loss of some examples, by way of a multiple of it; None for parameters without one."""
+def gradient(
+    case: Case,
+    module: nn.Module,
+    rows: list[int],
+    factor: float = 1.0,
+    *,
+    hooked: bool = False,
+) -> Gradient:
+    """The gradient of the mean loss of some examples, by way of a multiple of it;
+    None for parameters without one.
+    """
     params = [p for p in module.parameters() if p.requires_grad]
     x, tokens, y, _ = dataset(case)[rows]
     kind = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[case.precision]
     with torch.autocast("cpu", dtype=kind, enabled=kind is not None):
         loss = loss_of(case, module, x, tokens, y)
     found = torch.autograd.grad(loss * factor, params, allow_unused=True)
-    gradient = {p: None if g is None else g / factor for p, g in zip(params, found, strict=True)}
+    gradient = {
+        p: None if g is None else g / factor for p, g in zip(params, found, strict=True)
+    }
     first = next(module.parameters())
     if hooked and (g := gradient.get(first)) is not None:
         gradient[first] = 3 * g
@@ -264,37 +372,70 @@ def keeps_buffers(module: nn.Module, keeps: bool) -> Iterator[None]:
             b.copy_(was)
 
 
-def samples_of(case: Case, module: nn.Module, seen: Any, shape: Shape, step: int, loss_scale: float) -> list[Gradient]:
-    """The gradient samples g_i; the loss carries the factor n·w_i/passes, and the loss scale."""
+def samples_of(
+    case: Case, module: nn.Module, seen: Any, shape: Shape, step: int, loss_scale: float
+) -> list[Gradient]:
+    """The gradient samples g_i; the loss carries the factor n·w_i/passes, and the
+    loss scale.
+    """
     samples = []
     for p in range(shape.passes):
         for k in range(shape.workers):
-            factor = shape.workers * len(seen[k][p]) / shape.batch * (1 if case.scaled_loss else shape.passes)
+            factor = (
+                shape.workers
+                * len(seen[k][p])
+                / shape.batch
+                * (1 if case.scaled_loss else shape.passes)
+            )
             hooked = case.hooked is not None and step >= case.hooked
             with keeps_buffers(module, k > 0):  # those of rank 0's micro-batches count
-                g = gradient(case, module, seen[k][p], factor * loss_scale, hooked=hooked)
+                g = gradient(
+                    case, module, seen[k][p], factor * loss_scale, hooked=hooked
+                )
             poisoned = p == 0 and (step, k) in case.poison
-            samples.append({q: v * math.inf if poisoned and v is not None else v for q, v in g.items()})
+            samples.append(
+                {
+                    q: v * math.inf if poisoned and v is not None else v
+                    for q, v in g.items()
+                }
+            )
     return samples
 
 
-def flat(case: Case, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], g: Gradient) -> Vector:
-    """A gradient as one vector; for AdamScale in Adam's metric, g / (√(v / (1 − β₂^t)) + ε) with v and t of the step before."""
+def flat(
+    case: Case, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], g: Gradient
+) -> Vector:
+    """A gradient as one vector; for AdamScale in Adam's metric, g / (√(v / (1 −
+    β₂^t)) + ε) with v and t of the step before.
+    """
     parts = []
     for p in params:
         v = g.get(p)
         v = torch.zeros_like(p) if v is None else v
         state = optimizer.state.get(p) if case.rule == "adamscale" else None
         if state:
-            group = next(group for group in optimizer.param_groups if any(q is p for q in group["params"]))
-            second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
-            v = v / ((second / (1 - group["betas"][1] ** float(state["step"]))).sqrt() + group["eps"])
+            group = next(
+                group
+                for group in optimizer.param_groups
+                if any(q is p for q in group["params"])
+            )
+            second = (
+                state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+            )
+            v = v / (
+                (second / (1 - group["betas"][1] ** float(state["step"]))).sqrt()
+                + group["eps"]
+            )
         parts.append(v.detach().double().numpy().ravel())
     return np.concatenate([np.zeros(0), *parts])  # a group may be empty
 
 
-def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[list[Row], Vector]:
-    """The rows of a whole run, and the weights at its end; ``plans``: (B, passes) of each step, where the noise decides."""
+def reference_run(
+    case: Case, plans: Sequence[tuple[int, int]] = ()
+) -> tuple[list[Row], Vector]:
+    """The rows of a whole run, and the weights at its end; ``plans``: (B, passes) of
+    each step, where the noise decides.
+    """
     module = net(case)
     members = optimizers(case, module)
     groups = [group for each in members for group in each.param_groups]
@@ -309,11 +450,21 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
         window=case.window,
         single_gain=case.single_gain or not bare,
     )
-    betas = {p: ([], [], [], p.detach().double().numpy().ravel().copy()) for g in groups for p in g["params"]}
+    betas = {
+        p: ([], [], [], p.detach().double().numpy().ravel().copy())
+        for g in groups
+        for p in g["params"]
+    }
     rows: list[Row] = []
-    tau, r, position, loss_scale = 0.0, 1.0, 0, 65536.0 if case.precision == "fp16" else 1.0
+    tau, r, position, loss_scale = (
+        0.0,
+        1.0,
+        0,
+        65536.0 if case.precision == "fp16" else 1.0,
+    )
     base, evaluated_at = case.legs[0].base, 0.0
-    expected, free = ExpectedNorm(), 0.0  # the step from which the next measurement may begin
+    # the step from which the next measurement may begin
+    expected, free = ExpectedNorm(), 0.0
     ended, unsampled = 0, False
     for leg in case.legs:
         curve, averages.total_steps = base_hyperparameters(case, leg), leg.total
@@ -323,21 +474,43 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
         while tau < leg.total and (leg.steps is None or len(rows) < first + leg.steps):
             step = len(rows)
             # ---- what the step consists of
-            shape = shape_of(case, leg, step, tau, plans[min(step, len(plans) - 1)] if plans else None)
-            scale, n, full_n = shape.scale, shape.workers * shape.passes, shape.workers * shape.full
+            shape = shape_of(
+                case,
+                leg,
+                step,
+                tau,
+                plans[min(step, len(plans) - 1)] if plans else None,
+            )
+            scale, n, full_n = (
+                shape.scale,
+                shape.workers * shape.passes,
+                shape.workers * shape.full,
+            )
             averages.set_scale(scale)
             averages.set_n(full_n)
-            averages.smoothing = max(1 - full_n / 1000, 0.0) if case.smoothing is None else case.smoothing
+            averages.smoothing = (
+                max(1 - full_n / 1000, 0.0)
+                if case.smoothing is None
+                else case.smoothing
+            )
             frozen = frozen_names(case, step)
             make_quiet(case, module, step)
             of_leg = leg.workers > 1 and leg.sharding == "zero2"
-            # One step in k is measured. k grows by one in 50 steps, while 50 measured steps of the largest advance, S, fill the
-            # window.
+            # One step in k is measured. k grows by one in 50 steps, while 50 measured
+            # steps of the largest advance, S, fill the window.
             every = case.measure_every
             if every is None:
-                of_window = case.window * leg.total / (max(scale * shape.full / shape.passes, 1.0) * 50)
+                of_window = (
+                    case.window
+                    * leg.total
+                    / (max(scale * shape.full / shape.passes, 1.0) * 50)
+                )
                 effective = averages.averaging == "effective"
-                every = min(max(1, math.floor(of_window)), 1 + ended // 50) if effective else 1
+                every = (
+                    min(max(1, math.floor(of_window)), 1 + ended // 50)
+                    if effective
+                    else 1
+                )
             measured = unsampled or ended % every == 0
             if step == case.added:
                 groups.append(added_group(case, module))
@@ -347,22 +520,44 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             for name, p in module.named_parameters():
                 p.requires_grad_(name not in frozen)
             # ---- the gradient samples g_i with weights w_i, and ḡ = Σ w_i g_i; None where no sample has a gradient
-            seen, position = examples_of(case, position, shape.batch, shape.workers, shape.passes)
-            weights = [len(seen[k][p]) / shape.batch for p in range(shape.passes) for k in range(shape.workers)]
+            seen, position = examples_of(
+                case, position, shape.batch, shape.workers, shape.passes
+            )
+            weights = [
+                len(seen[k][p]) / shape.batch
+                for p in range(shape.passes)
+                for k in range(shape.workers)
+            ]
             samples = samples_of(case, module, seen, shape, step, loss_scale)
             for q in module.parameters():
-                found = [w * g[q] for w, g in zip(weights, samples, strict=True) if g.get(q) is not None]
+                found = [
+                    w * g[q]
+                    for w, g in zip(weights, samples, strict=True)
+                    if g.get(q) is not None
+                ]
                 q.grad = sum(found[1:], found[0]) if found else None
-            if not all(v is None or bool(v.isfinite().all()) for g in samples for v in g.values()):
+            if not all(
+                v is None or bool(v.isfinite().all())
+                for g in samples
+                for v in g.values()
+            ):
                 loss_scale = loss_scale / 2 if case.precision == "fp16" else 1.0
                 ended += not (
                     bare and case.precision == "fp16" and not of_leg
                 )  # torch's scaler leaves out the whole step
-                rows.append(Row(True, r, tau, math.nan, math.nan, math.nan, math.nan, [], seen))
+                rows.append(
+                    Row(True, r, tau, math.nan, math.nan, math.nan, math.nan, [], seen)
+                )
                 continue
             # ---- σ² and μ²
-            flats = [[flat(case, members[0], group["params"], g) for g in samples] for group in groups]
-            mean = [np.sum([w * g for w, g in zip(weights, gs, strict=True)], axis=0) for gs in flats]
+            flats = [
+                [flat(case, members[0], group["params"], g) for g in samples]
+                for group in groups
+            ]
+            mean = [
+                np.sum([w * g for w, g in zip(weights, gs, strict=True)], axis=0)
+                for gs in flats
+            ]
             statistics = None
             ended += 1
             if n > 1 and measured:
@@ -372,13 +567,20 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             # ---- the largest norm: κ times the root of the average of ‖ḡ‖² over effective time, which knows E‖ḡ‖² = μ² + σ²/S
             multiple = isinstance(case.clip, str) and scale > 1
             limit = case.clip if isinstance(case.clip, float) else math.inf
-            limit = expected.limit(float(case.clip[:-1]), scale, shape.batch, averages) if multiple else limit
+            limit = (
+                expected.limit(float(case.clip[:-1]), scale, shape.batch, averages)
+                if multiple
+                else limit
+            )
             # ---- r, the step with factor · lr(⌊τ⌋), τ
             result = averages.advance(statistics, mean)
             if multiple and (statistics is not None or not measured):
                 square = min(sum(float(m @ m) for m in mean), limit**2)
                 expected.add(square, math.exp(-result.gain / (case.window * leg.total)))
-            r, (_, increment) = result.gain, apply_rule(case, leg, result.gain, scale, tau)
+            r, (_, increment) = (
+                result.gain,
+                apply_rule(case, leg, result.gain, scale, tau),
+            )
             averages.since_sample += increment - result.gain
             noise = result.sigma2, result.mu2
             if base_run:
@@ -393,10 +595,16 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
                         noise = probe(case, module, following)
             if limit < math.inf:
                 stepped = {p for group in groups for p in group["params"]}
-                torch.nn.utils.clip_grad_norm_([p for p in module.parameters() if p in stepped], limit)
-            for group, r_group, at_base in zip(groups, result.gains, curve[calls_at(case, leg, tau)], strict=True):
+                torch.nn.utils.clip_grad_norm_(
+                    [p for p in module.parameters() if p in stepped], limit
+                )
+            for group, r_group, at_base in zip(
+                groups, result.gains, curve[calls_at(case, leg, tau)], strict=True
+            ):
                 factor, exponent = apply_rule(case, leg, r_group, scale, tau)
-                group.update({**at_base, "params": group["params"], "lr": factor * at_base["lr"]})
+                group.update(
+                    {**at_base, "params": group["params"], "lr": factor * at_base["lr"]}
+                )
                 for p in group["params"] if case.rule == "adascale_betas" else ():
                     step_with_betas(p, group, exponent, betas[p])
             for member in members if case.rule != "adascale_betas" else ():
@@ -404,18 +612,30 @@ def reference_run(case: Case, plans: Sequence[tuple[int, int]] = ()) -> tuple[li
             tau += increment  # or the whole number that the sum equals but for rounding
             tau = round(tau) if abs(tau - round(tau)) < 1e-12 * tau else tau
             score = None
-            if case.evaluate and (tau // case.evaluate > evaluated_at // case.evaluate or tau >= leg.total):
+            if case.evaluate and (
+                tau // case.evaluate > evaluated_at // case.evaluate or tau >= leg.total
+            ):
                 evaluated_at, score = tau, evaluation(case, module, step)
             values = averages.sigma2.value, averages.mu2.value
-            means = [math.nan if value is None else float(np.maximum(value, 0).sum()) for value in values]
+            means = [
+                math.nan if value is None else float(np.maximum(value, 0).sum())
+                for value in values
+            ]
             lrs = [group["lr"] for group in groups]
             rows.append(Row(False, r, tau, *noise, *means, lrs, seen, score))
-    of_weights = [*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]
-    return rows, np.concatenate([p.detach().double().numpy().ravel() for p in of_weights])
+    of_weights = [
+        *module.parameters(),
+        *(b for b in module.buffers() if b.is_floating_point()),
+    ]
+    return rows, np.concatenate(
+        [p.detach().double().numpy().ravel() for p in of_weights]
+    )
 
 
 def evaluation(case: Case, module: nn.Module, step: int) -> float:
-    """The loss of some examples in eval mode; then all modules are in train mode, except the quiet ones."""
+    """The loss of some examples in eval mode; then all modules are in train mode,
+    except the quiet ones.
+    """
     with torch.no_grad():
         score = score_of(case, module.eval())
     module.train()
@@ -423,9 +643,22 @@ def evaluation(case: Case, module: nn.Module, step: int) -> float:
     return score
 
 
-def probe(case: Case, module: nn.Module, batches: list[list[int]]) -> tuple[float, float]:
-    """σ² and μ² of a step of a base run: of its batch and the next three, at the same weights."""
-    optimizer = optimizers(case, module)[0]  # for its metric only, which is the Euclidean one
+def probe(
+    case: Case, module: nn.Module, batches: list[list[int]]
+) -> tuple[float, float]:
+    """σ² and μ² of a step of a base run: of its batch and the next three, at the
+    same weights.
+    """
+    # for its metric only, which is the Euclidean one
+    optimizer = optimizers(case, module)[0]
     with keeps_buffers(module, True):
-        found = [flat(case, optimizer, list(module.parameters()), gradient(case, module, batch)) for batch in batches]
+        found = [
+            flat(
+                case,
+                optimizer,
+                list(module.parameters()),
+                gradient(case, module, batch),
+            )
+            for batch in batches
+        ]
     return moments(found, [0.25] * 4, 4.0)

@@ -1,4 +1,6 @@
-"""AdaScale as an optimizer: what drives it, what it refuses, and what broke its predecessors."""
+"""AdaScale as an optimizer: what drives it, what it refuses, and what broke its
+predecessors.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def test_rule_sets_the_factor_and_the_clock() -> None:
 
     model = make_model()
     adascale = AdaScale(
-        torch.optim.SGD(model.parameters(), lr=0.1), scale=4.0, num_gradients_to_accumulate=2, rule=rule
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        scale=4.0,
+        num_gradients_to_accumulate=2,
+        rule=rule,
     )
     before = weights(model).clone()
     for batch in batches(2, 4):
@@ -53,7 +58,9 @@ def test_a_rule_may_have_a_factor_and_betas_for_each_group(single_gain: bool) ->
 
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     adam = torch.optim.Adam([{"params": [a]}, {"params": [b]}], lr=1.0)
-    adascale = AdaScale(adam, num_gradients_to_accumulate=2, rule=Rule(), single_gain=single_gain)
+    adascale = AdaScale(
+        adam, num_gradients_to_accumulate=2, rule=Rule(), single_gain=single_gain
+    )
     for factor in (1.0, 2.0):
         (factor * (a.sum() + b.sum()) / 2).backward()
     adascale.step()
@@ -61,12 +68,15 @@ def test_a_rule_may_have_a_factor_and_betas_for_each_group(single_gain: bool) ->
     assert {r for _, r in asked} == {adascale.gain()}  # the groups' gradients are equal
     torch.testing.assert_close(a.data, torch.full((2,), -1.0))  # Adam's first step
     assert not b.data.any()
-    assert [adam.state[p]["step"].item() for p in (a, b)] == [1.0, 2.0]  # effective steps, by each group's increment
+    # effective steps, by each group's increment
+    assert [adam.state[p]["step"].item() for p in (a, b)] == [1.0, 2.0]
     assert (adascale.last_step.lr_factor, adascale.effective_steps) == (0.5, 3.0)
 
 
 @pytest.mark.parametrize("before_wrapping", [True, False])
-def test_a_scheduler_drives_the_rate_before_and_after_loading(before_wrapping: bool) -> None:
+def test_a_scheduler_drives_the_rate_before_and_after_loading(
+    before_wrapping: bool,
+) -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     if before_wrapping:
@@ -82,7 +92,9 @@ def test_a_scheduler_drives_the_rate_before_and_after_loading(before_wrapping: b
         gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
         adascale.step()
         adascale.zero_grad()
-        torch.testing.assert_close(before - weights(model), expected * adascale.gain() * gradient)
+        torch.testing.assert_close(
+            before - weights(model), expected * adascale.gain() * gradient
+        )
         scheduler.step()
 
 
@@ -103,7 +115,9 @@ def test_tensor_learning_rate_and_an_inner_step_that_raises() -> None:
     backward(model, batches(2, 4))
     gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
     adascale.step()
-    torch.testing.assert_close(before - weights(model), 0.05 * adascale.gain() * gradient)
+    torch.testing.assert_close(
+        before - weights(model), 0.05 * adascale.gain() * gradient
+    )
     assert optimizer.param_groups[0]["lr"] is rate
     assert float(rate) == 0.05
     clock = adascale.effective_steps
@@ -145,14 +159,20 @@ def test_gain_is_idempotent_and_never_moves_the_clock() -> None:
         adascale.gain(1)
 
 
-@pytest.mark.parametrize(("value", "skipped"), [(1000.0, False), (math.inf, True), (math.nan, True)])
-def test_a_norm_that_overflows_fp16_skips_no_step_at_scale_one(value: float, skipped: bool) -> None:
+@pytest.mark.parametrize(
+    ("value", "skipped"), [(1000.0, False), (math.inf, True), (math.nan, True)]
+)
+def test_a_norm_that_overflows_fp16_skips_no_step_at_scale_one(
+    value: float, skipped: bool
+) -> None:
     param = nn.Parameter(torch.zeros(10_000, dtype=torch.float16))
     adascale = AdaScale(torch.optim.SGD([param], lr=2.0**-10))
     (param * value).sum().backward()  # ‖g‖ = 1000 · 100, and fp16 ends at 65504
     adascale.step()
     assert adascale.last_step.skipped == skipped
-    assert torch.equal(param.detach(), torch.full_like(param, 0.0 if skipped else -1000 / 1024))
+    assert torch.equal(
+        param.detach(), torch.full_like(param, 0.0 if skipped else -1000 / 1024)
+    )
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -160,7 +180,8 @@ def test_a_lone_sample_that_is_not_finite_is_left_out_at_any_step(bad: float) ->
     param = nn.Parameter(torch.zeros(3))
     adascale = AdaScale(torch.optim.SGD([param], lr=0.5))
     skipped = []
-    for value in (1.0, 1.0, bad, bad, 1.0):  # the first step learns what averages without a sample say; later ones know
+    # the first step learns what averages without a sample say; later ones know
+    for value in (1.0, 1.0, bad, bad, 1.0):
         adascale.zero_grad()
         (param * value).sum().backward()
         adascale.step()
@@ -173,7 +194,10 @@ def test_a_lone_sample_that_is_not_finite_is_left_out_at_any_step(bad: float) ->
 def test_a_step_with_one_gradient_sample_is_refused_with_what_to_do() -> None:
     model, adascale = ready(scale=4.0, n=1)
     assert adascale.current.lacks_samples
-    with pytest.raises(RuntimeError, match=r"One gradient sample a step at scale 4 .*num_gradients_to_accumulate=2"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"One gradient sample a step at scale 4 .*num_gradients_to_accumulate=2",
+    ):
         backward(model, batches(1, 4))
     with pytest.raises(RuntimeError, match="One gradient sample a step"):
         adascale.step()  # with gradients that were set by hand
@@ -188,10 +212,12 @@ def test_a_step_with_one_gradient_sample_is_refused_with_what_to_do() -> None:
 def test_a_name_that_neither_has_is_said_of_both() -> None:
     adascale = AdaScale(torch.optim.SGD(make_model().parameters(), lr=0.1))
     with pytest.raises(
-        AttributeError, match="'AdaScale' object has no attribute 'last_gain', and neither has the SGD"
+        AttributeError,
+        match="'AdaScale' object has no attribute 'last_gain', and neither has the SGD",
     ) as e:
         _ = adascale.last_gain
-    assert (e.value.name, e.value.obj) == ("last_gain", adascale)  # for Python's "Did you mean"
+    # for Python's "Did you mean"
+    assert (e.value.name, e.value.obj) == ("last_gain", adascale)
     assert not hasattr(adascale, "last_gain")
 
 
@@ -215,7 +241,8 @@ def test_dropping_the_wrapper_frees_it_without_unhook() -> None:
     gc.collect()
     assert gone() is None
     x, y = batches(1, 4)[0]
-    F.cross_entropy(model(x), y).backward()  # hooks that are left know that nobody listens
+    # hooks that are left know that nobody listens
+    F.cross_entropy(model(x), y).backward()
 
 
 def test_unhook_keeps_the_averages_and_stops_watching() -> None:
@@ -232,10 +259,15 @@ def test_unhook_keeps_the_averages_and_stops_watching() -> None:
 
 
 def _steps_of(compiled: bool, kwargs: dict[str, Any]) -> list[tuple[float, float]]:
-    """(gain, τ) after each of four steps, where forward, backward and optimizer step are compiled together."""
+    """(gain, τ) after each of four steps, where forward, backward and optimizer step
+    are compiled together.
+    """
     torch._dynamo.reset()
     model = make_model(torch.float32)
-    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1, **kwargs), num_gradients_to_accumulate=2)
+    adascale = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.1, **kwargs),
+        num_gradients_to_accumulate=2,
+    )
 
     def train(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> None:
         adascale.zero_grad()
@@ -250,14 +282,16 @@ def _steps_of(compiled: bool, kwargs: dict[str, Any]) -> list[tuple[float, float
     return found
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"fused": True}, {"fused": True, "momentum": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"fused": True}, {"fused": True, "momentum": 0.9}], ids=str
+)
 def test_a_compiled_training_step(kwargs: dict[str, Any]) -> None:
     eager = _steps_of(False, kwargs)
     np.testing.assert_allclose(_steps_of(True, kwargs), eager, rtol=1e-5)
     assert eager[-1][1] > 4
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------
 
 
 def test_wrapping_twice_or_the_wrong_way_round_is_refused() -> None:
@@ -276,13 +310,19 @@ def test_wrapping_twice_or_the_wrong_way_round_is_refused() -> None:
         ({"scale": 0.0}, "scale"),
         ({"scale": math.nan}, "scale"),
         ({"num_gradients_to_accumulate": 0}, "num_gradients_to_accumulate"),
-        ({"num_gradients_to_accumulate": 2.5}, r"num_gradients_to_accumulate=2\.5. Must be an integer of at least 1"),
+        (
+            {"num_gradients_to_accumulate": 2.5},
+            r"num_gradients_to_accumulate=2\.5. Must be an integer of at least 1",
+        ),
         ({"world_size": 0}, "world_size"),
         ({"world_size": 2.5}, r"world_size=2\.5. Must be an integer"),
         ({"variance_floor": -1.0}, r"variance_floor=-1\.0"),
         ({"variance_floor": math.nan}, "variance_floor=nan"),
         ({"variance_floor": math.inf}, "variance_floor=inf"),
-        ({"averaging_window": 0.05, "total_steps": math.inf}, "total_steps=inf. Both must be positive and finite"),
+        (
+            {"averaging_window": 0.05, "total_steps": math.inf},
+            "total_steps=inf. Both must be positive and finite",
+        ),
         ({"averaging_window": math.inf, "total_steps": 10}, "averaging_window=inf"),
         ({"smoothing": 1.0}, "smoothing"),
         ({"clip": "never"}, "clip"),
@@ -300,7 +340,10 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> Non
 
 def test_a_number_of_passes_that_is_no_integer_is_refused_later_too() -> None:
     model = make_model()
-    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=np.int64(2))
+    adascale = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        num_gradients_to_accumulate=np.int64(2),
+    )
     with pytest.raises(ValueError, match=r"Invalid num_gradients_to_accumulate=2\.5"):
         adascale.set_num_gradients_to_accumulate(2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Invalid num_gradients_to_accumulate=2\.5"):
@@ -317,7 +360,8 @@ def test_several_workers_need_a_process_group_when_gradients_come() -> None:
     adascale.set_scale(6.0)
     assert (adascale.scale, adascale.gain()) == (6.0, 1.0)
     with pytest.raises(
-        RuntimeError, match=r"built with world_size=4, and there is no process group.*init_process_group"
+        RuntimeError,
+        match=r"built with world_size=4, and there is no process group.*init_process_group",
     ):
         backward(model, batches(1, 4), 1)
 
@@ -340,7 +384,9 @@ def test_bookkeeping_holds_no_gradients() -> None:
     assert held == []
 
 
-@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+@pytest.mark.parametrize(
+    "register", ["register_step_pre_hook", "register_step_post_hook"]
+)
 def test_take_step_calls_the_hooks_of_the_wrapper(register: str) -> None:
     model = torch.nn.Linear(2, 1)
     adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), scale=1.0)
@@ -358,7 +404,9 @@ def test_a_loop_of_ones_own_ends_where_no_gradient_is_finite(fused: bool) -> Non
     """Else ``while not schedule.finished`` would never end, since τ stays."""
     model = nn.Linear(2, 1)
     adascale = AdaScale(
-        torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), scale=2.0, num_gradients_to_accumulate=2
+        torch.optim.SGD(model.parameters(), lr=0.1, fused=fused),
+        scale=2.0,
+        num_gradients_to_accumulate=2,
     )
 
     def step(value: float) -> float:
@@ -374,6 +422,7 @@ def test_a_loop_of_ones_own_ends_where_no_gradient_is_finite(fused: bool) -> Non
     for _ in range(50):
         step(math.nan)
     with pytest.raises(
-        FloatingPointError, match=r"not finite in 51 optimizer steps in a row, so effective_steps stays at 1\.0"
+        FloatingPointError,
+        match=r"not finite in 51 optimizer steps in a row, so effective_steps stays at 1\.0",
     ):
         step(math.nan)

@@ -1,4 +1,6 @@
-"""AdaScale's state: saved, loaded, copied, and what it refuses in the middle of a step."""
+"""AdaScale's state: saved, loaded, copied, and what it refuses in the middle of a
+step.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def test_state_loads_without_pickles_does_not_alias_and_continues_exactly() -> N
         backward(model, data[i : i + 2])
         adascale.step()
         adascale.zero_grad()
-    assert all(torch.equal(state["adascale"][key], frozen[key]) for key in frozen)  # later steps left the copy alone
+    # later steps left the copy alone
+    assert all(torch.equal(state["adascale"][key], frozen[key]) for key in frozen)
 
     saved.seek(0)
     loaded = torch.load(saved, weights_only=True)
@@ -53,14 +56,18 @@ def test_state_loads_without_pickles_does_not_alias_and_continues_exactly() -> N
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["one-group", "two-groups"])
-def test_state_goes_through_a_distributed_checkpoint(split: bool, tmp_path: Path) -> None:
+def test_state_goes_through_a_distributed_checkpoint(
+    split: bool, tmp_path: Path
+) -> None:
     def ready() -> tuple[nn.Sequential, AdaScale]:
         model = make_model()
         groups: Any = two_groups(model) if split else model.parameters()
         inner = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
         return model, AdaScale(inner, scale=4.0, num_gradients_to_accumulate=2)
 
-    def go_on(model: nn.Module, adascale: AdaScale, data: list[tuple[Tensor, Tensor]]) -> list[float]:
+    def go_on(
+        model: nn.Module, adascale: AdaScale, data: list[tuple[Tensor, Tensor]]
+    ) -> list[float]:
         for i in range(0, len(data), 2):
             backward(model, data[i : i + 2])
             adascale.step()
@@ -72,9 +79,13 @@ def test_state_goes_through_a_distributed_checkpoint(split: bool, tmp_path: Path
     go_on(model, adascale, data[:8])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of a process that has no others
-        dcp.save({"model": model.state_dict(), "optimizer": adascale.state_dict()}, checkpoint_id=tmp_path)
+        dcp.save(
+            {"model": model.state_dict(), "optimizer": adascale.state_dict()},
+            checkpoint_id=tmp_path,
+        )
         twin, other = ready()
-        go_on(twin, other, data[8:12])  # elsewhere, and with momentum buffers to load into
+        # elsewhere, and with momentum buffers to load into
+        go_on(twin, other, data[8:12])
         into = {"model": twin.state_dict(), "optimizer": other.state_dict()}
         dcp.load(into, checkpoint_id=tmp_path)
     twin.load_state_dict(into["model"])
@@ -113,7 +124,10 @@ def test_deepcopy_and_pickle_work_on() -> None:
     backward(model, batches(2, 4))
     adascale.step()
     adascale.zero_grad()
-    for twin, other in (copy.deepcopy((model, adascale)), pickle.loads(pickle.dumps((model, adascale)))):
+    for twin, other in (
+        copy.deepcopy((model, adascale)),
+        pickle.loads(pickle.dumps((model, adascale))),
+    ):
         assert other.gain() == adascale.gain()
         backward(twin, batches(4, 4)[2:])
         other.step()

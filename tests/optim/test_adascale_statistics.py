@@ -1,6 +1,8 @@
-"""AdaScale's statistics, steps and clock against the literal reference, on one worker and on several.
+"""AdaScale's statistics, steps and clock against the literal reference, on one worker
+and on several.
 
-All is float64 here, so a tolerance of 1e-12 (relative) is that of sums in another order.
+All is float64 here, so a tolerance of 1e-12 (relative) is that of sums in another
+order.
 """
 
 from __future__ import annotations
@@ -17,10 +19,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ray_adascale import OSS, AdaScale
 
-from ..classifier import batches, in_shares, make_model, sample_gradient, two_groups, weights
+from ..classifier import (
+    batches,
+    in_shares,
+    make_model,
+    sample_gradient,
+    two_groups,
+    weights,
+)
 from ..model.reference_run import ReferenceAdaScale
 
-# ---- several workers -------------------------------------------------------------------------------------------------
+# ---- several workers -----------------------------------------------------------------
 
 
 def _ddp_against_reference(
@@ -30,8 +39,14 @@ def _ddp_against_reference(
         return _steps_against_reference(sharded, passes, view, shares)
 
 
-def _steps_against_reference(sharded: bool, passes: int, view: bool, shares: bool) -> tuple[list[float], float, float]:
-    rank, world, scale = torch.distributed.get_rank(), torch.distributed.get_world_size(), 6.0
+def _steps_against_reference(
+    sharded: bool, passes: int, view: bool, shares: bool
+) -> tuple[list[float], float, float]:
+    rank, world, scale = (
+        torch.distributed.get_rank(),
+        torch.distributed.get_world_size(),
+        6.0,
+    )
     model = make_model()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
     optimizer: Any = torch.optim.SGD(two_groups(model), lr=0.05, momentum=0.9)
@@ -49,7 +64,9 @@ def _steps_against_reference(sharded: bool, passes: int, view: bool, shares: boo
     gains = []
     for step in range(6):
         here = data[step * world * passes : (step + 1) * world * passes]
-        samples = [sample_gradient(model, batch, adascale.param_groups) for batch in here]
+        samples = [
+            sample_gradient(model, batch, adascale.param_groups) for batch in here
+        ]
         expected = reference.step(samples)
         before = weights(model).clone()
         for p in range(passes):
@@ -65,7 +82,12 @@ def _steps_against_reference(sharded: bool, passes: int, view: bool, shares: boo
         for g, lr in enumerate((0.05, 0.02)):
             momentum[g] = 0.9 * momentum[g] + expected.mean_gradient[g]
             moved.append(lr * expected.gains[g] * momentum[g])
-        np.testing.assert_allclose((before - weights(model)).numpy(), np.concatenate(moved), rtol=1e-9, atol=1e-14)
+        np.testing.assert_allclose(
+            (before - weights(model)).numpy(),
+            np.concatenate(moved),
+            rtol=1e-9,
+            atol=1e-14,
+        )
         assert adascale.gain() == pytest.approx(expected.gain, rel=1e-10)
         gains.append(adascale.gain())
     return gains, adascale.effective_steps, float(weights(model).sum())
@@ -83,7 +105,9 @@ def test_workers_under_ddp_equal_the_reference_and_one_another(
 
 
 def _unfrozen_in_shares() -> list[tuple[list[float], list[float]]]:
-    """Every step's averages. The first layer's weight is unfrozen before the third, and lies in the first worker's share."""
+    """Every step's averages. The first layer's weight is unfrozen before the third,
+    and lies in the first worker's share.
+    """
     rank = torch.distributed.get_rank()
     model = make_model()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
@@ -100,7 +124,9 @@ def _unfrozen_in_shares() -> list[tuple[list[float], list[float]]]:
     return moments
 
 
-def test_a_gradient_that_is_unfrozen_counts_at_once_where_workers_take_shares(pool: Any) -> None:
+def test_a_gradient_that_is_unfrozen_counts_at_once_where_workers_take_shares(
+    pool: Any,
+) -> None:
     ours, theirs = pool(2).run(_unfrozen_in_shares)
     assert ours == theirs
     first, second, third, fourth = ours
@@ -111,7 +137,9 @@ def test_a_gradient_that_is_unfrozen_counts_at_once_where_workers_take_shares(po
 @pytest.mark.also_simulated("bucket-view-3")
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("view", [False, True], ids=["copy", "bucket-view"])
-def test_gradients_that_are_views_of_buckets(pool: Any, passes: int, view: bool) -> None:
+def test_gradients_that_are_views_of_buckets(
+    pool: Any, passes: int, view: bool
+) -> None:
     results = pool(2).run(_ddp_against_reference, False, passes, view)
     assert results[0] == results[1]
 
@@ -144,7 +172,9 @@ class _Branch(nn.Module):
 
 
 @pytest.mark.parametrize("shares", [False, True], ids=["each-all", "each-a-share"])
-def test_a_rank_whose_parameters_get_no_gradient_keeps_in_step(pool: Any, shares: bool) -> None:
+def test_a_rank_whose_parameters_get_no_gradient_keeps_in_step(
+    pool: Any, shares: bool
+) -> None:
     gains = pool(2).run(_one_rank_without_gradients, shares)
     # g = (G, 0): A = G²/2, C = G²/4, so σ² = 2·G²/4 = G²/2, μ² = 0 and r = S.
     assert gains == pytest.approx([2.0, 2.0])
@@ -157,7 +187,9 @@ def _sub_group() -> tuple[float, float]:
         return 1.0, 0.0
     model = make_model()
     ddp = DistributedDataParallel(model, process_group=group)
-    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), process_group=group)
+    adascale = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05), process_group=group
+    )
     for step in range(3):
         x, y = batches(6, 4)[2 * step + rank]
         F.cross_entropy(ddp(x), y).backward()

@@ -1,4 +1,6 @@
-"""Betas on the effective clock: the exponent by hand, Adam against explicit products of betas, and what stays as it was."""
+"""Betas on the effective clock: the exponent by hand, Adam against explicit products
+of betas, and what stays as it was.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, SparseAdam
+from torch.optim import (
+    SGD,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    SparseAdam,
+)
 
 from ray_adascale import AdaScale, AdaScaleBetasRule, AdaScaleRule, BetaRule
 from ray_adascale.optim.bias_correction import BiasCorrectionCounters
@@ -31,9 +43,13 @@ def doubles() -> Iterator[None]:
 
 
 class Lion(Optimizer):
-    """An optimizer with betas that corrects no bias. A group with ``plain`` has no betas, and takes plain steps."""
+    """An optimizer with betas that corrects no bias. A group with ``plain`` has no
+    betas, and takes plain steps.
+    """
 
-    def __init__(self, params: Any, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+    def __init__(
+        self, params: Any, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99)
+    ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas})
         for group in self.param_groups:
             if group.get("plain"):
@@ -64,13 +80,22 @@ class Failing(AdamW):
 
 
 def scaled(
-    kind: Any = AdamW, *, scale: float = 4.0, groups: bool = False, rule: Any = None, **kwargs: Any
+    kind: Any = AdamW,
+    *,
+    scale: float = 4.0,
+    groups: bool = False,
+    rule: Any = None,
+    **kwargs: Any,
 ) -> tuple[nn.Sequential, AdaScale]:
     """The classifier under AdaScale with β^r, two passes a step."""
     model = make_model()
-    optimizer = kind(two_groups(model) if groups else model.parameters(), **{"lr": 0.02, **kwargs})
+    optimizer = kind(
+        two_groups(model) if groups else model.parameters(), **{"lr": 0.02, **kwargs}
+    )
     rule = AdaScaleBetasRule() if rule is None else rule
-    return model, AdaScale(optimizer, scale=scale, num_gradients_to_accumulate=2, rule=rule)
+    return model, AdaScale(
+        optimizer, scale=scale, num_gradients_to_accumulate=2, rule=rule
+    )
 
 
 def take_steps(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
@@ -82,7 +107,11 @@ def take_steps(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
 
 
 def state_of(optimizer: Any) -> list[Any]:
-    return [value for state in optimizer.state.values() for _, value in sorted(state.items())]
+    return [
+        value
+        for state in optimizer.state.values()
+        for _, value in sorted(state.items())
+    ]
 
 
 def counts_of(optimizer: Any) -> list[float]:
@@ -90,33 +119,40 @@ def counts_of(optimizer: Any) -> list[float]:
 
 
 def equal(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True)
+    )
 
 
-# ---- the exponent ----------------------------------------------------------------------------------------------------
+# ---- the exponent --------------------------------------------------------------------
 
 
 def test_a_bad_momentum_and_bad_clocks_are_named() -> None:
     with pytest.raises(ValueError, match=r"momentum=0\.9\)\. Must be True or False"):
         BetaRule(momentum=0.9)  # type: ignore[arg-type]
     for increment in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match=rf"clock increment is {increment}, an exponent"):
+        with pytest.raises(
+            ValueError, match=rf"clock increment is {increment}, an exponent"
+        ):
             BetaRule().exponent(increment)
 
 
 def test_a_rule_carries_what_becomes_of_betas() -> None:
-    assert betas_of(AdaScaleBetasRule(BetaRule(momentum=True))) == BetaRule(momentum=True)
+    assert betas_of(AdaScaleBetasRule(BetaRule(momentum=True))) == BetaRule(
+        momentum=True
+    )
     assert betas_of(AdaScaleRule()) is None
     rule = AdaScaleBetasRule((0.5, 0.9))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"betas=\(0\.5, 0\.9\).*Must be a BetaRule"):
         betas_of(rule)
 
 
-# ---- Adam's averages and their bias ----------------------------------------------------------------------------------
+# ---- Adam's averages and their bias --------------------------------------------------
 
 EXPONENTS = (1.0, 3.7, 1.0, 2.2, 1.5, 40.0, 1.3, 0.5, 6.0)
 KINDS: dict[str, tuple[type[Optimizer], dict[str, Any], float]] = {
-    # Float64 all through. The product of nine powers and the power of their sum differ by rounding.
+    # Float64 all through. The product of nine powers and the power of their sum differ
+    # by rounding.
     "adam": (Adam, {}, 1e-12),
     "adamw": (AdamW, {"weight_decay": 0.1}, 1e-12),
     "foreach": (AdamW, {"weight_decay": 0.1, "foreach": True}, 1e-12),
@@ -128,11 +164,15 @@ KINDS: dict[str, tuple[type[Optimizer], dict[str, Any], float]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bias_correction_is_that_of_the_product_of_the_betas(doubles: None, kind: str) -> None:
+def test_the_bias_correction_is_that_of_the_product_of_the_betas(
+    doubles: None, kind: str
+) -> None:
     cls, options, tolerance = KINDS[kind]
     generator = torch.Generator().manual_seed(3)
     starts = [torch.randn(5, generator=generator) for _ in range(2)]
-    gradients = [[torch.randn(5, generator=generator) for _ in EXPONENTS] for _ in range(2)]
+    gradients = [
+        [torch.randn(5, generator=generator) for _ in EXPONENTS] for _ in range(2)
+    ]
     given: list[list[Any]] = [list(of_one) for of_one in gradients]
     given[1][0] = given[1][3] = given[1][4] = None  # it begins late, and pauses
     params = [nn.Parameter(start.clone()) for start in starts]
@@ -155,13 +195,23 @@ def test_the_bias_correction_is_that_of_the_product_of_the_betas(doubles: None, 
             weight_decay=options.get("weight_decay", 0.0),
             infinity=cls is Adamax,
         )
-        np.testing.assert_allclose([row[i] for row in seen], expected, rtol=tolerance, atol=tolerance)
-        stepped = sum(e for e, g in zip(EXPONENTS, given[i], strict=True) if g is not None)
-        assert float(optimizer.state[params[i]]["step"]) == pytest.approx(stepped, rel=tolerance)
+        np.testing.assert_allclose(
+            [row[i] for row in seen], expected, rtol=tolerance, atol=tolerance
+        )
+        stepped = sum(
+            e for e, g in zip(EXPONENTS, given[i], strict=True) if g is not None
+        )
+        assert float(optimizer.state[params[i]]["step"]) == pytest.approx(
+            stepped, rel=tolerance
+        )
 
 
-def test_a_beta_that_a_schedule_moves_has_torchs_bias_correction_of_the_same_effective_step(doubles: None) -> None:
-    """torch corrects by 1 − β^t with the present β, whatever β was in earlier steps, and so does a run at any scale."""
+def test_a_beta_that_a_schedule_moves_has_torchs_bias_correction_of_the_same_effective_step(
+    doubles: None,
+) -> None:
+    """torch corrects by 1 − β^t with the present β, whatever β was in earlier steps,
+    and so does a run at any scale.
+    """
     moved = [(0.95, 0.99), (0.9, 0.99), (0.85, 0.99), (0.8, 0.99)]
     steps = []
     for e in (2.0, 1.0):
@@ -171,14 +221,23 @@ def test_a_beta_that_a_schedule_moves_has_torchs_bias_correction_of_the_same_eff
         for betas in moved:
             optimizer.param_groups[0]["betas"] = betas
             for last in range(1 if e == 2 else 2):
-                # Of the last step alone: with equal gradients it is lr·m̂/√v̂, of which the correction is all that is not m/√v.
-                optimizer.param_groups[0]["lr"] = 0.1 if betas is moved[-1] and (e == 2 or last == 1) else 0.0
+                # Of the last step alone: with equal gradients it is lr·m̂/√v̂, of which
+                # the correction is all that is not m/√v.
+                optimizer.param_groups[0]["lr"] = (
+                    0.1 if betas is moved[-1] and (e == 2 or last == 1) else 0.0
+                )
                 p.grad = torch.tensor([4.0])
-                with BetaRule().applied(optimizer.param_groups, optimizer, [e], step_counts):
+                with BetaRule().applied(
+                    optimizer.param_groups, optimizer, [e], step_counts
+                ):
                     optimizer.step()
         state = optimizer.state[p]
         assert float(state["step"]) == 8
-        corrected = state["exp_avg"] / (1 - 0.8**8) / (state["exp_avg_sq"] / (1 - 0.99**8)).sqrt()
+        corrected = (
+            state["exp_avg"]
+            / (1 - 0.8**8)
+            / (state["exp_avg_sq"] / (1 - 0.99**8)).sqrt()
+        )
         assert p.item() == pytest.approx(1 - 0.1 * corrected.item(), rel=1e-12)
         steps.append(p.item())
     assert steps[0] == pytest.approx(steps[1], rel=1e-12)
@@ -192,18 +251,25 @@ def test_momentum_moves_as_in_the_steps_that_a_step_stands_for(doubles: None) ->
         step_counts = BiasCorrectionCounters(optimizer)
         for e in exponents:
             p.grad = torch.tensor([4.0])
-            with BetaRule(momentum=True).applied(optimizer.param_groups, optimizer, [e], step_counts):
+            with BetaRule(momentum=True).applied(
+                optimizer.param_groups, optimizer, [e], step_counts
+            ):
                 optimizer.step()
-        assert (optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["dampening"]) == (0.5, 0)
+        assert (
+            optimizer.param_groups[0]["momentum"],
+            optimizer.param_groups[0]["dampening"],
+        ) == (0.5, 0)
         buffers.append(float(optimizer.state[p]["momentum_buffer"]))
     # 4 · (1 + 1/2 + 1/4 + 1/8 + 1/16)
     assert buffers == [pytest.approx(7.75, rel=1e-15)] * 2
 
 
-# ---- under AdaScale --------------------------------------------------------------------------------------------------
+# ---- under AdaScale ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True}], ids=str
+)
 def test_scale_one_is_the_plain_optimizer_bit_for_bit(options: dict[str, Any]) -> None:
     model, adascale = scaled(scale=1.0, **options)
     plain = make_model()
@@ -217,8 +283,13 @@ def test_scale_one_is_the_plain_optimizer_bit_for_bit(options: dict[str, Any]) -
 
 def test_a_group_without_betas_stays_as_it_is() -> None:
     model = make_model()
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "plain": True}]
-    adascale = AdaScale(Lion(groups), scale=4.0, num_gradients_to_accumulate=2, rule=AdaScaleBetasRule())
+    groups = [
+        {"params": model[0].parameters()},
+        {"params": model[2].parameters(), "plain": True},
+    ]
+    adascale = AdaScale(
+        Lion(groups), scale=4.0, num_gradients_to_accumulate=2, rule=AdaScaleBetasRule()
+    )
     seen: list[Any] = []
     adascale.wrapped.register_step_pre_hook(
         lambda optimizer, *_: seen.append([dict(g) for g in optimizer.param_groups])
@@ -241,8 +312,11 @@ def test_betas_and_counts_are_put_back_if_the_step_raises() -> None:
     with pytest.raises(RuntimeError, match="disk on fire"):
         adascale.step()
     assert adascale.param_groups[0]["betas"] is betas
-    # The optimizer had taken its step, so each count has the step's exponent, which is r.
-    assert counts_of(adascale) == pytest.approx([c + adascale.gain() for c in clock], rel=1e-6)
+    # The optimizer had taken its step, so each count has the step's exponent, which is
+    # r.
+    assert counts_of(adascale) == pytest.approx(
+        [c + adascale.gain() for c in clock], rel=1e-6
+    )
     assert adascale.gain() > 1.1
 
 
@@ -250,7 +324,10 @@ def test_betas_and_counts_are_put_back_if_the_step_raises() -> None:
 def test_a_skipped_step_leaves_betas_and_counts(how: str) -> None:
     model, adascale = scaled()
     take_steps(model, adascale, 0, 3)
-    betas, before = adascale.param_groups[0]["betas"], [v.clone() for v in state_of(adascale)]
+    betas, before = (
+        adascale.param_groups[0]["betas"],
+        [v.clone() for v in state_of(adascale)],
+    )
     if how == "gradient":
         for x, y in batches(2, 4):
             (F.cross_entropy(model(x), y) * math.inf).backward()
@@ -263,7 +340,9 @@ def test_a_skipped_step_leaves_betas_and_counts(how: str) -> None:
     assert equal(state_of(adascale), before)
     adascale.zero_grad()
     take_steps(model, adascale, 3, 4)
-    assert counts_of(adascale) == pytest.approx([adascale.effective_steps] * 4, rel=1e-6)
+    assert counts_of(adascale) == pytest.approx(
+        [adascale.effective_steps] * 4, rel=1e-6
+    )
 
 
 def test_a_resume_is_exact_and_may_change_the_rule() -> None:
@@ -273,7 +352,8 @@ def test_a_resume_is_exact_and_may_change_the_rule() -> None:
     take_steps(model, adascale, 4, 8)
     again, resumed = scaled()
     again.load_state_dict(saved[0])
-    resumed.load_state_dict(copy.deepcopy(saved[1]))  # torch's loader aliases the counts
+    # torch's loader aliases the counts
+    resumed.load_state_dict(copy.deepcopy(saved[1]))
     take_steps(again, resumed, 4, 8)
     assert torch.equal(weights(again), weights(model))
     assert equal(state_of(resumed), state_of(adascale))
@@ -282,19 +362,24 @@ def test_a_resume_is_exact_and_may_change_the_rule() -> None:
     other.load_state_dict(saved[0])
     plain.load_state_dict(saved[1])
     take_steps(other, plain, 4, 5)
-    # The averages' weights so far are 1 − β^Σe, and after one more step with β 1 − β^(Σe + 1).
+    # The averages' weights so far are 1 − β^Σe, and after one more step with β 1 −
+    # β^(Σe + 1).
     clock = float(saved[1]["adascale"]["effective_steps"])
     assert counts_of(plain) == pytest.approx([clock + 1] * 4, rel=1e-6)
 
 
-# ---- with loss scaling and torch.compile ------------------------------------------------------------------------------
+# ---- with loss scaling and torch.compile ---------------------------------------------
 
 
 def compiled_steps(compiled: str | None) -> tuple[Tensor, Tensor, float]:
-    """Weights, step counts and clock after steps in which a part is compiled; graphs alone, without a C++ compiler's minute."""
+    """Weights, step counts and clock after steps in which a part is compiled; graphs
+    alone, without a C++ compiler's minute.
+    """
     torch._dynamo.reset()
     model, adascale = scaled()
-    forward: Any = torch.compile(model, backend="aot_eager") if compiled == "model" else model
+    forward: Any = (
+        torch.compile(model, backend="aot_eager") if compiled == "model" else model
+    )
     if compiled == "optimizer":
         adascale.wrapped.step = torch.compile(adascale.wrapped.step, backend="eager")
 
@@ -303,37 +388,81 @@ def compiled_steps(compiled: str | None) -> tuple[Tensor, Tensor, float]:
         backward(forward, [first, second])
         adascale.step()
 
-    step = torch.compile(train, backend="eager") if compiled == "training step" else train
+    step = (
+        torch.compile(train, backend="eager") if compiled == "training step" else train
+    )
     for pair in zip(*[iter(batches(8, 4))] * 2, strict=True):
         step(*pair)
     return weights(model), torch.tensor(counts_of(adascale)), adascale.effective_steps
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own, where it compiles Adam
-@pytest.mark.parametrize("compiled", ["model", "optimizer", pytest.param("training step", marks=pytest.mark.slow)])
+# torch's own, where it compiles Adam
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize(
+    "compiled",
+    ["model", "optimizer", pytest.param("training step", marks=pytest.mark.slow)],
+)
 def test_compiled_code_takes_the_same_steps(compiled: str) -> None:
-    for found, expected in zip(compiled_steps(compiled), compiled_steps(None), strict=True):
-        # In a compiled Adam 1 − β2^count is float32, as its count is: about 1e-5 of the first steps' 0.004.
+    for found, expected in zip(
+        compiled_steps(compiled), compiled_steps(None), strict=True
+    ):
+        # In a compiled Adam 1 − β2^count is float32, as its count is: about 1e-5 of the
+        # first steps' 0.004.
         tolerance = 1e-4 if compiled == "optimizer" else 1e-12
         np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
 
 
-# ---- what can't be ---------------------------------------------------------------------------------------------------
+# ---- what can't be -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("kind", "rule", "options", "message"),
     [
-        (NAdam, BetaRule(), {}, r"not known to be exact with NAdam\. Use Adam, AdamW, Adamax or Lion"),
+        (
+            NAdam,
+            BetaRule(),
+            {},
+            r"not known to be exact with NAdam\. Use Adam, AdamW, Adamax or Lion",
+        ),
         (RAdam, BetaRule(), {}, "not known to be exact with RAdam"),
         (SparseAdam, BetaRule(), {}, "not known to be exact with SparseAdam"),
         (RMSprop, BetaRule(), {}, r"groups of RMSprop have none\. Use Adam"),
-        (SGD, BetaRule(), {"momentum": 0.9}, r"groups of SGD have none\. Use.*rule='adascale'"),
-        (RMSprop, BetaRule(momentum=True), {}, r"BetaRule\(momentum=True\) is for SGD and Muon\. RMSprop"),
-        (SGD, BetaRule(momentum=True), {"momentum": 0.9, "nesterov": True}, r"nesterov=True, dampening=0"),
-        (SGD, BetaRule(momentum=True), {"momentum": 0.9, "dampening": 0.5}, r"nesterov=False, dampening=0\.5"),
-        (Adam, BetaRule(), {"betas": (torch.tensor(0.9), torch.tensor(0.99)), "foreach": False}, "must be numbers"),
-        (AdamW, BetaRule(), {"capturable": True}, r"CUDA graphs.*AdamW\(foreach=True\)"),
+        (
+            SGD,
+            BetaRule(),
+            {"momentum": 0.9},
+            r"groups of SGD have none\. Use.*rule='adascale'",
+        ),
+        (
+            RMSprop,
+            BetaRule(momentum=True),
+            {},
+            r"BetaRule\(momentum=True\) is for SGD and Muon\. RMSprop",
+        ),
+        (
+            SGD,
+            BetaRule(momentum=True),
+            {"momentum": 0.9, "nesterov": True},
+            r"nesterov=True, dampening=0",
+        ),
+        (
+            SGD,
+            BetaRule(momentum=True),
+            {"momentum": 0.9, "dampening": 0.5},
+            r"nesterov=False, dampening=0\.5",
+        ),
+        (
+            Adam,
+            BetaRule(),
+            {"betas": (torch.tensor(0.9), torch.tensor(0.99)), "foreach": False},
+            "must be numbers",
+        ),
+        (
+            AdamW,
+            BetaRule(),
+            {"capturable": True},
+            r"CUDA graphs.*AdamW\(foreach=True\)",
+        ),
     ],
 )
 def test_optimizers_that_a_rule_for_betas_does_not_suit(
@@ -355,7 +484,9 @@ def test_an_unknown_optimizer_with_betas_is_refused() -> None:
         def __init__(self, params: Any, lr: float) -> None:
             super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
 
-    with pytest.raises(ValueError, match=r"not known to be exact with Counting.*rule='adascale'"):
+    with pytest.raises(
+        ValueError, match=r"not known to be exact with Counting.*rule='adascale'"
+    ):
         scaled(Counting)
 
 
@@ -363,6 +494,8 @@ def test_a_scalar_parameters_average_is_no_count() -> None:
     p: Tensor = nn.Parameter(torch.tensor(2.0))
     optimizer = Lion([p])
     p.grad = torch.tensor(1.0)
-    with BetaRule().applied(optimizer.param_groups, optimizer, [2.0], BiasCorrectionCounters(optimizer)):
+    with BetaRule().applied(
+        optimizer.param_groups, optimizer, [2.0], BiasCorrectionCounters(optimizer)
+    ):
         optimizer.step()
     assert float(optimizer.state[p]["m"]) == pytest.approx(1 - 0.99**2, rel=1e-6)

@@ -1,4 +1,6 @@
-"""Step counts that are multiplied together, against a loop over the parameters; and as a checkpoint holds them."""
+"""Step counts that are multiplied together, against a loop over the parameters; and
+as a checkpoint holds them.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,19 @@ def one_by_one(optimizer: Optimizer, factors: dict[int, float]) -> None:
 
 def make(sizes: list[list[int]], **options: Any) -> AdamW:
     generator = torch.Generator().manual_seed(1)
-    groups = [{"params": [nn.Parameter(torch.randn(n, generator=generator)) for n in of_one]} for of_one in sizes]
+    groups = [
+        {"params": [nn.Parameter(torch.randn(n, generator=generator)) for n in of_one]}
+        for of_one in sizes
+    ]
     return AdamW(groups, lr=0.1, **options)
 
 
 def give(optimizer: Optimizer, step: int, missing: tuple[int, ...] = ()) -> None:
     """Give each parameter a gradient, except those whose number is ``missing``."""
     generator = torch.Generator().manual_seed(step)
-    for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+    for i, p in enumerate(
+        p for group in optimizer.param_groups for p in group["params"]
+    ):
         gradient = torch.randn(p.shape, generator=generator)
         p.grad = None if i in missing else gradient
 
@@ -69,12 +76,16 @@ def other_dtype(optimizer: Optimizer) -> None:
     state["step"] = state["step"].double()
 
 
-CHANGES: dict[str, Any] = {f.__name__: f for f in (reloaded, moved, replaced, removed, added)}
+CHANGES: dict[str, Any] = {
+    f.__name__: f for f in (reloaded, moved, replaced, removed, added)
+}
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
-def test_counts_are_those_of_a_loop_bit_for_bit(options: dict[str, Any], change: str) -> None:
+def test_counts_are_those_of_a_loop_bit_for_bit(
+    options: dict[str, Any], change: str
+) -> None:
     ours, theirs = (make([[3, 1, 4], [1, 5]], **options) for _ in range(2))
     counts = BiasCorrectionCounters(ours)
     # A parameter's first gradient comes late, and it pauses; later a whole group does.
@@ -90,14 +101,17 @@ def test_counts_are_those_of_a_loop_bit_for_bit(options: dict[str, Any], change:
         one_by_one(theirs, {i: 1 / e for i, e in exponents.items()})
         theirs.step()
         one_by_one(theirs, exponents)
-    params = [[p for group in o.param_groups for p in group["params"]] for o in (ours, theirs)]
+    params = [
+        [p for group in o.param_groups for p in group["params"]] for o in (ours, theirs)
+    ]
     for p, q in zip(*params, strict=True):
         assert torch.equal(p, q)
         assert ours.state[p].keys() == theirs.state[q].keys()
         for name, value in ours.state[p].items():
             assert value.dtype == theirs.state[q][name].dtype
             assert torch.equal(value, theirs.state[q][name])
-    assert len({float(state["step"]) for state in ours.state.values()}) > 3  # they do differ
+    # they do differ
+    assert len({float(state["step"]) for state in ours.state.values()}) > 3
 
 
 def test_a_count_keeps_its_dtype() -> None:
@@ -107,16 +121,22 @@ def test_a_count_keeps_its_dtype() -> None:
     other_dtype(optimizer)
     with BiasCorrectionCounters(optimizer).divided({0: 3.0}):
         steps = [state["step"].clone() for state in optimizer.state.values()]
-    assert [step.dtype for step in steps] == [torch.float32, torch.float64, torch.float32]
+    assert [step.dtype for step in steps] == [
+        torch.float32,
+        torch.float64,
+        torch.float32,
+    ]
     assert [float(step) for step in steps] == pytest.approx([1 / 3] * 3, rel=1e-6)
     assert float(steps[1]) == 1 / 3
 
 
-# ---- checkpoints and copies ------------------------------------------------------------------------------------------
+# ---- checkpoints and copies ----------------------------------------------------------
 
 
 def chain_of(model: nn.Sequential) -> OptimizerChain:
-    return OptimizerChain([SGD(model[0].parameters(), lr=0.02), AdamW(model[2].parameters(), lr=0.02)])
+    return OptimizerChain(
+        [SGD(model[0].parameters(), lr=0.02), AdamW(model[2].parameters(), lr=0.02)]
+    )
 
 
 KINDS: dict[str, Any] = {
@@ -129,7 +149,11 @@ KINDS: dict[str, Any] = {
 def scaled(kind: str) -> tuple[nn.Sequential, AdaScale]:
     model = make_model()
     return model, AdaScale(
-        KINDS[kind](model), scale=4.0, num_gradients_to_accumulate=2, single_gain=True, rule=AdaScaleBetasRule()
+        KINDS[kind](model),
+        scale=4.0,
+        num_gradients_to_accumulate=2,
+        single_gain=True,
+        rule=AdaScaleBetasRule(),
     )
 
 
@@ -164,9 +188,14 @@ def test_a_state_dict_has_a_tensor_for_each_count(kind: str, wrapped: bool) -> N
         for found in (state, saved(state)):
             counts = counts_of(found["state"])
             assert len(counts) == (2 if kind == "chain" else 4)
-            assert all(count.shape == () and count.untyped_storage().nbytes() == 4 for count in counts)
+            assert all(
+                count.shape == () and count.untyped_storage().nbytes() == 4
+                for count in counts
+            )
             assert len({count.data_ptr() for count in counts}) == len(counts)
-            assert [float(c) for c in counts] == pytest.approx([adascale.effective_steps] * len(counts), rel=1e-6)
+            assert [float(c) for c in counts] == pytest.approx(
+                [adascale.effective_steps] * len(counts), rel=1e-6
+            )
         train(model, adascale, 3, 5)
 
 
@@ -185,7 +214,9 @@ def test_plain_torch_goes_on_from_a_saved_state() -> None:
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda of: pickle.loads(pickle.dumps(of))], ids=["deepcopy", "pickle"]
+    "copied",
+    [copy.deepcopy, lambda of: pickle.loads(pickle.dumps(of))],
+    ids=["deepcopy", "pickle"],
 )
 def test_a_copy_counts_apart(copied: Any) -> None:
     model, adascale = scaled("adamw")
@@ -196,8 +227,13 @@ def test_a_copy_counts_apart(copied: Any) -> None:
     assert [float(count) for count in counts_of(adascale.state)] == before
     train(model, adascale, 3, 6)
     assert torch.equal(weights(twin), weights(model))
-    assert [float(c) for c in counts_of(other.state)] == [float(c) for c in counts_of(adascale.state)]
-    assert all(count.untyped_storage().nbytes() == 4 for count in counts_of(other.state_dict()["state"]))
+    assert [float(c) for c in counts_of(other.state)] == [
+        float(c) for c in counts_of(adascale.state)
+    ]
+    assert all(
+        count.untyped_storage().nbytes() == 4
+        for count in counts_of(other.state_dict()["state"])
+    )
 
 
 class Replacing(AdamW):
@@ -217,7 +253,10 @@ def test_an_optimizer_that_makes_new_counts_is_refused() -> None:
     optimizer.step()
     give(optimizer, 1)
     with (
-        pytest.raises(ValueError, match=r"Replacing makes new tensors for state\['step'\] in its step"),
+        pytest.raises(
+            ValueError,
+            match=r"Replacing makes new tensors for state\['step'\] in its step",
+        ),
         counts.divided({0: 2.0}),
     ):
         optimizer.step()

@@ -3,7 +3,8 @@
 A function whose name starts with an underscore runs on each rank of the pool.
 """
 
-# No `from __future__ import annotations`: DDP compares a hook's annotations with the classes, not with their names.
+# No `from __future__ import annotations`: DDP compares a hook's annotations with the
+# classes, not with their names.
 
 import math
 import warnings
@@ -18,7 +19,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from ray_adascale import AdaScale
@@ -30,10 +34,16 @@ Pool = Callable[[int], ProcessPool]
 
 
 def _own(state: list[str], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A user's hook that returns another tensor than the bucket's, and not the mean: C must be of what it returns."""
+    """A user's hook that returns another tensor than the bucket's, and not the mean:
+    C must be of what it returns.
+    """
     state.append("called")
     flat = bucket.buffer() / dist.get_world_size()
-    return dist.all_reduce(flat, async_op=True).get_future().then(lambda future: 0.9 * future.value()[0])
+    return (
+        dist.all_reduce(flat, async_op=True)
+        .get_future()
+        .then(lambda future: 0.9 * future.value()[0])
+    )
 
 
 @contextmanager
@@ -46,15 +56,26 @@ def compresses() -> Iterator[None]:
 
 @compresses()
 def _moments(hook: Any, state: Any, factor: float, rel: float) -> None:
-    """Compare σ² and μ² with the formula for two gradient samples, whose mean the hook multiplies by a factor."""
+    """Compare σ² and μ² with the formula for two gradient samples, whose mean the
+    hook multiplies by a factor.
+    """
     model = make_model()
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
     ddp.register_comm_hook(state, hook)
-    adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=5.0, model=ddp)
+    adascale = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05), scale=5.0, model=ddp
+    )
     for step in range(3):
         here = batches(8, 4)[2 * step : 2 * step + 2]
         samples = [
-            torch.cat([g.reshape(-1) for g in torch.autograd.grad(F.cross_entropy(model(x), y), [*model.parameters()])])
+            torch.cat(
+                [
+                    g.reshape(-1)
+                    for g in torch.autograd.grad(
+                        F.cross_entropy(model(x), y), [*model.parameters()]
+                    )
+                ]
+            )
             for x, y in here
         ]
         a = sum(float(g.square().sum()) for g in samples) / 2
@@ -63,10 +84,13 @@ def _moments(hook: Any, state: Any, factor: float, rel: float) -> None:
         F.cross_entropy(ddp(x), y).backward()
         adascale.step()
         adascale.zero_grad()
-        # S = 5, n = 2: σ² = S/(n − 1) · (A − C), μ² = C − σ²/S (DESIGN's formulas for the samples of one step)
+        # S = 5, n = 2: σ² = S/(n − 1) · (A − C), μ² = C − σ²/S (DESIGN's formulas for
+        # the samples of one step)
         sigma2 = 5.0 * (a - c)
         assert adascale.last_step.sigma2 == pytest.approx(sigma2, rel=rel)
-        assert adascale.last_step.mu2 == pytest.approx(c - sigma2 / 5.0, rel=rel, abs=rel)
+        assert adascale.last_step.mu2 == pytest.approx(
+            c - sigma2 / 5.0, rel=rel, abs=rel
+        )
     assert state != []  # a user's hook was called
 
 
@@ -83,7 +107,9 @@ def test_the_reduced_gradient_is_what_the_hook_returns(
 
 @compresses()
 def _power_sgd(passes: int, late: bool) -> float:
-    """It starts collectives when others come back, in a thread of its own: ours must not meet those."""
+    """It starts collectives when others come back, in a thread of its own: ours must
+    not meet those.
+    """
     torch.manual_seed(1)
     model = nn.Linear(60, 50)
     ddp = DistributedDataParallel(model)
@@ -107,7 +133,9 @@ def _power_sgd(passes: int, late: bool) -> float:
 
 @pytest.mark.also_simulated("1-False")
 @pytest.mark.parametrize(("passes", "late"), [(1, False), (2, False), (1, True)])
-def test_a_hook_that_reduces_in_several_rounds(pool: Pool, passes: int, late: bool) -> None:
+def test_a_hook_that_reduces_in_several_rounds(
+    pool: Pool, passes: int, late: bool
+) -> None:
     gains = pool(2).run(_power_sgd, passes, late)
     assert gains[0] == gains[1]
     assert math.isfinite(gains[0])
@@ -121,8 +149,12 @@ class Link:
     started: list[torch.futures.Future[list[Tensor]]] = field(default_factory=list)
 
 
-def _fails_at_times(state: Link, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A user's hook whose reduction may fail, which DDP finds as it waits, and can go on after."""
+def _fails_at_times(
+    state: Link, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """A user's hook whose reduction may fail, which DDP finds as it waits, and can
+    go on after.
+    """
     fails = state.down
 
     def mean(future: torch.futures.Future[list[Tensor]]) -> Tensor:
@@ -140,7 +172,9 @@ def _a_pass_fails() -> list[list[float]]:
         model, state = make_model(), Link()
         ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
         ddp.register_comm_hook(state, _fails_at_times)
-        adascale = AdaScale(torch.optim.SGD(model.parameters(), lr=0.05), scale=6.0, model=ddp)
+        adascale = AdaScale(
+            torch.optim.SGD(model.parameters(), lr=0.05), scale=6.0, model=ddp
+        )
         gains = []
         for step in range(4):
             x, y = batches(8, 4)[2 * step + dist.get_rank()]
@@ -149,7 +183,8 @@ def _a_pass_fails() -> list[list[float]]:
                 with pytest.raises(Exception, match="the link is down"):
                     F.cross_entropy(ddp(x), y).backward()
                 state.down = False
-                torch.futures.wait_all(state.started)  # DDP does not, and they write into its buckets
+                # DDP does not, and they write into its buckets
+                torch.futures.wait_all(state.started)
                 dist.barrier()
                 adascale.zero_grad()
             F.cross_entropy(ddp(x), y).backward()

@@ -1,4 +1,6 @@
-"""An average of the weights on the effective clock: torch's own at S = 1, decay^r at scale, skipped steps and resumes."""
+"""An average of the weights on the effective clock: torch's own at S = 1, decay^r at
+scale, skipped steps and resumes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def net() -> nn.Sequential:
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(64, 4, generator=generator), torch.randint(3, (64,), generator=generator))
+    return TensorDataset(
+        torch.randn(64, 4, generator=generator),
+        torch.randint(3, (64,), generator=generator),
+    )
 
 
 def trained(
@@ -37,7 +42,9 @@ def trained(
     after: Any = None,
     poison: int = -1,
 ) -> Run:
-    config = AdaScaleConfig(base_batch_size=4, total_steps=T, per_worker_batch_size=4, accumulation=passes)
+    config = AdaScaleConfig(
+        base_batch_size=4, total_steps=T, per_worker_batch_size=4, accumulation=passes
+    )
     run = Run(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -62,14 +69,19 @@ def weights(average: AveragedModel) -> list[Tensor]:
 
 
 def same(found: AveragedModel, expected: AveragedModel) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(weights(found), weights(expected), strict=True))
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(weights(found), weights(expected), strict=True)
+    )
 
 
 @pytest.mark.parametrize("use_buffers", [False, True])
 def test_at_the_base_batch_it_is_torchs(use_buffers: bool) -> None:
     model, again = net(), net()
     mine = EffectiveAverage(model, 0.9, use_buffers=use_buffers)
-    torchs = AveragedModel(again, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
+    torchs = AveragedModel(
+        again, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers
+    )
     trained(mine, model, passes=1)
     trained(torchs, again, passes=1)
     assert mine.n_averaged == T
@@ -135,7 +147,13 @@ def _sharded() -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = AdaScaleConfig(base_batch_size=4, total_steps=4, sharding="fsdp2")
     run = Run(
-        model, optimizer, None, data(), config, after_step=average.update_parameters, backend=LocalBackend(device="cpu")
+        model,
+        optimizer,
+        None,
+        data(),
+        config,
+        after_step=average.update_parameters,
+        backend=LocalBackend(device="cpu"),
     )
     with pytest.raises(ValueError) as refused:
         for x, y in run:

@@ -35,7 +35,9 @@ def momentum(model: nn.Module) -> Optimizer:
 
 def batch(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
+    return torch.randn(
+        4, 6, generator=torch.Generator().manual_seed(100 * step + rank)
+    ).to(dtype)
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -50,7 +52,9 @@ def _train(
     optimizer: Callable[[nn.Module], Optimizer] = momentum,
     overflows: tuple[int, ...] = (2, 3, 9),
 ) -> tuple[Tensor, list[float], list[bool]]:
-    """Weights, loss scales, and which steps were skipped; one rank, the last, overflows at times."""
+    """Weights, loss scales, and which steps were skipped; one rank, the last,
+    overflows at times.
+    """
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = build()
@@ -62,8 +66,16 @@ def _train(
         wrapped = ShardedDataParallel(model, inner)
     elif world > 1:
         wrapped = DistributedDataParallel(model)
-    scaler: Any = torch.amp.GradScaler("cpu", **OPTIONS) if kind == "plain" else ShardedGradScaler(**OPTIONS)
-    outer = AdaScale(inner, scale=4.0, smoothing=0.5, grad_scaler=scaler) if adascale else inner
+    scaler: Any = (
+        torch.amp.GradScaler("cpu", **OPTIONS)
+        if kind == "plain"
+        else ShardedGradScaler(**OPTIONS)
+    )
+    outer = (
+        AdaScale(inner, scale=4.0, smoothing=0.5, grad_scaler=scaler)
+        if adascale
+        else inner
+    )
     scales, skipped = [], []
     for step in range(14):
         outer.zero_grad()
@@ -83,18 +95,30 @@ def _train(
         scaler.step(outer)
         scaler.update()
         skipped.append(torch.equal(before, weights(model)))
-        if adascale and kind != "plain":  # torch's scaler tells nobody that it has left a step out
+        # torch's scaler tells nobody that it has left a step out
+        if adascale and kind != "plain":
             assert outer.last_step.skipped == skipped[-1]
-            assert outer.last_step.shared == {"number": world * step * 10.0 + sum(range(world))}
+            assert outer.last_step.shared == {
+                "number": world * step * 10.0 + sum(range(world))
+            }
         scales.append(scaler.get_scale())
     end = weights(model)
     if adascale:
-        end = torch.cat([end, torch.tensor([outer.gain(), outer.effective_steps, *outer.average_moments()])])
+        end = torch.cat(
+            [
+                end,
+                torch.tensor(
+                    [outer.gain(), outer.effective_steps, *outer.average_moments()]
+                ),
+            ]
+        )
     return end, scales, skipped
 
 
 def _both(kind: str, adascale: bool, clip: bool) -> list[Any]:
-    optimizers = [momentum] if adascale else [momentum, lambda m: AdamW(m.parameters(), lr=0.01)]
+    optimizers = (
+        [momentum] if adascale else [momentum, lambda m: AdamW(m.parameters(), lr=0.01)]
+    )
     return [
         (
             _train("plain", adascale=adascale, clip=clip, optimizer=o),
@@ -107,15 +131,20 @@ def _both(kind: str, adascale: bool, clip: bool) -> list[Any]:
 @pytest.mark.also_simulated("True-False-2-*")
 @pytest.mark.parametrize("kind", ["sharded", "oss"])
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(("adascale", "clip"), [(False, False), (True, False), (True, True), (False, True)])
-def test_equals_torchs_scaler_under_ddp(pool: Pool, world_size: int, kind: str, adascale: bool, clip: bool) -> None:
+@pytest.mark.parametrize(
+    ("adascale", "clip"), [(False, False), (True, False), (True, True), (False, True)]
+)
+def test_equals_torchs_scaler_under_ddp(
+    pool: Pool, world_size: int, kind: str, adascale: bool, clip: bool
+) -> None:
     results = pool(world_size).run(_both, kind, adascale, clip)
     for result in results:
         for (plain, plain_scales, plain_skipped), (ours, scales, skipped) in result:
             torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-11)
             assert scales == plain_scales == results[0][0][1][1]
             assert skipped == plain_skipped == [step in (2, 3, 9) for step in range(14)]
-            assert scales[1:4] == [1024, 512, 256]  # halved on all, and doubled after four good steps
+            # halved on all, and doubled after four good steps
+            assert scales[1:4] == [1024, 512, 256]
             assert scales[7] == 512
     # The same on all workers, to the last bit.
     for result in results:
@@ -201,7 +230,9 @@ def test_a_process_group_of_some_ranks(pool: Pool) -> None:
 
 
 def _idle_rank(accumulate: int, clip: bool) -> tuple[Tensor, Tensor]:
-    """Rank 1 makes no backward pass in every third step: as if its gradient were zero."""
+    """Rank 1 makes no backward pass in every third step: as if its gradient were
+    zero.
+    """
     rank = dist.get_rank()
     ends = []
     for sharded in (False, True):
@@ -213,13 +244,21 @@ def _idle_rank(accumulate: int, clip: bool) -> tuple[Tensor, Tensor]:
             ddp = ShardedDataParallel(model, inner)
         else:
             ddp = DistributedDataParallel(model)
-        scaler: Any = ShardedGradScaler(**OPTIONS) if sharded else torch.amp.GradScaler("cpu", **OPTIONS)
-        optimizer = AdaScale(inner, scale=4.0, num_gradients_to_accumulate=accumulate, grad_scaler=scaler)
+        scaler: Any = (
+            ShardedGradScaler(**OPTIONS)
+            if sharded
+            else torch.amp.GradScaler("cpu", **OPTIONS)
+        )
+        optimizer = AdaScale(
+            inner, scale=4.0, num_gradients_to_accumulate=accumulate, grad_scaler=scaler
+        )
         for step in range(6):
             optimizer.zero_grad()
             for i in range(accumulate):
                 with ddp.no_sync() if i < accumulate - 1 else nullcontext():
-                    loss = scaler.scale((ddp(batch(10 * step + i)) - 1).square().mean() / accumulate)
+                    loss = scaler.scale(
+                        (ddp(batch(10 * step + i)) - 1).square().mean() / accumulate
+                    )
                     idle = rank == 1 and step % 3 == 1 and i == accumulate - 1
                     if not idle:
                         loss.backward()
@@ -230,21 +269,29 @@ def _idle_rank(accumulate: int, clip: bool) -> tuple[Tensor, Tensor]:
                 optimizer.clip_grad_norm(0.1)
             scaler.step(optimizer)
             scaler.update()
-        known = torch.tensor([optimizer.gain(), optimizer.effective_steps, *optimizer.average_moments()])
+        known = torch.tensor(
+            [optimizer.gain(), optimizer.effective_steps, *optimizer.average_moments()]
+        )
         ends.append(torch.cat([weights(model), known]))
     return ends[0], ends[1]
 
 
 @pytest.mark.also_simulated("1-*")
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, False), (1, True), (2, False)])
-def test_a_rank_whose_backward_pass_reaches_nothing_keeps_in_step(pool: Pool, accumulate: int, clip: bool) -> None:
-    """Its share of AdaScale's sums must be on its way before the scaler's own, or one meets the other."""
+def test_a_rank_whose_backward_pass_reaches_nothing_keeps_in_step(
+    pool: Pool, accumulate: int, clip: bool
+) -> None:
+    """Its share of AdaScale's sums must be on its way before the scaler's own, or
+    one meets the other.
+    """
     for plain, ours in pool(2).run(_idle_rank, accumulate, clip):
         torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-11)  # float64
 
 
 def _half() -> tuple[Tensor, Tensor, list[float]]:
-    """Autocast to float16: activations of 70000 overflow, until the loss scale is small enough they would in backward."""
+    """Autocast to float16: activations of 70000 overflow, until the loss scale is
+    small enough they would in backward.
+    """
     ends = []
     scales = []
     for sharded in (False, True):
@@ -283,7 +330,9 @@ def test_state_survives_a_round_trip() -> None:
     optimizer = OSS.wrap(momentum(model))
     for step in range(3):
         optimizer.zero_grad()
-        scaler.scale(model(batch(step)).mean() * (float("inf") if step == 0 else 1)).backward()
+        scaler.scale(
+            model(batch(step)).mean() * (float("inf") if step == 0 else 1)
+        ).backward()
         scaler.step(optimizer)
         scaler.update()
     state = scaler.state_dict()
@@ -332,11 +381,16 @@ def test_fairscales_positions() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("clears", ["optimizer", "model"])
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
-def test_a_step_that_a_scaler_leaves_out_is_known_as_skipped(kind: Any, clears: str, fused: bool) -> None:
+def test_a_step_that_a_scaler_leaves_out_is_known_as_skipped(
+    kind: Any, clears: str, fused: bool
+) -> None:
     model = build(torch.float32)
     scaler = kind(device="cpu", init_scale=64.0)
     optimizer = AdaScale(
-        SGD(model.parameters(), lr=0.01, fused=fused), scale=4.0, num_gradients_to_accumulate=2, grad_scaler=scaler
+        SGD(model.parameters(), lr=0.01, fused=fused),
+        scale=4.0,
+        num_gradients_to_accumulate=2,
+        grad_scaler=scaler,
     )
     skipped = []
     for t in range(6):
@@ -359,7 +413,9 @@ def test_a_step_that_a_scaler_leaves_out_is_known_as_skipped(kind: Any, clears: 
 
 def test_gradients_that_are_cleared_without_a_scaler_are_no_skipped_step() -> None:
     model = build()
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.01), scale=4.0, num_gradients_to_accumulate=2)
+    optimizer = AdaScale(
+        SGD(model.parameters(), lr=0.01), scale=4.0, num_gradients_to_accumulate=2
+    )
     for i in range(2):
         (model(batch(i)).square().mean() / 2).backward()
     optimizer.zero_grad()

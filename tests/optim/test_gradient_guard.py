@@ -1,4 +1,6 @@
-"""What a loop does to gradients between a step's passes and after the last, and passes that end in an exception."""
+"""What a loop does to gradients between a step's passes and after the last, and
+passes that end in an exception.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,38 @@ from ray_adascale import OSS, AdaScale, AdaScaleConfig, Run, ShardedDataParallel
 
 from ..classifier import batches, make_model, weights
 
-OF_A_RUN: dict[str, Any] = {"clip": "averages", "averaging_window": 0.05, "total_steps": 1000, "single_gain": True}
+OF_A_RUN: dict[str, Any] = {
+    "clip": "averages",
+    "averaging_window": 0.05,
+    "total_steps": 1000,
+    "single_gain": True,
+}
 
 
 def wrapped(model: nn.Module, passes: int = 4, **settings: Any) -> AdaScale:
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    return AdaScale(inner, num_gradients_to_accumulate=passes, **{**OF_A_RUN, **settings})
-
-
-def run_of(model: nn.Module, *, passes: int = 4, total: int = 100, **settings: Any) -> Run:
-    data = batches(64, 4)
-    dataset = TensorDataset(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))
-    config = AdaScaleConfig(
-        base_batch_size=4, per_worker_batch_size=4, accumulation=passes, total_steps=total, **settings
+    return AdaScale(
+        inner, num_gradients_to_accumulate=passes, **{**OF_A_RUN, **settings}
     )
-    return Run(model, torch.optim.SGD(model.parameters(), lr=0.05), None, dataset, config)
+
+
+def run_of(
+    model: nn.Module, *, passes: int = 4, total: int = 100, **settings: Any
+) -> Run:
+    data = batches(64, 4)
+    dataset = TensorDataset(
+        torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
+    )
+    config = AdaScaleConfig(
+        base_batch_size=4,
+        per_worker_batch_size=4,
+        accumulation=passes,
+        total_steps=total,
+        **settings,
+    )
+    return Run(
+        model, torch.optim.SGD(model.parameters(), lr=0.05), None, dataset, config
+    )
 
 
 def clip(model: nn.Module) -> None:
@@ -43,10 +62,13 @@ def clear(model: nn.Module) -> None:
     model.zero_grad()
 
 
-# ---- between the passes ----------------------------------------------------------------------------------------------
+# ---- between the passes --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("change", "error"), [(clip, "changed between.*run.is_last_pass"), (clear, "cleared between")])
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [(clip, "changed between.*run.is_last_pass"), (clear, "cleared between")],
+)
 def test_a_run_whose_gradients_are_changed_between_passes_is_refused_in_any_step(
     change: Callable[[nn.Module], None], error: str
 ) -> None:
@@ -61,7 +83,10 @@ def test_a_run_whose_gradients_are_changed_between_passes_is_refused_in_any_step
     assert steps == 7
 
 
-@pytest.mark.parametrize(("change", "error"), [(clip, "changed between.*optimizer.is_last_pass"), (clear, "cleared")])
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [(clip, "changed between.*optimizer.is_last_pass"), (clear, "cleared")],
+)
 def test_a_loop_whose_gradients_are_changed_between_passes_is_refused_in_any_step(
     change: Callable[[nn.Module], None], error: str
 ) -> None:
@@ -117,18 +142,24 @@ def test_clipping_in_the_last_pass_is_a_plain_loops(client: str) -> None:
     torch.testing.assert_close(weights(model), weights(plain), rtol=1e-12, atol=0)
 
 
-# ---- after the last pass ---------------------------------------------------------------------------------------------
+# ---- after the last pass -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("at", [3, 4])  # measured, and not
-def test_a_gradient_that_is_made_nan_by_hand_skips_the_step(at: int, fused: bool) -> None:
+def test_a_gradient_that_is_made_nan_by_hand_skips_the_step(
+    at: int, fused: bool
+) -> None:
     model = make_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.05, fused=fused)
     ada = AdaScale(inner, num_gradients_to_accumulate=2, measure_every=3, **OF_A_RUN)
     data = iter(batches(20, 4))
     for step in range(6):
-        before, tau, moments = weights(model).clone(), ada.effective_steps, ada.average_moments()
+        before, tau, moments = (
+            weights(model).clone(),
+            ada.effective_steps,
+            ada.average_moments(),
+        )
         for _ in range(2):
             x, y = next(data)
             (F.cross_entropy(model(x), y) / 2).backward()
@@ -146,7 +177,9 @@ def _nan_on_one_shard(sharded: bool) -> tuple[list[bool], list[float]]:
     model = make_model()
     inner: Any = torch.optim.SGD(model.parameters(), lr=0.05)
     inner = OSS.wrap(inner)
-    net: Any = ShardedDataParallel(model, inner) if sharded else DistributedDataParallel(model)
+    net: Any = (
+        ShardedDataParallel(model, inner) if sharded else DistributedDataParallel(model)
+    )
     ada, skipped = AdaScale(inner, **OF_A_RUN), []
     rank = torch.distributed.get_rank()
     for step, (x, y) in enumerate(batches(8, 4)[rank::2]):
@@ -161,13 +194,15 @@ def _nan_on_one_shard(sharded: bool) -> tuple[list[bool], list[float]]:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_workers_agree_that_a_gradient_was_made_nan_by_hand(pool: Any, sharded: bool) -> None:
+def test_workers_agree_that_a_gradient_was_made_nan_by_hand(
+    pool: Any, sharded: bool
+) -> None:
     ours, theirs = pool(2).run(_nan_on_one_shard, sharded)
     assert ours == theirs
     assert ours[0] == [False, False, True, False]
 
 
-# ---- a pass that ends in an exception --------------------------------------------------------------------------------
+# ---- a pass that ends in an exception ------------------------------------------------
 
 
 class OutOfMemory(RuntimeError):
@@ -191,7 +226,9 @@ class Fails(torch.autograd.Function):
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor, fails: bool) -> Tensor:
-    """The loss; with ``fails`` its backward pass raises once the last layer has its gradients."""
+    """The loss; with ``fails`` its backward pass raises once the last layer has its
+    gradients.
+    """
     Fails.now = fails
     first, second, last = model
     return F.cross_entropy(last(Fails.apply(second(first(x)))), y)
@@ -222,7 +259,9 @@ def test_a_loop_that_goes_on_after_a_failed_pass_must_clear_the_step(at: int) ->
         return weights(model)
 
     assert torch.equal(train(True), train(None))
-    with pytest.raises(RuntimeError, match=r"ended in an exception.*optimizer\.zero_grad\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"ended in an exception.*optimizer\.zero_grad\(\)"
+    ):
         train(False)
 
 
@@ -234,14 +273,20 @@ def test_a_step_right_after_a_failed_last_pass_is_refused(every: int) -> None:
         (loss_of(model, *next(data), False) / 2).backward()
         with pytest.raises(OutOfMemory) if fails else nullcontext():
             (loss_of(model, *next(data), fails) / 2).backward()
-        with pytest.raises(RuntimeError, match="ended in an exception") if fails else nullcontext():
+        with (
+            pytest.raises(RuntimeError, match="ended in an exception")
+            if fails
+            else nullcontext()
+        ):
             ada.step()
         ada.zero_grad()
 
 
 @pytest.mark.parametrize("again", [True, False])
 def test_a_step_that_failed_is_announced_anew_or_left(again: bool) -> None:
-    """The plan of the failed step holds for the step after it only where the loop says so after the failure."""
+    """The plan of the failed step holds for the step after it only where the loop
+    says so after the failure.
+    """
     model = make_model()
     ada, data = wrapped(model), batches(4, 4)
     ada.expect_passes(2)
@@ -262,7 +307,10 @@ def test_a_step_that_failed_is_announced_anew_or_left(again: bool) -> None:
 def test_a_run_does_not_go_on_after_a_failed_pass(goes_on: str) -> None:
     model = make_model()
     run, number = run_of(model), 0
-    with pytest.raises(RuntimeError, match="has ended in an exception, and has left incomplete gradients"):
+    with pytest.raises(
+        RuntimeError,
+        match="has ended in an exception, and has left incomplete gradients",
+    ):
         for x, y in run:
             number += 1
             try:
@@ -276,7 +324,9 @@ def test_a_run_does_not_go_on_after_a_failed_pass(goes_on: str) -> None:
     assert number == 6
 
 
-def test_a_loop_that_is_entered_again_takes_the_examples_of_the_failed_step_again() -> None:
+def test_a_loop_that_is_entered_again_takes_the_examples_of_the_failed_step_again() -> (
+    None
+):
     def train(fails: bool) -> Tensor:
         model = make_model()
         run, number = run_of(model, total=12), 0

@@ -1,4 +1,6 @@
-"""Scaling rules of the trainer: the pair that each answers with, worked by hand, and what it needs to know for that."""
+"""Scaling rules of the trainer: the pair that each answers with, worked by hand, and
+what it needs to know for that.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, SparseAdam
+from torch.optim import (
+    SGD,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+    SparseAdam,
+)
 
 from ray_adascale import (
     AdamScaleRule,
@@ -61,7 +73,9 @@ def now(gain: float = 3.0, scale: float = 4.0, **kwargs: Any) -> RuleInput:
     ],
     ids=repr,
 )
-def test_each_rule_answers_with_factor_and_clock(rule: ScalingRule, pair: tuple[float, float]) -> None:
+def test_each_rule_answers_with_factor_and_clock(
+    rule: ScalingRule, pair: tuple[float, float]
+) -> None:
     given = now(effective_steps=20.0, base_batch_size=100, total_steps=1000)
     assert rule(given) == pytest.approx(pair, rel=1e-15)
     assert make_rule(rule) is rule
@@ -71,14 +85,27 @@ def test_each_rule_answers_with_factor_and_clock(rule: ScalingRule, pair: tuple[
 @pytest.mark.parametrize("name", RULES)
 def test_at_the_base_batch_every_named_rule_is_the_base_run(name: str) -> None:
     for tau in (0.0, 5.0, 999.0):
-        given = RuleInput(gain=1.0, scale=1.0, effective_steps=tau, total_steps=1000, base_batch_size=100)
+        given = RuleInput(
+            gain=1.0,
+            scale=1.0,
+            effective_steps=tau,
+            total_steps=1000,
+            base_batch_size=100,
+        )
         assert make_rule(name)(given) == (1.0, 1.0)
 
 
 def test_rules_by_name_and_refused_ones() -> None:
     assert RULES["adamscale"]()(now(gain=9.0)) == (3.0, 9.0)
     assert make_rule("adamscale") == AdamScaleRule()
-    named = [AdamScaleRule(), AdaScaleRule(), AdaScaleBetasRule(), LinearRule(), SquareRootRule(), UnscaledRule()]
+    named = [
+        AdamScaleRule(),
+        AdaScaleRule(),
+        AdaScaleBetasRule(),
+        LinearRule(),
+        SquareRootRule(),
+        UnscaledRule(),
+    ]
     names = ("adamscale", "adascale", "adascale_betas", "linear", "sqrt", "unscaled")
     assert [make_rule(name) for name in names] == named
     assert [name_of(rule) for rule in named] == list(names)
@@ -88,14 +115,24 @@ def test_rules_by_name_and_refused_ones() -> None:
         with pytest.raises(ValueError, match=rf"{cls.__name__}\(\.\.\.\)"):
             make_rule(cls)  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match=r"rule='cubic'\. Known rules: auto, adamscale, adascale, adascale_betas, linear"
+        ValueError,
+        match=r"rule='cubic'\. Known rules: auto, adamscale, adascale, adascale_betas, linear",
     ):
         make_rule("cubic")
     assert [make_rule(f"{name}:354") for name in ("linear", "sqrt", "unscaled")] == [
         rule(steps=354) for rule in (LinearRule, SquareRootRule, UnscaledRule)
     ]
-    for wrong in ("adascale:354", "linear:x", "linear:-3", "linear:1.5", "linear:0", "linear:"):
-        with pytest.raises(ValueError, match=f"rule='{wrong}'. Known rules: .*linear:STEPS"):
+    for wrong in (
+        "adascale:354",
+        "linear:x",
+        "linear:-3",
+        "linear:1.5",
+        "linear:0",
+        "linear:",
+    ):
+        with pytest.raises(
+            ValueError, match=f"rule='{wrong}'. Known rules: .*linear:STEPS"
+        ):
             make_rule(wrong)
     with pytest.raises(ValueError, match=r"rule=3\. Must be one of"):
         make_rule(3)  # type: ignore[arg-type]
@@ -131,7 +168,9 @@ def optimizer_of(*kinds: Any) -> Any:
         ([Muon, AdamW], "adascale_betas"),
     ],
 )
-def test_auto_changes_the_betas_where_there_are_any(kinds: list[Any], chosen: str) -> None:
+def test_auto_changes_the_betas_where_there_are_any(
+    kinds: list[Any], chosen: str
+) -> None:
     optimizer = optimizer_of(*kinds)
     assert chosen_rule("auto", optimizer) == chosen
     assert chosen_rule("sqrt", optimizer) == "sqrt"
@@ -148,22 +187,30 @@ def test_auto_changes_the_betas_where_there_are_any(kinds: list[Any], chosen: st
         ([AdamW, NAdam], "exact with NAdam"),
     ],
 )
-def test_auto_warns_where_betas_that_change_are_not_exact(kinds: list[Any], why: str) -> None:
+def test_auto_warns_where_betas_that_change_are_not_exact(
+    kinds: list[Any], why: str
+) -> None:
     with pytest.warns(
-        UserWarning, match=rf"rule='auto' is 'adascale' here\..*{why}.*rule='adascale' says that this is meant"
+        UserWarning,
+        match=rf"rule='auto' is 'adascale' here\..*{why}.*rule='adascale' says that this is meant",
     ):
         assert chosen_rule("auto", optimizer_of(*kinds)) == "adascale"
 
 
 def test_the_class_alone_keeps_fairscales_rule() -> None:
-    assert AdaScale(optimizer_of(AdamW), world_size=1, num_gradients_to_accumulate=2).rule == AdaScaleRule()
+    assert (
+        AdaScale(optimizer_of(AdamW), world_size=1, num_gradients_to_accumulate=2).rule
+        == AdaScaleRule()
+    )
 
 
 def test_linear_rule_ramps_and_stretches() -> None:
     rule = LinearRule(warmup=0.1)
     half = RuleInput(gain=2.0, scale=5.0, effective_steps=50, total_steps=1000)
     assert rule(half) == (3.0, 5.0)
-    assert rule(RuleInput(gain=2.0, scale=5.0, effective_steps=500, total_steps=1000)) == (5.0, 5.0)
+    assert rule(
+        RuleInput(gain=2.0, scale=5.0, effective_steps=500, total_steps=1000)
+    ) == (5.0, 5.0)
     assert LinearRule(warmup=0, steps=100)(half) == (5.0, 10.0)
     with pytest.raises(ValueError, match="total_steps"):
         rule(RuleInput(gain=2.0, scale=5.0, effective_steps=50))
@@ -173,8 +220,14 @@ def test_only_the_rule_for_adam_wants_its_statistics_in_adams_metric() -> None:
     def plain(now: RuleInput) -> tuple[float, float]:
         return now.gain, now.gain
 
-    assert [metric_of(rule) for rule in (AdamScaleRule(), AdamScaleRule(0.3))] == ["adam"] * 2
-    others = [*(make_rule(name) for name in RULES if name != "adamscale"), LEGWRule(1, 10), plain]
+    assert [metric_of(rule) for rule in (AdamScaleRule(), AdamScaleRule(0.3))] == [
+        "adam"
+    ] * 2
+    others = [
+        *(make_rule(name) for name in RULES if name != "adamscale"),
+        LEGWRule(1, 10),
+        plain,
+    ]
     assert {metric_of(rule) for rule in others} == {"euclidean"}
     plain.metric = "Adam"  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"metric='Adam'.*euclidean, adam"):
@@ -191,14 +244,19 @@ def test_a_number_of_steps_needs_the_runs_length() -> None:
 
 @pytest.mark.parametrize("rule", [UnscaledRule, LinearRule])
 @pytest.mark.parametrize(
-    ("total_steps", "steps"), [(60, 7), (2000, 29), (2000, 330), (4000, 997), (1234.5, 7), (60, 1)]
+    ("total_steps", "steps"),
+    [(60, 7), (2000, 29), (2000, 330), (4000, 997), (1234.5, 7), (60, 1)],
 )
-def test_a_rule_that_was_given_its_steps_takes_no_more(rule: Any, total_steps: float, steps: int) -> None:
+def test_a_rule_that_was_given_its_steps_takes_no_more(
+    rule: Any, total_steps: float, steps: int
+) -> None:
     # Added up 330 times, 2000 / 330 comes out below 2000.
     given = rule(steps=steps)
     tau, taken = 0.0, 0
     while tau < total_steps:
-        increment = given(RuleInput(gain=1.0, scale=4.0, effective_steps=tau, total_steps=total_steps))[1]
+        increment = given(
+            RuleInput(gain=1.0, scale=4.0, effective_steps=tau, total_steps=total_steps)
+        )[1]
         assert increment == pytest.approx(total_steps / steps)
         tau += increment
         taken += 1
@@ -206,12 +264,19 @@ def test_a_rule_that_was_given_its_steps_takes_no_more(rule: Any, total_steps: f
 
 
 def test_legws_factor_rises_to_the_root_of_the_scale() -> None:
-    # S = 9, a warm-up of 2 epochs of 10 base steps: nine times as long, 180 steps, up to √9.
-    assert [legw_factor(9, tau, 2, 10) for tau in (0, 45, 90, 180, 1000)] == [0, 0.75, 1.5, 3, 3]
+    # S = 9, a warm-up of 2 epochs of 10 base steps: nine times as long, 180 steps, up
+    # to √9.
+    assert [legw_factor(9, tau, 2, 10) for tau in (0, 45, 90, 180, 1000)] == [
+        0,
+        0.75,
+        1.5,
+        3,
+        3,
+    ]
     assert legw_factor(9, 0, 0, 10) == 3
 
 
-# ---- LEGW ------------------------------------------------------------------------------------------------------------
+# ---- LEGW ----------------------------------------------------------------------------
 
 
 def test_legw_says_what_it_needs_and_when_it_cannot_work() -> None:
@@ -245,5 +310,8 @@ def test_legw_warns_of_a_schedule_with_a_warm_up_of_its_own() -> None:
 
 def test_legw_warms_up_at_the_base_batch_too_and_may_have_no_warm_up() -> None:
     rule = LEGWRule(1, 1000)
-    assert rule(now(scale=1.0, gain=1.0, effective_steps=5.0, base_batch_size=100)) == (0.5, 1.0)
+    assert rule(now(scale=1.0, gain=1.0, effective_steps=5.0, base_batch_size=100)) == (
+        0.5,
+        1.0,
+    )
     assert LEGWRule(0, 1000)(now(base_batch_size=100)) == (2.0, 4.0)

@@ -16,21 +16,33 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from ray_adascale import OSS, AdaScale, AdaScaleConfig, Run, ShardedDataParallel, ShardedGradScaler
+from ray_adascale import (
+    OSS,
+    AdaScale,
+    AdaScaleConfig,
+    Run,
+    ShardedDataParallel,
+    ShardedGradScaler,
+)
 from ray_adascale.batch import StepPlan
 from ray_adascale.optim.sampling import WINDOW_SAMPLES, MeasuredSteps
 
 from ..classifier import batches, make_model, sample_gradient, weights
 from ..model.reference_run import ReferenceAdaScale, moments
 
-OF_A_RUN: dict[str, Any] = {"clip": "averages", "averaging_window": 0.05, "total_steps": 1000, "single_gain": True}
+OF_A_RUN: dict[str, Any] = {
+    "clip": "averages",
+    "averaging_window": 0.05,
+    "total_steps": 1000,
+    "single_gain": True,
+}
 
 
 def plan(scale: float) -> StepPlan:
     return StepPlan(workers=2).at_scale(scale)
 
 
-# ---- which steps -----------------------------------------------------------------------------------------------------
+# ---- which steps ---------------------------------------------------------------------
 
 
 def test_the_window_holds_fifty_samples_at_least() -> None:
@@ -39,7 +51,8 @@ def test_the_window_holds_fifty_samples_at_least() -> None:
     # A window of 5,000 effective steps has 2,500 steps of gain 2: every 50th makes 50.
     assert MeasuredSteps(5000.0).every(late, plan(2.0)) == 50
     assert MeasuredSteps(5000.0).every(late, plan(16.0)) == 6  # ⌊5000 / (16 · 50)⌋
-    assert MeasuredSteps(5000.0).every(late, plan(0.5)) == 100  # the gain of S = 1/2 is at most 1
+    # the gain of S = 1/2 is at most 1
+    assert MeasuredSteps(5000.0).every(late, plan(0.5)) == 100
     assert MeasuredSteps(75.0).every(late, plan(2.0)) == 1  # T = 1,500
     assert MeasuredSteps().every(late, plan(2.0)) == 1  # an average over steps
 
@@ -61,7 +74,11 @@ def test_a_given_k_holds_from_the_first_step_on() -> None:
 @pytest.mark.parametrize("wrong", [0, -2, 1.5, True])
 def test_k_is_a_count(wrong: Any) -> None:
     with pytest.raises(ValueError, match="measure_every"):
-        AdaScale(torch.optim.SGD(make_model().parameters(), lr=0.1), measure_every=wrong, **OF_A_RUN)
+        AdaScale(
+            torch.optim.SGD(make_model().parameters(), lr=0.1),
+            measure_every=wrong,
+            **OF_A_RUN,
+        )
     with pytest.raises(ValueError, match="measure_every"):
         AdaScaleConfig(base_batch_size=4, total_steps=9, measure_every=wrong)
 
@@ -73,10 +90,12 @@ def test_k_needs_an_average_over_effective_steps() -> None:
     AdaScale(optimizer, measure_every=1)
 
 
-# ---- a step between --------------------------------------------------------------------------------------------------
+# ---- a step between ------------------------------------------------------------------
 
 
-def backward(model: torch.nn.Module, data: list[tuple[Tensor, Tensor]], factor: float = 1.0) -> None:
+def backward(
+    model: torch.nn.Module, data: list[tuple[Tensor, Tensor]], factor: float = 1.0
+) -> None:
     for x, y in data:
         (F.cross_entropy(model(x), y) * factor / len(data)).backward()
 
@@ -84,7 +103,10 @@ def backward(model: torch.nn.Module, data: list[tuple[Tensor, Tensor]], factor: 
 def test_a_step_between_has_the_gain_of_the_averages() -> None:
     model = make_model()
     ada = AdaScale(
-        torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2, measure_every=3, **OF_A_RUN
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        num_gradients_to_accumulate=2,
+        measure_every=3,
+        **OF_A_RUN,
     )
     data = iter(batches(20, 4))
     moments = []
@@ -92,7 +114,11 @@ def test_a_step_between_has_the_gain_of_the_averages() -> None:
         assert ada.current.measured == (step % 3 == 0)
         before, lr_r = weights(model).clone(), 0.05 * ada.gain()
         backward(model, [next(data), next(data)])
-        squared = sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None)
+        squared = sum(
+            p.grad.square().sum().item()
+            for p in model.parameters()
+            if p.grad is not None
+        )
         ada.step()
         last = ada.last_step
         assert last.squared_norm == pytest.approx(squared, rel=1e-9)
@@ -100,8 +126,12 @@ def test_a_step_between_has_the_gain_of_the_averages() -> None:
         if step % 3:
             assert math.isnan(last.sigma2)
             assert moments[-1] == moments[-2]
-            grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-            torch.testing.assert_close(before - weights(model), lr_r * grads, rtol=1e-9, atol=1e-15)
+            grads = torch.cat(
+                [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+            )
+            torch.testing.assert_close(
+                before - weights(model), lr_r * grads, rtol=1e-9, atol=1e-15
+            )
         ada.zero_grad()
     assert moments[3] != moments[2]
     assert ada.steps == 7
@@ -109,7 +139,9 @@ def test_a_step_between_has_the_gain_of_the_averages() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("at", [1, 3])
-def test_a_gradient_that_is_not_finite_is_left_out_between_as_well(fused: bool, at: int) -> None:
+def test_a_gradient_that_is_not_finite_is_left_out_between_as_well(
+    fused: bool, at: int
+) -> None:
     model = make_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=fused)
     ada = AdaScale(inner, num_gradients_to_accumulate=2, measure_every=3, **OF_A_RUN)
@@ -129,11 +161,24 @@ def test_the_norm_of_a_step_between_is_without_the_loss_scale(kind: Any) -> None
     model = make_model()
     scaler = kind(device="cpu", init_scale=64.0)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    ada = AdaScale(inner, num_gradients_to_accumulate=2, measure_every=3, grad_scaler=scaler, **OF_A_RUN)
+    ada = AdaScale(
+        inner,
+        num_gradients_to_accumulate=2,
+        measure_every=3,
+        grad_scaler=scaler,
+        **OF_A_RUN,
+    )
     data = iter(batches(20, 4))
     for _ in range(5):
         backward(model, [next(data), next(data)], 64.0)
-        squared = sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None) / 64.0**2
+        squared = (
+            sum(
+                p.grad.square().sum().item()
+                for p in model.parameters()
+                if p.grad is not None
+            )
+            / 64.0**2
+        )
         scaler.step(ada)
         scaler.update()
         assert ada.last_step.squared_norm == pytest.approx(squared, rel=1e-6)
@@ -145,7 +190,9 @@ def test_the_state_has_the_place_in_the_series() -> None:
 
     def fresh() -> AdaScale:
         inner = torch.optim.SGD(model.parameters(), lr=0.05)
-        return AdaScale(inner, num_gradients_to_accumulate=2, measure_every=3, **OF_A_RUN)
+        return AdaScale(
+            inner, num_gradients_to_accumulate=2, measure_every=3, **OF_A_RUN
+        )
 
     ada, data = fresh(), iter(batches(20, 4))
     for _ in range(2):
@@ -169,14 +216,20 @@ def test_the_state_has_the_place_in_the_series() -> None:
 
 def make(model: torch.nn.Module, passes: int = 2, **settings: Any) -> AdaScale:
     inner = torch.optim.SGD(model.parameters(), lr=settings.pop("lr", 0.05))
-    return AdaScale(inner, num_gradients_to_accumulate=passes, **{"measure_every": 3, **OF_A_RUN, **settings})
+    return AdaScale(
+        inner,
+        num_gradients_to_accumulate=passes,
+        **{"measure_every": 3, **OF_A_RUN, **settings},
+    )
 
 
 def test_a_step_that_may_end_early_is_counted_where_it_is_not_measured() -> None:
     model = make_model()
     ada = make(model, 3, scale=3.0)
     full, number = ada.plan, 0
-    ada.step_end = lambda made: full.shortened(2, loss_divisor=3) if number == 1 and made == 2 else None
+    ada.step_end = lambda made: (
+        full.shortened(2, loss_divisor=3) if number == 1 and made == 2 else None
+    )
     data, gains = iter(batches(20, 4)), []
     for number in range(3):
         backward(model, [next(data) for _ in range(2 if number == 1 else 3)])
@@ -187,11 +240,22 @@ def test_a_step_that_may_end_early_is_counted_where_it_is_not_measured() -> None
     assert ada.steps == 3
 
 
-def test_a_step_that_yields_no_sample_is_measured_again_and_counts_for_the_whole_gap() -> None:
-    """Steps 0, 3, 6 are measured; step 3 has a single pass, so step 4 is measured. A sample weighs for τ since the last one."""
+def test_a_step_that_yields_no_sample_is_measured_again_and_counts_for_the_whole_gap() -> (
+    None
+):
+    """Steps 0, 3, 6 are measured; step 3 has a single pass, so step 4 is measured. A
+    sample weighs for τ since the last one.
+    """
     model = make_model()
     ada = make(model, scale=2.0)
-    twin = ReferenceAdaScale(scale=2.0, n=2, clip="averages", averaging="effective", total_steps=1000, single_gain=True)
+    twin = ReferenceAdaScale(
+        scale=2.0,
+        n=2,
+        clip="averages",
+        averaging="effective",
+        total_steps=1000,
+        single_gain=True,
+    )
     data = iter(batches(40, 4))
     for number in range(9):
         chunk = [next(data) for _ in range(1 if number == 3 else 2)]
@@ -202,7 +266,11 @@ def test_a_step_that_yields_no_sample_is_measured_again_and_counts_for_the_whole
         backward(model, chunk)
         twin.scale = 1.0 if number == 3 else 2.0
         measured = number in (0, 4, 6)
-        statistics = np.array([moments([s[0] for s in samples], [0.5, 0.5], 2.0)]) if measured else None
+        statistics = (
+            np.array([moments([s[0] for s in samples], [0.5, 0.5], 2.0)])
+            if measured
+            else None
+        )
         expected = twin.advance(statistics, samples[0])
         ada.step()
         ada.zero_grad()
@@ -226,11 +294,13 @@ def test_a_skipped_step_adds_nothing_to_the_weight_of_the_next_sample() -> None:
     assert since[3] == pytest.approx(r, rel=1e-12)  # the fourth step has a sample
 
 
-# ---- what a loop may not do, seen in each step -----------------------------------------------------------------------
+# ---- what a loop may not do, seen in each step ---------------------------------------
 
 
 @pytest.mark.parametrize("at", [0, 1, 4])  # steps 0 and 3 are measured
-def test_missing_and_surplus_passes_and_gradients_that_were_left_are_refused_in_each_step(at: int) -> None:
+def test_missing_and_surplus_passes_and_gradients_that_were_left_are_refused_in_each_step(
+    at: int,
+) -> None:
     for made, error in ((1, "1 of 4"), (5, "more than 4"), (4, "not cleared")):
         model = make_model()
         ada, data = make(model, 4), iter(batches(40, 4))
@@ -252,7 +322,10 @@ def test_a_compiled_model_is_measured_in_turns() -> None:
         model = make_model()
         net: Any = torch.compile(model, backend="eager") if compiled else model
         ada = AdaScale(
-            torch.optim.SGD(model.parameters(), lr=0.05), num_gradients_to_accumulate=2, measure_every=2, **OF_A_RUN
+            torch.optim.SGD(model.parameters(), lr=0.05),
+            num_gradients_to_accumulate=2,
+            measure_every=2,
+            **OF_A_RUN,
         )
         data = iter(batches(20, 4))
         for _ in range(6):
@@ -286,14 +359,23 @@ def test_a_tensor_hook_counts_whenever_it_is_registered(every: int) -> None:
             backward(model, [next(data), next(data)])
             ada.step()
             ada.zero_grad()
-        found.append((ada.last_step.gain, ada.last_step.group_sigma2 if when != "between" else None))
+        found.append(
+            (
+                ada.last_step.gain,
+                ada.last_step.group_sigma2 if when != "between" else None,
+            )
+        )
     assert found[0] == found[1]
     assert found[0][0] > 1.05
 
 
 @pytest.mark.parametrize("client", ["bare", "run"])
-def test_a_layer_that_trains_in_every_second_step_is_measured_in_the_steps_in_which_it_trains(client: str) -> None:
-    """With k = 2 the layer is frozen in the steps between, and trains in each measured one."""
+def test_a_layer_that_trains_in_every_second_step_is_measured_in_the_steps_in_which_it_trains(
+    client: str,
+) -> None:
+    """With k = 2 the layer is frozen in the steps between, and trains in each
+    measured one.
+    """
     model = make_model().float()
     sigma2 = []
 
@@ -310,11 +392,19 @@ def test_a_layer_that_trains_in_every_second_step_is_measured_in_the_steps_in_wh
             ada.zero_grad()
             sigma2.append(ada.last_step.sigma2)
     else:
-        dataset = TensorDataset(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))
-        config = AdaScaleConfig(
-            base_batch_size=4, per_worker_batch_size=4, accumulation=2, total_steps=1000, measure_every=2
+        dataset = TensorDataset(
+            torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
         )
-        run = Run(model, torch.optim.SGD(model.parameters(), lr=0.05), None, dataset, config)
+        config = AdaScaleConfig(
+            base_batch_size=4,
+            per_worker_batch_size=4,
+            accumulation=2,
+            total_steps=1000,
+            measure_every=2,
+        )
+        run = Run(
+            model, torch.optim.SGD(model.parameters(), lr=0.05), None, dataset, config
+        )
         thaw(0)
         for x, y in run:
             run.backward(F.cross_entropy(run.model(x), y))
@@ -326,7 +416,7 @@ def test_a_layer_that_trains_in_every_second_step_is_measured_in_the_steps_in_wh
     assert [math.isnan(x) for x in sigma2] == [False, True] * 4
 
 
-# ---- on several workers ----------------------------------------------------------------------------------------------
+# ---- on several workers --------------------------------------------------------------
 
 
 def _collectives(sharded: bool, payload: bool) -> list[tuple[int, Any]]:
@@ -334,17 +424,22 @@ def _collectives(sharded: bool, payload: bool) -> list[tuple[int, Any]]:
     model, rank = make_model(), dist.get_rank()
     inner: Any = torch.optim.SGD(model.parameters(), lr=0.05)
     inner = OSS.wrap(inner) if sharded else inner
-    net: Any = ShardedDataParallel(model, inner) if sharded else DistributedDataParallel(model)
+    net: Any = (
+        ShardedDataParallel(model, inner) if sharded else DistributedDataParallel(model)
+    )
     ada = AdaScale(inner, measure_every=3, **OF_A_RUN)
     data, found = batches(12, 4), []
     for step in range(6):
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
             if payload:
-                ada.current.share(rank=torch.tensor(float(rank)), ten=torch.tensor(10.0))
+                ada.current.share(
+                    rank=torch.tensor(float(rank)), ten=torch.tensor(10.0)
+                )
             sent = reduced.call_count
             backward(net, [data[2 * step + rank]])
             ada.step()
-        # Under DDP what is shared in a step between is on its way before the backward pass.
+        # Under DDP what is shared in a step between is on its way before the backward
+        # pass.
         assert sent == int(payload and not sharded and step % 3 > 0)
         found.append((reduced.call_count, ada.last_step.shared))
         ada.zero_grad()
@@ -354,23 +449,35 @@ def _collectives(sharded: bool, payload: bool) -> list[tuple[int, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("sharded", "payload"), [(False, False), (False, True), (True, False), (True, True)])
-def test_a_step_between_sends_no_more_than_it_must(pool: Any, sharded: bool, payload: bool) -> None:
+@pytest.mark.parametrize(
+    ("sharded", "payload"), [(False, False), (False, True), (True, False), (True, True)]
+)
+def test_a_step_between_sends_no_more_than_it_must(
+    pool: Any, sharded: bool, payload: bool
+) -> None:
     for found in pool(2).run(_collectives, sharded, payload):
-        between = 0 if not sharded and not payload else 1  # each worker has the whole reduced gradient under DDP
+        # each worker has the whole reduced gradient under DDP
+        between = 0 if not sharded and not payload else 1
         assert [count for count, _ in found] == [1, between, between] * 2
-        assert all(numbers == ({"rank": 1.0, "ten": 20.0} if payload else {}) for _, numbers in found)
+        assert all(
+            numbers == ({"rank": 1.0, "ten": 20.0} if payload else {})
+            for _, numbers in found
+        )
 
 
 def _one_is_infinite(sharded: bool) -> list[bool]:
     model, rank = make_model(), dist.get_rank()
     inner: Any = torch.optim.SGD(model.parameters(), lr=0.05)
     inner = OSS.wrap(inner) if sharded else inner
-    net: Any = ShardedDataParallel(model, inner) if sharded else DistributedDataParallel(model)
+    net: Any = (
+        ShardedDataParallel(model, inner) if sharded else DistributedDataParallel(model)
+    )
     ada = AdaScale(inner, measure_every=3, **OF_A_RUN)
     data, skipped = batches(12, 4), []
     for step in range(4):
-        backward(net, [data[2 * step + rank]], math.inf if (step, rank) == (1, 1) else 1.0)
+        backward(
+            net, [data[2 * step + rank]], math.inf if (step, rank) == (1, 1) else 1.0
+        )
         ada.step()
         ada.zero_grad()
         skipped.append(ada.last_step.skipped)
@@ -387,7 +494,12 @@ def test_a_run_reads_the_loss_of_each_step_and_the_noise_of_the_averages() -> No
     model = make_model()
     data = [(x[0], y[0]) for x, y in batches(64, 1)]
     config = AdaScaleConfig(
-        base_batch_size=2, per_worker_batch_size=4, accumulation=2, total_steps=30, measure_every=4, sharding="none"
+        base_batch_size=2,
+        per_worker_batch_size=4,
+        accumulation=2,
+        total_steps=30,
+        measure_every=4,
+        sharding="none",
     )
     run = Run(model, torch.optim.SGD(model.parameters(), lr=0.05), None, data, config)
     seen = []

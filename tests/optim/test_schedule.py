@@ -1,4 +1,6 @@
-"""A base run is the reference throughout: a plain loop that calls scheduler.step() as its author did."""
+"""A base run is the reference throughout: a plain loop that calls scheduler.step()
+as its author did.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim import lr_scheduler as L
 
 from ray_adascale.optim.curves import curve_difference, other_length
-from ray_adascale.optim.schedule import BaseSchedule, EffectiveSchedule, LRCurves, SchedulerUnit
+from ray_adascale.optim.schedule import (
+    BaseSchedule,
+    EffectiveSchedule,
+    LRCurves,
+    SchedulerUnit,
+)
 
 T = 120
 MOVED = ("lr", "momentum", "betas")
@@ -29,9 +36,12 @@ MOVED = ("lr", "momentum", "betas")
 
 def sgd(lr: Any = 0.1) -> SGD:
     weight, bias = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(2))
-    # a second group with an LR of its own; clone() because groups must not share one tensor
+    # a second group with an LR of its own; clone() because groups must not share one
+    # tensor
     other = lr.clone() * 0.5 if isinstance(lr, torch.Tensor) else 0.5 * lr
-    return SGD([{"params": [weight]}, {"params": [bias], "lr": other}], lr=lr, momentum=0.9)
+    return SGD(
+        [{"params": [weight]}, {"params": [bias], "lr": other}], lr=lr, momentum=0.9
+    )
 
 
 def adam() -> Adam:
@@ -72,12 +82,18 @@ def sequential(optimizer: Optimizer) -> L.LRScheduler:
     warmup = L.LinearLR(optimizer, start_factor=0.01, total_iters=7)
     return L.SequentialLR(
         optimizer,
-        [warmup, L.CosineAnnealingLR(optimizer, T_max=60), L.ExponentialLR(optimizer, 0.98)],
+        [
+            warmup,
+            L.CosineAnnealingLR(optimizer, T_max=60),
+            L.ExponentialLR(optimizer, 0.98),
+        ],
         milestones=[7, 67],
     )
 
 
-SCHEDULERS: dict[str, tuple[Callable[[], Optimizer], Callable[[Optimizer], L.LRScheduler]]] = {
+SCHEDULERS: dict[
+    str, tuple[Callable[[], Optimizer], Callable[[Optimizer], L.LRScheduler]]
+] = {
     "step": (sgd, lambda o: L.StepLR(o, 13, gamma=0.3)),
     "multistep": (sgd, lambda o: L.MultiStepLR(o, [3, 50, 51, 90], gamma=0.1)),
     "exponential": (sgd, lambda o: L.ExponentialLR(o, 0.97)),
@@ -85,22 +101,49 @@ SCHEDULERS: dict[str, tuple[Callable[[], Optimizer], Callable[[Optimizer], L.LRS
     "polynomial": (sgd, lambda o: L.PolynomialLR(o, total_iters=T, power=2.0)),
     "linear": (sgd, lambda o: L.LinearLR(o, start_factor=0.1, total_iters=20)),
     "constant": (sgd, lambda o: L.ConstantLR(o, factor=0.2, total_iters=30)),
-    "lambda": (sgd, lambda o: L.LambdaLR(o, [lambda c: 0.95**c, lambda c: 1 / (1 + c)])),
+    "lambda": (
+        sgd,
+        lambda o: L.LambdaLR(o, [lambda c: 0.95**c, lambda c: 1 / (1 + c)]),
+    ),
     "callable": (sgd, lambda o: L.LambdaLR(o, Halver())),
     "bound_method": (sgd, lambda o: L.LambdaLR(o, Trainer().lr_at)),
-    "multiplicative": (sgd, lambda o: L.MultiplicativeLR(o, lambda c: 0.9 if c % 2 else 1.05)),
+    "multiplicative": (
+        sgd,
+        lambda o: L.MultiplicativeLR(o, lambda c: 0.9 if c % 2 else 1.05),
+    ),
     "sequential": (sgd, sequential),
-    "chained": (sgd, lambda o: L.ChainedScheduler([L.LinearLR(o, 0.1, total_iters=9), L.ExponentialLR(o, 0.98)])),
+    "chained": (
+        sgd,
+        lambda o: L.ChainedScheduler(
+            [L.LinearLR(o, 0.1, total_iters=9), L.ExponentialLR(o, 0.98)]
+        ),
+    ),
     "onecycle_sgd": (sgd, lambda o: L.OneCycleLR(o, max_lr=[1.0, 0.5], total_steps=T)),
-    "onecycle_adam": (adam, lambda o: L.OneCycleLR(o, max_lr=1.0, total_steps=T, three_phase=True)),
-    "cyclic": (sgd, lambda o: L.CyclicLR(o, base_lr=0.01, max_lr=0.3, step_size_up=11, mode="triangular2")),
+    "onecycle_adam": (
+        adam,
+        lambda o: L.OneCycleLR(o, max_lr=1.0, total_steps=T, three_phase=True),
+    ),
+    "cyclic": (
+        sgd,
+        lambda o: L.CyclicLR(
+            o, base_lr=0.01, max_lr=0.3, step_size_up=11, mode="triangular2"
+        ),
+    ),
     "cyclic_adam": (
         adam,
         lambda o: L.CyclicLR(
-            o, base_lr=0.01, max_lr=0.3, step_size_up=11, scale_fn=lambda x: 0.9**x, scale_mode="cycle"
+            o,
+            base_lr=0.01,
+            max_lr=0.3,
+            step_size_up=11,
+            scale_fn=lambda x: 0.9**x,
+            scale_mode="cycle",
         ),
     ),
-    "warm_restarts": (sgd, lambda o: L.CosineAnnealingWarmRestarts(o, T_0=10, T_mult=2)),
+    "warm_restarts": (
+        sgd,
+        lambda o: L.CosineAnnealingWarmRestarts(o, T_0=10, T_mult=2),
+    ),
     "tensor_lr": (lambda: sgd(torch.tensor(0.1)), lambda o: L.ExponentialLR(o, 0.97)),
     "tensor_sequential": (lambda: sgd(torch.tensor(0.1)), sequential),
     "custom": (sgd, ChainedMomentum),
@@ -110,7 +153,11 @@ SCHEDULERS: dict[str, tuple[Callable[[], Optimizer], Callable[[Optimizer], L.LRS
 def snapshot(optimizer: Optimizer) -> list[dict[str, Any]]:
     """What a schedule can move, by value."""
     return [
-        {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k in MOVED}
+        {
+            k: float(v) if isinstance(v, torch.Tensor) else v
+            for k, v in group.items()
+            if k in MOVED
+        }
         for group in optimizer.param_groups
     ]
 
@@ -121,8 +168,12 @@ def build(name: str) -> tuple[Optimizer, L.LRScheduler]:
     return optimizer, make_scheduler(optimizer)
 
 
-def base_run(name: str, steps: int, steps_per_epoch: tuple[int, int] | None = None) -> list[list[dict[str, Any]]]:
-    """What base step t sees, for t < steps; an epoch being num/den steps, in exact integers."""
+def base_run(
+    name: str, steps: int, steps_per_epoch: tuple[int, int] | None = None
+) -> list[list[dict[str, Any]]]:
+    """What base step t sees, for t < steps; an epoch being num/den steps, in exact
+    integers.
+    """
     optimizer, scheduler = build(name)
     seen, epochs = [], 0
     for t in range(steps):
@@ -134,14 +185,17 @@ def base_run(name: str, steps: int, steps_per_epoch: tuple[int, int] | None = No
             scheduler.step()
         else:
             num, den = steps_per_epoch
-            while (epochs + 1) * num <= (t + 1) * den:  # this step consumed the last example of an epoch
+            # this step consumed the last example of an epoch
+            while (epochs + 1) * num <= (t + 1) * den:
                 scheduler.step()
                 epochs += 1
     return seen
 
 
 def clock(seed: int, total: float) -> list[float]:
-    """τ before each step of a run with gains between 1 and 8, and at its end (beyond T)."""
+    """τ before each step of a run with gains between 1 and 8, and at its end (beyond
+    T).
+    """
     rng = random.Random(seed)
     taus = [0.0]
     while taus[-1] < total:
@@ -150,7 +204,9 @@ def clock(seed: int, total: float) -> list[float]:
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_step_sees_the_learning_rate_and_momentum_of_its_base_step(name: str) -> None:
+def test_every_step_sees_the_learning_rate_and_momentum_of_its_base_step(
+    name: str,
+) -> None:
     base = base_run(name, T)
     for seed in range(3):
         optimizer, scheduler = build(name)
@@ -164,13 +220,18 @@ def test_every_step_sees_the_learning_rate_and_momentum_of_its_base_step(name: s
         assert schedule.calls == T - 1
 
 
-@pytest.mark.parametrize(("length", "batch"), [(1797, 8), (1000, 3), (49, 10), (50000, 128), (1281167, 7)])
-def test_epoch_counts_are_exact_where_the_quotient_is_not(length: int, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "batch"), [(1797, 8), (1000, 3), (49, 10), (50000, 128), (1281167, 7)]
+)
+def test_epoch_counts_are_exact_where_the_quotient_is_not(
+    length: int, batch: int
+) -> None:
     schedule = EffectiveSchedule(
         (o := sgd()), L.StepLR(o, 10), unit="epoch", base_steps_per_epoch=length / batch
     )  # steps per epoch are rounded, and so is the division by them
     for epoch in range(1, 300):
-        border = -(-epoch * length // batch)  # the first step with all examples of the epoch behind it
+        # the first step with all examples of the epoch behind it
+        border = -(-epoch * length // batch)
         assert schedule.due(border) == border * batch // length
         assert schedule.due(border - 1) == (border - 1) * batch // length
 
@@ -186,7 +247,8 @@ def test_the_plain_clock_needs_no_total_and_never_goes_back() -> None:
 
 
 def test_calls_end_with_the_base_runs_last_step() -> None:
-    # OneCycleLR raises beyond its total_steps, and the last optimizer step may overshoot T by nearly S.
+    # OneCycleLR raises beyond its total_steps, and the last optimizer step may
+    # overshoot T by nearly S.
     optimizer, scheduler = build("onecycle_sgd")
     schedule = EffectiveSchedule(optimizer, scheduler, unit="step", total_steps=T)
     schedule.advance_to(T + 63.0)
@@ -196,9 +258,15 @@ def test_calls_end_with_the_base_runs_last_step() -> None:
         unlimited.advance_to(T + 63.0)
 
 
-@pytest.mark.parametrize(("total", "last"), [(100, 99), (100.5, 100), (30 * (1000 / 3), 9999), (0.5, 0)])
-def test_a_fractional_total_ends_with_the_step_that_reaches_it(total: float, last: int) -> None:
-    schedule = EffectiveSchedule((o := sgd()), L.ExponentialLR(o, 0.999), unit="step", total_steps=total)
+@pytest.mark.parametrize(
+    ("total", "last"), [(100, 99), (100.5, 100), (30 * (1000 / 3), 9999), (0.5, 0)]
+)
+def test_a_fractional_total_ends_with_the_step_that_reaches_it(
+    total: float, last: int
+) -> None:
+    schedule = EffectiveSchedule(
+        (o := sgd()), L.ExponentialLR(o, 0.999), unit="step", total_steps=total
+    )
     assert schedule.due(1e9) == last
     assert len(schedule.curve(total)[0]) == last + 1
 
@@ -215,10 +283,18 @@ def test_the_curve_is_the_base_runs_and_leaves_everything_untouched(name: str) -
     lr_objects = [id(g["lr"]) for g in optimizer.param_groups]
 
     def live() -> str:
-        # repr, since schedulers' attributes include tensors (no ==) and lambdas (compared by address, as they should)
+        # repr, since schedulers' attributes include tensors (no ==) and lambdas
+        # (compared by address, as they should)
         nested = [vars(s) for s in getattr(scheduler, "_schedulers", [])]
-        state = [(id(p), id(s), {k: (id(v), str(v)) for k, v in s.items()}) for p, s in optimizer.state.items()]
-        halvers = [f.asked for f in getattr(scheduler, "lr_lambdas", []) if isinstance(f, Halver)]
+        state = [
+            (id(p), id(s), {k: (id(v), str(v)) for k, v in s.items()})
+            for p, s in optimizer.state.items()
+        ]
+        halvers = [
+            f.asked
+            for f in getattr(scheduler, "lr_lambdas", [])
+            if isinstance(f, Halver)
+        ]
         return repr((vars(scheduler), nested, optimizer.param_groups, state, halvers))
 
     before = live()
@@ -226,7 +302,9 @@ def test_the_curve_is_the_base_runs_and_leaves_everything_untouched(name: str) -
     assert live() == before
     assert groups == [id(g) for g in optimizer.param_groups]
     assert lr_objects == [id(g["lr"]) for g in optimizer.param_groups]
-    assert schedule._rates(T).T.tolist() == [[seen[g]["lr"] for seen in base] for g in range(len(groups))]
+    assert schedule._rates(T).T.tolist() == [
+        [seen[g]["lr"] for seen in base] for g in range(len(groups))
+    ]
     for group, rates in zip(curve, schedule._rates(T).T, strict=True):
         assert group == pytest.approx(rates, abs=1e-11)
 
@@ -235,7 +313,9 @@ def test_the_curve_is_the_base_runs_and_leaves_everything_untouched(name: str) -
     assert snapshot(optimizer) == base[17]
 
 
-def test_the_curve_copies_neither_parameters_nor_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_curve_copies_neither_parameters_nor_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     optimizer, scheduler = build("sequential")
     scheduler.model = torch.nn.ParameterList(optimizer.param_groups[0]["params"])  # type: ignore[attr-defined]
 
@@ -243,13 +323,17 @@ def test_the_curve_copies_neither_parameters_nor_state(monkeypatch: pytest.Monke
         raise AssertionError("copied a parameter")
 
     monkeypatch.setattr(torch.nn.Parameter, "__deepcopy__", refuse)
-    optimizer.state[optimizer.param_groups[0]["params"][0]]["uncopyable"] = threading.Lock()
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["uncopyable"] = (
+        threading.Lock()
+    )
     EffectiveSchedule(optimizer, scheduler, unit="step").curve(T)
 
 
 def test_a_curve_per_epoch_has_one_point_per_call() -> None:
     optimizer, scheduler = build("step")
-    schedule = EffectiveSchedule(optimizer, scheduler, unit="epoch", base_steps_per_epoch=1797 / 8)
+    schedule = EffectiveSchedule(
+        optimizer, scheduler, unit="epoch", base_steps_per_epoch=1797 / 8
+    )
     assert [len(group) for group in schedule.curve(30 * 1797 / 8)] == [
         30,
         30,
@@ -266,18 +350,30 @@ def test_without_a_scheduler_the_learning_rates_are_constant() -> None:
         schedule.load_state_dict({"calls": 3})
 
 
-@pytest.mark.parametrize("optimizer_first", [True, False, None], ids=["optimizer_first", "schedule_first", "alone"])
+@pytest.mark.parametrize(
+    "optimizer_first",
+    [True, False, None],
+    ids=["optimizer_first", "schedule_first", "alone"],
+)
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_loading_fast_forwards_bit_identically(name: str, optimizer_first: bool | None) -> None:
+def test_loading_fast_forwards_bit_identically(
+    name: str, optimizer_first: bool | None
+) -> None:
     optimizer, scheduler = build(name)
     schedule = EffectiveSchedule(optimizer, scheduler, unit="step", total_steps=T)
     schedule.advance_to(41.7)
-    optimizer.param_groups[0]["weight_decay"] = 0.125  # changed by the user: nothing of the schedule's
-    state, optimizer_state = json.loads(json.dumps(schedule.state_dict())), copy.deepcopy(optimizer.state_dict())
+    # changed by the user: nothing of the schedule's
+    optimizer.param_groups[0]["weight_decay"] = 0.125
+    state, optimizer_state = (
+        json.loads(json.dumps(schedule.state_dict())),
+        copy.deepcopy(optimizer.state_dict()),
+    )
     assert state == {"calls": 41}
 
     resumed_optimizer, resumed_scheduler = build(name)
-    resumed = EffectiveSchedule(resumed_optimizer, resumed_scheduler, unit="step", total_steps=T)
+    resumed = EffectiveSchedule(
+        resumed_optimizer, resumed_scheduler, unit="step", total_steps=T
+    )
     if optimizer_first is True:
         resumed_optimizer.load_state_dict(optimizer_state)
     resumed.load_state_dict(state)
@@ -319,7 +415,8 @@ def test_only_a_fresh_schedule_loads() -> None:
 
 
 def test_torchs_ordering_warnings_are_swallowed_and_no_others() -> None:
-    # pytest makes any warning an error, so the tests above show the first half for "before optimizer.step()".
+    # pytest makes any warning an error, so the tests above show the first half for
+    # "before optimizer.step()".
     optimizer, scheduler = build("step")
     optimizer.step = lambda *_: None  # type: ignore[assignment]  # "has been overridden"
     EffectiveSchedule(optimizer, scheduler, unit="step").advance_to(5.0)
@@ -337,7 +434,11 @@ def test_torchs_ordering_warnings_are_swallowed_and_no_others() -> None:
 def test_a_wrapper_that_shares_the_groups_is_accepted() -> None:
     class Wrapper(Optimizer):
         def __init__(self, inner: Optimizer) -> None:
-            self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+            self.param_groups, self.state, self.defaults = (
+                inner.param_groups,
+                inner.state,
+                inner.defaults,
+            )
 
     optimizer, scheduler = build("exponential")
     schedule = EffectiveSchedule(Wrapper(optimizer), scheduler, unit="step")
@@ -355,8 +456,20 @@ def test_refusals_say_what_to_do() -> None:
     refuse("a wrong guess", optimizer, scheduler)
     refuse("Invalid unit='batch'", optimizer, scheduler, unit="batch")
     refuse("needs base_steps_per_epoch", optimizer, scheduler, unit="epoch")
-    refuse("Invalid base_steps_per_epoch=0", optimizer, scheduler, unit="epoch", base_steps_per_epoch=0)
-    refuse("Invalid total_steps=nan", optimizer, scheduler, unit="step", total_steps=math.nan)
+    refuse(
+        "Invalid base_steps_per_epoch=0",
+        optimizer,
+        scheduler,
+        unit="epoch",
+        base_steps_per_epoch=0,
+    )
+    refuse(
+        "Invalid total_steps=nan",
+        optimizer,
+        scheduler,
+        unit="step",
+        total_steps=math.nan,
+    )
     refuse("follows a metric", optimizer, L.ReduceLROnPlateau(optimizer), unit="step")
 
     class GreedyLR:  # transformers' has no class of torch's above it
@@ -398,12 +511,24 @@ def test_curve_difference_names_the_first_difference() -> None:
     changed = [[0.1, 0.2, 0.3], [1.0, 2.5, 3.5]]
     message = curve_difference(curve, changed)
     assert message is not None
-    for part in ("parameter group 1", "call 1,", "2.0 is expected", "actual value is 2.5", "2 of 6 points"):
+    for part in (
+        "parameter group 1",
+        "call 1,",
+        "2.0 is expected",
+        "actual value is 2.5",
+        "2 of 6 points",
+    ):
         assert part in message
     assert "lengths" not in message
-    assert "2 (expected) and 1 (actual) parameter groups" in str(curve_difference(curve, curve[:1]))
-    assert "3 (expected) and 2 (actual)" in str(curve_difference(curve, [c[:2] for c in curve]))
-    assert "lengths differ as well" in str(curve_difference(curve, [c[:2] for c in changed]))
+    assert "2 (expected) and 1 (actual) parameter groups" in str(
+        curve_difference(curve, curve[:1])
+    )
+    assert "3 (expected) and 2 (actual)" in str(
+        curve_difference(curve, [c[:2] for c in curve])
+    )
+    assert "lengths differ as well" in str(
+        curve_difference(curve, [c[:2] for c in changed])
+    )
 
 
 def test_curve_difference_forgives_rounding_alone() -> None:
@@ -431,7 +556,15 @@ def test_the_effective_step_of_the_highest_rate() -> None:
 
 def test_groups_with_proportional_curves_share_one() -> None:
     shape = [0.1, 0.3, 0.2]
-    curves = [shape, [3.0 * lr for lr in shape], [0.0] * 3, shape, [0.1, 0.3, 0.2 + 1e-11], [0.0] * 3, [math.nan] * 3]
+    curves = [
+        shape,
+        [3.0 * lr for lr in shape],
+        [0.0] * 3,
+        shape,
+        [0.1, 0.3, 0.2 + 1e-11],
+        [0.0] * 3,
+        [math.nan] * 3,
+    ]
     found = LRCurves.of(np.array(curves).T)
     assert [row for row, _ in found.groups] == [0, 0, 1, 0, 2, 1, 3]
     assert found[0] == found[3] == shape  # to the last bit
@@ -442,15 +575,24 @@ def test_groups_with_proportional_curves_share_one() -> None:
     assert [*LRCurves.of(np.array(curves[:-1]).T)] == [*found][:-1]
 
 
-# ---- a schedule of another length than T -----------------------------------------------------------------------------
+# ---- a schedule of another length than T ---------------------------------------------
 
 
 def _said(
-    make: Callable[[Optimizer], Any], total: int, unit: SchedulerUnit = "step", per_epoch: float = 10.0
+    make: Callable[[Optimizer], Any],
+    total: int,
+    unit: SchedulerUnit = "step",
+    per_epoch: float = 10.0,
 ) -> str | None:
     optimizer = sgd()
     scheduler = make(optimizer)
-    schedule = EffectiveSchedule(optimizer, scheduler, unit=unit, base_steps_per_epoch=per_epoch, total_steps=total)
+    schedule = EffectiveSchedule(
+        optimizer,
+        scheduler,
+        unit=unit,
+        base_steps_per_epoch=per_epoch,
+        total_steps=total,
+    )
     base = BaseSchedule(
         base_batch_size=4,
         total_steps=total,
@@ -462,7 +604,10 @@ def _said(
 
 
 def _warmed_up(optimizer: Optimizer, warmup: int, t_max: int) -> L.SequentialLR:
-    parts = [L.LinearLR(optimizer, 0.1, total_iters=warmup), L.CosineAnnealingLR(optimizer, t_max)]
+    parts = [
+        L.LinearLR(optimizer, 0.1, total_iters=warmup),
+        L.CosineAnnealingLR(optimizer, t_max),
+    ]
     return L.SequentialLR(optimizer, parts, milestones=[warmup])
 
 
@@ -479,13 +624,40 @@ def _to_zero(optimizer: Optimizer, end: int, power: float = 1.0) -> L.LambdaLR:
             "step",
             "CosineAnnealingLR has T_max at 600 steps.*3000 steps.*rises again",
         ),
-        (lambda o: L.CosineAnnealingLR(o, 4000), 3000, "step", "4000 steps.*3000 steps.*ends before it"),
-        (lambda o: L.CosineAnnealingLR(o, 3000), 3000, "epoch", r"3000 epochs.*300 epochs \(3000 steps\)"),
-        (lambda o: L.OneCycleLR(o, 1.0, total_steps=400), 300, "step", "OneCycleLR has total_steps at 400.*300"),
-        (lambda o: L.PolynomialLR(o, 100), 300, "step", "PolynomialLR has total_iters at 100.*300.*stays"),
-        (lambda o: _warmed_up(o, 10, 300), 300, "step", "CosineAnnealingLR has T_max at 310 steps.*300"),
         (
-            lambda o: L.ChainedScheduler([L.LinearLR(o, 0.1, total_iters=5), L.CosineAnnealingLR(o, 100)]),
+            lambda o: L.CosineAnnealingLR(o, 4000),
+            3000,
+            "step",
+            "4000 steps.*3000 steps.*ends before it",
+        ),
+        (
+            lambda o: L.CosineAnnealingLR(o, 3000),
+            3000,
+            "epoch",
+            r"3000 epochs.*300 epochs \(3000 steps\)",
+        ),
+        (
+            lambda o: L.OneCycleLR(o, 1.0, total_steps=400),
+            300,
+            "step",
+            "OneCycleLR has total_steps at 400.*300",
+        ),
+        (
+            lambda o: L.PolynomialLR(o, 100),
+            300,
+            "step",
+            "PolynomialLR has total_iters at 100.*300.*stays",
+        ),
+        (
+            lambda o: _warmed_up(o, 10, 300),
+            300,
+            "step",
+            "CosineAnnealingLR has T_max at 310 steps.*300",
+        ),
+        (
+            lambda o: L.ChainedScheduler(
+                [L.LinearLR(o, 0.1, total_iters=5), L.CosineAnnealingLR(o, 100)]
+            ),
             300,
             "step",
             "T_max at 100 steps.*300",
@@ -496,16 +668,36 @@ def _to_zero(optimizer: Optimizer, end: int, power: float = 1.0) -> L.LambdaLR:
             "epoch",
             r"milestones at 160 epochs.*10 epochs.*ends before it",
         ),
-        (lambda o: L.StepLR(o, 30), 100, "epoch", r"StepLR has step_size at 30 epochs.*10 epochs.*ends before it"),
+        (
+            lambda o: L.StepLR(o, 30),
+            100,
+            "epoch",
+            r"StepLR has step_size at 30 epochs.*10 epochs.*ends before it",
+        ),
         (
             lambda o: L.LinearLR(o, 0.1, total_iters=500),
             100,
             "step",
             r"LinearLR has total_iters at 500 steps.*100 steps",
         ),
-        (lambda o: L.ConstantLR(o, 0.1, total_iters=500), 100, "step", r"ConstantLR has total_iters at 500 steps"),
-        (lambda o: _to_zero(o, 600), 3000, "step", r"zero from 600 steps on.*3000 steps.*config\['total_steps'\]"),
-        (lambda o: _to_zero(o, 30), 400, "epoch", r"zero from 30 epochs on.*40 epochs \(400 steps\)"),
+        (
+            lambda o: L.ConstantLR(o, 0.1, total_iters=500),
+            100,
+            "step",
+            r"ConstantLR has total_iters at 500 steps",
+        ),
+        (
+            lambda o: _to_zero(o, 600),
+            3000,
+            "step",
+            r"zero from 600 steps on.*3000 steps.*config\['total_steps'\]",
+        ),
+        (
+            lambda o: _to_zero(o, 30),
+            400,
+            "epoch",
+            r"zero from 30 epochs on.*40 epochs \(400 steps\)",
+        ),
     ],
 )
 def test_a_schedule_made_for_another_length_is_told_with_both_numbers(
@@ -520,7 +712,8 @@ def test_a_schedule_made_for_another_length_is_told_with_both_numbers(
     ("make", "total", "unit"),
     [
         (lambda o: L.CosineAnnealingLR(o, 3000), 3000, "step"),
-        (lambda o: L.CosineAnnealingLR(o, 2999), 3000, "step"),  # zero at the last step, instead of after it
+        # zero at the last step, instead of after it
+        (lambda o: L.CosineAnnealingLR(o, 2999), 3000, "step"),
         (lambda o: L.CosineAnnealingLR(o, 300), 3000, "epoch"),
         (lambda o: L.CosineAnnealingLR(o, 30), 305, "epoch"),  # 30.5 epochs
         (lambda o: _warmed_up(o, 10, 290), 300, "step"),
@@ -534,7 +727,8 @@ def test_a_schedule_made_for_another_length_is_told_with_both_numbers(
         (lambda o: L.LambdaLR(o, lambda call: 1.0), 300, "step"),
         (lambda o: L.LinearLR(o, 0.1, total_iters=5), 300, "step"),
         (lambda o: L.StepLR(o, 30), 200, "epoch"),  # a trial of 20 epochs
-        (lambda o: L.LambdaLR(o, lambda call: math.nan), 300, "step"),  # whose value has a warning of its own
+        # whose value has a warning of its own
+        (lambda o: L.LambdaLR(o, lambda call: math.nan), 300, "step"),
     ],
 )
 def test_a_schedule_of_the_right_length_or_none_is_taken_as_it_is(
@@ -551,7 +745,9 @@ def test_a_group_that_never_moves_does_not_count_as_one_at_zero() -> None:
     assert _said(make, 300) is None
 
 
-def test_a_scheduler_that_ends_before_the_run_is_named_with_the_length_to_make_it_for() -> None:
+def test_a_scheduler_that_ends_before_the_run_is_named_with_the_length_to_make_it_for() -> (
+    None
+):
     optimizer = sgd()
     scheduler = L.OneCycleLR(optimizer, max_lr=0.1, total_steps=32)
     schedule = EffectiveSchedule(optimizer, scheduler, unit="step")
@@ -559,4 +755,7 @@ def test_a_scheduler_that_ends_before_the_run_is_named_with_the_length_to_make_i
         with pytest.raises(ValueError, match="Tried to step 33 times") as caught:
             fails()
         (note,) = caught.value.__notes__
-        assert note.startswith("In call 33 of OneCycleLR.step(), of 39 that are due. Make the scheduler for the length")
+        assert note.startswith(
+            "In call 33 of OneCycleLR.step(), of 39 that are due. Make the scheduler "
+            "for the length"
+        )

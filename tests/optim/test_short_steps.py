@@ -1,4 +1,5 @@
-"""Steps with fewer backward passes than declared, as the last of an epoch, against the reference at their own S and n.
+"""Steps with fewer backward passes than declared, as the last of an epoch, against the
+reference at their own S and n.
 
 All is float64, so a tolerance of 1e-12 (relative) is that of sums in another order.
 """
@@ -19,7 +20,12 @@ from ray_adascale import OSS, AdaScale, ShardedDataParallel
 from ..classifier import batches, make_model, ready, sample_gradient, weights
 from ..model.reference_run import ReferenceAdaScale
 
-WINDOW: dict[str, Any] = {"clip": "averages", "averaging_window": 0.05, "total_steps": 100, "single_gain": True}
+WINDOW: dict[str, Any] = {
+    "clip": "averages",
+    "averaging_window": 0.05,
+    "total_steps": 100,
+    "single_gain": True,
+}
 THEIRS: dict[str, Any] = {
     "clip": "averages",
     "averaging": "effective",
@@ -33,7 +39,9 @@ PASSES = [3, 3, 2, 3, 1, 3, 3, 2, 3, 3]  # of a step that declares 3
 def both(
     world_size: int = 1, rank: int = 0, declares: str = "before", sharded: bool = False
 ) -> tuple[list[float], list[float], float, float]:
-    """Gains and clocks of a loop with short steps, and of the reference that is told S and n of each; weights and theirs."""
+    """Gains and clocks of a loop with short steps, and of the reference that is told
+    S and n of each; weights and theirs.
+    """
     model = make_model()
     inner: Any = torch.optim.SGD(model.parameters(), lr=0.05)
     net: Any = model
@@ -42,19 +50,28 @@ def both(
         net = ShardedDataParallel(model, inner)
     elif world_size > 1:
         net = DistributedDataParallel(model)
-    optimizer = AdaScale(inner, scale=1.5 * world_size, num_gradients_to_accumulate=3, **WINDOW)
+    optimizer = AdaScale(
+        inner, scale=1.5 * world_size, num_gradients_to_accumulate=3, **WINDOW
+    )
     reference = ReferenceAdaScale(scale=1.5 * world_size, n=3 * world_size, **THEIRS)
     data = iter(batches(sum(PASSES) * world_size, 4))
     state = {"last": False}
     if declares == "asked":
         full = optimizer.plan
-        optimizer.step_end = lambda number: full.shortened(number, loss_divisor=3) if state["last"] else None
+        optimizer.step_end = lambda number: (
+            full.shortened(number, loss_divisor=3) if state["last"] else None
+        )
     expected, gains = [], []
     for passes in PASSES:
         chunk = [[next(data) for _ in range(world_size)] for _ in range(passes)]
-        samples = [sample_gradient(model, batch, optimizer.param_groups) for row in chunk for batch in row]
+        samples = [
+            sample_gradient(model, batch, optimizer.param_groups)
+            for row in chunk
+            for batch in row
+        ]
         reference.scale, reference.n = passes / 2 * world_size, passes * world_size
-        if reference.n == 1:  # nothing to learn from one: its gain is that of the averages at its scale
+        # nothing to learn from one: its gain is that of the averages at its scale
+        if reference.n == 1:
             r = reference._gains(1)[1]
             reference.effective_steps += r
             reference.since_sample += r
@@ -81,7 +98,10 @@ def both(
         gains.append(optimizer.last_step.gain)
         assert optimizer.gain() == gains[-1]  # of the short step, as τ has advanced
         np.testing.assert_allclose(
-            (before - weights(model)).numpy(), 0.05 * r * np.concatenate(mean), rtol=1e-9, atol=1e-15
+            (before - weights(model)).numpy(),
+            0.05 * r * np.concatenate(mean),
+            rtol=1e-9,
+            atol=1e-15,
         )
     assert world_size > 1 or min(gains) < 1 < max(
         gains
@@ -105,14 +125,20 @@ def two_workers(declares: str, sharded: bool) -> Any:
 @pytest.mark.also_simulated("late-*")
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "sharded"])
 @pytest.mark.parametrize("declares", ["before", "late", "asked"])
-def test_a_short_step_of_two_workers_does_so_too(pool: Any, declares: str, sharded: bool) -> None:
+def test_a_short_step_of_two_workers_does_so_too(
+    pool: Any, declares: str, sharded: bool
+) -> None:
     for gains, expected, tau, reference in pool(2).run(two_workers, declares, sharded):
         assert gains == pytest.approx(expected, rel=1e-12)
         assert tau == pytest.approx(reference, rel=1e-12)
 
 
-def test_steps_of_one_pass_leave_the_averages_as_they_are_however_many_there_are() -> None:
-    """Two of them could be compared with each other, as steps of one sample are; but they are taken amid steps of two."""
+def test_steps_of_one_pass_leave_the_averages_as_they_are_however_many_there_are() -> (
+    None
+):
+    """Two of them could be compared with each other, as steps of one sample are; but
+    they are taken amid steps of two.
+    """
     model, optimizer = ready(scale=4.0, n=2)
     data = iter(batches(7, 4))
     learnt = (math.nan, math.nan)
@@ -146,5 +172,7 @@ def test_a_step_that_comes_too_early_names_what_to_say() -> None:
     model, optimizer = ready(scale=4.0, n=3)
     for x, y in batches(2, 4):
         (F.cross_entropy(model(x), y) / 3).backward()
-    with pytest.raises(RuntimeError, match=r"2 of 3 backward passes.*expect_passes\(2\)"):
+    with pytest.raises(
+        RuntimeError, match=r"2 of 3 backward passes.*expect_passes\(2\)"
+    ):
         optimizer.step()

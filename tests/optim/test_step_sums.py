@@ -1,4 +1,6 @@
-"""The sums of a step: σ² and μ² with hand-worked numbers, what they are invalid for, and how few operations a step has."""
+"""The sums of a step: σ² and μ² with hand-worked numbers, what they are invalid for,
+and how few operations a step has.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ def sums(
     seen: bool = True,
     **more: Tensor,
 ) -> StepSums:
-    return StepSums(shape, {"c": c, "a": a, "complete": f64(complete), **more}, None, all_measured, seen)
+    return StepSums(
+        shape,
+        {"c": c, "a": a, "complete": f64(complete), **more},
+        None,
+        all_measured,
+        seen,
+    )
 
 
 class Calls(TorchDispatchMode):
@@ -38,7 +46,10 @@ class Calls(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        view = any(
+            r.alias_info is not None and not r.alias_info.is_write
+            for r in func._schema.returns
+        )
         if not view and "empty" not in func._schema.name:
             self.names.append(func._schema.name)
         return func(*args, **(kwargs or {}))
@@ -46,7 +57,9 @@ class Calls(TorchDispatchMode):
 
 def test_a_step_has_few_operations() -> None:
     """Each is a launch on a GPU, where it takes as long as that of a large one."""
-    how = Averaging(smoothing=0.75, window=None, variance_floor=0.0, clip_samples=True, debias=True)
+    how = Averaging(
+        smoothing=0.75, window=None, variance_floor=0.0, clip_samples=True, debias=True
+    )
     state = AdaScaleState.empty(1, how)
     one = sums(StepPlan(passes=1, workers=2, given_scale=2.0), f64(1.0), f64(2.0))
     Packed.of(estimate(state, one, how).numbers)  # makes the constants

@@ -1,4 +1,6 @@
-"""TauSchedule: the base run's LR at ⌊τ⌋, however often it is stepped, for torch's schedulers and timm's shape of them."""
+"""TauSchedule: the base run's LR at ⌊τ⌋, however often it is stepped, for torch's
+schedulers and timm's shape of them.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,17 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "onecycle": lambda o: L.OneCycleLR(o, max_lr=0.2, total_steps=T),
     "lambda": lambda o: L.LambdaLR(o, lambda k: 1 / (1 + k)),
     "sequence": lambda o: L.SequentialLR(
-        o, [L.LinearLR(o, 0.1, total_iters=5), L.CosineAnnealingLR(o, T_max=T - 5)], milestones=[5]
+        o,
+        [L.LinearLR(o, 0.1, total_iters=5), L.CosineAnnealingLR(o, T_max=T - 5)],
+        milestones=[5],
     ),
 }
 
 
 class Timms:
-    """A schedule as timm has them: told the number of updates, or the epoch, and no method that counts."""
+    """A schedule as timm has them: told the number of updates, or the epoch, and no
+    method that counts.
+    """
 
     def __init__(self, optimizer: Any, t_in_epochs: bool = False) -> None:
         self.optimizer, self.t_in_epochs = optimizer, t_in_epochs
@@ -51,12 +57,20 @@ class Timms:
             self._set(num_updates)
 
 
-def made(make: Callable[[Any], Any] | None, **kwargs: Any) -> tuple[Any, AdaScale, TauSchedule]:
+def made(
+    make: Callable[[Any], Any] | None, **kwargs: Any
+) -> tuple[Any, AdaScale, TauSchedule]:
     model = make_model()
     inner = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = AdaScale(inner, scale=4.0, num_gradients_to_accumulate=2, single_gain=True)
+    optimizer = AdaScale(
+        inner, scale=4.0, num_gradients_to_accumulate=2, single_gain=True
+    )
     scheduler = None if make is None else make(inner)
-    settings: dict[str, Any] = {"unit": "step", "total_steps": T, "base_batch_size": 2} | kwargs
+    settings: dict[str, Any] = {
+        "unit": "step",
+        "total_steps": T,
+        "base_batch_size": 2,
+    } | kwargs
     return model, optimizer, TauSchedule(optimizer, scheduler, **settings)
 
 
@@ -66,10 +80,17 @@ def base_curve(make: Callable[[Any], Any]) -> list[tuple[float, float]]:
     scheduler = make(inner)
     curve = []
     for k in range(T):
-        curve.append((float(inner.param_groups[0]["lr"]), float(inner.param_groups[0]["momentum"])))
+        curve.append(
+            (
+                float(inner.param_groups[0]["lr"]),
+                float(inner.param_groups[0]["momentum"]),
+            )
+        )
         inner.step()
         if k < T - 1:
-            scheduler.step() if isinstance(scheduler, L.LRScheduler) else scheduler.step_update(k + 1)
+            scheduler.step() if isinstance(
+                scheduler, L.LRScheduler
+            ) else scheduler.step_update(k + 1)
     return curve
 
 
@@ -90,7 +111,9 @@ def test_the_lr_is_the_base_curves_at_the_floor_of_tau(name: str, calls: int) ->
     while not schedule.finished:
         assert optimizer.effective_steps < T
         group, at = optimizer.param_groups[0], curve[int(optimizer.effective_steps)]
-        assert (group["lr"], group["momentum"]) == pytest.approx(at, rel=1e-12, abs=1e-15)
+        assert (group["lr"], group["momentum"]) == pytest.approx(
+            at, rel=1e-12, abs=1e-15
+        )
         assert schedule.get_last_lr() == [group["lr"]]
         take(model, optimizer, [next(data), next(data)])
         for _ in range(calls):
@@ -109,11 +132,14 @@ def test_torch_and_clients_take_it_for_one_of_torchs() -> None:
     assert isinstance(schedule, L.LRScheduler)
     assert schedule.optimizer is optimizer
     assert schedule.base_lrs == [0.1]
-    assert not hasattr(schedule, "total_steps")  # by which Accelerate knows OneCycleLR, and stops stepping it
+    # by which Accelerate knows OneCycleLR, and stops stepping it
+    assert not hasattr(schedule, "total_steps")
 
 
 def test_epochs_of_the_base_run_are_counted_by_tau() -> None:
-    model, optimizer, schedule = made(lambda o: L.StepLR(o, 2, gamma=0.5), unit="epoch", base_steps_per_epoch=2.5)
+    model, optimizer, schedule = made(
+        lambda o: L.StepLR(o, 2, gamma=0.5), unit="epoch", base_steps_per_epoch=2.5
+    )
     for data in zip(*[iter(batches(24, 4))] * 2, strict=True):
         take(model, optimizer, list(data))
         epoch = int(int(optimizer.effective_steps) / 2.5)
@@ -124,14 +150,21 @@ def test_epochs_of_the_base_run_are_counted_by_tau() -> None:
 def test_a_fused_optimizers_lr_follows_without_being_asked() -> None:
     model = make_model(torch.float32)
     inner = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    optimizer = AdaScale(inner, scale=4.0, num_gradients_to_accumulate=2, single_gain=True)
-    schedule = TauSchedule(optimizer, L.CosineAnnealingLR(inner, T_max=T), "step", total_steps=T)
+    optimizer = AdaScale(
+        inner, scale=4.0, num_gradients_to_accumulate=2, single_gain=True
+    )
+    schedule = TauSchedule(
+        optimizer, L.CosineAnnealingLR(inner, T_max=T), "step", total_steps=T
+    )
     used: list[float] = []
-    inner.register_step_pre_hook(lambda o, *_: used.append(float(o.param_groups[0]["lr"])))
+    inner.register_step_pre_hook(
+        lambda o, *_: used.append(float(o.param_groups[0]["lr"]))
+    )
     expected = []
     for data in zip(*[iter(batches(12, 4, torch.float32))] * 2, strict=True):
         take(model, optimizer, list(data))
-        expected.append(optimizer.last_step.lr_factor)  # r of this step; the LR before it was that of ⌊τ⌋ before it
+        # r of this step; the LR before it was that of ⌊τ⌋ before it
+        expected.append(optimizer.last_step.lr_factor)
         schedule.step()
     tau, curve = 0.0, base_curve(SCHEDULERS["cosine"])
     for lr, r in zip(used, expected, strict=True):
@@ -139,17 +172,27 @@ def test_a_fused_optimizers_lr_follows_without_being_asked() -> None:
         tau += r
 
 
-def fused_at_full_gain(total_steps: int) -> tuple[AdaScale, TauSchedule, list[float], Callable[[], None]]:
-    """A fused optimizer whose LR is 0.1/(1 + k) at base step k, the LRs that it steps with, and a step of it.
+def fused_at_full_gain(
+    total_steps: int,
+) -> tuple[AdaScale, TauSchedule, list[float], Callable[[], None]]:
+    """A fused optimizer whose LR is 0.1/(1 + k) at base step k, the LRs that it steps
+    with, and a step of it.
 
-    The two gradient samples of a step are 1 and -1: nothing but noise, so each step has r = S = 4.
+    The two gradient samples of a step are 1 and -1: nothing but noise, so each step has
+    r = S = 4.
     """
     weight = torch.nn.Parameter(torch.ones(1))
     inner = SGD([weight], lr=0.1, fused=True)
-    optimizer = AdaScale(inner, scale=4.0, num_gradients_to_accumulate=2, single_gain=True)
-    schedule = TauSchedule(optimizer, SCHEDULERS["lambda"](inner), "step", total_steps=total_steps)
+    optimizer = AdaScale(
+        inner, scale=4.0, num_gradients_to_accumulate=2, single_gain=True
+    )
+    schedule = TauSchedule(
+        optimizer, SCHEDULERS["lambda"](inner), "step", total_steps=total_steps
+    )
     used: list[float] = []
-    inner.register_step_pre_hook(lambda o, *_: used.append(float(o.param_groups[0]["lr"])))
+    inner.register_step_pre_hook(
+        lambda o, *_: used.append(float(o.param_groups[0]["lr"]))
+    )
 
     def step() -> None:
         for sign in (1.0, -1.0):
@@ -161,26 +204,32 @@ def fused_at_full_gain(total_steps: int) -> tuple[AdaScale, TauSchedule, list[fl
 
 
 @pytest.mark.parametrize("stepped", [False, True])
-def test_a_fused_optimizers_lr_follows_where_nobody_asks_for_the_step_before(stepped: bool) -> None:
+def test_a_fused_optimizers_lr_follows_where_nobody_asks_for_the_step_before(
+    stepped: bool,
+) -> None:
     optimizer, schedule, used, step = fused_at_full_gain(40)
     for _ in range(4):
         step()
         if stepped:
             schedule.step()
-        assert not optimizer.last_step_known  # the host has not heard of this step, and nothing here makes it wait
-    # The base steps are 0, 4, 8 and 12, each LR times r = 4. The kernel takes it as float32.
+        # the host has not heard of this step, and nothing here makes it wait
+        assert not optimizer.last_step_known
+    # The base steps are 0, 4, 8 and 12, each LR times r = 4. The kernel takes it as
+    # float32.
     assert used == pytest.approx([0.4, 0.4 / 5, 0.4 / 9, 0.4 / 13], rel=1e-6)
 
 
-def test_a_fused_run_ends_with_the_step_that_reaches_the_end_and_waits_only_near_it() -> None:
+def test_a_fused_run_ends_with_the_step_that_reaches_the_end_and_waits_only_near_it() -> (
+    None
+):
     optimizer, schedule, _, step = fused_at_full_gain(20)
     waited = []
     while not schedule.finished:
         step()
         assert not schedule.finished or optimizer.last_step_known
         waited.append(optimizer.last_step_known)
-    # r = 4, so τ = 20 after five steps. What the host knows lacks the last step, which adds 4 at most: it need not look before
-    # it knows of 16, which is after the fifth.
+    # r = 4, so τ = 20 after five steps. What the host knows lacks the last step, which
+    # adds 4 at most: it need not look before it knows of 16, which is after the fifth.
     assert waited == [False, False, False, False, True]
     assert optimizer.effective_steps == 20
 
@@ -190,7 +239,9 @@ def test_whoever_steps_the_inner_scheduler_is_told() -> None:
     data = batches(4, 4)
     take(model, optimizer, data[:2])
     schedule.scheduler.step()
-    with pytest.raises(RuntimeError, match=r"CosineAnnealingLR.step\(\) was called beside.*TauSchedule"):
+    with pytest.raises(
+        RuntimeError, match=r"CosineAnnealingLR.step\(\) was called beside.*TauSchedule"
+    ):
         take(model, optimizer, data[2:])
 
 
@@ -203,7 +254,9 @@ def test_whoever_steps_the_inner_scheduler_is_told() -> None:
         (Timms, {"unit": "epoch", "base_steps_per_epoch": 3.0}, "its unit is 'step'"),
     ],
 )
-def test_what_cannot_be_driven_is_refused(make: Any, settings: dict[str, Any], match: str) -> None:
+def test_what_cannot_be_driven_is_refused(
+    make: Any, settings: dict[str, Any], match: str
+) -> None:
     with pytest.raises(ValueError, match=match):
         made(make, **settings)
 
@@ -253,7 +306,9 @@ def test_unknown_names_are_the_users_schedulers() -> None:
     assert not hasattr(schedule, "_last_lr")
     with pytest.raises(AttributeError, match="verbose"):
         schedule.verbose  # noqa: B018
-    with pytest.raises(AttributeError, match=r"'TauSchedule' object has no attribute 't_in_epochs'"):
+    with pytest.raises(
+        AttributeError, match=r"'TauSchedule' object has no attribute 't_in_epochs'"
+    ):
         made(None)[2].t_in_epochs  # noqa: B018
     assert copy.copy(schedule).t_in_epochs is False
 
@@ -277,9 +332,17 @@ if sys.argv[1] == "raises":
 """
 
 
-@pytest.mark.parametrize(("how", "told"), [("epochs", 1), ("finished", 0), ("raises", 0)])
-def test_a_loop_that_ends_before_t_is_told_as_the_process_ends(how: str, told: int) -> None:
+@pytest.mark.parametrize(
+    ("how", "told"), [("epochs", 1), ("finished", 0), ("raises", 0)]
+)
+def test_a_loop_that_ends_before_t_is_told_as_the_process_ends(
+    how: str, told: int
+) -> None:
     """In processes of their own, whose end it is about."""
-    ended = subprocess.run([sys.executable, "-c", _EPOCHS, how], capture_output=True, text=True)
-    assert ended.stderr.count("The training loop has ended at effective step") == told, ended.stderr
+    ended = subprocess.run(
+        [sys.executable, "-c", _EPOCHS, how], capture_output=True, text=True
+    )
+    assert (
+        ended.stderr.count("The training loop has ended at effective step") == told
+    ), ended.stderr
     assert "of 40, so the learning rate has not reached" in ended.stderr or not told

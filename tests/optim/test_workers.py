@@ -1,4 +1,6 @@
-"""The workers that share the batch, where AdaScale is built before or after their process group."""
+"""The workers that share the batch, where AdaScale is built before or after their
+process group.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,25 @@ def group_of(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: workers)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"num_gradients_to_accumulate": 2}, {"scale": 6.0}])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"num_gradients_to_accumulate": 2}, {"scale": 6.0}]
+)
 def test_built_before_the_group_is_refused_at_the_first_step_with_what_to_do(
     arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, adascale = built(**arguments)
     group_of(monkeypatch, 3)
-    with pytest.raises(RuntimeError, match=r"before init_process_group.*has 3\. Build AdaScale after.*world_size=1"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"before init_process_group.*has 3\. Build AdaScale after.*world_size=1",
+    ):
         backward(model, [batches(1, 4)[0]])
         adascale.step()
 
 
-def test_a_group_of_this_process_alone_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_this_process_alone_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, adascale = built()
     group_of(monkeypatch, 1)
     backward(model, [batches(1, 4)[0]])
@@ -46,7 +55,9 @@ def test_a_group_of_this_process_alone_changes_nothing(monkeypatch: pytest.Monke
     assert (adascale.scale, adascale.num_samples, adascale.steps) == (1.0, 1, 1)
 
 
-def test_a_process_that_trains_by_itself_may_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_trains_by_itself_may_say_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, adascale = built(world_size=1)
     group_of(monkeypatch, 2)
     backward(model, [batches(1, 4)[0]])
@@ -54,10 +65,15 @@ def test_a_process_that_trains_by_itself_may_say_so(monkeypatch: pytest.MonkeyPa
     assert (adascale.scale, adascale.num_samples) == (1.0, 1)
 
 
-def test_another_number_of_workers_than_the_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_workers_than_the_groups_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, _ = built(world_size=3)
     group_of(monkeypatch, 2)
-    with pytest.raises(RuntimeError, match=r"built with world_size=3, and the process group has 2 workers"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"built with world_size=3, and the process group has 2 workers",
+    ):
         backward(model, [batches(1, 4)[0]])
 
 
@@ -79,7 +95,9 @@ def test_a_number_that_is_given_may_stand_before_the_group(pool: Any) -> None:
 
 
 def test_alone_nothing_is_watched_and_nothing_is_refused() -> None:
-    """Passes that add up, and a state between them, are fine at S = 1, where nothing is measured."""
+    """Passes that add up, and a state between them, are fine at S = 1, where nothing
+    is measured.
+    """
     model, adascale = built()
     backward(model, [batches(2, 4)[0]])
     adascale.state_dict()

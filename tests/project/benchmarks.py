@@ -1,4 +1,6 @@
-"""The scripts of benchmarks/ as modules; they import one another as scripts in the same folder."""
+"""The scripts of benchmarks/ as modules; they import one another as scripts in the
+same folder.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 STUDIES = BENCHMARKS / "studies"
 QUIET = [
-    pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),
+    pytest.mark.filterwarnings(
+        "ignore:The batch of .* exceeds the gradient noise scale"
+    ),
     pytest.mark.filterwarnings("ignore:With rule=.adascale. the averages"),
     # The text is of the standard library's docstrings.
     pytest.mark.filterwarnings(r"ignore:typing\.(io|re) is deprecated"),
 ]
-"""Marks of tests of studies with other optimizers than SGD: their runs warn of what the study measures."""
+"""Marks of tests of studies with other optimizers than SGD: their runs warn of what
+the study measures.
+"""
 
 
 def load(name: str) -> Any:
@@ -34,7 +40,9 @@ def load(name: str) -> Any:
 
 
 def module(name: str) -> Any:
-    """A fixture that is the script of that name; the fixture is named as the variable."""
+    """A fixture that is the script of that name; the fixture is named as the
+    variable.
+    """
     return pytest.fixture(scope="module")(lambda: load(name))
 
 
@@ -42,6 +50,8 @@ def run_script(path: Path, *arguments: object, timeout: float = 110) -> str:
     """Run a script with ``--smoke`` and one thread, and return what it prints."""
     env = {**os.environ, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(path), "--smoke", *map(str, arguments)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=env
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout

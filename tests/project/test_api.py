@@ -1,6 +1,8 @@
-"""The API reference: its pages name every public name once, and the docstring of each describes every parameter.
+"""The API reference: its pages name every public name once, and the docstring of each
+describes every parameter.
 
-``make docs`` checks the rest: that the names of the pages exist, and that references between docstrings resolve.
+``make docs`` checks the rest: that the names of the pages exist, and that references
+between docstrings resolve.
 """
 
 from __future__ import annotations
@@ -18,8 +20,14 @@ import ray_adascale
 from ray_adascale import scaling_rules
 
 PAGES = Path(__file__).parents[2] / "docs" / "reference" / "api"
-ENTRY = re.compile(r"^\.\. auto(?:class|function|exception):: ray_adascale\.(\S+)$", re.MULTILINE)
-NAMES = [name for page in sorted(PAGES.glob("*.md")) for name in ENTRY.findall(page.read_text(encoding="utf-8"))]
+ENTRY = re.compile(
+    r"^\.\. auto(?:class|function|exception):: ray_adascale\.(\S+)$", re.MULTILINE
+)
+NAMES = [
+    name
+    for page in sorted(PAGES.glob("*.md"))
+    for name in ENTRY.findall(page.read_text(encoding="utf-8"))
+]
 # Parameters that another docstring describes.
 ELSEWHERE = {
     "prepare": "its docstring refers to Run's",
@@ -34,16 +42,26 @@ DESCRIBED = re.compile(r" {4}(\*{0,2}\w[\w.]*): ?(.*)")
 def value_of(name: str) -> Any:
     """The object with this name in ``ray_adascale``, or in a module of it."""
     module, _, last = name.rpartition(".")
-    return getattr(importlib.import_module(f"ray_adascale.{module}" if module else "ray_adascale"), last)
+    return getattr(
+        importlib.import_module(f"ray_adascale.{module}" if module else "ray_adascale"),
+        last,
+    )
 
 
 def is_called(value: Any) -> bool:
-    """Whether users call the object: a function or a class, but no exception and no protocol."""
-    return not (inspect.isclass(value) and (issubclass(value, Exception) or getattr(value, "_is_protocol", False)))
+    """Whether users call the object: a function or a class, but no exception and no
+    protocol.
+    """
+    return not (
+        inspect.isclass(value)
+        and (issubclass(value, Exception) or getattr(value, "_is_protocol", False))
+    )
 
 
 def undescribed(value: Any) -> list[str]:
-    """Parameters without an entry under Args or Attributes. The text may describe a single parameter."""
+    """Parameters without an entry under Args or Attributes. The text may describe a
+    single parameter.
+    """
     section, entries = "", set()
     for line in (inspect.getdoc(value) or "").splitlines():
         if head := SECTION.fullmatch(line):
@@ -81,18 +99,31 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
 
 def test_every_public_name_has_one_entry() -> None:
     assert len(NAMES) == len(set(NAMES)), "an entry appears twice"
-    assert set(ray_adascale.__all__) - {"__version__"} == {name for name in NAMES if "." not in name}
-    rules = {f"scaling_rules.{name}" for name in scaling_rules.__all__ if callable(getattr(scaling_rules, name))}
+    assert set(ray_adascale.__all__) - {"__version__"} == {
+        name for name in NAMES if "." not in name
+    }
+    rules = {
+        f"scaling_rules.{name}"
+        for name in scaling_rules.__all__
+        if callable(getattr(scaling_rules, name))
+    }
     assert rules == {name for name in NAMES if name.startswith("scaling_rules.")}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("gain.")])  # formulas, in symbols
+# formulas, in symbols
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if not name.startswith("gain.")]
+)
 def test_a_public_name_is_documented(name: str) -> None:
     value = value_of(name)
     assert inspect.getdoc(value), "no docstring"
     if is_called(value):
         missing = undescribed(value)
-        assert bool(missing) == (name in ELSEWHERE), f"not under Args or Attributes: {missing}"
+        assert bool(missing) == (name in ELSEWHERE), (
+            f"not under Args or Attributes: {missing}"
+        )
         assert not unknown(value), f"no parameters: {unknown(value)}"
     if inspect.isclass(value):
-        assert not [name for name, member in members(value) if not inspect.getdoc(member)], "without a docstring"
+        assert not [
+            name for name, member in members(value) if not inspect.getdoc(member)
+        ], "without a docstring"

@@ -1,4 +1,6 @@
-"""The benchmarks run, measure what they describe and compare equal work. Speed is not tested."""
+"""The benchmarks run, measure what they describe and compare equal work. Speed is
+not tested.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,17 @@ pytestmark = pytest.mark.docs
 
 MODELS = ["narrow", "resnet"]
 PASSES = [1, 2]
-KINDS = ["ddp", "adascale", "sharded", "adascale+sharded", "adascale+oss", "oss", "fsdp2", "adascale+fsdp2", "zero"]
+KINDS = [
+    "ddp",
+    "adascale",
+    "sharded",
+    "adascale+sharded",
+    "adascale+oss",
+    "oss",
+    "fsdp2",
+    "adascale+fsdp2",
+    "zero",
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +45,9 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
 def test_every_kind_ran_on_every_model(smoke: tuple[dict[str, Any], str]) -> None:
     document, _ = smoke
     found = [(r["model"], r["passes"], r["kind"]) for r in document["results"]]
-    assert found == [(model, passes, kind) for model in MODELS for passes in PASSES for kind in KINDS]
+    assert found == [
+        (model, passes, kind) for model in MODELS for passes in PASSES for kind in KINDS
+    ]
     assert document["disagreements"] == []
     assert document["machine"]["torch"] == torch.__version__
     for r in document["results"]:
@@ -50,27 +64,48 @@ def test_every_kind_did_the_same_work(smoke: tuple[dict[str, Any], str]) -> None
     for r in document["results"]:
         # 3 warm-up steps, 2 rounds of 2, 2 steps under the profiler.
         assert r["optimizer_steps"] == 9, r
-        losses.setdefault((r["model"], r["passes"], r["trajectory"]), []).append(r["loss"])
+        losses.setdefault((r["model"], r["passes"], r["trajectory"]), []).append(
+            r["loss"]
+        )
     for (model, passes, trajectory), found in losses.items():
         assert len(found) == (5 if trajectory == "plain" else 4)
-        # Sums over two workers have only one order: only the order of operations within an update can differ.
-        assert all(math.isclose(loss, found[0], rel_tol=1e-5) for loss in found), (model, passes, trajectory, found)
+        # Sums over two workers have only one order: only the order of operations within
+        # an update can differ.
+        assert all(math.isclose(loss, found[0], rel_tol=1e-5) for loss in found), (
+            model,
+            passes,
+            trajectory,
+            found,
+        )
     for model in MODELS:
         for passes in PASSES:
             # With S = n > 1 AdaScale's LR is larger, and so its loss differs.
-            assert losses[model, passes, "adascale"][0] != losses[model, passes, "plain"][0]
+            assert (
+                losses[model, passes, "adascale"][0]
+                != losses[model, passes, "plain"][0]
+            )
 
 
-def test_the_printed_table_has_a_row_for_each_result(smoke: tuple[dict[str, Any], str]) -> None:
+def test_the_printed_table_has_a_row_for_each_result(
+    smoke: tuple[dict[str, Any], str],
+) -> None:
     document, printed = smoke
     rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines() if line.startswith("|")
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in printed.splitlines()
+        if line.startswith("|")
     ]
     header, _, *body = rows
     assert header[:6] == ["model", "passes", "kind", "ms a step", "× ddp", "quartiles"]
     assert len(body) == len(document["results"])
     for row, r in zip(body, document["results"], strict=True):
-        assert row[:5] == [r["model"], str(r["passes"]), r["kind"], f"{r['ms_per_step']:.2f}", f"{r['ratio']:.3f}"]
+        assert row[:5] == [
+            r["model"],
+            str(r["passes"]),
+            r["kind"],
+            f"{r['ms_per_step']:.2f}",
+            f"{r['ratio']:.3f}",
+        ]
         assert re.fullmatch(r"\d+\.\d{3}–\d+\.\d{3}", row[5])
 
 
@@ -88,7 +123,9 @@ def test_a_kind_that_did_other_work_is_named(smoke: tuple[dict[str, Any], str]) 
         (wrong_steps, "oss took 8"),
         (diverged, "oss ended at loss nan"),
     ]:
-        (message,) = overhead.disagreements([*results[:index], result, *results[index + 1 :]])
+        (message,) = overhead.disagreements(
+            [*results[:index], result, *results[index + 1 :]]
+        )
         assert said in message
 
 
@@ -126,17 +163,23 @@ def test_the_baseline_always_runs() -> None:
     assert "adascale_betas" not in left_out
 
 
-def test_the_checkpoint_benchmark_measures_every_kind_at_every_size(tmp_path: Path) -> None:
+def test_the_checkpoint_benchmark_measures_every_kind_at_every_size(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "checkpoint.json"
     printed = run_script(BENCHMARKS / "checkpoint.py", "--json", path)
     results = json.loads(path.read_text())["results"]
     kinds = ["background", "waiting", "torch.save"]
-    assert [(r["parameters"], r["kind"]) for r in results] == [(n, kind) for n in (1024, 2048) for kind in kinds]
+    assert [(r["parameters"], r["kind"]) for r in results] == [
+        (n, kind) for n in (1024, 2048) for kind in kinds
+    ]
     for r in results:
         assert 0 < r["stall_q1"] <= r["stall_s"] <= r["stall_q3"]
         assert r["written_s"] >= r["stall_s"]
         assert r["bytes"] > 8 * r["parameters"]  # the weights and the momentum
-    assert sum(line.startswith("| 0.00") for line in printed.splitlines()) == len(results)
+    assert sum(line.startswith("| 0.00") for line in printed.splitlines()) == len(
+        results
+    )
 
 
 def test_a_smoke_run_leaves_the_kept_results_alone(tmp_path: Path) -> None:
@@ -147,7 +190,10 @@ def test_a_smoke_run_leaves_the_kept_results_alone(tmp_path: Path) -> None:
         assert args.json.name == kept.name
         assert not args.json.exists()
         assert ROOT not in args.json.resolve().parents
-        for words in (["--smoke", "--json", str(tmp_path / "r")], ["--json", str(tmp_path / "r"), "--smoke"]):
+        for words in (
+            ["--smoke", "--json", str(tmp_path / "r")],
+            ["--json", str(tmp_path / "r"), "--smoke"],
+        ):
             assert study.parse(words)[0].json == tmp_path / "r"
 
 
@@ -159,7 +205,7 @@ def test_page_without_a_path_is_the_page_in_the_repository() -> None:
     assert transfer.parse([])[0].page is None
 
 
-# ---- autobatch.py ----------------------------------------------------------------------------------------------------
+# ---- autobatch.py --------------------------------------------------------------------
 
 
 autobatch = module("autobatch")
@@ -167,17 +213,21 @@ autobatch = module("autobatch")
 
 def test_the_adaptive_batch_runs_and_kept_runs_are_not_repeated(tmp_path: Path) -> None:
     path, given = tmp_path / "runs.jsonl", "G=0:1,50%:4"
-    options = ["--jobs", 1, "--workloads", "mnist1d", "tabular", "--json", path]  # rows in order
+    # rows in order
+    options = ["--jobs", 1, "--workloads", "mnist1d", "tabular", "--json", path]
     command = [STUDIES / "autobatch.py", *options]
     printed = run_script(*command)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["job"]["workload"], row["job"]["choice"]) for row in rows] == [
-        (workload, choice) for workload in ("mnist1d", "tabular") for choice in ("S=1", "S=4", "E=0.6", given)
+        (workload, choice)
+        for workload in ("mnist1d", "tabular")
+        for choice in ("S=1", "S=4", "E=0.6", given)
     ]
     base, four, chosen, scheduled = (row["result"] for row in rows[:4])
     assert [scale for scale, _ in itertools.groupby(scheduled["scale"])] == [1, 4]
     changed_at = scheduled["tau"][scheduled["scale"].index(4) - 1]
-    assert 30 <= changed_at < 31  # half of T, at the first boundary that has reached it: S = 1 until there
+    # half of T, at the first boundary that has reached it: S = 1 until there
+    assert 30 <= changed_at < 31
     assert (base["steps"], base["examples"]) == (60, 60 * 32)
     assert four["examples"] == four["steps"] * 4 * 32
     assert set(four["scale"]) == {4}
@@ -188,7 +238,7 @@ def test_the_adaptive_batch_runs_and_kept_runs_are_not_repeated(tmp_path: Path) 
     assert path.read_text() == text
 
 
-# ---- scale.py -------------------------------------------------------------------------------------------
+# ---- scale.py ------------------------------------------------------------------------
 
 
 scale = module("scale")
@@ -197,7 +247,15 @@ scale = module("scale")
 def test_growth_counts_what_each_kind_sends(tmp_path: Path) -> None:
     path = tmp_path / "scale.json"
     kinds = ["adascale", "sharded", "adascale+sharded"]
-    command = [BENCHMARKS / "scale.py", "--json", path, "--parts", "steps", "--kinds", *kinds]
+    command = [
+        BENCHMARKS / "scale.py",
+        "--json",
+        path,
+        "--parts",
+        "steps",
+        "--kinds",
+        *kinds,
+    ]
     printed = run_script(*command, timeout=120)
     document = json.loads(path.read_text())
     steps = {row["kind"]: row for row in document["steps"]}
@@ -219,9 +277,16 @@ def test_growth_counts_what_each_kind_sends(tmp_path: Path) -> None:
 
 
 def test_messages_of_more_workers_follow_from_the_collectives(scale: Any) -> None:
-    # By hand, four workers: a ring all-reduce sends 2 · 3, an all-to-all 3, and three shards go to the others.
-    assert scale.messages({"all_reduce": 1.0, "all_to_all": 1.0, "send": 3.0, "recv": 3.0}, 4) == 12
-    # ZeroRedundancyOptimizer's 48 broadcasts: each sends 3 messages in all, so a worker 3/4 of one.
+    # By hand, four workers: a ring all-reduce sends 2 · 3, an all-to-all 3, and three
+    # shards go to the others.
+    assert (
+        scale.messages(
+            {"all_reduce": 1.0, "all_to_all": 1.0, "send": 3.0, "recv": 3.0}, 4
+        )
+        == 12
+    )
+    # ZeroRedundancyOptimizer's 48 broadcasts: each sends 3 messages in all, so a worker
+    # 3/4 of one.
     assert scale.messages({"broadcast": 48.0}, 4) == 36
     with pytest.raises(KeyError, match="all_gather"):
         scale.messages({"all_gather": 1.0}, 4)
@@ -232,7 +297,9 @@ def test_messages_of_more_workers_follow_from_the_collectives(scale: Any) -> Non
 @pytest.mark.timeout(400)
 def test_the_controller_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "scale.json"
-    run_script(BENCHMARKS / "scale.py", "--parts", "controller", "--json", path, timeout=150)
+    run_script(
+        BENCHMARKS / "scale.py", "--parts", "controller", "--json", path, timeout=150
+    )
     (row,) = json.loads(path.read_text())["controller"]
     assert row["reports"] >= 1
     assert row["cpu_ms"] > 0
@@ -241,7 +308,8 @@ def test_the_controller_is_measured(tmp_path: Path) -> None:
 
 def test_the_study_of_noise_measures_what_it_costs() -> None:
     rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in run_script(STUDIES / "noise.py").splitlines()
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in run_script(STUDIES / "noise.py").splitlines()
     ]
     for name in ("dense", "conv"):
         (row,) = (row for row in rows if row[0].startswith(name))

@@ -1,4 +1,6 @@
-"""The study of what a search recommends: its draws and stops are the search's, and its tables are those of the kept runs."""
+"""The study of what a search recommends: its draws and stops are the search's, and
+its tables are those of the kept runs.
+"""
 
 from __future__ import annotations
 
@@ -24,32 +26,45 @@ def study() -> Any:
 
 
 def result(study: Any, scores: list[float], **changes: Any) -> Any:
-    """Return the result of a run of 100 steps with these metrics, evaluated at equal distances."""
+    """Return the result of a run of 100 steps with these metrics, evaluated at equal
+    distances.
+    """
     rows = [[round((i + 1) / len(scores), 4), score] for i, score in enumerate(scores)]
     made = study.Result(scores[-1], rows, 1.0, 100, 0, 0, 0.0, "")
     return replace(made, **changes)
 
 
 def test_the_draws_are_those_of_a_search(study: Any) -> None:
-    # The issue's search of this workload, with the command line's seed 0, found this LR.
-    assert json.loads(study.draws("sorting", 0)[0]) == {"lr": pytest.approx(0.188, abs=5e-4), "warmup": 0.1}
+    # The issue's search of this workload, with the command line's seed 0, found this
+    # LR.
+    assert json.loads(study.draws("sorting", 0)[0]) == {
+        "lr": pytest.approx(0.188, abs=5e-4),
+        "warmup": 0.1,
+    }
 
 
 def test_trials_stop_where_tunes_scheduler_stops_them(study: Any) -> None:
     from ray.tune.schedulers import AsyncHyperBandScheduler
 
-    scheduler = AsyncHyperBandScheduler(time_attr="tau", metric="score", mode="max", max_t=1.0, grace_period=1 / 8)
+    scheduler = AsyncHyperBandScheduler(
+        time_attr="tau", metric="score", mode="max", max_t=1.0, grace_period=1 / 8
+    )
     generator = torch.Generator().manual_seed(0)
     trials: list[Any] = []
     for number in range(30):
-        scores = [float(x) for x in torch.rand(10, generator=generator) + torch.arange(10) / 10]
+        scores = [
+            float(x)
+            for x in torch.rand(10, generator=generator) + torch.arange(10) / 10
+        ]
         all_of_them = result(study, scores)
         trial: Any = SimpleNamespace(trial_id=str(number))
         scheduler.on_trial_add(None, trial)  # type: ignore[arg-type]
         found, ends = [], study.cutoffs(trials)
         for tau, score in all_of_them.scores:
             found.append([tau, score])
-            answer = scheduler.on_trial_result(None, trial, {"tau": tau, "score": score})  # type: ignore[arg-type]
+            answer = scheduler.on_trial_result(
+                None, trial, {"tau": tau, "score": score}
+            )  # type: ignore[arg-type]
             stopped = answer == scheduler.STOP and tau < 1
             assert study.below(ends, found) == stopped
             if stopped:
@@ -60,13 +75,28 @@ def test_trials_stop_where_tunes_scheduler_stops_them(study: Any) -> None:
 
 def test_the_page_has_the_shares_of_the_kept_runs(study: Any) -> None:
     kept = load("study").read_runs(study.KEPT, study.Job, study.Result)
-    page = (ROOT / "benchmarks/studies/pages/carry-over.md").read_text().replace("*", "").splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page if line.startswith("| ")][2:]
+    page = (
+        (ROOT / "benchmarks/studies/pages/carry-over.md")
+        .read_text()
+        .replace("*", "")
+        .splitlines()
+    )
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page
+        if line.startswith("| ")
+    ][2:]
     for length, shown in ((1, rows[:3]), (3, rows[3:6])):
         cells = study.cells_of(kept.__getitem__, list(study.CASES), length)
-        for line, row in zip(study.survival_table(cells).splitlines()[2:], shown, strict=True):
+        for line, row in zip(
+            study.survival_table(cells).splitlines()[2:], shown, strict=True
+        ):
             _, _, at_8, at_16, one, two = line.strip("| ").split(" | ")
-            assert [at_8, at_16, *(each.partition(" ")[0] for each in (one, two))] == row[-4:]
+            assert [
+                at_8,
+                at_16,
+                *(each.partition(" ")[0] for each in (one, two)),
+            ] == row[-4:]
 
 
 def test_the_threshold_is_a_multiple_of_the_expected_norm(study: Any) -> None:
@@ -94,6 +124,12 @@ def test_a_trial_is_the_base_run_of_the_package(study: Any) -> None:
         found = study.train(study.Job("short", json.dumps({"lr": 0.02}), 3))
     finally:
         del study.CASES["short"]
-    recipe = record_recipe(case.workload, {"lr": 0.02}, base_batch_size=case.base_batch_size, total_steps=20, seed=3)
+    recipe = record_recipe(
+        case.workload,
+        {"lr": 0.02},
+        base_batch_size=case.base_batch_size,
+        total_steps=20,
+        seed=3,
+    )
     assert found.score == pytest.approx(-recipe.score, abs=1e-6)
     assert found.steps == 20

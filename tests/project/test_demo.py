@@ -1,4 +1,6 @@
-"""The demo compares five ways with what each needs, and its table has the means over seeds."""
+"""The demo compares five ways with what each needs, and its table has the means over
+seeds.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,21 @@ from typing import Any
 
 import pytest
 
-from ray_adascale import AdaScaleConfig, LinearRule, Recipe, SquareRootRule, UnscaledRule, record_recipe
+from ray_adascale import (
+    AdaScaleConfig,
+    LinearRule,
+    Recipe,
+    SquareRootRule,
+    UnscaledRule,
+    record_recipe,
+)
 
 from ..samples_of import write_rows
 
-pytestmark = [pytest.mark.docs, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.docs,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -29,7 +41,14 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-def outcome(demo: Any, way: str, steps: int, bits: float, run: Path = Path("none"), scale: float = 16) -> Any:
+def outcome(
+    demo: Any,
+    way: str,
+    steps: int,
+    bits: float,
+    run: Path = Path("none"),
+    scale: float = 16,
+) -> Any:
     return demo.Outcome(way, scale, steps, 100.0, bits, run)
 
 
@@ -52,20 +71,30 @@ def test_the_other_rules_get_the_steps_that_adascale_took_with_the_same_seed(
         assert found[demo.BASE] == AdaScaleConfig(seed=seed)
         large = AdaScaleConfig(per_worker_batch_size=64, seed=seed)
         assert found[demo.ADASCALE] == large  # on two workers
-        for way, rule in zip(ways[2:], (LinearRule, SquareRootRule, UnscaledRule), strict=True):
+        for way, rule in zip(
+            ways[2:], (LinearRule, SquareRootRule, UnscaledRule), strict=True
+        ):
             assert found[way] == replace(large, accumulation=2, rule=rule(steps=steps))
 
 
-def test_the_base_run_follows_the_recipe_and_starts_anew(demo: Any, tmp_path: Path) -> None:
-    recipe = record_recipe(demo.workload, {"lr": 0.1}, base_batch_size=8, total_steps=20)
-    first, again = (demo.run_here(demo.BASE, recipe, tmp_path, AdaScaleConfig(seed=1)) for _ in range(2))
+def test_the_base_run_follows_the_recipe_and_starts_anew(
+    demo: Any, tmp_path: Path
+) -> None:
+    recipe = record_recipe(
+        demo.workload, {"lr": 0.1}, base_batch_size=8, total_steps=20
+    )
+    first, again = (
+        demo.run_here(demo.BASE, recipe, tmp_path, AdaScaleConfig(seed=1))
+        for _ in range(2)
+    )
     assert (first.scale, first.optimizer_steps, first.effective_steps) == (1, 20, 20)
     assert list(first.run.glob("trace/*.jsonl"))
     assert again.bits == first.bits < 6.6  # 96 letters are 6.6 bits
 
 
 def test_the_kept_table_is_one_that_the_demo_prints(demo: Any, tmp_path: Path) -> None:
-    kept = EXAMPLES.parent / "benchmarks" / "studies" / "pages" / "demo.md"  # with date and machine
+    # with date and machine
+    kept = EXAMPLES.parent / "benchmarks" / "studies" / "pages" / "demo.md"
     shown = re.findall(r"^\| .*\|$", kept.read_text(), flags=re.MULTILINE)
     first = shown.index(demo.table([]).splitlines()[0])
     assert shown[first + 1] == demo.table([]).splitlines()[1]
@@ -73,11 +102,14 @@ def test_the_kept_table_is_one_that_the_demo_prints(demo: Any, tmp_path: Path) -
     for row in shown[first + 2 : first + 7]:
         way, scale, steps, tau, mean, each = row.strip("| ").split(" | ")
         seeds = [float(bits) for bits in each.split(", ")]
-        outcomes += [demo.Outcome(way, float(scale), int(steps), float(tau), bits, tmp_path) for bits in seeds]
+        outcomes += [
+            demo.Outcome(way, float(scale), int(steps), float(tau), bits, tmp_path)
+            for bits in seeds
+        ]
         assert abs(sum(seeds) / len(seeds) - float(mean)) < 0.01
-    assert [row.rpartition(" | ")[2] for row in demo.table(outcomes).splitlines()[2:]] == [
-        row.rpartition(" | ")[2] for row in shown[first + 2 : first + 7]
-    ]
+    assert [
+        row.rpartition(" | ")[2] for row in demo.table(outcomes).splitlines()[2:]
+    ] == [row.rpartition(" | ")[2] for row in shown[first + 2 : first + 7]]
     assert list(dict.fromkeys(o.way for o in outcomes)) == [
         demo.BASE,
         demo.ADASCALE,
@@ -87,8 +119,13 @@ def test_the_kept_table_is_one_that_the_demo_prints(demo: Any, tmp_path: Path) -
     ]
 
 
-def test_the_table_has_means_over_seeds_and_the_plot_every_way(demo: Any, tmp_path: Path) -> None:
-    run = write_rows(tmp_path, [{"effective_steps": t, "gain": 2.0, "step": t, "bits": 3.0} for t in (1, 2)])
+def test_the_table_has_means_over_seeds_and_the_plot_every_way(
+    demo: Any, tmp_path: Path
+) -> None:
+    run = write_rows(
+        tmp_path,
+        [{"effective_steps": t, "gain": 2.0, "step": t, "bits": 3.0} for t in (1, 2)],
+    )
     outcomes = [
         outcome(demo, demo.BASE, 100, 2.0, run, scale=1),
         outcome(demo, demo.ADASCALE, 30, 2.25, run),

@@ -1,7 +1,9 @@
-"""README.md and the pages in docs/: the Python blocks run, those of one page in one namespace; links lead to files and headings.
+"""README.md and the pages in docs/: the Python blocks run, those of one page in one
+namespace; links lead to files and headings.
 
-Commands are tested in test_doc_commands.py. A block that must not run has a reason in a comment on the line before it:
-``<!-- not run: reason -->``. A page of fragments gets the names that it uses from ``GIVEN``.
+Commands are tested in test_doc_commands.py. A block that must not run has a reason in a
+comment on the line before it: ``<!-- not run: reason -->``. A page of fragments gets
+the names that it uses from ``GIVEN``.
 """
 
 from __future__ import annotations
@@ -65,18 +67,26 @@ def blocks(text: str, page: Path) -> list[Block]:
 
 
 def run_page(found: list[Block], namespace: dict[str, Any]) -> None:
-    """The page's blocks one after the other, as one module; an error points to the page's own line."""
+    """The page's blocks one after the other, as one module; an error points to the
+    page's own line.
+    """
     for block in found:
         if block.reason is None:
-            exec(compile("\n" * block.line + block.code, str(block.page), "exec"), namespace)
+            exec(
+                compile("\n" * block.line + block.code, str(block.page), "exec"),
+                namespace,
+            )
 
 
 def built(config: dict[str, Any]) -> tuple[Any, ...]:
     torch.manual_seed(0)
     x = torch.randn(600, 16)
     model = torch.nn.Linear(16, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.get("lr", 0.1), momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 40, 0.5)  # right for pages of any length
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=config.get("lr", 0.1), momentum=0.9
+    )
+    # right for pages of any length
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 40, 0.5)
     return model, optimizer, scheduler, TensorDataset(x, x[:, :4].argmax(1))
 
 
@@ -99,7 +109,9 @@ def _forecast(folder: Path) -> dict[str, Any]:
 
     import ray_adascale
 
-    recipe = ray_adascale.record_recipe(workload, {"lr": 0.1}, base_batch_size=8, total_steps=120)
+    recipe = ray_adascale.record_recipe(
+        workload, {"lr": 0.1}, base_batch_size=8, total_steps=120
+    )
     return {
         "ray_adascale": ray_adascale,
         "rich": rich,
@@ -113,14 +125,23 @@ def _checkpoints(folder: Path) -> dict[str, Any]:
     import ray_adascale
 
     model, optimizer, scheduler, dataset = built({})
-    config = ray_adascale.AdaScaleConfig(base_batch_size=8, total_steps=20, scheduler_unit="step")
+    config = ray_adascale.AdaScaleConfig(
+        base_batch_size=8, total_steps=20, scheduler_unit="step"
+    )
     run = ray_adascale.Run(
-        model, optimizer, scheduler, dataset, config, backend=ray_adascale.LocalBackend(folder / "runs/demo")
+        model,
+        optimizer,
+        scheduler,
+        dataset,
+        config,
+        backend=ray_adascale.LocalBackend(folder / "runs/demo"),
     )
     for x, y in run:
         run.backward(F.cross_entropy(run.model(x), y))
         run.step()
-    max((folder / "runs/demo").glob("checkpoint_*/manifest.json")).parent.rename(folder / "runs/demo/checkpoint_...")
+    max((folder / "runs/demo").glob("checkpoint_*/manifest.json")).parent.rename(
+        folder / "runs/demo/checkpoint_..."
+    )
     return {"ray_adascale": ray_adascale, "model": torch.nn.Linear(16, 4)}
 
 
@@ -148,13 +169,19 @@ def _report(folder: Path) -> dict[str, Any]:
 
 
 def _signatures(folder: Path) -> dict[str, Any]:
-    """Of a page that wants a cluster: what it calls, with the real signatures, and nothing behind them."""
+    """Of a page that wants a cluster: what it calls, with the real signatures, and
+    nothing behind them.
+    """
     import ray.train
     from ray import tune
 
     import ray_adascale
 
-    real = {name: getattr(ray_adascale, name) for name in ray_adascale.__all__ if name != "__version__"}
+    real = {
+        name: getattr(ray_adascale, name)
+        for name in ray_adascale.__all__
+        if name != "__version__"
+    }
     for name in ("AdaScaleTrainer", "Search", "tune_recipe"):
         real[name] = create_autospec(real[name])
     return {
@@ -175,8 +202,14 @@ GIVEN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/guides/checkpoints.md": _checkpoints,
     "docs/guides/monitoring.md": _report,
 }
-assert not any(page.startswith("docs/start/") for page in GIVEN), "what is pasted from a page of Start must run"
-NEEDS_RAY = ("docs/start/quickstart.md", "docs/start/workloads.md", "docs/guides/data.md")
+assert not any(page.startswith("docs/start/") for page in GIVEN), (
+    "what is pasted from a page of Start must run"
+)
+NEEDS_RAY = (
+    "docs/start/quickstart.md",
+    "docs/start/workloads.md",
+    "docs/guides/data.md",
+)
 NEEDS_GROUP = ("docs/guides/sharding.md",)  # a process group, of one worker
 
 
@@ -190,18 +223,25 @@ def _pages() -> list[Any]:
     return pages
 
 
-@pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")  # advice, on toy problems
+# advice, on toy problems
+@pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
 @pytest.mark.parametrize("page", _pages())
 def test_the_python_blocks_run(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     if _name(page) in NEEDS_GROUP:
-        request.getfixturevalue("pool")(1).run(run_page, blocks(page.read_text(), page), {"__name__": "__main__"})
+        request.getfixturevalue("pool")(1).run(
+            run_page, blocks(page.read_text(), page), {"__name__": "__main__"}
+        )
         return
     monkeypatch.chdir(tmp_path)
     if _name(page) in NEEDS_RAY:
         request.getfixturevalue("ray_session")
-    # Functions that go to Ray's workers must not belong to a module that these would import.
+    # Functions that go to Ray's workers must not belong to a module that these would
+    # import.
     given = GIVEN[_name(page)](tmp_path) if _name(page) in GIVEN else {}
     namespace = {"__name__": "__main__", **given}
     run_page(blocks(page.read_text(), page), namespace)
@@ -209,25 +249,44 @@ def test_the_python_blocks_run(
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=_name)
 def test_no_block_is_passed_over(page: Path) -> None:
-    """Each fence is one that FENCE sees, and of a kind for which there is a test or that holds no code."""
+    """Each fence is one that FENCE sees, and of a kind for which there is a test or
+    that holds no code.
+    """
     text = page.read_text()
     found = list(FENCE.finditer(text))
-    assert len(re.findall(r"^\s*(?:```|~~~)", text, flags=re.MULTILINE)) == 2 * len(found)
+    assert len(re.findall(r"^\s*(?:```|~~~)", text, flags=re.MULTILINE)) == 2 * len(
+        found
+    )
     assert {block["kind"] for block in found} <= {"python", "text", "diff", ""}
 
 
 @pytest.mark.parametrize(
-    "page", [path for path in ALL_PAGES if path.parent.name in ("start", "guides", "reference")], ids=_name
+    "page",
+    [
+        path
+        for path in ALL_PAGES
+        if path.parent.name in ("start", "guides", "reference")
+    ],
+    ids=_name,
 )
 def test_code_fits_the_width_of_the_site(page: Path) -> None:
     """102 characters (docs/static/site.css); blocks of kind "text" wrap."""
-    found = [block for block in FENCE.finditer(page.read_text()) if block["kind"] != "text"]
-    assert not [line for block in found for line in block["code"].splitlines() if len(line) > 102]
+    found = [
+        block for block in FENCE.finditer(page.read_text()) if block["kind"] != "text"
+    ]
+    assert not [
+        line
+        for block in found
+        for line in block["code"].splitlines()
+        if len(line) > 102
+    ]
 
 
 @pytest.mark.ray
 def test_the_readmes_own_loop_runs(ray_session: Path) -> None:
-    """What README's first diff makes of a loop, on one worker without a GPU, two epochs."""
+    """What README's first diff makes of a loop, on one worker without a GPU, two
+    epochs.
+    """
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -237,7 +296,8 @@ def test_the_readmes_own_loop_runs(ray_session: Path) -> None:
     for said, small in (
         (
             "num_workers=8, use_gpu=True)",
-            f"num_workers=1), run_config=RunConfig(name='readme', storage_path={str(ray_session)!r})",
+            "num_workers=1), run_config=RunConfig(name='readme', "
+            f"storage_path={str(ray_session)!r})",
         ),
         ("total_epochs=100", "total_epochs=2"),
         ("TorchTrainer(", "result = TorchTrainer("),
@@ -256,24 +316,36 @@ def test_the_readmes_own_loop_runs(ray_session: Path) -> None:
     }
     exec(code, namespace)
     # 600 examples in base batches of 128, for two epochs; the last step may go over.
-    assert 2 * 600 // 128 <= namespace["result"].metrics["effective_steps"] < 2 * 600 // 128 + 2
+    assert (
+        2 * 600 // 128
+        <= namespace["result"].metrics["effective_steps"]
+        < 2 * 600 // 128 + 2
+    )
     assert read_trace(ray_session / "readme")
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub makes them: small letters, no punctuation, hyphens for spaces."""
+    """Of a page's headings, as GitHub makes them: small letters, no punctuation,
+    hyphens for spaces.
+    """
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     found: set[str] = set()
     for heading in re.findall(r"^#+ +(.+?) *$", text, flags=re.MULTILINE):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
         name = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
-        found.add(name if name not in found else f"{name}-{sum(other.startswith(name) for other in found)}")
+        found.add(
+            name
+            if name not in found
+            else f"{name}-{sum(other.startswith(name) for other in found)}"
+        )
     return found
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=_name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+    for target, anchor in re.findall(
+        r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()
+    ):
         if "://" in target:
             continue
         there = page.parent / target if target else page
@@ -302,11 +374,17 @@ OTHERS_OWN = (
 
 
 def test_symptoms_are_what_the_package_says() -> None:
-    """What troubleshooting.md quotes in its first column stands in the source; `...` for what differs."""
-    source = "".join(path.read_text() for path in sorted((ROOT / "ray_adascale").rglob("*.py")))
+    """What troubleshooting.md quotes in its first column stands in the source; `...`
+    for what differs.
+    """
+    source = "".join(
+        path.read_text() for path in sorted((ROOT / "ray_adascale").rglob("*.py"))
+    )
     said = re.sub(r"\"\s*\n\s*f?\"", "", source)  # a message over several lines
     quotes = re.findall(
-        r"^\| `([^`]+)` \|", (ROOT / "docs" / "reference" / "troubleshooting.md").read_text(), flags=re.MULTILINE
+        r"^\| `([^`]+)` \|",
+        (ROOT / "docs" / "reference" / "troubleshooting.md").read_text(),
+        flags=re.MULTILINE,
     )
     assert len(quotes) > 10
     for quote in quotes:
@@ -326,8 +404,12 @@ def test_the_page_of_monitoring_has_every_metric_and_every_column() -> None:
     sys.path.pop(0)
     page = (ROOT / "docs/guides/monitoring.md").read_text()
     assert columns.page() == page, "make docs"
-    assert {*METRICS, *COUNTERS} - {"total_steps"} <= set(COLUMNS) <= OWN_KEYS | {"loss"}
-    assert re.findall(r"^\| `(\w+)` \* \|", page, flags=re.MULTILINE) == [key for key in COLUMNS if key in METRICS]
+    assert (
+        {*METRICS, *COUNTERS} - {"total_steps"} <= set(COLUMNS) <= OWN_KEYS | {"loss"}
+    )
+    assert re.findall(r"^\| `(\w+)` \* \|", page, flags=re.MULTILINE) == [
+        key for key in COLUMNS if key in METRICS
+    ]
 
 
 def test_the_table_of_gains_is_computed() -> None:
@@ -336,12 +418,17 @@ def test_the_table_of_gains_is_computed() -> None:
     namespace: dict[str, Any] = {}
     run_page(blocks(page.read_text(), page), namespace)
     for scale, batch, r, share, steps, examples in namespace["rows"]:
-        row = f"| {scale} | {batch} | {r} | {share.replace('%', ' %')} | {steps} | {examples} |"
+        row = (
+            f"| {scale} | {batch} | {r} | {share.replace('%', ' %')} | {steps} | "
+            f"{examples} |"
+        )
         assert row in page.read_text(), row
 
 
 def test_pages_that_sources_name_exist() -> None:
-    """Docstrings, messages, comments and the changelog name pages by their path from the repository."""
+    """Docstrings, messages, comments and the changelog name pages by their path from
+    the repository.
+    """
     named = 0
     for page in [
         *(
@@ -353,7 +440,9 @@ def test_pages_that_sources_name_exist() -> None:
         ROOT / "cluster.yaml",
         ROOT / "CHANGELOG.md",
     ]:
-        for name in re.findall(r"\b(?:docs|benchmarks)/[\w./-]+\.(?:md|py)\b", page.read_text()):
+        for name in re.findall(
+            r"\b(?:docs|benchmarks)/[\w./-]+\.(?:md|py)\b", page.read_text()
+        ):
             assert (ROOT / name).exists(), f"{_name(page)}: {name}"
             named += 1
     assert named > 20
@@ -363,31 +452,57 @@ LISTED = re.compile(r"^- \[(.+)\]\((.+\.(?:md|ipynb))\)$", re.MULTILINE)
 
 
 def listed() -> list[tuple[str, Path]]:
-    """The pages in docs/contents.md with their titles there. The site's navigation is made of this list (docs/conf.py)."""
+    """The pages in docs/contents.md with their titles there. The site's navigation
+    is made of this list (docs/conf.py).
+    """
     contents = ROOT / "docs" / "contents.md"
-    return [(title, (contents.parent / name).resolve()) for title, name in LISTED.findall(contents.read_text())]
+    return [
+        (title, (contents.parent / name).resolve())
+        for title, name in LISTED.findall(contents.read_text())
+    ]
 
 
 def test_every_page_is_in_the_contents() -> None:
-    """But those of studies and of the API, and those that stand outside the navigation, which must be linked."""
+    """But those of studies and of the API, and those that stand outside the
+    navigation, which must be linked.
+    """
     sys.path.insert(0, str(ROOT / "docs"))
     import conf
 
     sys.path.pop(0)
-    others = ("README.md", "docs/reference/api/", "benchmarks/studies/", *(f"{name}.md" for name in conf.OUTSIDE))
+    others = (
+        "README.md",
+        "docs/reference/api/",
+        "benchmarks/studies/",
+        *(f"{name}.md" for name in conf.OUTSIDE),
+    )
     pages = [page for page in ALL_PAGES if not _name(page).startswith(others)]
-    tutorial, index = ROOT / "examples/tutorial.ipynb", ROOT / "docs/reference/api/index.md"
+    tutorial, index = (
+        ROOT / "examples/tutorial.ipynb",
+        ROOT / "docs/reference/api/index.md",
+    )
     assert sorted(page for _, page in listed()) == sorted([*pages, tutorial, index])
     for name in conf.OUTSIDE:
-        links = [page for page in ALL_PAGES if f"{name.rpartition('/')[2]}.md" in page.read_text()]
+        links = [
+            page
+            for page in ALL_PAGES
+            if f"{name.rpartition('/')[2]}.md" in page.read_text()
+        ]
         assert links, name
 
 
 def test_a_page_has_one_title_in_the_navigation_and_at_its_top() -> None:
     for title, page in listed():
-        first = re.findall(r"# (.+?)(?:\\n\",)?$", page.read_text(), flags=re.MULTILINE)[0]
+        first = re.findall(
+            r"# (.+?)(?:\\n\",)?$", page.read_text(), flags=re.MULTILINE
+        )[0]
         assert title == first, page
-    in_readme = {name: title for title, name in re.findall(r"\[([^\]]+)\]\((docs/[^)#]+\.md)\)", documentation())}
+    in_readme = {
+        name: title
+        for title, name in re.findall(
+            r"\[([^\]]+)\]\((docs/[^)#]+\.md)\)", documentation()
+        )
+    }
     titles = {_name(page): title for title, page in listed()}
     assert {name: titles.get(name, "all pages") for name in in_readme} == in_readme
 

@@ -1,4 +1,6 @@
-"""Each example runs with ``--smoke``, as the file that a user would copy, and gets somewhere."""
+"""Each example runs with ``--smoke``, as the file that a user would copy, and gets
+somewhere.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +45,22 @@ def run(name: str, *arguments: str, folder: Path, within_s: float = 110) -> str:
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
 def test_own_loop(
-    ray_session: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ray_session: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("sklearn")
-    # In this process, on the suite's Ray: a Ray of its own would take longer than the example.
+    # In this process, on the suite's Ray: a Ray of its own would take longer than the
+    # example.
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["own_loop.py", "--smoke", "--storage", str(tmp_path)])
+    monkeypatch.setattr(
+        sys, "argv", ["own_loop.py", "--smoke", "--storage", str(tmp_path)]
+    )
     runpy.run_path(str(EXAMPLES / "own_loop.py"), run_name="__main__")
     found = re.search(
-        r"accuracy (\S+) after (\d+) optimizer steps for (\d+) effective ones at scale 2", capsys.readouterr().out
+        r"accuracy (\S+) after (\d+) optimizer steps for (\d+) effective ones at scale 2",
+        capsys.readouterr().out,
     )
     assert found
     total = 3 * 1450 // 32  # three epochs of base batches
@@ -82,33 +91,47 @@ def test_own_loop_takes_cifar_from_torchvision(monkeypatch: pytest.MonkeyPatch) 
     assert example["make_model"](3)(x_test).shape == (20, 10)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # it reads docstrings of the whole standard library
-def test_the_language_models_schedule_is_as_long_as_the_run_without_being_told_twice() -> None:
+# it reads docstrings of the whole standard library
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_language_models_schedule_is_as_long_as_the_run_without_being_told_twice() -> (
+    None
+):
     from ray_adascale import AdaScaleConfig, Run
     from ray_adascale.workload import build
 
-    config = AdaScaleConfig(base_batch_size=8, total_steps=3000)  # as --base-batch-size 8 --total-steps 3000
-    workload = build(runpy.run_path(str(EXAMPLES / "language_model.py"))["workload"], {}, config)
+    # as --base-batch-size 8 --total-steps 3000
+    config = AdaScaleConfig(base_batch_size=8, total_steps=3000)
+    workload = build(
+        runpy.run_path(str(EXAMPLES / "language_model.py"))["workload"], {}, config
+    )
     (curve,) = Run.of(workload, config).base_schedule.lr_curve  # warnings are errors
     assert len(curve) == 3000
-    assert curve[1500] == pytest.approx(0.1, rel=0.01)  # half of 0.2, half way down the cosine
+    # half of 0.2, half way down the cosine
+    assert curve[1500] == pytest.approx(0.1, rel=0.01)
 
 
 def test_language_model(tmp_path: Path) -> None:
     out = run("language_model.py", folder=tmp_path)
-    found = re.findall(r"^(\S.*?) +S = (\d): (\S+) bits a character after (\d+) steps$", out, flags=re.MULTILINE)
+    found = re.findall(
+        r"^(\S.*?) +S = (\d): (\S+) bits a character after (\d+) steps$",
+        out,
+        flags=re.MULTILINE,
+    )
     assert [(label, scale) for label, scale, _, _ in found] == [
         ("base batch", "1"),
         ("AdaScale", "8"),
         ("linear LR", "8"),
     ]
-    (base, base_steps), (scaled, scaled_steps), (_, linear_steps) = ((float(b), int(n)) for _, _, b, n in found)
+    (base, base_steps), (scaled, scaled_steps), (_, linear_steps) = (
+        (float(b), int(n)) for _, _, b, n in found
+    )
     assert base_steps == 125
     assert linear_steps == 125 // 8 + 1
     assert 125 / 8 <= scaled_steps < 125
     # 96 letters are 6.6 bits; letters by their frequency alone about 4.5.
     assert base < 4.5
-    # One schedule, one outcome: as nearly as one seed of so short a run tells (seen: 0.18; the linear LR is off by 1.8).
+    # One schedule, one outcome: as nearly as one seed of so short a run tells (seen:
+    # 0.18; the linear LR is off by 1.8).
     assert scaled == pytest.approx(base, abs=0.4)
 
 
@@ -119,7 +142,9 @@ def test_sharded_state_in_a_spawned_loop(tmp_path: Path) -> None:
     # The same gradients, summed in other buckets; printed to three places.
     assert float(found["oss"]) == pytest.approx(float(found["sharded"]), abs=0.0011)
     assert float(found["oss"]) < 2.3, "ten classes by chance"
-    held, full = (int(n) for n in re.search(r"optimizer state: (\d+) KiB of (\d+)", out).groups())  # type: ignore[union-attr]
+    held, full = (
+        int(n) for n in re.search(r"optimizer state: (\d+) KiB of (\d+)", out).groups()
+    )  # type: ignore[union-attr]
     assert held == pytest.approx(full / 2, rel=0.02), "two workers, half each"
 
     for how in found:
@@ -139,48 +164,69 @@ def test_sharded_state_in_a_spawned_loop(tmp_path: Path) -> None:
         assert plain.param_groups[0]["momentum"] == 0.9
         momenta = [plain.state[p]["momentum_buffer"] for p in model.parameters()]
         assert [tuple(m.shape) for m in momenta] == shapes
-        assert all(bool(m.any()) for m in momenta), "also those that the other worker held"
+        assert all(bool(m.any()) for m in momenta), (
+            "also those that the other worker held"
+        )
         before = [p.detach().clone() for p in model.parameters()]
         model(torch.randn(4, 64)).sum().backward()
         plain.step()
-        assert any(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        assert any(
+            not torch.equal(p, old)
+            for p, old in zip(model.parameters(), before, strict=True)
+        )
 
 
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
 def test_tune_asha_optuna(
-    ray_session: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ray_session: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("optuna")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["tune_asha_optuna.py", "--smoke", "--storage", str(tmp_path)])
+    monkeypatch.setattr(
+        sys, "argv", ["tune_asha_optuna.py", "--smoke", "--storage", str(tmp_path)]
+    )
     runpy.run_path(str(EXAMPLES / "tune_asha_optuna.py"), run_name="__main__")
     said = capsys.readouterr()
     found = re.search(
-        r"at batch 64 \(S = 8\): accuracy (\S+) after (\d+) optimizer steps for (\d+) effective ones", said.out
+        r"at batch 64 \(S = 8\): accuracy (\S+) after (\d+) optimizer steps for (\d+) effective ones",
+        said.out,
     )
     assert found
     recipe = Recipe.load(tmp_path / "recipe.json")
     assert recipe.search["search_alg"] == "OptunaSearch"
     assert recipe.score > 0.9
-    assert float(found[1]) == pytest.approx(recipe.score, abs=0.04)  # of 397 images; seen: 0.01
+    # of 397 images; seen: 0.01
+    assert float(found[1]) == pytest.approx(recipe.score, abs=0.04)
     assert 400 / 8 < int(found[2]) < 400
     assert 400 <= int(found[3]) <= 408
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)  # 36 s on an idle machine of 2 cores, of which Ray takes most to start nodes and workers
+# 36 s on an idle machine of 2 cores, of which Ray takes most to start nodes and workers
+@pytest.mark.timeout(300)
 def test_elastic_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A Ray of its own: the suite's can't get another node. In its own folder, as another ray.init() would join what it finds
-    # in the usual one; a short name, since sockets lie in it.
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as scratch:
+    # A Ray of its own: the suite's can't get another node. In its own folder, as
+    # another ray.init() would join what it finds in the usual one; a short name, since
+    # sockets lie in it.
+    with tempfile.TemporaryDirectory(
+        prefix="ray-", ignore_cleanup_errors=True
+    ) as scratch:
         monkeypatch.setenv("RAY_TMPDIR", scratch)
         out = run("elastic_run.py", folder=tmp_path, within_s=280)
     stretches = re.findall(
-        r"^workers (\d): S (\d), n (\d), steps (\d+) to (\d+), mean gain (\S+), to tau (\S+)$", out, flags=re.MULTILINE
+        r"^workers (\d): S (\d), n (\d), steps (\d+) to (\d+), mean gain (\S+), to tau (\S+)$",
+        out,
+        flags=re.MULTILINE,
     )
-    assert [(int(k), int(s), int(n)) for k, s, n, *_ in stretches] == [(1, 4, 2), (2, 8, 4)]
+    assert [(int(k), int(s), int(n)) for k, s, n, *_ in stretches] == [
+        (1, 4, 2),
+        (2, 8, 4),
+    ]
     (_, _, _, first, last, small, tau), (_, _, _, again, end, large, total) = stretches
     assert int(first) == 1
     assert int(again) == int(last) + 1, "every step once"
@@ -190,13 +236,19 @@ def test_elastic_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert mean * int(end) == pytest.approx(float(total), rel=0.005), (
         "tau is the sum of the gains, over the change, too"
     )
-    change = re.search(r"^change: tau (\S+) -> (\S+), gain (\S+) -> (\S+), lr (\S+) -> (\S+)$", out, flags=re.MULTILINE)
+    change = re.search(
+        r"^change: tau (\S+) -> (\S+), gain (\S+) -> (\S+), lr (\S+) -> (\S+)$",
+        out,
+        flags=re.MULTILINE,
+    )
     assert change
     before, after, r_before, r_after, lr_before, lr_after = map(float, change.groups())
     assert before == float(tau)
     assert after - before == pytest.approx(r_after, abs=0.11)
     assert r_after > r_before
-    assert lr_after == pytest.approx(lr_before, rel=0.02), "the schedule goes on where it was"
+    assert lr_after == pytest.approx(lr_before, rel=0.02), (
+        "the schedule goes on where it was"
+    )
 
 
 def test_fairscale_after_differs_by_the_import() -> None:
@@ -205,10 +257,15 @@ def test_fairscale_after_differs_by_the_import() -> None:
 
     changes = [
         line
-        for line in difflib.ndiff(code("fairscale_before.py"), code("fairscale_after.py"))
+        for line in difflib.ndiff(
+            code("fairscale_before.py"), code("fairscale_after.py")
+        )
         if line[0] in "+-" and line[2:].strip()
     ]
-    assert changes == ["- from fairscale.optim import AdaScale", "+ from ray_adascale import AdaScale"]
+    assert changes == [
+        "- from fairscale.optim import AdaScale",
+        "+ from ray_adascale import AdaScale",
+    ]
 
 
 def test_fairscale_after(tmp_path: Path) -> None:
@@ -221,7 +278,9 @@ def test_fairscale_after(tmp_path: Path) -> None:
         assert lr == 0.05 * 0.5**epoch
 
 
-@pytest.mark.skipif(importlib.util.find_spec("fairscale") is None, reason="fairscale is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("fairscale") is None, reason="fairscale is not installed"
+)
 def test_fairscale_after_is_as_before(tmp_path: Path) -> None:
     before = _numbers(run("fairscale_before.py", folder=tmp_path))
     after = _numbers(run("fairscale_after.py", folder=tmp_path))
@@ -241,28 +300,48 @@ def _numbers(said: str) -> list[tuple[float, ...]]:
 
 @pytest.mark.ray
 def test_asha_over_accelerate(
-    ray_session: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ray_session: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip("sklearn")
-    monkeypatch.setattr(sys, "argv", ["asha_over_accelerate.py", "--smoke", "--folder", str(tmp_path / "asha")])
-    runpy.run_path(str(EXAMPLES / "clients" / "asha_over_accelerate.py"), run_name="__main__")
-    found = re.findall(r"learning rate (\S+): accuracy \S+ at τ = (\d+)", capsys.readouterr().out)
-    assert found == [("0.05", "240"), ("1e-05", "40"), ("1e-06", "40")]  # ASHA's first rung
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["asha_over_accelerate.py", "--smoke", "--folder", str(tmp_path / "asha")],
+    )
+    runpy.run_path(
+        str(EXAMPLES / "clients" / "asha_over_accelerate.py"), run_name="__main__"
+    )
+    found = re.findall(
+        r"learning rate (\S+): accuracy \S+ at τ = (\d+)", capsys.readouterr().out
+    )
+    # ASHA's first rung
+    assert found == [("0.05", "240"), ("1e-05", "40"), ("1e-06", "40")]
     recipe = Recipe.load(tmp_path / "asha" / "recipe.json")
     assert recipe.hyperparameters == {"lr": 0.05}
     assert recipe.total_steps == 240
     assert recipe.score > 0.8
 
 
-@pytest.mark.parametrize("path", sorted((EXAMPLES / "clients").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((EXAMPLES / "clients").glob("*.py")), ids=lambda path: path.name
+)
 def test_the_clients_examples_fit_the_package(path: Path) -> None:
-    """Of loops that others own: what they take of us is there. Run by hand, as each needs its library and a minute."""
+    """Of loops that others own: what they take of us is there. Run by hand, as each
+    needs its library and a minute.
+    """
     tree = ast.parse(path.read_text())
     assert ast.get_docstring(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ray_adascale"):
-            library = {"lightning", "transformers", "accelerate"} & set((node.module or "").split("."))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "ray_adascale"
+        ):
+            library = {"lightning", "transformers", "accelerate"} & set(
+                (node.module or "").split(".")
+            )
             for name in library:
                 pytest.importorskip(name)
             module = importlib.import_module(node.module or "")
@@ -270,4 +349,7 @@ def test_the_clients_examples_fit_the_package(path: Path) -> None:
     shared = (EXAMPLES / "clients" / "digits_data.py").read_text()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "digits_data":
-            assert all(re.search(rf"^(def )?{alias.name}\b|, {alias.name} =", shared, re.M) for alias in node.names)
+            assert all(
+                re.search(rf"^(def )?{alias.name}\b|, {alias.name} =", shared, re.M)
+                for alias in node.names
+            )

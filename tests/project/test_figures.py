@@ -1,4 +1,6 @@
-"""README and the guides: each measured figure stands on the page that is linked; README's claims follow from the kept runs."""
+"""README and the guides: each measured figure stands on the page that is linked;
+README's claims follow from the kept runs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from tests.project.test_results import numbers
 pytest.importorskip("mlxtend")
 pytestmark = pytest.mark.docs
 
-PAGES = [ROOT / "README.md", *sorted(page for page in ROOT.glob("docs/*/*.md") if page.name != "messages.md")]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(page for page in ROOT.glob("docs/*/*.md") if page.name != "messages.md"),
+]
 LINK = re.compile(r"\]\(([^)#\s]*(?:results\.md|studies/pages/[\w-]+\.md))[^)]*\)")
 NO_FIGURES = re.compile(r"\]\([^)]*\)|`[^`]*`|2026-\d\d-\d\d|\d+\.\d+\.\d+")
 """Targets of links, code, dates and versions."""
@@ -24,19 +29,25 @@ NO_FIGURES = re.compile(r"\]\([^)]*\)|`[^`]*`|2026-\d\d-\d\d|\d+\.\d+\.\d+")
 
 def pieces(text: str) -> Iterator[str]:
     """Yield each paragraph, bullet and row of a table."""
-    for paragraph in re.split(r"\n\s*\n", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)):
+    for paragraph in re.split(
+        r"\n\s*\n", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    ):
         if paragraph.lstrip().startswith("|"):
             yield from paragraph.splitlines()
         else:
             yield from re.split(r"\n(?=\s*(?:- |\d+\. ))", paragraph)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix()
+)
 def test_each_figure_stands_on_a_page_that_its_sentence_links(page: Path) -> None:
     for piece in pieces(page.read_text()):
         linked = [(page.parent / link).resolve() for link in LINK.findall(piece)]
         if linked:
-            there = {number for other in linked for number in numbers(other.read_text())}
+            there = {
+                number for other in linked for number in numbers(other.read_text())
+            }
             assert numbers(NO_FIGURES.sub("", piece)) <= there, piece
 
 
@@ -47,22 +58,36 @@ def studies() -> list[tuple[Any, Any]]:
     cases, seeds = tuple(at_size.LONGER.cases), (1, 2, 3, 4, 5)
     return [
         (transfer.parse([])[1], read(ROOT / transfer.KEPT)),
-        (at_size.Plan(at_size.LONGER, cases, (1, 4, 16, 64), seeds, 1, ("warmup",)), read(ROOT / at_size.KEPT)),
+        (
+            at_size.Plan(at_size.LONGER, cases, (1, 4, 16, 64), seeds, 1, ("warmup",)),
+            read(ROOT / at_size.KEPT),
+        ),
     ]
 
 
-def found(studies: list[tuple[Any, Any]], scale: int, method: str) -> dict[str, dict[int, Any]]:
+def found(
+    studies: list[tuple[Any, Any]], scale: int, method: str
+) -> dict[str, dict[int, Any]]:
     """The runs of a method by workload and seed."""
     seeds_of = load("comparison").seeds_of
-    return {w: seeds_of(plan, results, w, scale, method) for plan, results in studies for w in plan.workloads}
+    return {
+        w: seeds_of(plan, results, w, scale, method)
+        for plan, results in studies
+        for w in plan.workloads
+    }
 
 
-def verdicts(studies: list[tuple[Any, Any]], scale: int, method: str, other: tuple[int, str]) -> dict[str, str]:
+def verdicts(
+    studies: list[tuple[Any, Any]], scale: int, method: str, other: tuple[int, str]
+) -> dict[str, str]:
     """How a method compares with another one, by workload."""
     cases = {w: plan.case(w) for plan, _ in studies for w in plan.workloads}
     own, others = found(studies, scale, method), found(studies, *other)
     difference = load("comparison_page").difference
-    return {workload: difference(case, own[workload], others[workload]).verdict for workload, case in cases.items()}
+    return {
+        workload: difference(case, own[workload], others[workload]).verdict
+        for workload, case in cases.items()
+    }
 
 
 def steps(runs: dict[int, Any]) -> float:
@@ -71,14 +96,31 @@ def steps(runs: dict[int, Any]) -> float:
 
 ROWS = re.compile(r"<!-- rows: S=(\d+): ([\w,-]+) -->")
 RANGE = re.compile(r"(\d+\.\d) to (\d+\.\d) times (fewer|the examples)")
-COUNTS = dict(enumerate(["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]))
+COUNTS = dict(
+    enumerate(
+        [
+            "zero",
+            "one",
+            "two",
+            "three",
+            "four",
+            "five",
+            "six",
+            "seven",
+            "eight",
+            "nine",
+            "ten",
+        ]
+    )
+)
 
 
 def wrong_ranges(text: str, studies: list[tuple[Any, Any]]) -> Iterator[str]:
     """Yield what is wrong with each list of claims.
 
-    A list with a range names its workloads in a comment before it. Its ranges are those of these workloads, and none of them is
-    worse than its base run where the list says "no worse".
+    A list with a range names its workloads in a comment before it. Its ranges are those
+    of these workloads, and none of them is worse than its base run where the list says
+    "no worse".
     """
     for block in re.split(r"\n\s*\n", text):
         ranges, named = RANGE.findall(block), ROWS.search(block)
@@ -89,39 +131,58 @@ def wrong_ranges(text: str, studies: list[tuple[Any, Any]]) -> Iterator[str]:
         scale, names = int(named[1]), named[2].replace("-", " ").split(",")
         base, own = found(studies, 1, "AdaScale"), found(studies, scale, "AdaScale")
         fewer = {name: steps(base[name]) / steps(own[name]) for name in names}
-        factors = {"fewer": fewer, "the examples": {name: scale / by for name, by in fewer.items()}}
+        factors = {
+            "fewer": fewer,
+            "the examples": {name: scale / by for name, by in fewer.items()},
+        }
         for low, high, what in ranges:
             of = factors[what].values()
             if (low, high) != (f"{min(of):.1f}", f"{max(of):.1f}"):
                 yield f"{low} to {high} times {what}: {min(of):.1f} to {max(of):.1f}"
         against_base = verdicts(studies, scale, "AdaScale", (1, "AdaScale"))
         if "no worse" in block:
-            yield from (f"{name} is worse" for name in names if against_base[name].startswith("worse"))
+            yield from (
+                f"{name} is worse"
+                for name in names
+                if against_base[name].startswith("worse")
+            )
             if f"{COUNTS[len(names)]} of {COUNTS[len(own)]} workloads" not in block:
                 yield f"{len(names)} of {len(own)} workloads"
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "docs" / "results.md"], ids=lambda page: page.relative_to(ROOT).as_posix()
+    "page",
+    [*PAGES, ROOT / "docs" / "results.md"],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
-def test_a_claim_with_a_range_names_its_rows_and_has_their_figures(page: Path, studies: list[tuple[Any, Any]]) -> None:
+def test_a_claim_with_a_range_names_its_rows_and_has_their_figures(
+    page: Path, studies: list[tuple[Any, Any]]
+) -> None:
     assert not list(wrong_ranges(page.read_text(), studies))
 
 
 def test_a_mixture_of_rows_in_a_claim_is_found(studies: list[tuple[Any, Any]]) -> None:
     """The largest saving is that of the workload that lost."""
-    said = "seven workloads took 2.3 to 9.9 times fewer steps; six of seven workloads ended no worse"
+    said = (
+        "seven workloads took 2.3 to 9.9 times fewer steps; six of seven workloads "
+        "ended no worse"
+    )
     six = "vision,text,tabular,smiles,group-norm,flights"
     assert list(wrong_ranges(said, studies)) == ["no rows: [('2.3', '9.9', 'fewer')]"]
     (wrong,) = wrong_ranges(f"<!-- rows: S=16: {six} -->\n{said}", studies)
     assert wrong == "2.3 to 9.9 times fewer: 2.3 to 6.2"
-    assert "batch norm is worse" in wrong_ranges(f"<!-- rows: S=16: {six},batch-norm -->\n{said}", studies)
+    assert "batch norm is worse" in wrong_ranges(
+        f"<!-- rows: S=16: {six},batch-norm -->\n{said}", studies
+    )
 
 
 def section(page: Path, anchor: str) -> str:
     """The part of a page below the heading with this anchor."""
     for part in re.split(r"^#+ ", page.read_text(), flags=re.MULTILINE):
-        if re.sub(r"[^\w -]", "", part.partition("\n")[0].lower()).replace(" ", "-") == anchor:
+        if (
+            re.sub(r"[^\w -]", "", part.partition("\n")[0].lower()).replace(" ", "-")
+            == anchor
+        ):
             return part
     raise AssertionError(f"{page}#{anchor}")
 
@@ -129,12 +190,18 @@ def section(page: Path, anchor: str) -> str:
 def with_words(text: str) -> set[str]:
     """The numbers of a text, also those that are written as words."""
     words = set(re.findall(r"[a-z]+", text.lower()))
-    return numbers(NO_FIGURES.sub("", text)) | {str(value) for value, word in COUNTS.items() if word in words}
+    return numbers(NO_FIGURES.sub("", text)) | {
+        str(value) for value, word in COUNTS.items() if word in words
+    }
 
 
-def test_each_figure_of_the_readmes_table_stands_in_the_section_that_its_row_links() -> None:
+def test_each_figure_of_the_readmes_table_stands_in_the_section_that_its_row_links() -> (
+    None
+):
     text = (ROOT / "README.md").read_text()
-    rows = re.findall(r"^\| \[.+\]\(([^)#]+)#([^)]+)\) \| (.+) \|$", text, flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| \[.+\]\(([^)#]+)#([^)]+)\) \| (.+) \|$", text, flags=re.MULTILINE
+    )
     assert len(rows) == 4
     for page, anchor, said in rows:
         said = said.replace("a second", "")  # what the checkpoints were apart
@@ -145,27 +212,54 @@ def test_what_the_readme_says_first(studies: list[tuple[Any, Any]]) -> None:
     text = (ROOT / "README.md").read_text()
     base, own = found(studies, 1, "AdaScale"), found(studies, 16, "AdaScale")
     against_base = verdicts(studies, 16, "AdaScale", (1, "AdaScale"))
-    assert [w for w, verdict in against_base.items() if verdict == "worse"] == ["batch norm"]
+    assert [w for w, verdict in against_base.items() if verdict == "worse"] == [
+        "batch norm"
+    ]
     first = " ".join(text.partition("\n## ")[0].split())
     fewer = steps(base["batch norm"]) / steps(own["batch norm"])
-    lost = mean(base["batch norm"][seed].score - own["batch norm"][seed].score for seed in own["batch norm"])
-    assert f"with batch norm, took {fewer:.1f} times fewer and lost {100 * lost:.2f} points of accuracy" in first
+    lost = mean(
+        base["batch norm"][seed].score - own["batch norm"][seed].score
+        for seed in own["batch norm"]
+    )
+    assert (
+        f"with batch norm, took {fewer:.1f} times fewer and lost {100 * lost:.2f} "
+        "points of accuracy" in first
+    )
     assert "≤ 1.25 M parameters" in first
-    # What it gives, what it costs and what is not known stand in the first screen, before the picture.
-    marks = [f"**{word}**" for word in ("Gain", "Price", "Overhead", "Not measured", "Use it if", "Don't if")]
+    # What it gives, what it costs and what is not known stand in the first screen,
+    # before the picture.
+    marks = [
+        f"**{word}**"
+        for word in (
+            "Gain",
+            "Price",
+            "Overhead",
+            "Not measured",
+            "Use it if",
+            "Don't if",
+        )
+    ]
     assert sorted([*marks, "!["], key=text.index) == [*marks, "!["]
     assert len(text[: text.index("![")].splitlines()) <= 18
 
 
 def test_the_readmes_rows(studies: list[tuple[Any, Any]]) -> None:
     text = (ROOT / "README.md").read_text()
-    assert f"in {steps(found(studies, 16, 'AdaScale')['smiles']):.0f} steps, not 1,000" in text
+    assert (
+        f"in {steps(found(studies, 16, 'AdaScale')['smiles']):.0f} steps, not 1,000"
+        in text
+    )
     as_good = {
-        scale: sum(v == "no clear difference" for v in verdicts(studies, scale, "AdaScale", (scale, "√")).values())
+        scale: sum(
+            v == "no clear difference"
+            for v in verdicts(studies, scale, "AdaScale", (scale, "√")).values()
+        )
         for scale in (4, 16)
     }
     assert as_good == {4: 5, 16: 3}
-    assert "does as well on five of seven workloads at S = 4, on three at S = 16" in text
+    assert (
+        "does as well on five of seven workloads at S = 4, on three at S = 16" in text
+    )
     at_size, (plan, results) = load("at_size"), studies[1]
     worse = [
         w

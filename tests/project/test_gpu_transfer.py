@@ -1,4 +1,6 @@
-"""The study for a GPU: its text, its plan, its runs cut off and resumed, and its page. It needs no GPU here."""
+"""The study for a GPU: its text, its plan, its runs cut off and resumed, and its
+page. It needs no GPU here.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,21 @@ evidence = module("gpu_evidence")
 plans = module("gpu_transfer_plan")
 
 
-# ---- the text --------------------------------------------------------------------------------------------------------
+# ---- the text ------------------------------------------------------------------------
 
 
-def test_a_copy_counts_once_and_no_package_is_in_both_parts(sources: Any, tmp_path: Path) -> None:
+def test_a_copy_counts_once_and_no_package_is_in_both_parts(
+    sources: Any, tmp_path: Path
+) -> None:
     for number in range(12):
         folder = tmp_path / f"package{number}"
         folder.mkdir()
-        (folder / "own.py").write_text(f"import package{number}\n" + f"value = {number}\n" * 50)
-        (folder / "copy.py").write_text(f"from package{number} import x\n" + "shared = 1\n" * 50)
+        (folder / "own.py").write_text(
+            f"import package{number}\n" + f"value = {number}\n" * 50
+        )
+        (folder / "copy.py").write_text(
+            f"from package{number} import x\n" + "shared = 1\n" * 50
+        )
     vendored = tmp_path / "package0" / "_vendor"
     vendored.mkdir()
     (vendored / "other.py").write_text("vendored = 1\n" * 50)
@@ -41,11 +49,14 @@ def test_a_copy_counts_once_and_no_package_is_in_both_parts(sources: Any, tmp_pa
     both = text.train + text.test
     assert both.count(b"shared = 1\n" * 50) == 1
     assert b"vendored" not in both
-    assert all(both.count(f"value = {number}\n".encode() * 50) == 1 for number in range(12))
+    assert all(
+        both.count(f"value = {number}\n".encode() * 50) == 1 for number in range(12)
+    )
     for name, row in text.about.items():
         other = text.test if row["part"] == "train" else text.train
         assert f"import {name}".encode() not in other
-    assert sum(row["part"] == "test" for row in text.about.values()) == 2  # of 12: numbers 0 and 10
+    # of 12: numbers 0 and 10
+    assert sum(row["part"] == "test" for row in text.about.values()) == 2
     sources.write(text, tmp_path / "text.xz")
     assert sources.read(tmp_path / "text.xz") == text
 
@@ -59,17 +70,21 @@ def test_a_package_gives_no_more_than_its_part(sources: Any, tmp_path: Path) -> 
     assert [row["files"] for row in text.about.values()] == [2, 2]
 
 
-# ---- the plan --------------------------------------------------------------------------------------------------------
+# ---- the plan ------------------------------------------------------------------------
 
 
 def test_the_plan_takes_what_fits_in_order(study: Any) -> None:
-    """2,000 steps of 8,192 bytes at 1.6384 MB/s are 10 s; a search of eight runs of a quarter 20 s; 500 steps at S = 16 20 s."""
+    """2,000 steps of 8,192 bytes at 1.6384 MB/s are 10 s; a search of eight runs of
+    a quarter 20 s; 500 steps at S = 16 20 s.
+    """
     speed = study.Speed(1.6384e6, 3.2768e6, overhead=1.0, run_s=0.0)
     items = study.ITEMS[:5]
     steps = {1: 2000.0, 16: 500.0}
 
     def planned(seconds: float) -> list[tuple[float, str | None]]:
-        found = study.plan(items, speed, seconds, study.FULL, lambda item: steps[item.scale])
+        found = study.plan(
+            items, speed, seconds, study.FULL, lambda item: steps[item.scale]
+        )
         return [(round(each.seconds, 6), each.why) for each in found]
 
     assert [str(item) for item in items[:3]] == [
@@ -77,8 +92,20 @@ def test_the_plan_takes_what_fits_in_order(study: Any) -> None:
         "adamw: base, S = 1, seed 1",
         "adamw: AdaScale, S = 16, seed 1",
     ]
-    assert planned(95.0) == [(20.0, None), (10.0, None), (20.0, None), (20.0, None), (20.0, None)]
-    assert [why for _, why in planned(75.0)] == [None, None, None, None, "20 s, and 5 s are left"]
+    assert planned(95.0) == [
+        (20.0, None),
+        (10.0, None),
+        (20.0, None),
+        (20.0, None),
+        (20.0, None),
+    ]
+    assert [why for _, why in planned(75.0)] == [
+        None,
+        None,
+        None,
+        None,
+        "20 s, and 5 s are left",
+    ]
     # Without AdaScale's run nothing is given its steps.
     assert [why for _, why in planned(40.0)][2:] == [
         "20 s, and 10 s are left",
@@ -90,11 +117,17 @@ def test_the_plan_takes_what_fits_in_order(study: Any) -> None:
 
 def test_a_run_that_has_ended_corrects_the_plan(study: Any) -> None:
     speed = study.Speed(1e6, 2e6, overhead=1.0, run_s=0.0).after(16, 4e6, 8.0)
-    assert (speed.seconds(1e6, 1), speed.seconds(1e6, 4), speed.seconds(1e6, 16)) == (1.0, 0.5, 2.0)
+    assert (speed.seconds(1e6, 1), speed.seconds(1e6, 4), speed.seconds(1e6, 16)) == (
+        1.0,
+        0.5,
+        2.0,
+    )
 
 
 def test_what_would_be_missed_most_comes_first(study: Any, plans: Any) -> None:
-    """Every run comes after what it needs, and base run and AdaScale have two seeds before any further method has one."""
+    """Every run comes after what it needs, and base run and AdaScale have two seeds
+    before any further method has one.
+    """
     for number, item in enumerate(study.ITEMS):
         assert set(plans._needed(item)) <= set(study.ITEMS[:number]), item
     first = [(item.method, item.seed) for item in study.ITEMS[1:7]]
@@ -102,14 +135,16 @@ def test_what_would_be_missed_most_comes_first(study: Any, plans: Any) -> None:
     assert len(set(study.ITEMS)) == len(study.ITEMS)
 
 
-def test_a_given_speed_is_planned_without_a_run(study: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_given_speed_is_planned_without_a_run(
+    study: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert study.main(["--plan", "0.6", "1.8", "--minutes", "5"]) == 0
     out = capsys.readouterr().out
     assert "adamw: base, S = 1, seed 1 (" in out
     assert "left out: adamw: AdaScale, S = 64, seed 1 (" in out
 
 
-# ---- runs ------------------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
@@ -125,7 +160,9 @@ def start(folder: Path) -> subprocess.Popen[str]:
     ]
     command += ["--page", str(folder / "page.md"), "--device", "cpu"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 def results(study: Any, folder: Path) -> dict[Any, Any]:
@@ -135,13 +172,19 @@ def results(study: Any, folder: Path) -> dict[Any, Any]:
 
 
 @pytest.mark.timeout(400)
-def test_a_study_that_is_killed_goes_on_to_the_same_bits(study: Any, tmp_path: Path) -> None:
-    """All of it with 0.1 M parameters, twice: without an end between, and killed within a run that has a checkpoint."""
+def test_a_study_that_is_killed_goes_on_to_the_same_bits(
+    study: Any, tmp_path: Path
+) -> None:
+    """All of it with 0.1 M parameters, twice: without an end between, and killed
+    within a run that has a checkpoint.
+    """
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     undisturbed = start(whole)
     killed = start(cut)
     deadline = time.monotonic() + 180
-    while not list((cut / "s").glob("tiny-adamw-AdaScale-16-*/checkpoint_*/manifest.json")):
+    while not list(
+        (cut / "s").glob("tiny-adamw-AdaScale-16-*/checkpoint_*/manifest.json")
+    ):
         assert killed.poll() is None, killed.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -159,11 +202,26 @@ def test_a_study_that_is_killed_goes_on_to_the_same_bits(study: Any, tmp_path: P
     assert results(study, cut) == results(study, whole)
     # The forecast is printed before the first run at scale, and kept with its result.
     lines = printed.splitlines()
-    (first,) = (i for i, line in enumerate(lines) if line.startswith("adamw: AdaScale, S = 16, seed 1"))
-    (forecast,) = (i for i, line in enumerate(lines) if line.startswith("forecast, adamw, S = 16, AdaScale:"))
+    (first,) = (
+        i
+        for i, line in enumerate(lines)
+        if line.startswith("adamw: AdaScale, S = 16, seed 1")
+    )
+    (forecast,) = (
+        i
+        for i, line in enumerate(lines)
+        if line.startswith("forecast, adamw, S = 16, AdaScale:")
+    )
     assert forecast < first
-    own = next(r for job, r in results(study, whole).items() if (job.method, job.scale) == ("AdaScale", 16))
-    assert f"AdaScale: {own.forecast[1]} steps ({own.forecast[0]:.0f} to" in lines[forecast]
+    own = next(
+        r
+        for job, r in results(study, whole).items()
+        if (job.method, job.scale) == ("AdaScale", 16)
+    )
+    assert (
+        f"AdaScale: {own.forecast[1]} steps ({own.forecast[0]:.0f} to"
+        in lines[forecast]
+    )
     assert lines.count("Complete.") == 1
     page = (whole / "page.md").read_text()
     assert f"| 16 | AdaScale | 1 of 1 | {own.bits:.4f} |" in page
@@ -176,7 +234,7 @@ def test_the_page_is_that_of_the_kept_runs(study: Any, tmp_path: Path) -> None:
     assert page.read_text() == study.PAGE.read_text()
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------
 
 
 def test_every_part_runs_and_each_is_in_the_report(
@@ -199,7 +257,12 @@ except KeyboardInterrupt:
         evidence.Part("old", ("-c", "raise SystemExit(9)"), kept, 60),
         evidence.Part("bad", ("-c", "raise SystemExit('no kernel')"), new, 60),
         evidence.Part("slow", ("-c", slow), new, 3),
-        evidence.Part("good", ("-c", "print('| 1 |') if float('{minutes}') < 5 else 0"), None, float("inf")),
+        evidence.Part(
+            "good",
+            ("-c", "print('| 1 |') if float('{minutes}') < 5 else 0"),
+            None,
+            float("inf"),
+        ),
     ]
     lines = evidence.conduct(parts, 5.0, resume=True)
     assert [line.split(",")[0] for line in lines if line] == [
@@ -208,19 +271,28 @@ except KeyboardInterrupt:
         *("slow: ended with out of time", "FAILED one", "FAILED one"),
         *("good: done", "| 1 |", "| 1 |"),
     ]
-    command = Path(f"/proc/{child.read_text()}/cmdline")  # empty of a process that nobody has waited for
-    assert not (command.exists() and command.read_bytes())  # the children of a part end with it
-    assert evidence.conduct(parts[:1], 5.0, resume=False)[0].startswith("old: ended with 9")
+    # empty of a process that nobody has waited for
+    command = Path(f"/proc/{child.read_text()}/cmdline")
+    # the children of a part end with it
+    assert not (command.exists() and command.read_bytes())
+    assert evidence.conduct(parts[:1], 5.0, resume=False)[0].startswith(
+        "old: ended with 9"
+    )
     assert evidence.conduct(parts[3:], 0.1, resume=False) == ["good: left out, no time"]
 
 
 def test_each_part_is_a_script_of_this_folder(evidence: Any) -> None:
     for gpus in (1, 2):
         for part in evidence.parts(gpus).values():
-            assert part.command[0] == "-m" or (BENCHMARKS.parent / part.command[0]).exists(), part
+            assert (
+                part.command[0] == "-m"
+                or (BENCHMARKS.parent / part.command[0]).exists()
+            ), part
 
 
-def test_without_a_gpu_nothing_is_started(evidence: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_nothing_is_started(
+    evidence: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert evidence.main([]) == 2
     assert "torch finds 0 CUDA devices" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
@@ -229,12 +301,34 @@ def test_without_a_gpu_nothing_is_started(evidence: Any, capsys: pytest.CaptureF
 
 
 def test_the_tests_are_collected_without_ray(evidence: Any) -> None:
-    code = "import sys; sys.modules['ray'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-    words = [word for word in evidence.parts(1)["tests"].command[2:] if not word.startswith("--junitxml")]
-    command = [sys.executable, "-c", code, *words, "--collect-only", "-p", "no:cacheprovider"]
-    found = subprocess.run(command, cwd=BENCHMARKS.parent, capture_output=True, text=True, timeout=100)
+    code = (
+        "import sys; sys.modules['ray'] = None; import pytest; "
+        "sys.exit(pytest.main(sys.argv[1:]))"
+    )
+    words = [
+        word
+        for word in evidence.parts(1)["tests"].command[2:]
+        if not word.startswith("--junitxml")
+    ]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        *words,
+        "--collect-only",
+        "-p",
+        "no:cacheprovider",
+    ]
+    found = subprocess.run(
+        command, cwd=BENCHMARKS.parent, capture_output=True, text=True, timeout=100
+    )
     assert found.returncode == 0, found.stdout
-    for file in ("gpu/test_run.py", "gpu/test_workers.py", "optim/test_deferred.py", "measure/test_probe.py"):
+    for file in (
+        "gpu/test_run.py",
+        "gpu/test_workers.py",
+        "optim/test_deferred.py",
+        "measure/test_probe.py",
+    ):
         assert f"tests/{file}::" in found.stdout
 
 
@@ -242,9 +336,18 @@ def test_the_tests_are_collected_without_ray(evidence: Any) -> None:
 def test_a_run_on_2_1_and_2_processes_with_a_killed_rank(tmp_path: Path) -> None:
     """Each start of torchrun takes seconds of imports."""
     path = tmp_path / "two.json"
-    command = [sys.executable, str(BENCHMARKS / "two_gpus.py"), "--device", "cpu", "--json", str(path)]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "two_gpus.py"),
+        "--device",
+        "cpu",
+        "--json",
+        str(path),
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=env, text=True, capture_output=True, timeout=280)
+    ended = subprocess.run(
+        command, env=env, text=True, capture_output=True, timeout=280
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads(path.read_text())
     assert [each["status"] != 0 for each in found["starts"]] == [True, False, False]

@@ -39,7 +39,9 @@ else:
 
 
 def test_the_torch_layer_works_without_ray() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -60,7 +62,9 @@ assert "torch.distributed.checkpoint" not in sys.modules
 
 
 def test_a_run_without_checkpoints_does_not_load_what_they_need() -> None:
-    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -75,18 +79,24 @@ assert not found, found
 @pytest.mark.parametrize("module", ["train.backend", "train.trainer"])
 def test_a_worker_loads_nothing_of_what_a_person_reads(module: str) -> None:
     code = WORKER.format(module=module)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_unknown_names_are_refused() -> None:
     code = "import ray_adascale; ray_adascale.AdaScal"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
     assert "has no attribute 'AdaScal'" in done.stderr
 
 
 def test_each_name_of_the_list_for_type_checkers_is_its_modules() -> None:
-    tree = ast.parse(Path(ray_adascale.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    tree = ast.parse(
+        Path(ray_adascale.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+    )
     told = {
         alias.asname: f"{ray_adascale.__name__}.{node.module}"
         for node in tree.body
@@ -96,4 +106,6 @@ def test_each_name_of_the_list_for_type_checkers_is_its_modules() -> None:
     }
     assert sorted(told) == ray_adascale.__all__ == dir(ray_adascale)
     for name, module in told.items():
-        assert getattr(ray_adascale, name) is getattr(importlib.import_module(module), name)
+        assert getattr(ray_adascale, name) is getattr(
+            importlib.import_module(module), name
+        )

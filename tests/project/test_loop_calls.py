@@ -1,4 +1,6 @@
-"""The work of a step on the host: Python calls beyond those of a loop over ready batches. Counts don't depend on the machine."""
+"""The work of a step on the host: Python calls beyond those of a loop over ready
+batches. Counts don't depend on the machine.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def _calls(kinds: list[str], passes: int, workers: int) -> dict[str, float]:
     loop, bench = load("loop"), load("bench")
     tasks = [loop.Task("calls", 16, 5, 32, 20)]
     if workers == 1:
-        found: list[dict[str, Any]] = [vars(r) for r in loop.compare(*tasks, kinds, passes, 0)]
+        found: list[dict[str, Any]] = [
+            vars(r) for r in loop.compare(*tasks, kinds, passes, 0)
+        ]
     else:
         found = bench.run_workers(loop._worker, workers, tasks, kinds, [passes], 0)
     return {r["kind"]: r["calls"] for r in found}

@@ -1,4 +1,6 @@
-"""examples/cluster/local.yaml and docs/guides/cluster.md on three machines with networks of their own; see tests/machines.py."""
+"""examples/cluster/local.yaml and docs/guides/cluster.md on three machines with
+networks of their own; see tests/machines.py.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from .test_wheel import build_wheel, outside_environment
 ROOT = Path(__file__).parents[2]
 REASON = lacking()
 
-# Minutes: Ray starts on three machines, and Ray alone takes more than one to find that a machine has lost power.
+# Minutes: Ray starts on three machines, and Ray alone takes more than one to find that
+# a machine has lost power.
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
@@ -51,7 +54,8 @@ try:
 except ray.train.TrainingFailedError as e:
     print("failed:", e)
 """
-# A run that gives up after 20 s in which its workers don't reach each other; Ray gives up after 300 s.
+# A run that gives up after 20 s in which its workers don't reach each other; Ray gives
+# up after 300 s.
 PARTED = f"""
 import sys
 import on_hosts
@@ -75,7 +79,9 @@ AdaScaleTrainer(
 
 @pytest.fixture
 def machines() -> Iterator[Machines]:
-    """A laptop with the project and a token, and three machines with nothing but Python and ssh."""
+    """A laptop with the project and a token, and three machines with nothing but
+    Python and ssh.
+    """
     pytest.importorskip("sklearn")
     folder = Path(tempfile.mkdtemp(prefix="machines-", dir="/var/tmp"))
     try:
@@ -100,22 +106,33 @@ def wait_for(what: Callable[[], bool], within_s: float) -> float:
     return time.monotonic() - began
 
 
-def test_the_local_file_launches_machines_that_train_lose_one_and_end(machines: Machines) -> None:
+def test_the_local_file_launches_machines_that_train_lose_one_and_end(
+    machines: Machines,
+) -> None:
     def laptop(command: str, *, timeout: float = 300) -> str:
-        done = machines.run("laptop", f"export RAY_AUTH_MODE=token; {command}", timeout=timeout)
+        done = machines.run(
+            "laptop", f"export RAY_AUTH_MODE=token; {command}", timeout=timeout
+        )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr
 
     def submit(program: str, *, options: str = "") -> str:
-        job = f"ray job submit --address http://127.0.0.1:8265 {options} --working-dir examples --"
+        job = (
+            f"ray job submit --address http://127.0.0.1:8265 {options} --working-dir "
+            "examples --"
+        )
         return laptop(f"{job} {program}", timeout=400)
 
     def submit_own(arguments: str, *, options: str = "") -> str:
-        return submit(f"ray-adascale {arguments} --storage-path {SHARED}", options=options)
+        return submit(
+            f"ray-adascale {arguments} --storage-path {SHARED}", options=options
+        )
 
     def alive() -> int:
         done = machines.run(
-            "laptop", "RAY_AUTH_MODE=token ray list nodes --address http://127.0.0.1:8265 --format json"
+            "laptop",
+            "RAY_AUTH_MODE=token ray list nodes --address http://127.0.0.1:8265 "
+            "--format json",
         )
         nodes = json.loads(done.stdout) if done.returncode == 0 else []
         return sum(node["state"] == "ALIVE" for node in nodes)
@@ -128,25 +145,37 @@ def test_the_local_file_launches_machines_that_train_lose_one_and_end(machines: 
 
     assert "remote=[127.0.1.1]" in submit("python rays_own.py")
 
-    # A search, and its recipe for the next job. The two workers are on two machines, where the host names are 127.0.1.1.
-    submit_own(f"tune digits.py:workload --base-batch-size 8 --total-steps 60 --num-samples 2 -o {SHARED}/recipe.json")
+    # A search, and its recipe for the next job. The two workers are on two machines,
+    # where the host names are 127.0.1.1.
+    submit_own(
+        "tune digits.py:workload --base-batch-size 8 --total-steps 60 --num-samples 2 "
+        f"-o {SHARED}/recipe.json"
+    )
     out = submit_own(
-        f"train on_hosts.py:workload --recipe {SHARED}/recipe.json --per-worker-batch-size 16 --num-workers 2 "
+        f"train on_hosts.py:workload --recipe {SHARED}/recipe.json "
+        "--per-worker-batch-size 16 --num-workers 2 "
         "--placement spread --name two"
     )
     assert "total_steps reached" in out
-    # The check before the start builds the workload where the command runs: on the head.
-    assert {path.name for path in (machines.shared / "hosts").iterdir()} == {"head", "worker-1", "worker-2"}
+    # The check before the start builds the workload where the command runs: on the
+    # head.
+    assert {path.name for path in (machines.shared / "hosts").iterdir()} == {
+        "head",
+        "worker-1",
+        "worker-2",
+    }
     rows = read_trace(machines.shared / "two")
     assert {(row["world_size"], row["scale"]) for row in rows} == {(2, 4)}
     assert rows[-1]["effective_steps"] >= 60
     assert "has ended: total_steps reached" in submit_own("resume two")
 
-    # A machine loses power during an elastic run, which goes on with the other one. Then the machine comes back. Each worker
-    # needs all CPUs of a machine.
+    # A machine loses power during an elastic run, which goes on with the other one.
+    # Then the machine comes back. Each worker needs all CPUs of a machine.
     submit_own(
-        "train on_hosts.py:workload lr=0.05 momentum=0.9 pause_s=0.05 --base-batch-size 8 --total-steps 4000 "
-        "--per-worker-batch-size 8 --num-workers 1..2 --cpus-per-worker 2 --checkpoint-every 5 --name elastic",
+        "train on_hosts.py:workload lr=0.05 momentum=0.9 pause_s=0.05 "
+        "--base-batch-size 8 --total-steps 4000 "
+        "--per-worker-batch-size 8 --num-workers 1..2 --cpus-per-worker 2 "
+        "--checkpoint-every 5 --name elastic",
         options="--no-wait --submission-id elastic",
     )
     run = machines.shared / "elastic"
@@ -160,38 +189,72 @@ def test_the_local_file_launches_machines_that_train_lose_one_and_end(machines: 
     seconds = wait_for(lambda: checkpoints() > before, 300)
     print(f"A machine lost power: the next checkpoint came {seconds:.0f} s later.")
     machines.boot("worker-2")
-    print(f"It was a node again {wait_for(lambda: alive() == 3, 300):.0f} s after its start.")
-    log = laptop("ray job logs --address http://127.0.0.1:8265 --follow elastic", timeout=600)
-    print(*(line for line in log.splitlines() if "Checkpoint of" not in line and "progress" not in line), sep="\n")
+    print(
+        f"It was a node again {wait_for(lambda: alive() == 3, 300):.0f} s after its "
+        "start."
+    )
+    log = laptop(
+        "ray job logs --address http://127.0.0.1:8265 --follow elastic", timeout=600
+    )
+    print(
+        *(
+            line
+            for line in log.splitlines()
+            if "Checkpoint of" not in line and "progress" not in line
+        ),
+        sep="\n",
+    )
     assert "Restart 1 of 20, from the last checkpoint." in log
     assert "node worker-2 (10.91.7.13) was lost." in log
     assert "total_steps reached" in log
     trace = read_trace(run)
-    assert [row["step"] for row in trace] == list(range(1, len(trace) + 1)), "a step is missing or twice"
-    assert sum(row["gain"] for row in trace) == pytest.approx(trace[-1]["effective_steps"])
-    assert [size for size, _ in itertools.groupby(row["world_size"] for row in trace)] == [2, 1, 2]
+    assert [row["step"] for row in trace] == list(range(1, len(trace) + 1)), (
+        "a step is missing or twice"
+    )
+    assert sum(row["gain"] for row in trace) == pytest.approx(
+        trace[-1]["effective_steps"]
+    )
+    assert [
+        size for size, _ in itertools.groupby(row["world_size"] for row in trace)
+    ] == [2, 1, 2]
 
-    # Two workers reach the head and not each other. An elastic run goes on with one of them; a fixed one once they are joined.
+    # Two workers reach the head and not each other. An elastic run goes on with one of
+    # them; a fixed one once they are joined.
     def job(name: str, workers: str) -> None:
-        submit(f"python parted.py {name} {workers}", options=f"--no-wait --submission-id {name}")
+        submit(
+            f"python parted.py {name} {workers}",
+            options=f"--no-wait --submission-id {name}",
+        )
 
     def log_of(name: str, *, follow: bool = False) -> str:
         return laptop(
-            f"ray job logs --address http://127.0.0.1:8265 {'--follow' if follow else ''} {name}", timeout=600
+            "ray job logs --address http://127.0.0.1:8265 "
+            f"{'--follow' if follow else ''} {name}",
+            timeout=600,
         )
 
     machines.part("worker-1", "worker-2")
     began = time.monotonic()
     job("smaller", "1 2")
     log = log_of("smaller", follow=True)
-    print(f"Of two that were parted, one trained to its end in {time.monotonic() - began:.0f} s.", log, sep="\n")
+    print(
+        "Of two that were parted, one trained to its end in "
+        f"{time.monotonic() - began:.0f} s.",
+        log,
+        sep="\n",
+    )
     assert "did not reach each other" in log
     assert "goes on with 1 or fewer workers" in log
     assert {row["world_size"] for row in read_trace(machines.shared / "smaller")} == {1}
     job("joined", "2")
     wait_for(lambda: "did not reach each other" in log_of("joined"), 200)
     machines.join("worker-1", "worker-2")
-    seconds = wait_for(lambda: bool(list((machines.shared / "joined").glob("checkpoint_*/manifest.json"))), 200)
+    seconds = wait_for(
+        lambda: bool(
+            list((machines.shared / "joined").glob("checkpoint_*/manifest.json"))
+        ),
+        200,
+    )
     print(f"Joined again, the run had a checkpoint {seconds:.0f} s later.")
     assert "total_steps reached" in log_of("joined", follow=True)
     assert {row["world_size"] for row in read_trace(machines.shared / "joined")} == {2}
@@ -199,4 +262,6 @@ def test_the_local_file_launches_machines_that_train_lose_one_and_end(machines: 
     tunnel.kill()
     assert "No nodes remaining" in laptop(f"ray down -y {LOCAL}")
     for name in ("head", "worker-1", "worker-2"):
-        wait_for(lambda name=name: machines.run(name, "pgrep -x raylet").returncode == 1, 150)
+        wait_for(
+            lambda name=name: machines.run(name, "pgrep -x raylet").returncode == 1, 150
+        )

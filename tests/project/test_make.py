@@ -1,4 +1,6 @@
-"""``make test`` and ``.ci/run`` run all their lanes, also after one has failed, and then fail."""
+"""``make test`` and ``.ci/run`` run all their lanes, also after one has failed, and
+then fail.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,18 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
 
-def _lanes_of(tmp_path: Path, command: list[str], **environment: str) -> tuple[list[str], int]:
-    """Return the lanes that a command ran, and its exit code, where each lane fails at once."""
+def _lanes_of(
+    tmp_path: Path, command: list[str], **environment: str
+) -> tuple[list[str], int]:
+    """Return the lanes that a command ran, and its exit code, where each lane fails
+    at once.
+    """
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
-    python.write_text('#!/bin/sh\nfor word; do case $word in --lane=*) echo "$word" >> "$LANES"; exit 1;; esac; done\n')
+    python.write_text(
+        '#!/bin/sh\nfor word; do case $word in --lane=*) echo "$word" >> "$LANES"; '
+        "exit 1;; esac; done\n"
+    )
     for name in ("ruff", "mypy"):
         (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
     for file in (tmp_path / "bin").iterdir():
@@ -26,9 +35,17 @@ def _lanes_of(tmp_path: Path, command: list[str], **environment: str) -> tuple[l
     for stamp in (".installed", ".installed-docs"):
         (tmp_path / stamp).touch()
     lanes = tmp_path / "lanes.txt"
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("MAKE", "MFLAGS"))
+    }
     done = subprocess.run(
-        command, cwd=ROOT, env={**kept, "LANES": str(lanes), **environment}, capture_output=True, timeout=60
+        command,
+        cwd=ROOT,
+        env={**kept, "LANES": str(lanes), **environment},
+        capture_output=True,
+        timeout=60,
     )
     return sorted(lanes.read_text().replace("--lane=", "").split()), done.returncode
 

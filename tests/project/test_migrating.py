@@ -1,4 +1,6 @@
-"""The guide to migrating: its Python blocks run, its names exist, and its computed numbers are right."""
+"""The guide to migrating: its Python blocks run, its names exist, and its computed
+numbers are right.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from ..model.reference_run import gain, moments
 pytestmark = pytest.mark.docs
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "migrating.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(
+    r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL
+)
 
 
 def _run(source: str) -> None:
@@ -35,7 +39,9 @@ def test_each_python_block_runs(pool: Any, number: int) -> None:
 def _ported_from_adaptdl() -> list[float]:
     """The new side of the page's diff, with a model and data, and two epochs."""
     (diff,) = re.findall(
-        r"^```diff\n(-import adaptdl.torch\n.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL
+        r"^```diff\n(-import adaptdl.torch\n.*?)^```",
+        PAGE.read_text(),
+        flags=re.MULTILINE | re.DOTALL,
     )
     lines = [line[1:] for line in diff.splitlines() if not line.startswith("-")]
     torch.manual_seed(0)
@@ -46,12 +52,15 @@ def _ported_from_adaptdl() -> list[float]:
         "F": torch.nn.functional,
         "DataLoader": torch.utils.data.DataLoader,
         "DistributedSampler": torch.utils.data.DistributedSampler,
-        "dataset": torch.utils.data.TensorDataset(torch.randn(600, 8), torch.randint(3, (600,))),
+        "dataset": torch.utils.data.TensorDataset(
+            torch.randn(600, 8), torch.randint(3, (600,))
+        ),
         "model": bare,
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
     }
-    source = "\n".join(line for line in lines if "init_process_group" not in line)  # the pool has one
+    # the pool has one
+    source = "\n".join(line for line in lines if "init_process_group" not in line)
     assert "range(90)" in source
     exec(compile(source.replace("range(90)", "range(2)"), str(PAGE), "exec"), names)
     before, after = torch.nn.Linear(8, 3), names["model"].module
@@ -67,21 +76,34 @@ def test_the_diff_from_adaptdl_runs(pool: Any, workers: int) -> None:
 
 
 def test_the_names_on_the_page_exist() -> None:
-    from ray_adascale import OSS, AdaScale, AdaScaleConfig, ShardedDataParallel, scaling_rules
+    from ray_adascale import (
+        OSS,
+        AdaScale,
+        AdaScaleConfig,
+        ShardedDataParallel,
+        scaling_rules,
+    )
     from ray_adascale.compat import adaptdl
     from ray_adascale.compat.fairscale import AdaScaleWrapper
     from ray_adascale.run.loop import Run
 
     homes = {
-        AdaScale: "gain scale smoothing set_scale set_num_gradients_to_accumulate scale_grad_by_num_grads_to_accum step "
-        "zero_grad add_param_group state_dict load_state_dict unhook effective_steps steps at_boundary last_step set_plan plan "
+        AdaScale: "gain scale smoothing set_scale set_num_gradients_to_accumulate "
+        "scale_grad_by_num_grads_to_accum step "
+        "zero_grad add_param_group state_dict load_state_dict unhook effective_steps "
+        "steps at_boundary last_step set_plan plan "
         "average_moments group_moments",
-        adaptdl.AdaptiveDataParallel: "gain to_tensorboard zero_grad training_state load_training_state no_sync",
-        adaptdl.NoiseScale: "raw_var_avg raw_sqr_avg var_avg sqr_avg gain get_progress set_accum_scale reset_accumulation",
+        adaptdl.AdaptiveDataParallel: "gain to_tensorboard zero_grad training_state "
+        "load_training_state no_sync",
+        adaptdl.NoiseScale: "raw_var_avg raw_sqr_avg var_avg sqr_avg gain get_progress "
+        "set_accum_scale reset_accumulation",
         scaling_rules.ScalingRuleBase: "initialize scale_lr step zero_grad",
-        scaling_rules: "AdaScale AdamScale LinearScale SqrtScale LEGWScale adam_preconditioner",
-        OSS: "wrap step clip_grad_norm consolidate_state_dict state_dict load_state_dict add_param_group refresh_trainable",
-        ShardedDataParallel: "reduce sync_buffers no_sync zero_grad refresh_trainable device_type is_multi_device_module",
+        scaling_rules: "AdaScale AdamScale LinearScale SqrtScale LEGWScale "
+        "adam_preconditioner",
+        OSS: "wrap step clip_grad_norm consolidate_state_dict state_dict "
+        "load_state_dict add_param_group refresh_trainable",
+        ShardedDataParallel: "reduce sync_buffers no_sync zero_grad refresh_trainable "
+        "device_type is_multi_device_module",
         Run: "epoch record effective_steps",
     }
     text = PAGE.read_text()
@@ -95,13 +117,17 @@ def test_the_names_on_the_page_exist() -> None:
 
 
 def test_statistics_travel_beside_a_state_dict_of_torchs_own_making() -> None:
-    """As the page says: torch.distributed.checkpoint.state_dict for the optimizer, ``statistics_state()`` beside it."""
+    """As the page says: torch.distributed.checkpoint.state_dict for the optimizer,
+    ``statistics_state()`` beside it.
+    """
     trained: list[tuple[torch.nn.Module, AdaScale]] = []
     for _ in range(2):
         torch.manual_seed(1)
         model = torch.nn.Linear(8, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        trained.append((model, AdaScale(optimizer, world_size=1, num_gradients_to_accumulate=2)))
+        trained.append(
+            (model, AdaScale(optimizer, world_size=1, num_gradients_to_accumulate=2))
+        )
 
     def train(model: torch.nn.Module, adascale: AdaScale) -> None:
         for _ in range(3):
@@ -123,12 +149,17 @@ def test_statistics_travel_beside_a_state_dict_of_torchs_own_making() -> None:
         torch.manual_seed(2)
         train(*each)
     assert resumed.gain() == adascale.gain()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 def test_the_computed_numbers() -> None:
     text = PAGE.read_text()
-    floor = [f"{gain(0.0, mu2, 8.0, floor=1e-6):.2f}" for mu2 in (4.0, 4e-4, 4e-6, 4e-8)]
+    floor = [
+        f"{gain(0.0, mu2, 8.0, floor=1e-6):.2f}" for mu2 in (4.0, 4e-4, 4e-6, 4e-8)
+    ]
     assert floor == ["1.00", "1.00", "1.21", "6.30"]
     assert f": {', '.join(floor)} (computed)" in text
     true, fairscales = gain(10.0, 1.0, 8.0), gain(10.0 * 2 / 8, 1.0, 8.0)
@@ -143,7 +174,10 @@ def test_the_computed_bias_of_clipped_samples(dimensions: int, quoted: float) ->
     mean[0] = 1.0
     deviation = np.sqrt(100 / dimensions * 2 / 8)
     noise = generator.normal(size=(20_000, 2, dimensions)) * deviation
-    samples = np.maximum([moments(list(mean + pair), [0.5, 0.5], 8.0) for pair in noise], 0)
-    # 20,000 samples: the mean of σ² is known to about 0.6 % with 3 dimensions, μ² to 3 %; r follows to 0.1.
+    samples = np.maximum(
+        [moments(list(mean + pair), [0.5, 0.5], 8.0) for pair in noise], 0
+    )
+    # 20,000 samples: the mean of σ² is known to about 0.6 % with 3 dimensions, μ² to 3
+    # %; r follows to 0.1.
     assert gain(*samples.mean(axis=0), 8.0) == pytest.approx(quoted, abs=0.1)
     assert gain(100.0, 1.0, 8.0) == pytest.approx(7.48, abs=0.005)

@@ -10,8 +10,11 @@ import pytest
 
 pytestmark = [
     pytest.mark.docs,
-    pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the modules whose docstrings are the text
+    pytest.mark.filterwarnings(
+        "ignore:The batch of .* exceeds the gradient noise scale"
+    ),
+    # of the modules whose docstrings are the text
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -40,10 +43,14 @@ def test_each_picture_is_drawn_and_kept(tmp_path: Path) -> None:
     assert "gain" in (tmp_path / "display.svg").read_text()
     for drawn in tmp_path.glob("*.png"):
         assert drawn.read_bytes().startswith(b"\x89PNG")
-    assert {path.name for path in tmp_path.iterdir()} <= {path.name for path in make_pictures.PICTURES.iterdir()}
+    assert {path.name for path in tmp_path.iterdir()} <= {
+        path.name for path in make_pictures.PICTURES.iterdir()
+    }
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="the report is photographed by Chromium")
+@pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="the report is photographed by Chromium"
+)
 def test_the_top_of_a_report_is_photographed(tmp_path: Path) -> None:
     make_pictures.draw_report(tmp_path / "report.png", steps=40)
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

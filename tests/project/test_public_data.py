@@ -1,4 +1,6 @@
-"""Public data is fetched, compared with its checksum and read right; workloads and studies on it do what their pages say."""
+"""Public data is fetched, compared with its checksum and read right; workloads and
+studies on it do what their pages say.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.project.benchmarks import ROOT, load, module
 
 pytestmark = [
     pytest.mark.docs,
-    pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),
+    pytest.mark.filterwarnings(
+        "ignore:The batch of .* exceeds the gradient noise scale"
+    ),
 ]
 
 
@@ -27,37 +31,51 @@ data = module("real_data")
 workloads = module("real_workloads")
 at_size = module("at_size")
 resizes = module("resize_rules")
-# ---- packages --------------------------------------------------------------------------------------------------------
+# ---- packages ------------------------------------------------------------------------
 
 
 def package(data: Any, sha256: str) -> Any:
     return data.Package("some", "1.0", "some-1.0.whl", sha256, "MIT")
 
 
-def test_a_package_that_lies_there_is_not_fetched_again(data: Any, tmp_path: Path) -> None:
+def test_a_package_that_lies_there_is_not_fetched_again(
+    data: Any, tmp_path: Path
+) -> None:
     (tmp_path / "some-1.0.whl").write_bytes(b"abc")
     of_abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert package(data, of_abc).fetch(tmp_path) == tmp_path / "some-1.0.whl"
 
 
-def test_another_content_is_refused_with_both_checksums(data: Any, tmp_path: Path) -> None:
+def test_another_content_is_refused_with_both_checksums(
+    data: Any, tmp_path: Path
+) -> None:
     (tmp_path / "some-1.0.whl").write_bytes(b"abd")
-    with pytest.raises(data.Unavailable, match=r"has the SHA-256 a52d15.*, and not 00ff\. Remove it to fetch it again"):
+    with pytest.raises(
+        data.Unavailable,
+        match=r"has the SHA-256 a52d15.*, and not 00ff\. Remove it to fetch it again",
+    ):
         package(data, "00ff").fetch(tmp_path)
 
 
-def test_a_failed_download_says_what_pip_says(data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_says_what_pip_says(
+    data: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
         assert command[-2:] == [str(tmp_path), "some==1.0"]
         assert "--no-deps" in command
-        return subprocess.CompletedProcess(command, 1, "", "WARNING: a\nERROR: No matching distribution found\n")
+        return subprocess.CompletedProcess(
+            command, 1, "", "WARNING: a\nERROR: No matching distribution found\n"
+        )
 
     monkeypatch.setattr(data.subprocess, "run", run)
-    with pytest.raises(data.Unavailable, match=r"pip can.t download some 1\.0: ERROR: No matching distribution found"):
+    with pytest.raises(
+        data.Unavailable,
+        match=r"pip can.t download some 1\.0: ERROR: No matching distribution found",
+    ):
         package(data, "00ff").fetch(tmp_path)
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------
 
 
 def test_lines_become_codes_in_the_order_of_their_characters(data: Any) -> None:
@@ -89,23 +107,60 @@ def flight(**other: str) -> dict[str, str]:
         "tailnum": "N1",
         "origin": "EWR",
     }
-    return {**given, "dest": "IAH", "distance": "1400", "hour": "6", "minute": "0", **other}
+    return {
+        **given,
+        "dest": "IAH",
+        "distance": "1400",
+        "hour": "6",
+        "minute": "0",
+        **other,
+    }
 
 
 def test_flights_are_joined_with_weather_and_planes(data: Any) -> None:
-    sky = {"origin": "EWR", "month": "2", "day": "3", "hour": "6", "temp": "75", "wind_speed": "20", "visib": "10"}
+    sky = {
+        "origin": "EWR",
+        "month": "2",
+        "day": "3",
+        "hour": "6",
+        "temp": "75",
+        "wind_speed": "20",
+        "visib": "10",
+    }
     sky |= {"precip": "0.1", "pressure": "1027", "humid": "50"}
     planes = [{"tailnum": "N1", "year": "2003", "seats": "50"}]
-    flights = [flight(), flight(arr_delay="NA"), flight(tailnum="N2", dest="ORD", arr_delay="900", dep_delay="-4")]
+    flights = [
+        flight(),
+        flight(arr_delay="NA"),
+        flight(tailnum="N2", dest="ORD", arr_delay="900", dep_delay="-4"),
+    ]
     columns = data.flight_columns(flights, [sky], planes)
     assert columns["delay"].tolist() == [
         [-0.5],
         [18.0],
     ]  # the flight that never arrived is left out, the long delay cut off
     assert columns["month"].tolist() == [2, 2]
-    assert columns["codes"].tolist() == [[0, 0, 0, 6], [0, 0, 1, 6]]  # 2013-02-03 was a Sunday
+    # 2013-02-03 was a Sunday
+    assert columns["codes"].tolist() == [[0, 0, 0, 6], [0, 0, 1, 6]]
     day = 2 * math.pi * 33 / 365
-    known = [0.9, 1.0, 1.4, 1.0, 0.0, math.sin(day), math.cos(day), 0.5, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    known = [
+        0.9,
+        1.0,
+        1.4,
+        1.0,
+        0.0,
+        math.sin(day),
+        math.cos(day),
+        0.5,
+        1.0,
+        1.0,
+        2.0,
+        1.0,
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
     assert columns["numbers"][0].tolist() == pytest.approx(known, abs=1e-6)
     assert columns["numbers"][1][:2].tolist() == pytest.approx([-0.4, -2 / 3])
     assert columns["numbers"][1][7:9].tolist() == [0.0, 0.0]  # an unknown plane
@@ -126,19 +181,36 @@ def test_the_packages_hold_what_the_pages_say(data: Any, workloads: Any) -> None
         "test": 67_605,
         "scaffolds": 136_499,
     }
-    assert {name: len(part) for name, part in images.items()} == {"train": 55_000, "search": 5_000, "test": 10_000}
-    assert {name: len(part) for name, part in flights.items()} == {"train": 191_777, "search": 52_229, "test": 83_340}
-    assert workloads.bits_of_a_character() == pytest.approx(workloads.SMILES_CHANCE, abs=1e-4)
-    assert workloads.variance_of_delays() == pytest.approx(workloads.FLIGHTS_CHANCE, abs=1e-4)
-    assert torch.bincount(images["test"].tensors[1]).max().item() / 10_000 == workloads.MNIST_CHANCE
+    assert {name: len(part) for name, part in images.items()} == {
+        "train": 55_000,
+        "search": 5_000,
+        "test": 10_000,
+    }
+    assert {name: len(part) for name, part in flights.items()} == {
+        "train": 191_777,
+        "search": 52_229,
+        "test": 83_340,
+    }
+    assert workloads.bits_of_a_character() == pytest.approx(
+        workloads.SMILES_CHANCE, abs=1e-4
+    )
+    assert workloads.variance_of_delays() == pytest.approx(
+        workloads.FLIGHTS_CHANCE, abs=1e-4
+    )
+    assert (
+        torch.bincount(images["test"].tensors[1]).max().item() / 10_000
+        == workloads.MNIST_CHANCE
+    )
 
 
-# ---- workloads -------------------------------------------------------------------------------------------------------
+# ---- workloads -----------------------------------------------------------------------
 
 
 @pytest.fixture
 def made_up(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put small random tables in place of the public data; what is to be predicted follows from the input."""
+    """Put small random tables in place of the public data; what is to be predicted
+    follows from the input.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def three(*columns: Tensor) -> dict[str, TensorDataset]:
@@ -147,7 +219,10 @@ def made_up(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = torch.randint(27, (64, data.LENGTH), generator=generator, dtype=torch.uint8)
     numbers = torch.randn(400, 16, generator=generator)
     digits = torch.randint(10, (64,), generator=generator)
-    pictures = digits.view(-1, 1, 1, 1) / 10 + torch.rand(64, 1, 28, 28, generator=generator) / 10
+    pictures = (
+        digits.view(-1, 1, 1, 1) / 10
+        + torch.rand(64, 1, 28, 28, generator=generator) / 10
+    )
     table = three(numbers, torch.zeros(400, 4, dtype=torch.int64), numbers[:, :1] * 2)
     monkeypatch.setattr(data, "smiles", lambda: (three(codes, codes), "x" * 27))
     monkeypatch.setattr(data, "mnist", lambda: three(pictures, digits))
@@ -176,9 +251,13 @@ def test_the_networks_have_the_sizes_that_the_pages_say(workloads: Any) -> None:
 
 @pytest.mark.parametrize("size", ["AT_SIZE", "SMALL"])
 @pytest.mark.usefixtures("made_up")
-def test_every_case_builds_scores_on_its_split_and_has_a_gradient(workloads: Any, size: str) -> None:
+def test_every_case_builds_scores_on_its_split_and_has_a_gradient(
+    workloads: Any, size: str
+) -> None:
     for case in getattr(workloads, size).values():
-        built = case.workload({"lr": 0.01, "schedule": "warmup", "total_steps": 10, "split": "test"})
+        built = case.workload(
+            {"lr": 0.01, "schedule": "warmup", "total_steps": 10, "split": "test"}
+        )
         loss = built.loss_fn(built.model, built.train_dataset[torch.arange(4)])
         loss.backward()
         assert all(p.grad is not None for p in built.model.parameters())
@@ -189,19 +268,45 @@ def test_every_case_builds_scores_on_its_split_and_has_a_gradient(workloads: Any
         assert built.mode == ("max" if case.perfect else "min")
 
 
-# ---- at_size.py ------------------------------------------------------------------------------------------------------
+# ---- at_size.py ----------------------------------------------------------------------
 
 
 def result(at_size: Any, **other: Any) -> Any:
-    given = {"score": 0.9, "train_loss": 0.1, "optimizer_steps": 10, "examples": 640, "mean_gain": 4.0, "curve_tau": []}
-    return at_size.Result(**given, curve_score=[], failed=False, cpu_s=0.0, date="2026-11-25", **other)
+    given = {
+        "score": 0.9,
+        "train_loss": 0.1,
+        "optimizer_steps": 10,
+        "examples": 640,
+        "mean_gain": 4.0,
+        "curve_tau": [],
+    }
+    return at_size.Result(
+        **given, curve_score=[], failed=False, cpu_s=0.0, date="2026-11-25", **other
+    )
 
 
-def test_equal_examples_shorten_the_schedule_by_what_the_first_run_took(at_size: Any) -> None:
-    plan = at_size.Plan(at_size.LONGER, ("group norm",), (1, 16), (1,), 1, ("warmup",), grid_seeds=(101,))
+def test_equal_examples_shorten_the_schedule_by_what_the_first_run_took(
+    at_size: Any,
+) -> None:
+    plan = at_size.Plan(
+        at_size.LONGER,
+        ("group norm",),
+        (1, 16),
+        (1,),
+        1,
+        ("warmup",),
+        grid_seeds=(101,),
+    )
     results = {job: result(at_size) for job in plan.grid_jobs()}
-    own = plan.job("group norm", "AdaScale", 16, 1, at_size.best_schedule(plan, results, "group norm"))
-    assert at_size.shortened(plan, results, "group norm", 16, 1) is None  # AdaScale's own run comes first
+    own = plan.job(
+        "group norm",
+        "AdaScale",
+        16,
+        1,
+        at_size.best_schedule(plan, results, "group norm"),
+    )
+    # AdaScale's own run comes first
+    assert at_size.shortened(plan, results, "group norm", 16, 1) is None
     results[own] = replace(result(at_size), examples=60_000)  # T · B0 = 24,000
     short = at_size.shortened(plan, results, "group norm", 16, 1)
     assert (short.total_steps, short.method, short.scale) == (600, "AdaScale, T·B0", 16)
@@ -209,7 +314,12 @@ def test_equal_examples_shorten_the_schedule_by_what_the_first_run_took(at_size:
     assert rounds["S = 16, equal examples"] == [short]
     given = {job.method: job.steps for job in rounds["S = 16, given steps"]}
     assert given == {"linear": 10, "√": 10, "unscaled": 10}
-    assert {job.method for job in rounds["S = 16"]} == {"AdaScale", "linear, T·B0", "√, T·B0", "unscaled, T·B0"}
+    assert {job.method for job in rounds["S = 16"]} == {
+        "AdaScale",
+        "linear, T·B0",
+        "√, T·B0",
+        "unscaled, T·B0",
+    }
     assert [job.method for job in rounds["S = 1"]] == ["AdaScale"]
     results[own] = replace(results[own], failed=True)
     assert at_size.shortened(plan, results, "group norm", 16, 1) is None
@@ -220,10 +330,13 @@ def test_a_run_at_size_takes_its_steps(at_size: Any) -> None:
     job = at_size.Job("flights", "linear", 4, 1, 0.001, "warmup", 8, "test", steps=3)
     found = at_size.train(job)
     assert (found.optimizer_steps, found.examples) == (3, 3 * 4 * 32)
-    assert at_size.train(replace(job, method="√, T·B0", steps=None)).optimizer_steps == 2  # T/S
+    # T/S
+    assert (
+        at_size.train(replace(job, method="√, T·B0", steps=None)).optimizer_steps == 2
+    )
 
 
-# ---- wall_clock.py ---------------------------------------------------------------------------------------------------
+# ---- wall_clock.py -------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("made_up")
@@ -231,11 +344,12 @@ def test_a_step_is_measured_for_every_share_of_the_batch(workloads: Any) -> None
     clock = load("wall_clock")
     case = workloads.SMALL["flights"]
     found = clock._measure(case, rounds=1)
-    assert sorted(map(int, found["seconds"])) == [1, 2, 3, 4, 6, 8, 16]  # 16 examples over 1 to 64 workers, rounded up
+    # 16 examples over 1 to 64 workers, rounded up
+    assert sorted(map(int, found["seconds"])) == [1, 2, 3, 4, 6, 8, 16]
     assert all(value > 0 for value in found["seconds"].values())
 
 
-# ---- resize_rules.py -------------------------------------------------------------------------------------------------
+# ---- resize_rules.py -----------------------------------------------------------------
 
 
 def test_steps_of_a_fixed_batch_are_those_of_the_schedule(resizes: Any) -> None:
@@ -253,32 +367,52 @@ def test_a_run_changes_its_workers_where_the_plan_says(resizes: Any) -> None:
     found = resizes.train(job)
     assert len(found.steps) == 11
     assert found.score is not None
-    # The clock of this rule advances by S, so each part takes its share of T, divided by S and rounded up.
+    # The clock of this rule advances by S, so each part takes its share of T, divided
+    # by S and rounded up.
     begin = 0.0
-    for workers, steps, end in zip(resizes.PLAN, found.steps, [*(c * 400 for c in resizes.CHANGES), 400], strict=True):
+    for workers, steps, end in zip(
+        resizes.PLAN,
+        found.steps,
+        [*(c * 400 for c in resizes.CHANGES), 400],
+        strict=True,
+    ):
         assert steps == math.ceil((end - begin) / workers - 1e-9)
         begin += steps * workers
-    assert found.examples == sum(16 * n * s for n, s in zip(resizes.PLAN, found.steps, strict=True))
+    assert found.examples == sum(
+        16 * n * s for n, s in zip(resizes.PLAN, found.steps, strict=True)
+    )
     alone = resizes.train(replace(job, rule="AdaScale", workers=(1,), total_steps=20))
     assert (alone.steps, alone.examples) == ([20], 320)
 
 
-# ---- the pages -------------------------------------------------------------------------------------------------------
+# ---- the pages -----------------------------------------------------------------------
 
 
-def test_the_pages_have_the_tables_of_the_kept_results(at_size: Any, resizes: Any) -> None:
+def test_the_pages_have_the_tables_of_the_kept_results(
+    at_size: Any, resizes: Any
+) -> None:
     transfer = load("transfer")
     plan = transfer.parse([])[1]
     results = load("comparison").read(ROOT / transfer.KEPT)
     for workload in plan.workloads:
-        assert load("comparison_page").workload_table(plan, results, workload) in transfer.PAGE.read_text()
+        assert (
+            load("comparison_page").workload_table(plan, results, workload)
+            in transfer.PAGE.read_text()
+        )
     assert transfer.robustness(plan, results) in transfer.PAGE.read_text()
     autobatch = load("autobatch")
-    page, every = (load("bench").PAGES / "adaptive-batch.md").read_text(), autobatch.parse([])
-    kept = load("study").read_runs(ROOT / autobatch.KEPT, autobatch.Job, autobatch.Result)
+    page, every = (
+        (load("bench").PAGES / "adaptive-batch.md").read_text(),
+        autobatch.parse([]),
+    )
+    kept = load("study").read_runs(
+        ROOT / autobatch.KEPT, autobatch.Job, autobatch.Result
+    )
     for workload in every.workloads:
         steps = autobatch.WORKLOADS[workload].total_steps
-        assert autobatch.table(kept, workload, steps, autobatch.choices_of(every)) in page
+        assert (
+            autobatch.table(kept, workload, steps, autobatch.choices_of(every)) in page
+        )
     page = at_size.PAGE.read_text()
     plan = at_size.Plan(
         at_size.LONGER,
@@ -297,7 +431,10 @@ def test_the_pages_have_the_tables_of_the_kept_results(at_size: Any, resizes: An
     steps, _ = load("wall_clock").read_steps()
     for workload in ("smiles", "mnist", "flights"):
         every = resizes.Plan((workload,), tuple(range(1, 21)))
-        assert resizes.workload_table(every, kept, workload, steps[f"small {workload}"]) in page
+        assert (
+            resizes.workload_table(every, kept, workload, steps[f"small {workload}"])
+            in page
+        )
     workers = load("resize_workers")
     kept = json.loads(workers.KEPT.read_text())
     assert workers.table(kept) in page

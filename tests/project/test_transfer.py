@@ -1,4 +1,6 @@
-"""The studies of transfer run every method as described and continue after interruption; examples/mnist.py is correct."""
+"""The studies of transfer run every method as described and continue after
+interruption; examples/mnist.py is correct.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def arguments(folder: Path) -> list[str]:
     return ["--smoke", "--workloads", "tabular", *files]
 
 
-def test_every_method_took_its_number_of_steps(transfer: Any, comparison: Any, smoke: Path) -> None:
+def test_every_method_took_its_number_of_steps(
+    transfer: Any, comparison: Any, smoke: Path
+) -> None:
     results = comparison.read(smoke / "runs.jsonl")
     plan = transfer.parse(arguments(smoke))[1]
     found = {
@@ -61,18 +65,26 @@ def test_every_method_took_its_number_of_steps(transfer: Any, comparison: Any, s
     given = [found[4, method].optimizer_steps for method in ("LSW+", "√", "unscaled")]
     assert given == [own.optimizer_steps] * 3
     assert found[1, "LSW"].optimizer_steps == 60
-    # The methods with equal steps differ only in the LR: other scores show that it was applied.
+    # The methods with equal steps differ only in the LR: other scores show that it was
+    # applied.
     assert len({found[4, m].score for m in transfer.SGD.methods}) == 6
 
 
 def test_the_page_has_every_cell_and_no_path_of_this_machine(smoke: Path) -> None:
     page = (smoke / "page.md").read_text()
-    rows = [[c.strip() for c in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")]
+    rows = [
+        [c.strip() for c in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith("| ")
+    ]
     (start,) = (i for i, row in enumerate(rows) if row[:2] == ["S", "method"])
     table = rows[start + 2 : start + 9]
     assert [row[:2] for row in table] == [
         ["1", "all alike"],
-        *(["4", m] for m in ("AdaScale", "AdaScale, m^r", "LSW", "LSW+", "√", "unscaled")),
+        *(
+            ["4", m]
+            for m in ("AdaScale", "AdaScale, m^r", "LSW", "LSW+", "√", "unscaled")
+        ),
     ]
     assert all(len(row) == 7 and all(row) for row in table)
     (verdicts,) = (row for row in rows if row[:2] == ["tabular", "4"])
@@ -89,7 +101,9 @@ def test_a_second_call_runs_nothing_and_keeps_what_was_written_by_hand(
 ) -> None:
     lines, page = (smoke / "runs.jsonl").read_bytes(), smoke / "page.md"
     begin, end = load("bench").BY_HAND
-    page.write_text(page.read_text().replace(f"{begin}\n{end}", f"{begin}\nIt holds.\n{end}"))
+    page.write_text(
+        page.read_text().replace(f"{begin}\n{end}", f"{begin}\nIt holds.\n{end}")
+    )
     written = page.read_text()
     monkeypatch.setattr(transfer, "train", None)
     assert transfer.main([*arguments(smoke), "--jobs", "1"]) == 0
@@ -105,18 +119,26 @@ def test_an_interrupted_benchmark_goes_on_with_what_is_missing(
     path = tmp_path / "runs.jsonl"
     path.write_text("".join(lines[:-2]) + lines[-2][:50])
     plan = transfer.parse(arguments(smoke))[1]
-    results = comparison.run_all(path, transfer.train, partial(comparison.rounds, plan, path))
+    results = comparison.run_all(
+        path, transfer.train, partial(comparison.rounds, plan, path)
+    )
     assert path.read_text().splitlines(keepends=True)[:-2] == lines[:-2]
     assert len(results) == len(lines)
     assert comparison.read(path) == results
     for job, result in comparison.read(smoke / "runs.jsonl").items():
         # A run in another process is bit-identical.
-        assert replace(results[job], cpu_s=0, date="") == replace(result, cpu_s=0, date="")
+        assert replace(results[job], cpu_s=0, date="") == replace(
+            result, cpu_s=0, date=""
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "workload", "lr", "shape"),
-    [("adamw", "series", 0.016, "own"), ("muon", "tabular", 0.008, "warmup"), ("lion", "tabular", 0.002, "warmup")],
+    [
+        ("adamw", "series", 0.016, "own"),
+        ("muon", "tabular", 0.008, "warmup"),
+        ("lion", "tabular", 0.002, "warmup"),
+    ],
 )
 def test_at_s_1_all_methods_of_an_optimizer_are_the_same_run(
     transfer: Any, optimizers: Any, name: str, workload: str, lr: float, shape: str
@@ -125,42 +147,80 @@ def test_at_s_1_all_methods_of_an_optimizer_are_the_same_run(
         pytest.importorskip("lion_pytorch")
     methods = optimizers.STUDIES[name].comparison.methods
     job = transfer.Job(workload, "AdaScale", 1, 1, lr, shape, 40, "test", None, name)
-    jobs = [replace(job, method=m, steps=40 if method.given_steps else None) for m, method in methods.items()]
-    first, *others = (replace(optimizers.train(each), cpu_s=0, date="") for each in jobs)
+    jobs = [
+        replace(job, method=m, steps=40 if method.given_steps else None)
+        for m, method in methods.items()
+    ]
+    first, *others = (
+        replace(optimizers.train(each), cpu_s=0, date="") for each in jobs
+    )
     assert first.optimizer_steps == 40
     assert others == [first] * (len(methods) - 1)
     if name != "adamw":
-        assert transfer.train(replace(job, optimizer="sgd")).score != first.score  # the workload's SGD
+        # the workload's SGD
+        assert transfer.train(replace(job, optimizer="sgd")).score != first.score
 
 
-def test_each_optimizer_has_the_parameters_and_the_decay_that_its_page_names(optimizers: Any) -> None:
+def test_each_optimizer_has_the_parameters_and_the_decay_that_its_page_names(
+    optimizers: Any,
+) -> None:
     pytest.importorskip("lion_pytorch")
     found = {}
-    for name, workload in [("muon", "transformer"), ("muon", "tabular"), ("lion", "tabular")]:
+    for name, workload in [
+        ("muon", "transformer"),
+        ("muon", "tabular"),
+        ("lion", "tabular"),
+    ]:
         case = optimizers.STUDIES[name].comparison.cases[workload]
-        job = optimizers.Job(workload, "AdaScale", 1, 1, case.lrs[0], "warmup", 40, "test", None, name)
-        config = {"lr": case.lrs[0], "schedule": "warmup", "total_steps": 40, "split": "test"}
-        built = optimizers.STUDIES[name].comparison.with_optimizer(case.workload(config), job)
+        job = optimizers.Job(
+            workload, "AdaScale", 1, 1, case.lrs[0], "warmup", 40, "test", None, name
+        )
+        config = {
+            "lr": case.lrs[0],
+            "schedule": "warmup",
+            "total_steps": 40,
+            "split": "test",
+        }
+        built = optimizers.STUDIES[name].comparison.with_optimizer(
+            case.workload(config), job
+        )
         names = {p: name for name, p in built.model.named_parameters()}
-        found[name, workload] = [names[p] for p in built.optimizer.param_groups[0]["params"]]
-        assert sum(len(group["params"]) for group in built.optimizer.param_groups) == len(names)
+        found[name, workload] = [
+            names[p] for p in built.optimizer.param_groups[0]["params"]
+        ]
+        assert sum(
+            len(group["params"]) for group in built.optimizer.param_groups
+        ) == len(names)
         assert built.scheduler.optimizer is built.optimizer
     assert found["muon", "tabular"] == ["2.weight"]
-    per_layer = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
-    assert found["muon", "transformer"] == [f"layers.{i}.{name}" for i in (0, 1) for name in per_layer]
+    per_layer = (
+        "self_attn.in_proj_weight",
+        "self_attn.out_proj.weight",
+        "linear1.weight",
+        "linear2.weight",
+    )
+    assert found["muon", "transformer"] == [
+        f"layers.{i}.{name}" for i in (0, 1) for name in per_layer
+    ]
     (group,) = built.optimizer.param_groups
     decay = optimizers.SMALL["tabular"].lrs[0] * optimizers.DECAY
     assert group["initial_lr"] * group["weight_decay"] == pytest.approx(decay)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
-def test_the_page_of_an_optimizer_is_that_of_the_kept_runs(optimizers: Any, tmp_path: Path, name: str) -> None:
+def test_the_page_of_an_optimizer_is_that_of_the_kept_runs(
+    optimizers: Any, tmp_path: Path, name: str
+) -> None:
     kept = optimizers.STUDIES[name].page
     page = tmp_path / kept.name
     page.write_text(kept.read_text())  # the part by hand
     assert optimizers.main([name, "--report-only", "--page", str(page)]) == 0
-    # Without the versions, and without a score of the standard library's text, which other tests' imports change.
-    made, there = (re.sub(r"input scores [\d.]+", "", text.read_text()).splitlines()[5:] for text in (page, kept))
+    # Without the versions, and without a score of the standard library's text, which
+    # other tests' imports change.
+    made, there = (
+        re.sub(r"input scores [\d.]+", "", text.read_text()).splitlines()[5:]
+        for text in (page, kept)
+    )
     assert made == there
 
 
@@ -171,16 +231,26 @@ def test_divergence_is_a_result(transfer: Any, comparison: Any, pages: Any) -> N
     assert lost.failed
     assert lost.score is None
     assert json.loads(json.dumps(vars(lost)))["score"] is None
-    idle = transfer.train(replace(job, lr=1e-9, total_steps=5))  # finite weights without anything learned
+    # finite weights without anything learned
+    idle = transfer.train(replace(job, lr=1e-9, total_steps=5))
     assert idle.failed
     assert idle.score is not None
     assert not transfer.train(replace(job, lr=0.02)).failed
 
     plan = comparison.Plan(
-        transfer.SGD, ("tabular",), (1, 4), (1,), 4, ("cosine",), grid_seeds=(101,), every=3, total_steps=60
+        transfer.SGD,
+        ("tabular",),
+        (1, 4),
+        (1,),
+        4,
+        ("cosine",),
+        grid_seeds=(101,),
+        every=3,
+        total_steps=60,
     )
     results = {
-        one: replace(idle, failed=one.lr > 0.03, score=0.4 if one.lr > 0.03 else 0.5) for one in plan.grid_jobs()
+        one: replace(idle, failed=one.lr > 0.03, score=0.4 if one.lr > 0.03 else 0.5)
+        for one in plan.grid_jobs()
     }
     assert comparison.best_schedule(plan, results, "tabular") == (0.005, "cosine")
     own = plan.job("tabular", "AdaScale", 4, 1, (0.005, "cosine"))
@@ -194,8 +264,12 @@ def test_divergence_is_a_result(transfer: Any, comparison: Any, pages: Any) -> N
     assert "| 4 | LSW+ | not run |" in table
 
 
-def test_the_search_split_chooses_and_the_test_split_reports(transfer: Any, study: Any) -> None:
-    plan = transfer.parse(["--workloads", "tabular", "--scales", "1", "4", "--seeds", "1"])[1]
+def test_the_search_split_chooses_and_the_test_split_reports(
+    transfer: Any, study: Any
+) -> None:
+    plan = transfer.parse(
+        ["--workloads", "tabular", "--scales", "1", "4", "--seeds", "1"]
+    )[1]
     assert {job.split for job in plan.grid_jobs()} == {"search"}
     assert plan.job("tabular", "LSW", 4, 1, (0.01, "step")).split == "test"
     assert not set(plan.grid_seeds) & set(plan.seeds)
@@ -204,13 +278,15 @@ def test_the_search_split_chooses_and_the_test_split_reports(transfer: Any, stud
         scores = []
         for split in ("search", "test"):
             torch.manual_seed(0)
-            built = make({"lr": 0.1, "schedule": "cosine", "total_steps": 10, "split": split})
+            built = make(
+                {"lr": 0.1, "schedule": "cosine", "total_steps": 10, "split": split}
+            )
             with torch.no_grad():
                 scores.append(built.evaluate(built.model)[built.metric])
         assert scores[0] != scores[1], make
 
 
-# ---- examples/mnist.py -----------------------------------------------------------------------------------------------
+# ---- examples/mnist.py ---------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -224,8 +300,12 @@ def test_mnist_splits_share_no_image(mnist: Any) -> None:
     assert train[0].shape[1:] == (1, 28, 28)
     assert (train[0].min(), train[0].max()) == (0, 1)
     for _, y in (train, search, test):
-        assert torch.bincount(y).min() > 0.08 * len(y)  # the file is sorted by digit; a split must not be
-    assert len(torch.unique(torch.cat([train[0], search[0], test[0]]).flatten(1), dim=0)) == 5000
+        # the file is sorted by digit; a split must not be
+        assert torch.bincount(y).min() > 0.08 * len(y)
+    assert (
+        len(torch.unique(torch.cat([train[0], search[0], test[0]]).flatten(1), dim=0))
+        == 5000
+    )
 
 
 def test_mnist_shifts_images_in_training_alone(mnist: Any) -> None:
@@ -238,11 +318,18 @@ def test_mnist_shifts_images_in_training_alone(mnist: Any) -> None:
     assert where[:, 0].equal(torch.arange(200))
     offsets = where[:, 1:] - torch.tensor([10, 20])
     assert offsets.unique(dim=0).shape == (len({tuple(o) for o in offsets.tolist()}), 2)
-    assert sorted(set(offsets[:, 0].tolist())) == sorted(set(offsets[:, 1].tolist())) == list(range(-3, 4))
+    assert (
+        sorted(set(offsets[:, 0].tolist()))
+        == sorted(set(offsets[:, 1].tolist()))
+        == list(range(-3, 4))
+    )
 
     built = build(mnist("workload"), {"lr": 0.01})
     batch = [t[:64] for t in mnist("splits")()[0].tensors]
-    losses = [{built.loss_fn(built.model.train(mode), batch).item() for _ in range(3)} for mode in (True, False)]
+    losses = [
+        {built.loss_fn(built.model.train(mode), batch).item() for _ in range(3)}
+        for mode in (True, False)
+    ]
     assert [len(found) for found in losses] == [3, 1]
 
 
@@ -263,7 +350,9 @@ def test_mnist_schedules(mnist: Any, shape: str, expected: list[float]) -> None:
         optimizer.step()
         scheduler.step()
     # ⌊τ⌋ may pass T by the last step's gain: the schedule stays at its end.
-    assert [rates[0], rates[50], rates[75], rates[102]] == pytest.approx(expected, abs=1e-12)
+    assert [rates[0], rates[50], rates[75], rates[102]] == pytest.approx(
+        expected, abs=1e-12
+    )
     if shape == "warmup":
         assert rates[0] == pytest.approx(0.1)
         assert rates[9] == pytest.approx(1.0)

@@ -1,4 +1,6 @@
-"""The tutorial runs from top to bottom, and the stored outputs are of its cells. The site shows it without running it."""
+"""The tutorial runs from top to bottom, and the stored outputs are of its cells. The
+site shows it without running it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def test_the_tutorial_runs_from_top_to_bottom_within_90_seconds(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = notebook.executed(tmp_path)  # its own assertions compare steps, gains and weights
+    # its own assertions compare steps, gains and weights
+    done = notebook.executed(tmp_path)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (
         after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 90
@@ -45,7 +48,9 @@ def test_the_stored_outputs_are_whole_and_of_no_machine() -> None:
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert all(cell["outputs"] for cell in cells)
-    assert not any(output["output_type"] == "error" for cell in cells for output in cell["outputs"])
+    assert not any(
+        output["output_type"] == "error" for cell in cells for output in cell["outputs"]
+    )
     assert "ipykernel_" not in text
     assert "/tmp/" not in text
     page = notebook.markdown(text)

@@ -1,4 +1,6 @@
-"""What assemble() builds: stages and listeners in their order, fresh and from a checkpoint."""
+"""What assemble() builds: stages and listeners in their order, fresh and from a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from ray_adascale.workload import RunInputs
 from ..samples_of import recipe
 from .test_loop import dataset, model
 
-pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The batch of .* exceeds the gradient noise scale"
+)
 
 STAGES = [ChooseBatch, Interrupt, Evaluation, Preemption, Checkpointing, Reporting]
 
@@ -47,13 +51,19 @@ class Watched(LocalBackend):
 
 
 def built(
-    backend: LocalBackend | None = None, *, evaluate: Any = None, kind: Any = torch.optim.SGD, **settings: Any
+    backend: LocalBackend | None = None,
+    *,
+    evaluate: Any = None,
+    kind: Any = torch.optim.SGD,
+    **settings: Any,
 ) -> RunParts:
     net = model()
     defaults: dict[str, Any] = {"base_batch_size": 4, "total_steps": 40}
     optimizer = kind(net.parameters(), lr=0.01)
     return assemble(
-        RunInputs(model=net, optimizer=optimizer, train_dataset=dataset(), evaluate=evaluate),
+        RunInputs(
+            model=net, optimizer=optimizer, train_dataset=dataset(), evaluate=evaluate
+        ),
         AdaScaleConfig(**(defaults | settings)),
         recipe=None,
         backend=LocalBackend(device="cpu") if backend is None else backend,
@@ -71,7 +81,14 @@ def test_the_rule_that_was_chosen_stands_wherever_a_run_is_read(
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     config = AdaScaleConfig(base_batch_size=4, total_steps=12, accumulation=2)
     with caplog.at_level(logging.INFO, logger="ray_adascale"):
-        run = Run(net, optimizer, None, dataset(), config, backend=LocalBackend(folder, device="cpu"))
+        run = Run(
+            net,
+            optimizer,
+            None,
+            dataset(),
+            config,
+            backend=LocalBackend(folder, device="cpu"),
+        )
     assert run.config.rule == "adascale_betas"
     assert "T = 12 effective steps; rule adascale_betas." in caplog.text
     for x, y in run:
@@ -79,18 +96,37 @@ def test_the_rule_that_was_chosen_stands_wherever_a_run_is_read(
         run.step()
     rows = read_trace(folder)
     assert {row["rule"] for row in rows} == {"adascale_betas"}
-    assert [row.get("optimizer") for row in rows] == ["AdamW", *[None] * (len(rows) - 1)]
+    assert [row.get("optimizer") for row in rows] == [
+        "AdamW",
+        *[None] * (len(rows) - 1),
+    ]
     checkpoint = max(folder.glob("checkpoint_*"))
-    assert all("rule         adascale_betas" in describe(path)[0] for path in (folder, checkpoint))
+    assert all(
+        "rule         adascale_betas" in describe(path)[0]
+        for path in (folder, checkpoint)
+    )
     page = write_report([folder], tmp_path / "report.html").read_text()
     assert '<td data-label="rule" class="text">adascale_betas</td>' in page
-    of = recipe([(t, 4.0, 1.0) for t in range(0, 100, 10)], search={"optimizer_class": "AdamW"})
-    assert [forecast_recipe(each).rule for each in (of, recipe([(0, 4.0, 1.0)]))] == ["adascale_betas", "adascale"]
+    of = recipe(
+        [(t, 4.0, 1.0) for t in range(0, 100, 10)], search={"optimizer_class": "AdamW"}
+    )
+    assert [forecast_recipe(each).rule for each in (of, recipe([(0, 4.0, 1.0)]))] == [
+        "adascale_betas",
+        "adascale",
+    ]
     with (
         pytest.warns(UserWarning, match="the averages of AdamW reach over"),
-        pytest.raises(ValueError, match=r"rule is 'adascale', was 'adascale_betas'.*accept_changes"),
+        pytest.raises(
+            ValueError,
+            match=r"rule is 'adascale', was 'adascale_betas'.*accept_changes",
+        ),
     ):
-        built(LocalBackend(folder, device="cpu"), kind=torch.optim.AdamW, rule="adascale", total_steps=12)
+        built(
+            LocalBackend(folder, device="cpu"),
+            kind=torch.optim.AdamW,
+            rule="adascale",
+            total_steps=12,
+        )
 
 
 ADAPTIVE: dict[str, Any] = {"target_efficiency": 0.5, "max_global_batch_size": 32}
@@ -104,17 +140,25 @@ def test_stages_are_in_their_order_and_the_batch_is_chosen_first() -> None:
     assert kinds(built(**ADAPTIVE).stages) == STAGES
 
 
-def test_a_given_batch_above_an_epoch_is_refused_at_once_where_it_would_be_dropped() -> None:
+def test_a_given_batch_above_an_epoch_is_refused_at_once_where_it_would_be_dropped() -> (
+    None
+):
     given: dict[str, Any] = {"batch_schedule": "0:4,50%:64"}  # of 60 examples
     with pytest.raises(
-        ValueError, match=r"batch_schedule='0:4,50%:64'.*drop_last=True.*64 examples, and an epoch has 60"
+        ValueError,
+        match=r"batch_schedule='0:4,50%:64'.*drop_last=True.*64 examples, and an epoch has 60",
     ):
         built(drop_last=True, **given)
     assert built(**given).plan.global_batch_size == 4
-    assert built(drop_last=True, max_global_batch_size=60, **given).plan.global_batch_size == 4
+    assert (
+        built(drop_last=True, max_global_batch_size=60, **given).plan.global_batch_size
+        == 4
+    )
 
 
-def test_listeners_that_add_to_a_step_come_before_those_that_write_it(tmp_path: Path) -> None:
+def test_listeners_that_add_to_a_step_come_before_those_that_write_it(
+    tmp_path: Path,
+) -> None:
     assert kinds(built().listeners) == [NoiseWarning, EtaTracker]  # no folder, no trace
     with_trace = [NoiseWarning, EtaTracker, Trace, Watched.Mine]
     fixed = built(Watched(tmp_path, device="cpu")).listeners
@@ -127,12 +171,23 @@ def test_listeners_that_add_to_a_step_come_before_those_that_write_it(tmp_path: 
 def _beside_rank_0(folder: str) -> tuple[list[str], list[str], int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        parts = built(Watched(folder, device="cpu"), base_batch_size=64, per_worker_batch_size=64, elastic=True)
+        parts = built(
+            Watched(folder, device="cpu"),
+            base_batch_size=64,
+            per_worker_batch_size=64,
+            elastic=True,
+        )
     doubts = sum("larger than the dataset" in str(w.message) for w in caught)
-    return [kind.__name__ for kind in kinds(parts.listeners)], [kind.__name__ for kind in kinds(parts.stages)], doubts
+    return (
+        [kind.__name__ for kind in kinds(parts.listeners)],
+        [kind.__name__ for kind in kinds(parts.stages)],
+        doubts,
+    )
 
 
-def test_workers_beside_rank_0_have_the_stages_and_no_listeners(pool: Any, tmp_path: Path) -> None:
+def test_workers_beside_rank_0_have_the_stages_and_no_listeners(
+    pool: Any, tmp_path: Path
+) -> None:
     first, second = pool(2).run(_beside_rank_0, str(tmp_path))
     assert len(first[0]) == 4
     assert second[0] == []
@@ -141,13 +196,21 @@ def test_workers_beside_rank_0_have_the_stages_and_no_listeners(pool: Any, tmp_p
 
 
 def _groups_of_checkpoints(backends: str, name: str) -> str:
-    """The backends of the group that writes checkpoints, if the default group had ``backends`` and this ``name``."""
+    """The backends of the group that writes checkpoints, if the default group had
+    ``backends`` and this ``name``.
+    """
     whole = dist.group.WORLD
     with pytest.MonkeyPatch.context() as patched:
         asked = dist.get_backend_config
-        patched.setattr(dist, "get_backend_config", lambda group=None: asked(group) if group else backends)
+        patched.setattr(
+            dist,
+            "get_backend_config",
+            lambda group=None: asked(group) if group else backends,
+        )
         patched.setattr(dist, "get_backend", lambda group=None: name)
-        group = built(sharding="none", per_worker_batch_size=2).checkpointing.saver._group
+        group = built(
+            sharding="none", per_worker_batch_size=2
+        ).checkpointing.saver._group
     assert group is not whole
     return "default" if group is None else asked(group)
 
@@ -161,7 +224,11 @@ def _groups_of_checkpoints(backends: str, name: str) -> str:
         ("cpu:gloo", "gloo", "default"),
     ],
 )
-def test_checkpoints_have_a_group_for_tensors_on_the_cpu(pool: Any, backends: str, name: str, expected: str) -> None:
-    """A checkpoint in the background must not share NCCL's communicator with the steps."""
+def test_checkpoints_have_a_group_for_tensors_on_the_cpu(
+    pool: Any, backends: str, name: str, expected: str
+) -> None:
+    """A checkpoint in the background must not share NCCL's communicator with the
+    steps.
+    """
     for found in pool(2).run(_groups_of_checkpoints, backends, name):
         assert found.startswith(expected)

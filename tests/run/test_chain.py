@@ -1,4 +1,6 @@
-"""Runs with Muon and AdamW in an OptimizerChain: refusals and recipes. ``tests/model`` compares their steps."""
+"""Runs with Muon and AdamW in an OptimizerChain: refusals and recipes.
+``tests/model`` compares their steps.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from torch.optim import SGD, AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, LocalBackend, OptimizerChain, Run, Workload, attach, record_recipe
+from ray_adascale import (
+    AdaScaleConfig,
+    LocalBackend,
+    OptimizerChain,
+    Run,
+    Workload,
+    attach,
+    record_recipe,
+)
 from ray_adascale.analysis.check import check_workload
 
 LENGTH, B0, T = 64, 16, 40
@@ -22,14 +32,19 @@ LENGTH, B0, T = 64, 16, 40
 def workload(config: dict[str, Any]) -> Workload:
     """Regression with three linear layers; the two LRs have schedules of their own."""
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)
+    )
     muon = Muon([model[0].weight, model[2].weight], lr=config.get("lr", 0.02))
     adamw = AdamW([model[0].bias, model[2].bias, *model[4].parameters()], lr=0.01)
     chain = OptimizerChain([muon, adamw])
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(LENGTH, 6, generator=generator)
     y = x[:, :2].sin() + 0.3 * torch.randn(LENGTH, 2, generator=generator)
-    cosine, linear = (lambda t: (1 + math.cos(math.pi * t / T)) / 2), (lambda t: 1 - t / T)
+    cosine, linear = (
+        (lambda t: (1 + math.cos(math.pi * t / T)) / 2),
+        (lambda t: 1 - t / T),
+    )
     return Workload(
         model=model,
         optimizer=chain,
@@ -41,24 +56,46 @@ def workload(config: dict[str, Any]) -> Workload:
 
 
 def settings(**kwargs: Any) -> AdaScaleConfig:
-    return AdaScaleConfig(**{"base_batch_size": B0, "total_steps": T, "report_every_s": math.inf, **kwargs})
+    return AdaScaleConfig(
+        **{
+            "base_batch_size": B0,
+            "total_steps": T,
+            "report_every_s": math.inf,
+            **kwargs,
+        }
+    )
 
 
 def _thin_matrix() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
-    chain = OptimizerChain([Muon([layer.weight for layer in model]), AdamW([layer.bias for layer in model])])
+    chain = OptimizerChain(
+        [
+            Muon([layer.weight for layer in model]),
+            AdamW([layer.bias for layer in model]),
+        ]
+    )
     data = TensorDataset(torch.zeros(LENGTH, 6))
     with pytest.raises(
-        ValueError, match=r"Muon can't step the shards of fully_shard: .*shape \(2, 8\) .*over 3 workers"
+        ValueError,
+        match=r"Muon can't step the shards of fully_shard: .*shape \(2, 8\) .*over 3 workers",
     ):
-        Run(model, chain, None, data, settings(sharding="fsdp2", rule="unscaled"), backend=LocalBackend(device="cpu"))
+        Run(
+            model,
+            chain,
+            None,
+            data,
+            settings(sharding="fsdp2", rule="unscaled"),
+            backend=LocalBackend(device="cpu"),
+        )
 
 
-def test_muon_is_refused_where_torch_cannot_step_a_matrix_with_fewer_rows_than_workers(pool: Any) -> None:
+def test_muon_is_refused_where_torch_cannot_step_a_matrix_with_fewer_rows_than_workers(
+    pool: Any,
+) -> None:
     pool(3).run(_thin_matrix)
 
 
-# ---- words -----------------------------------------------------------------------------------------------------------
+# ---- words ---------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:rule='adamscale' is experimental")
@@ -81,23 +118,36 @@ def test_a_list_of_optimizers_is_refused_and_the_chain_is_named() -> None:
     with pytest.raises(ValueError, match=named):
         Run(built.model, both, None, built.train_dataset, settings())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=named):
-        Workload(model=built.model, optimizer=both, train_dataset=[1], loss_fn=built.loss_fn)  # type: ignore[arg-type]
+        Workload(
+            model=built.model, optimizer=both, train_dataset=[1], loss_fn=built.loss_fn
+        )  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=named):
         attach(built.model, both, None, settings())  # type: ignore[arg-type]
 
 
-# ---- search, forecast, check -----------------------------------------------------------------------------------------
+# ---- search, forecast, check ---------------------------------------------------------
 
 
 def test_a_base_run_is_recorded_with_the_curve_of_each_group() -> None:
-    recipe = record_recipe(workload, {}, base_batch_size=B0, total_steps=T, probe_every=5)
-    assert (recipe.momentum, recipe.momentum_is_beta, recipe.optimizer_class) == (0.95, False, "Muon")
+    recipe = record_recipe(
+        workload, {}, base_batch_size=B0, total_steps=T, probe_every=5
+    )
+    assert (recipe.momentum, recipe.momentum_is_beta, recipe.optimizer_class) == (
+        0.95,
+        False,
+        "Muon",
+    )
     assert [curve[0] for curve in recipe.lr_curve] == [0.02, 0.01]
     assert [curve[T // 2] for curve in recipe.lr_curve] == pytest.approx([0.01, 0.005])
-    with pytest.raises(ValueError, match="learning-rate curve is not the recipe's"), warnings.catch_warnings():
+    with (
+        pytest.raises(ValueError, match="learning-rate curve is not the recipe's"),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         Run.of(workload({"lr": 0.03}), AdaScaleConfig(), recipe=recipe)
 
 
 def test_a_check_of_the_workload_finds_nothing() -> None:
-    assert [f.text for f in check_workload(workload, {}, settings()) if f.level != "ok"] == []
+    assert [
+        f.text for f in check_workload(workload, {}, settings()) if f.level != "ok"
+    ] == []

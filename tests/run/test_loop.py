@@ -46,25 +46,45 @@ from ..host_reads import host_reads
 from ..placement import here
 from ..samples_of import WaitingBackend
 
-# Advice on how far to scale, which toy data of 60 examples rightly gets; one test looks for it.
-pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
+# Advice on how far to scale, which toy data of 60 examples rightly gets; one test looks
+# for it.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The batch of .* exceeds the gradient noise scale"
+)
 
 
 def dataset(length: int = 60, dtype: torch.dtype = torch.float32) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(length, 6, generator=generator, dtype=torch.float64)
-    y = (x[:, 0] + 0.5 * x[:, 1] + 0.7 * torch.randn(length, generator=generator, dtype=torch.float64) > 0).long()
+    y = (
+        x[:, 0]
+        + 0.5 * x[:, 1]
+        + 0.7 * torch.randn(length, generator=generator, dtype=torch.float64)
+        > 0
+    ).long()
     return TensorDataset(x.to(dtype), y)
 
 
-def model(dtype: torch.dtype = torch.float32, *, dropout: float = 0.0, seed: int = 1) -> nn.Sequential:
+def model(
+    dtype: torch.dtype = torch.float32, *, dropout: float = 0.0, seed: int = 1
+) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 2)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(6, 8),
+        nn.BatchNorm1d(8),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Linear(8, 2),
+    ).to(dtype)
 
 
-def optimizer_of(net: nn.Module, kind: str, lr: float = 0.1, fused: bool | None = None) -> torch.optim.Optimizer:
+def optimizer_of(
+    net: nn.Module, kind: str, lr: float = 0.1, fused: bool | None = None
+) -> torch.optim.Optimizer:
     if kind == "adamw":
-        return torch.optim.AdamW(net.parameters(), lr=lr / 5, weight_decay=0.1, fused=fused)
+        return torch.optim.AdamW(
+            net.parameters(), lr=lr / 5, weight_decay=0.1, fused=fused
+        )
     return torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, fused=fused)
 
 
@@ -81,8 +101,14 @@ def make_run(
     **settings: Any,
 ) -> Run:
     optimizer = optimizer_of(net, kind, lr, fused)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma) if scheduler else None
-    extra = {key: settings.pop(key) for key in ("evaluate", "recipe", "collate_fn") if key in settings}
+    schedule = (
+        torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma) if scheduler else None
+    )
+    extra = {
+        key: settings.pop(key)
+        for key in ("evaluate", "recipe", "collate_fn")
+        if key in settings
+    }
     defaults: dict[str, Any] = {
         "base_batch_size": 4,
         "total_steps": 40,
@@ -91,8 +117,19 @@ def make_run(
     config = AdaScaleConfig(**(defaults | settings))
     with warnings.catch_warnings():
         if kind == "adamw":  # which is no SGD
-            warnings.filterwarnings("ignore", message="With rule='adascale' the averages|rule='adamscale' is exp")
-        return Run(net, optimizer, schedule, dataset() if data is None else data, config, backend=backend, **extra)
+            warnings.filterwarnings(
+                "ignore",
+                message="With rule='adascale' the averages|rule='adamscale' is exp",
+            )
+        return Run(
+            net,
+            optimizer,
+            schedule,
+            dataset() if data is None else data,
+            config,
+            backend=backend,
+            **extra,
+        )
 
 
 def drive(run: Run, stop_after: int | None = None) -> list[dict[str, Any]]:
@@ -113,7 +150,7 @@ def flat(module: nn.Module) -> Tensor:
     return torch.cat([p.reshape(-1).double() for p in whole])
 
 
-# ---- reports ---------------------------------------------------------------------------------------------------------
+# ---- reports -------------------------------------------------------------------------
 
 
 class Recording(LocalBackend):
@@ -126,10 +163,18 @@ class Recording(LocalBackend):
         self.reports.append((dict(outcome.metrics), folder is not None))
 
 
-def test_reports_have_the_keys_and_the_last_one_carries_a_checkpoint(tmp_path: Path) -> None:
+def test_reports_have_the_keys_and_the_last_one_carries_a_checkpoint(
+    tmp_path: Path,
+) -> None:
     backend = Recording(tmp_path)
     evaluate: Any = lambda _: {"accuracy": torch.tensor(0.5)}  # noqa: E731
-    run = make_run(model(), backend=backend, evaluate=evaluate, per_worker_batch_size=8, accumulation=2)
+    run = make_run(
+        model(),
+        backend=backend,
+        evaluate=evaluate,
+        per_worker_batch_size=8,
+        accumulation=2,
+    )
     drive(run)
     for metrics, _ in backend.reports:
         assert set(metrics) == {*METRICS, "accuracy"}
@@ -139,23 +184,35 @@ def test_reports_have_the_keys_and_the_last_one_carries_a_checkpoint(tmp_path: P
     assert last["progress"] == pytest.approx(last["effective_steps"])
     assert last["efficiency"] == last["gain"] / last["scale"]
     assert (last["scale"], run.summary()["stopped"]) == (4.0, "total_steps reached")
-    # A tenth of the run apart, at most one a step, the end included: exactly one after each step that passes a multiple of 4.
+    # A tenth of the run apart, at most one a step, the end included: exactly one after
+    # each step that passes a multiple of 4.
     trace = read_trace(tmp_path)
     taus = [0.0, *(row["effective_steps"] for row in trace)]
-    assert len(backend.reports) == sum(after // 4 > before // 4 for before, after in itertools.pairwise(taus))
+    assert len(backend.reports) == sum(
+        after // 4 > before // 4 for before, after in itertools.pairwise(taus)
+    )
     assert [row["step"] for row in trace] == list(range(1, last["optimizer_steps"] + 1))
     assert set(METRICS) < set(trace[0])
 
 
 def test_what_is_due_once_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Recording(device="cpu")
-    run = make_run(model(), backend=backend, per_worker_batch_size=4, accumulation=2, total_steps=12)
+    run = make_run(
+        model(),
+        backend=backend,
+        per_worker_batch_size=4,
+        accumulation=2,
+        total_steps=12,
+    )
     asked = itertools.count(1)
     due = {3: BoundaryFlags.REPORT}  # at the third step boundary
-    monkeypatch.setattr(run.parts.reporting, "flags", lambda: due.get(next(asked), BoundaryFlags.NONE))
+    monkeypatch.setattr(
+        run.parts.reporting, "flags", lambda: due.get(next(asked), BoundaryFlags.NONE)
+    )
     steps = len(drive(run))
     assert steps > 4
-    assert [metrics["optimizer_steps"] for metrics, _ in backend.reports] == [3, steps]  # the last is of the end
+    # the last is of the end
+    assert [metrics["optimizer_steps"] for metrics, _ in backend.reports] == [3, steps]
 
 
 def test_progress_is_the_sum_of_gains_under_every_rule() -> None:
@@ -167,20 +224,33 @@ def test_progress_is_the_sum_of_gains_under_every_rule() -> None:
     assert rows[-1]["progress"] < 40
 
 
-@pytest.mark.parametrize(("rule", "steps"), [(UnscaledRule(steps=25), 25), (LinearRule(steps=13), 13), ("sqrt", 10)])
-def test_other_rules_take_the_steps_that_their_clock_says(rule: Any, steps: int) -> None:
-    assert len(drive(make_run(model(), per_worker_batch_size=8, accumulation=2, rule=rule))) == steps
+@pytest.mark.parametrize(
+    ("rule", "steps"),
+    [(UnscaledRule(steps=25), 25), (LinearRule(steps=13), 13), ("sqrt", 10)],
+)
+def test_other_rules_take_the_steps_that_their_clock_says(
+    rule: Any, steps: int
+) -> None:
+    assert (
+        len(
+            drive(make_run(model(), per_worker_batch_size=8, accumulation=2, rule=rule))
+        )
+        == steps
+    )
 
 
 @pytest.mark.parametrize(("every", "at"), [(39, [0, 39, 40]), (40, [0, 40])])
-def test_it_evaluates_at_the_end_however_recent_the_evaluation_before_is(every: float, at: list[int]) -> None:
+def test_it_evaluates_at_the_end_however_recent_the_evaluation_before_is(
+    every: float, at: list[int]
+) -> None:
     evaluated: list[float] = []
 
     def evaluate(net: nn.Module) -> dict[str, float]:
         evaluated.append(run.effective_steps)
         return {"accuracy": 0.5}
 
-    run = make_run(model(), evaluate=evaluate, evaluate_every=every)  # S = 1: τ counts the steps
+    # S = 1: τ counts the steps
+    run = make_run(model(), evaluate=evaluate, evaluate_every=every)
     drive(run)
     assert evaluated == at
 
@@ -200,7 +270,9 @@ def test_a_loop_may_evaluate_by_itself() -> None:
 
 
 def _speed() -> list[float]:
-    """The speed that each of four steps shows, on a clock that goes on by a second a step."""
+    """The speed that each of four steps shows, on a clock that goes on by a second a
+    step.
+    """
     now = [100.0]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(time, "monotonic", lambda: now[0])
@@ -231,7 +303,10 @@ def _summed() -> dict[str, float]:
 
 @pytest.mark.also_simulated
 def test_numbers_are_summed_over_workers(pool: Any) -> None:
-    assert pool(2).run(_summed) == [{"seen": 21.0, "correct": 10.5, "a": 11.0, "b": 22.0}] * 2
+    assert (
+        pool(2).run(_summed)
+        == [{"seen": 21.0, "correct": 10.5, "a": 11.0, "b": 22.0}] * 2
+    )
     run = make_run(model())
     assert run.sum(seen=10, correct=torch.tensor(3.5)) == {"seen": 10.0, "correct": 3.5}
     assert run.sum() == {}
@@ -243,8 +318,18 @@ def test_numbers_are_summed_over_workers(pool: Any) -> None:
 
 @pytest.mark.parametrize("fused", [None, True])
 def test_a_warning_says_once_when_more_workers_buy_little(fused: bool | None) -> None:
-    data = TensorDataset(torch.ones(64, 6) + 0.01 * torch.randn(64, 6), torch.zeros(64, dtype=torch.long))
-    run = make_run(model(), data=data, per_worker_batch_size=16, accumulation=2, lr=1e-4, scheduler=False, fused=fused)
+    data = TensorDataset(
+        torch.ones(64, 6) + 0.01 * torch.randn(64, 6), torch.zeros(64, dtype=torch.long)
+    )
+    run = make_run(
+        model(),
+        data=data,
+        per_worker_batch_size=16,
+        accumulation=2,
+        lr=1e-4,
+        scheduler=False,
+        fused=fused,
+    )
     told: list[float] = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -257,12 +342,16 @@ def test_a_warning_says_once_when_more_workers_buy_little(fused: bool | None) ->
     assert told[0] >= 3 * 0.05 * 40  # three windows
 
 
-def test_a_schedule_of_another_length_and_a_base_batch_beyond_the_dataset_are_warned_of_at_the_users_line() -> None:
+def test_a_schedule_of_another_length_and_a_base_batch_beyond_the_dataset_are_warned_of_at_the_users_line() -> (
+    None
+):
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 600)
     config = AdaScaleConfig(base_batch_size=64, total_steps=3000, scheduler_unit="step")
-    with pytest.warns(UserWarning, match=r"and the run has 3000 steps|is larger than") as told:
+    with pytest.warns(
+        UserWarning, match=r"and the run has 3000 steps|is larger than"
+    ) as told:
         Run(net, optimizer, cosine, dataset(60), config)
     assert [w.filename for w in told] == [__file__] * 2
     assert "at 600 steps, and the run has 3000" in str(told[0].message)
@@ -274,19 +363,25 @@ def test_a_schedule_that_falls_below_zero_is_warned_of() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda call: 1 - call / 30)
     config = AdaScaleConfig(base_batch_size=4, total_steps=40, scheduler_unit="step")
-    with pytest.warns(UserWarning, match=r"The learning rate falls to -0\.03.*End the schedule at 0"):
+    with pytest.warns(
+        UserWarning, match=r"The learning rate falls to -0\.03.*End the schedule at 0"
+    ):
         Run(net, optimizer, falling, dataset(60), config)
-    unknown = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda call: math.nan if call > 30 else 1.0)
+    unknown = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda call: math.nan if call > 30 else 1.0
+    )
     with pytest.warns(UserWarning, match=r"The learning rate falls to nan"):
         Run(net, optimizer, unknown, dataset(60), config)
 
 
-# ---- gradients that are not finite -----------------------------------------------------------------------------------
+# ---- gradients that are not finite ---------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [None, True])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_one_bad_batch_is_skipped_and_many_end_the_run(accumulation: int, fused: bool | None) -> None:
+def test_one_bad_batch_is_skipped_and_many_end_the_run(
+    accumulation: int, fused: bool | None
+) -> None:
     net = model()
     before: Tensor | None = None
     steps = 0
@@ -296,24 +391,42 @@ def test_one_bad_batch_is_skipped_and_many_end_the_run(accumulation: int, fused:
         nonlocal before, steps
         for x, y in run:
             before = flat(net) if steps == 4 and before is None else before
-            run.backward(F.cross_entropy(run.model(x), y) * (math.nan if steps == 2 or steps >= 4 else 1.0))
+            run.backward(
+                F.cross_entropy(run.model(x), y)
+                * (math.nan if steps == 2 or steps >= 4 else 1.0)
+            )
             steps += run.step()
             assert run.optimizer.steps == {0: 0, 1: 1, 2: 2, 3: 2}.get(steps, 3)
 
-    many = pytest.raises(FloatingPointError, match=r"50 optimizer steps in a row, up to step 54 .* loss scale 1")
-    with pytest.warns(UserWarning, match=r"Step 3 was skipped, .* not finite \(loss nan\)") as caught, many:
+    many = pytest.raises(
+        FloatingPointError,
+        match=r"50 optimizer steps in a row, up to step 54 .* loss scale 1",
+    )
+    with (
+        pytest.warns(
+            UserWarning, match=r"Step 3 was skipped, .* not finite \(loss nan\)"
+        ) as caught,
+        many,
+    ):
         loop()
     assert run.summary()["skipped_steps"] == 51
-    assert len([warning for warning in caught if "was skipped" in str(warning.message)]) == 1
+    assert (
+        len([warning for warning in caught if "was skipped" in str(warning.message)])
+        == 1
+    )
     assert before is not None
     assert torch.equal(flat(net), before)
 
 
-# ---- a fused optimizer: the host reads a step behind ------------------------------------------------------------------
+# ---- a fused optimizer: the host reads a step behind ---------------------------------
 
 
-def _run_to_the_end(folder: str, fused: bool | None, **settings: Any) -> tuple[list[float], list[float], int]:
-    """Final weights, τ at each evaluation, and the boundaries at which the host had not read the step."""
+def _run_to_the_end(
+    folder: str, fused: bool | None, **settings: Any
+) -> tuple[list[float], list[float], int]:
+    """Final weights, τ at each evaluation, and the boundaries at which the host had
+    not read the step.
+    """
     evaluated: list[float] = []
     net = model(torch.float64)
 
@@ -342,8 +455,12 @@ def _run_to_the_end(folder: str, fused: bool | None, **settings: Any) -> tuple[l
     return flat(run.module).tolist(), evaluated, behind
 
 
-def _compare_fused(folder: Path, outcomes: list[tuple[list[float], list[float], int]]) -> None:
-    (weights, evaluated, behind), (fused_weights, fused_evaluated, fused_behind) = outcomes
+def _compare_fused(
+    folder: Path, outcomes: list[tuple[list[float], list[float], int]]
+) -> None:
+    (weights, evaluated, behind), (fused_weights, fused_evaluated, fused_behind) = (
+        outcomes
+    )
     np.testing.assert_allclose(fused_weights, weights, rtol=1e-5)
     np.testing.assert_allclose(fused_evaluated, evaluated, rtol=1e-6)
     rows, fused_rows = (read_trace(folder / name) for name in ("False", "True"))
@@ -354,12 +471,15 @@ def _compare_fused(folder: Path, outcomes: list[tuple[list[float], list[float], 
         del row["examples_per_s"], fused_row["examples_per_s"]
         for key in ("rule", "optimizer", "untrained"):
             assert row.pop(key, None) == fused_row.pop(key, None)
-        assert fused_row == pytest.approx(row, rel=1e-3, nan_ok=True)  # μ² may be near zero
+        # μ² may be near zero
+        assert fused_row == pytest.approx(row, rel=1e-3, nan_ok=True)
 
 
 @pytest.mark.also_simulated
 @pytest.mark.parametrize(("kind", "sharding"), [("sgd", "none"), ("adamw", "zero2")])
-def test_a_fused_run_on_two_workers_is_the_same_run(pool: Any, tmp_path: Path, kind: str, sharding: str) -> None:
+def test_a_fused_run_on_two_workers_is_the_same_run(
+    pool: Any, tmp_path: Path, kind: str, sharding: str
+) -> None:
     # In measured steps AdamW's betas need the gain on the host.
     every: dict[str, Any] = {"measure_every": 4} if kind == "adamw" else {}
     outcomes = []
@@ -378,8 +498,12 @@ def test_a_fused_run_on_two_workers_is_the_same_run(pool: Any, tmp_path: Path, k
     _compare_fused(tmp_path, outcomes)
 
 
-def test_the_host_reads_what_has_arrived_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(model(), per_worker_batch_size=8, accumulation=2, total_steps=200, fused=True)
+def test_the_host_reads_what_has_arrived_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = make_run(
+        model(), per_worker_batch_size=8, accumulation=2, total_steps=200, fused=True
+    )
     for number, (x, y) in enumerate(run):
         if number not in (40, 41):  # both passes of the 21st step
             run.backward(F.cross_entropy(run.model(x), y))
@@ -388,7 +512,8 @@ def test_the_host_reads_what_has_arrived_and_nothing_else(monkeypatch: pytest.Mo
         with host_reads(monkeypatch) as found:
             run.backward(F.cross_entropy(run.model(x), y))
             run.step()
-        assert found == ([] if number == 40 else ["read"])  # of the step before: r and the loss, in one copy
+        # of the step before: r and the loss, in one copy
+        assert found == ([] if number == 40 else ["read"])
         assert not run.optimizer.last_step_known
         if number == 41:
             break
@@ -400,7 +525,9 @@ def test_the_host_reads_what_has_arrived_and_nothing_else(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_run_that_is_dropped_is_gone_at_once(accumulation: int) -> None:
-    run = make_run(model(), per_worker_batch_size=4, accumulation=accumulation, total_steps=5)
+    run = make_run(
+        model(), per_worker_batch_size=4, accumulation=accumulation, total_steps=5
+    )
     drive(run)
     gone = [weakref.ref(it) for it in (run, run.optimizer, run.module)]
     gc.collect()
@@ -422,7 +549,12 @@ def test_what_is_observed_late_has_the_metrics_of_its_own_step() -> None:
         def after_step(self, step: Step) -> None:
             seen.append((step.metrics["optimizer_steps"], step.metrics["mine"]))
 
-    settings: dict[str, Any] = {"per_worker_batch_size": 4, "accumulation": 2, "total_steps": 40, "fused": True}
+    settings: dict[str, Any] = {
+        "per_worker_batch_size": 4,
+        "accumulation": 2,
+        "total_steps": 40,
+        "fused": True,
+    }
     run = make_run(model(), backend=Watched(device="cpu"), **settings)
     steps = 0
     for x, y in run:
@@ -433,7 +565,12 @@ def test_what_is_observed_late_has_the_metrics_of_its_own_step() -> None:
 
 def test_background_checkpoints_of_a_fused_run(tmp_path: Path) -> None:
     backend = LocalBackend(tmp_path, device="cpu", keep=1000)
-    settings: dict[str, Any] = {"per_worker_batch_size": 8, "accumulation": 2, "total_steps": 200, "fused": True}
+    settings: dict[str, Any] = {
+        "per_worker_batch_size": 8,
+        "accumulation": 2,
+        "total_steps": 200,
+        "fused": True,
+    }
     run = make_run(model(), backend=backend, checkpoint_every_s=1e-9, **settings)
     steps = 0
     for x, y in run:
@@ -442,7 +579,9 @@ def test_background_checkpoints_of_a_fused_run(tmp_path: Path) -> None:
         deadline = time.monotonic() + 10
         while run.parts.checkpointing.saver.busy and time.monotonic() < deadline:
             time.sleep(0.001)  # until it is written, however busy the machine is
-    written = [path for path in tmp_path.glob("checkpoint_*") if checkpoint.is_sealed(path)]
+    written = [
+        path for path in tmp_path.glob("checkpoint_*") if checkpoint.is_sealed(path)
+    ]
     assert len(written) > 3
     for path in written:
         state = checkpoint.Saved(path).state
@@ -450,17 +589,23 @@ def test_background_checkpoints_of_a_fused_run(tmp_path: Path) -> None:
         assert state["progress"] == pytest.approx(state["effective_steps"])
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------
 
 
-def _interrupted(folder: str | None, stop: int | None, **settings: Any) -> tuple[Tensor, list[dict[str, Any]], float]:
+def _interrupted(
+    folder: str | None, stop: int | None, **settings: Any
+) -> tuple[Tensor, list[dict[str, Any]], float]:
     torch.manual_seed(7)
     net = model(dropout=0.2)
     backend = WaitingBackend(folder)
     if stop is not None:
         settings |= {"checkpoint_every_s": 1e-9}  # after every step
     run = make_run(net, backend=backend, total_steps=60, **settings)
-    torch.manual_seed(100 + torch.distributed.get_rank() if torch.distributed.is_initialized() else 100)
+    torch.manual_seed(
+        100 + torch.distributed.get_rank()
+        if torch.distributed.is_initialized()
+        else 100
+    )
     if run.state.attempt > 0:
         with backend.latest_checkpoint() as path:
             assert path is not None
@@ -485,26 +630,38 @@ def _same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
         {"per_worker_batch_size": 8, "accumulation": 2, "fused": True},
         {"kind": "adamw", "per_worker_batch_size": 8, "accumulation": 2},
         {"kind": "adamw", "per_worker_batch_size": 8, "accumulation": 2, "fused": True},
-        {"kind": "adamw", "per_worker_batch_size": 8, "accumulation": 2, "rule": "adascale_betas"},
+        {
+            "kind": "adamw",
+            "per_worker_batch_size": 8,
+            "accumulation": 2,
+            "rule": "adascale_betas",
+        },
     ],
     ids=["base", "scaled", "fused", "adamw", "adamw-fused", "betas"],
 )
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
     whole, rows, tau = _interrupted(None, None, **settings)
     _, first, _ = _interrupted(str(tmp_path), 6, **settings)
     _, second, _ = _interrupted(str(tmp_path), 4, **settings)
     resumed, third, end = _interrupted(str(tmp_path), None, **settings)
     assert torch.equal(resumed, whole)
     assert end == tau
-    # The checkpoint is taken inside step(), so every step that returned is in it; of a fused optimizer every second one.
+    # The checkpoint is taken inside step(), so every step that returned is in it; of a
+    # fused optimizer every second one.
     assert _same(first + second + third, rows)
     trace = read_trace(tmp_path)
     assert [row["step"] for row in trace] == list(range(1, len(rows) + 1))
     assert [row["attempt"] for row in trace][::4][:3] == [0, 0, 1]
 
 
-def test_checkpoints_have_the_number_of_the_start_that_wrote_them(tmp_path: Path) -> None:
-    """Also after a start that has written none, and one that lives on and writes one late."""
+def test_checkpoints_have_the_number_of_the_start_that_wrote_them(
+    tmp_path: Path,
+) -> None:
+    """Also after a start that has written none, and one that lives on and writes one
+    late.
+    """
 
     def start() -> Run:
         return make_run(model(), backend=WaitingBackend(tmp_path))
@@ -518,30 +675,51 @@ def test_checkpoints_have_the_number_of_the_start_that_wrote_them(tmp_path: Path
         drive(run, stop_after=steps)
         run.save_checkpoint()
     found = checkpoint.in_run(tmp_path)
-    assert [(checkpoint.Saved(path).state["attempt"], path.name[-1]) for path in found] == [(2, "7"), (3, "6")]
+    assert [
+        (checkpoint.Saved(path).state["attempt"], path.name[-1]) for path in found
+    ] == [(2, "7"), (3, "6")]
     assert [row["attempt"] for row in read_trace(tmp_path)] == [1] * 4 + [3] * 2
 
 
-def test_a_trace_is_thinned_over_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_is_thinned_over_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(observe_trace, "_MOST_ROWS", 20)  # of T = 60
     for stop in (25, 20, None):
         _interrupted(str(tmp_path), stop)
     rows = read_trace(tmp_path)
-    assert [row["step"] for row in rows] == [1, *range(4, 25, 4), 25, 26, *range(28, 45, 4), 45, 46, *range(48, 61, 4)]
+    assert [row["step"] for row in rows] == [
+        1,
+        *range(4, 25, 4),
+        25,
+        26,
+        *range(28, 45, 4),
+        45,
+        46,
+        *range(48, 61, 4),
+    ]
     assert observe_trace.faults_of(rows) == []
 
 
-def _two_workers(folder: str, stop: int | None, kind: str = "sgd") -> tuple[list[float], float]:
+def _two_workers(
+    folder: str, stop: int | None, kind: str = "sgd"
+) -> tuple[list[float], float]:
     weights, _, tau = _interrupted(folder, stop, per_worker_batch_size=8, kind=kind)
     return weights.tolist(), tau
 
 
 @pytest.mark.also_simulated("adamw")
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_a_resumed_run_on_two_workers_is_exact_and_sharded(pool: Any, tmp_path: Path, kind: str) -> None:
+def test_a_resumed_run_on_two_workers_is_exact_and_sharded(
+    pool: Any, tmp_path: Path, kind: str
+) -> None:
     whole = pool(2).run(_two_workers, str(tmp_path / "whole"), None, kind)
     pool(2).run(_two_workers, str(tmp_path / "cut"), 6, kind)
-    momentum = json.loads((sorted((tmp_path / "cut").glob("checkpoint_*"))[-1] / "tensors.json").read_text())
+    momentum = json.loads(
+        (
+            sorted((tmp_path / "cut").glob("checkpoint_*"))[-1] / "tensors.json"
+        ).read_text()
+    )
     resumed = pool(2).run(_two_workers, str(tmp_path / "cut"), None, kind)
     assert resumed == whole
     assert resumed[0] == resumed[1]
@@ -549,7 +727,9 @@ def test_a_resumed_run_on_two_workers_is_exact_and_sharded(pool: Any, tmp_path: 
 
 
 def test_checkpoints_are_refused_between_passes(tmp_path: Path) -> None:
-    run = make_run(model(), backend=LocalBackend(tmp_path), per_worker_batch_size=8, accumulation=2)
+    run = make_run(
+        model(), backend=LocalBackend(tmp_path), per_worker_batch_size=8, accumulation=2
+    )
     for x, y in run:
         assert not run.at_boundary
         with pytest.raises(RuntimeError, match="step boundary"):
@@ -569,18 +749,25 @@ def test_checkpoints_are_refused_between_passes(tmp_path: Path) -> None:
 
 def test_a_checkpoint_says_what_made_it(tmp_path: Path) -> None:
     recipe = _recipe_of(make_run(model()))
-    drive(make_run(model(), backend=LocalBackend(tmp_path), **FROM_RECIPE, recipe=recipe))
+    drive(
+        make_run(model(), backend=LocalBackend(tmp_path), **FROM_RECIPE, recipe=recipe)
+    )
     (newest,) = tmp_path.glob("checkpoint_*")
     state = checkpoint.Saved(newest).state
     assert state["recipe"] == recipe.fingerprint
-    assert state["versions"] == {"ray_adascale": ray_adascale.__version__, "torch": torch.__version__}
-    assert {"rng/0/python", "rng/0/numpy", "rng/0/torch"} <= set(checkpoint.Saved(newest).index)
+    assert state["versions"] == {
+        "ray_adascale": ray_adascale.__version__,
+        "torch": torch.__version__,
+    }
+    assert {"rng/0/python", "rng/0/numpy", "rng/0/torch"} <= set(
+        checkpoint.Saved(newest).index
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Batch norm")
 def test_a_checkpoint_says_the_batch_that_the_run_has_come_to(tmp_path: Path) -> None:
-    # Labels that have nothing to do with the inputs, at an LR that learns nothing: noise, so the batch grows when it is first
-    # looked at.
+    # Labels that have nothing to do with the inputs, at an LR that learns nothing:
+    # noise, so the batch grows when it is first looked at.
     run = make_run(
         model(),
         backend=LocalBackend(tmp_path),
@@ -613,14 +800,21 @@ def test_a_checkpoint_says_the_batch_that_the_run_has_come_to(tmp_path: Path) ->
         ({"seed": 9}, "seed"),
     ],
 )
-def test_a_changed_run_does_not_resume(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_changed_run_does_not_resume(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     _three_steps(tmp_path)
     with pytest.raises(ValueError, match=message):
         make_run(model(), backend=LocalBackend(tmp_path), **change)
 
 
 def _three_steps(folder: Path, **settings: Any) -> None:
-    drive(make_run(model(), backend=WaitingBackend(folder), checkpoint_every_s=1e-9, **settings), stop_after=3)
+    drive(
+        make_run(
+            model(), backend=WaitingBackend(folder), checkpoint_every_s=1e-9, **settings
+        ),
+        stop_after=3,
+    )
 
 
 def test_hooks_that_checkpoints_do_not_call_are_warned_of() -> None:
@@ -628,7 +822,9 @@ def test_hooks_that_checkpoints_do_not_call_are_warned_of() -> None:
     optimizer = optimizer_of(net, "sgd")
     optimizer.register_state_dict_post_hook(lambda o, state: {**state, "mark": 1})
     config = AdaScaleConfig(base_batch_size=4, total_steps=4)
-    with pytest.warns(UserWarning, match=r"SGD has hooks around its state dict.*extra_state="):
+    with pytest.warns(
+        UserWarning, match=r"SGD has hooks around its state dict.*extra_state="
+    ):
         Run(net, optimizer, None, dataset(), config)
 
 
@@ -637,16 +833,22 @@ class _Counting(torch.optim.SGD):
         return {**super().state_dict(), "steps": 0}
 
 
-def test_entries_of_an_optimizers_state_dict_that_checkpoints_do_not_have_are_warned_of() -> None:
+def test_entries_of_an_optimizers_state_dict_that_checkpoints_do_not_have_are_warned_of() -> (
+    None
+):
     net = model()
     config = AdaScaleConfig(base_batch_size=4, total_steps=4)
-    with pytest.warns(UserWarning, match=r"_Counting has .*entries of its own in it.*extra_state="):
+    with pytest.warns(
+        UserWarning, match=r"_Counting has .*entries of its own in it.*extra_state="
+    ):
         Run(net, _Counting(net.parameters(), lr=0.1), None, dataset(), config)
 
 
 @pytest.mark.parametrize("part", ["model", "layer"])
 @pytest.mark.parametrize("compiled_at_first", [True, False])
-def test_a_run_resumes_and_is_read_with_and_without_compile(tmp_path: Path, part: str, compiled_at_first: bool) -> None:
+def test_a_run_resumes_and_is_read_with_and_without_compile(
+    tmp_path: Path, part: str, compiled_at_first: bool
+) -> None:
     def compiled(net: nn.Sequential) -> nn.Module:
         if part == "model":
             return torch.compile(net, backend="eager")  # type: ignore[return-value]
@@ -656,7 +858,9 @@ def test_a_run_resumes_and_is_read_with_and_without_compile(tmp_path: Path, part
     def run(compile_it: bool, folder: Path) -> tuple[nn.Module, Run]:
         net: nn.Module = model()
         net = compiled(net) if compile_it else net  # type: ignore[arg-type]
-        return net, make_run(net, backend=WaitingBackend(folder), checkpoint_every_s=1e-9)
+        return net, make_run(
+            net, backend=WaitingBackend(folder), checkpoint_every_s=1e-9
+        )
 
     whole, unbroken = run(False, tmp_path / "whole")
     drive(unbroken, stop_after=6)
@@ -665,7 +869,10 @@ def test_a_run_resumes_and_is_read_with_and_without_compile(tmp_path: Path, part
     assert resumed.effective_steps == 3
     drive(resumed, stop_after=3)
     assert torch.equal(flat(net), flat(whole))
-    momenta = [[s["momentum_buffer"] for s in one.optimizer.state.values()] for one in (unbroken, resumed)]
+    momenta = [
+        [s["momentum_buffer"] for s in one.optimizer.state.values()]
+        for one in (unbroken, resumed)
+    ]
     assert all(torch.equal(p, q) for p, q in zip(*momenta, strict=True))
     assert load_weights(tmp_path / "cut").keys() == model().state_dict().keys()
 
@@ -673,15 +880,24 @@ def test_a_run_resumes_and_is_read_with_and_without_compile(tmp_path: Path, part
 def test_an_accepted_change_is_told_once(tmp_path: Path) -> None:
     _three_steps(tmp_path)
     changed: dict[str, Any] = {"lr": 0.4, "gamma": 0.5, "total_steps": 5}
-    with pytest.warns(UserWarning, match=r"curve differs.*Accepted.*effective step 3\.0") as told:
-        run = make_run(model(), backend=LocalBackend(tmp_path), accept_changes=True, **changed)
-    found = [warning.filename for warning in told if "curve differs" in str(warning.message)]
+    with pytest.warns(
+        UserWarning, match=r"curve differs.*Accepted.*effective step 3\.0"
+    ) as told:
+        run = make_run(
+            model(), backend=LocalBackend(tmp_path), accept_changes=True, **changed
+        )
+    found = [
+        warning.filename for warning in told if "curve differs" in str(warning.message)
+    ]
     assert found == [__file__]  # the user's own line
     assert len(drive(run)) == 2
-    assert drive(make_run(model(), backend=LocalBackend(tmp_path), **changed)) == []  # finds nothing changed
+    # finds nothing changed
+    assert drive(make_run(model(), backend=LocalBackend(tmp_path), **changed)) == []
 
 
-def test_a_finished_run_that_is_given_more_steps_ends_with_a_checkpoint_again(tmp_path: Path) -> None:
+def test_a_finished_run_that_is_given_more_steps_ends_with_a_checkpoint_again(
+    tmp_path: Path,
+) -> None:
     drive(make_run(model(), backend=LocalBackend(tmp_path)))
     backend = LocalBackend(tmp_path)
     with pytest.warns(UserWarning, match="total_steps is 50, was 40"):
@@ -703,18 +919,20 @@ def test_a_finished_run_does_nothing_when_started_again(tmp_path: Path) -> None:
     assert torch.equal(flat(again), flat(net))
 
 
-# ---- data ------------------------------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------
 
 
 def test_a_loader_may_give_the_length_of_an_epoch() -> None:
     loader = DataLoader(dataset(), batch_size=4, shuffle=True)
-    run = make_run(model(), data=loader, total_steps=None, total_epochs=4, scheduler_unit="epoch")
+    run = make_run(
+        model(), data=loader, total_steps=None, total_epochs=4, scheduler_unit="epoch"
+    )
     assert (run.total_steps, run.base_schedule.base_steps_per_epoch) == (60, 15)
     drive(run, stop_after=16)
     assert run.epoch == 1
 
 
-# ---- mistakes --------------------------------------------------------------------------------------------------------
+# ---- mistakes ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -750,13 +968,20 @@ def test_a_loop_within_a_loop_over_the_run_is_refused() -> None:
 
 @pytest.mark.parametrize("fused", [None, True])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_what_is_left_of_the_loop_as_it_was_is_refused_with_what_to_remove(fused: bool | None, when: str) -> None:
+def test_what_is_left_of_the_loop_as_it_was_is_refused_with_what_to_remove(
+    fused: bool | None, when: str
+) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=fused)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
-    config = AdaScaleConfig(base_batch_size=4, accumulation=2, total_steps=40, scheduler_unit="step")
+    config = AdaScaleConfig(
+        base_batch_size=4, accumulation=2, total_steps=40, scheduler_unit="step"
+    )
     for leftover, words in (
-        (optimizer.step, r"optimizer\.step\(\) was called in the loop.*Remove optimizer\.step"),
+        (
+            optimizer.step,
+            r"optimizer\.step\(\) was called in the loop.*Remove optimizer\.step",
+        ),
         (scheduler.step, r"StepLR\.step\(\) was called beside.*Remove scheduler\.step"),
     ):
         run = Run(net, optimizer, scheduler, dataset(), config)
@@ -776,20 +1001,32 @@ def test_wrapped_optimizers_are_refused() -> None:
     net = model()
     wrapped = AdaScale(torch.optim.SGD(net.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="bare optimizer"):
-        Run(net, wrapped, None, dataset(), AdaScaleConfig(base_batch_size=4, total_steps=5))
+        Run(
+            net,
+            wrapped,
+            None,
+            dataset(),
+            AdaScaleConfig(base_batch_size=4, total_steps=5),
+        )
 
 
 def test_what_is_known_of_an_optimizer_that_is_not_sgd_is_said_and_it_runs() -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     config = AdaScaleConfig(base_batch_size=4, total_steps=5, rule="adascale")
-    with pytest.warns(UserWarning, match="the averages of AdamW reach over r times") as told:
+    with pytest.warns(
+        UserWarning, match="the averages of AdamW reach over r times"
+    ) as told:
         run = Run(net, optimizer, None, dataset(), config)
     assert [w.filename for w in told] == [__file__]
     assert len(drive(run)) == 5
 
 
-FROM_RECIPE: dict[str, Any] = {"base_batch_size": None, "total_steps": None, "scheduler_unit": None}
+FROM_RECIPE: dict[str, Any] = {
+    "base_batch_size": None,
+    "total_steps": None,
+    "scheduler_unit": None,
+}
 
 
 def _recipe_of(run: Run) -> Recipe:
@@ -826,13 +1063,21 @@ def test_the_recipes_curve_is_enforced() -> None:
     [
         (None, "evaluate returned a NoneType"),
         ({"accuracy": None}, "metric 'accuracy' of type NoneType"),
-        ({"accuracy": torch.zeros(2)}, "metric 'accuracy': a Tensor of 2 numbers. Must be one"),
-        ({"accuracy": np.zeros(0)}, "metric 'accuracy': a ndarray of 0 numbers. Must be one"),
+        (
+            {"accuracy": torch.zeros(2)},
+            "metric 'accuracy': a Tensor of 2 numbers. Must be one",
+        ),
+        (
+            {"accuracy": np.zeros(0)},
+            "metric 'accuracy': a ndarray of 0 numbers. Must be one",
+        ),
         ({"lr": 0.5}, "metric 'lr': the run reports it"),
         ({"loss": 0.5}, "metric 'loss': the run reports it. .*such as 'val_loss'"),
     ],
 )
-def test_a_mistake_in_evaluate_shows_before_the_first_step(returned: Any, words: str) -> None:
+def test_a_mistake_in_evaluate_shows_before_the_first_step(
+    returned: Any, words: str
+) -> None:
     run = make_run(model(), evaluate=lambda _: returned)
     with pytest.raises((TypeError, ValueError), match=words):
         drive(run)
@@ -841,7 +1086,9 @@ def test_a_mistake_in_evaluate_shows_before_the_first_step(returned: Any, words:
 
 def test_a_metric_that_is_nan_before_the_first_step_is_told() -> None:
     run = make_run(model(), evaluate=lambda _: {"accuracy": math.nan})
-    with pytest.warns(UserWarning, match="evaluate returned NaN for the untrained model: 'accuracy'"):
+    with pytest.warns(
+        UserWarning, match="evaluate returned NaN for the untrained model: 'accuracy'"
+    ):
         drive(run)
 
 
@@ -850,17 +1097,37 @@ def test_the_evaluation_of_the_untrained_model_is_told_and_leaves_the_random_str
 ) -> None:
     caplog.set_level(logging.INFO, "ray_adascale")
     ends = []
-    for evaluate in (None, lambda _: {"third": 1 / 3, "drawn": float(torch.rand(())) + np.random.rand()}):  # noqa: NPY002
-        run = make_run(model(dropout=0.5), evaluate=evaluate, evaluate_every=1e9)  # else at the end alone
+    for evaluate in (
+        None,
+        lambda _: {
+            "third": 1 / 3,
+            "drawn": float(torch.rand(())) + np.random.rand(),  # noqa: NPY002
+        },
+    ):
+        # else at the end alone
+        run = make_run(model(dropout=0.5), evaluate=evaluate, evaluate_every=1e9)
         drive(run)
         ends.append(flat(run.module))
     assert torch.equal(*ends)
-    assert sum(line.startswith("The untrained model: third 0.3333, drawn ") for line in caplog.messages) == 1
+    assert (
+        sum(
+            line.startswith("The untrained model: third 0.3333, drawn ")
+            for line in caplog.messages
+        )
+        == 1
+    )
 
 
-def test_the_untrained_models_metrics_are_in_the_first_row_of_the_trace_and_stay_there(tmp_path: Path) -> None:
+def test_the_untrained_models_metrics_are_in_the_first_row_of_the_trace_and_stay_there(
+    tmp_path: Path,
+) -> None:
     seen = iter(range(100))
-    run = make_run(model(), evaluate=lambda _: {"calls": next(seen)}, evaluate_every=10, backend=LocalBackend(tmp_path))
+    run = make_run(
+        model(),
+        evaluate=lambda _: {"calls": next(seen)},
+        evaluate_every=10,
+        backend=LocalBackend(tmp_path),
+    )
     drive(run)
     rows = read_trace(tmp_path)
     assert rows[0]["untrained"] == {"calls": 0}
@@ -869,10 +1136,15 @@ def test_the_untrained_models_metrics_are_in_the_first_row_of_the_trace_and_stay
 
 
 def test_a_metric_that_is_missing_from_the_last_evaluation_is_told() -> None:
-    evaluate: Any = lambda _: {"error": 1.0} | ({} if run.effective_steps >= 40 else {"accuracy": 0.5})  # noqa: E731
+    def evaluate(_: Any) -> dict[str, float]:
+        if run.effective_steps >= 40:
+            return {"error": 1.0}
+        return {"error": 1.0, "accuracy": 0.5}
+
     run = make_run(model(), evaluate=evaluate, evaluate_every=10)
     with pytest.warns(
-        UserWarning, match=r"returned no 'accuracy' this time, at effective step 40: .* earlier evaluation"
+        UserWarning,
+        match=r"returned no 'accuracy' this time, at effective step 40: .* earlier evaluation",
     ):
         drive(run)
     assert run.summary()["accuracy"] == 0.5

@@ -1,4 +1,6 @@
-"""The passes of a step: their order, the guard of the user's optimizer, changed gradients, clipping, weights."""
+"""The passes of a step: their order, the guard of the user's optimizer, changed
+gradients, clipping, weights.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ PLAN = StepPlan(base_batch_size=4, global_batch_size=8, workers=1, passes=2)
 class Setup:
     """A model of one weight, which begins at 3, with two passes a step."""
 
-    def __init__(self, plan: StepPlan = PLAN, *, scaler: Any = None, precision: str = "fp32") -> None:
+    def __init__(
+        self, plan: StepPlan = PLAN, *, scaler: Any = None, precision: str = "fp32"
+    ) -> None:
         self.model = nn.Linear(1, 1, bias=False).double()
         nn.init.constant_(self.model.weight, 3.0)
         self.plan = plan
@@ -52,7 +56,9 @@ class Setup:
     def batch(self, index: int, examples: int = 4, *, last: int = 1) -> MicroBatch:
         """A micro-batch of ones and, after the first, of twos."""
         x = torch.full((examples, 1), 1.0 + min(index, 1), dtype=torch.float64)
-        return MicroBatch(x, examples, examples / self.plan.global_batch_size, index, index == last)
+        return MicroBatch(
+            x, examples, examples / self.plan.global_batch_size, index, index == last
+        )
 
     def backward(self, index: int, examples: int = 4, *, last: int = 1) -> None:
         batch = self.batch(index, examples, last=last)
@@ -74,7 +80,8 @@ def test_calls_in_another_order_are_refused() -> None:
     setup = Setup()
     passes, loss = setup.passes, torch.zeros(())
     with pytest.raises(
-        RuntimeError, match=r"once for each micro-batch of the run.*Loop over the run, not over a loader"
+        RuntimeError,
+        match=r"once for each micro-batch of the run.*Loop over the run, not over a loader",
     ):
         passes.begin_backward(loss)
     with pytest.raises(RuntimeError, match="step comes later"):
@@ -84,11 +91,16 @@ def test_calls_in_another_order_are_refused() -> None:
     passes.begin(setup.batch(0))
     with pytest.raises(RuntimeError, match=r"went by without run\.step\(\)"):
         passes.check_ended()
-    with pytest.raises(RuntimeError, match=r"step comes later.*write run\.backward\(loss\) in place of loss\.backward"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"step comes later.*write run\.backward\(loss\) in place of loss\.backward",
+    ):
         passes.check_backward("step comes later")
     with pytest.raises(ValueError, match=r"loss of shape \(2,\)\. Must be a scalar"):
         passes.begin_backward(torch.zeros(2))
-    with pytest.raises(ValueError, match=r"loss of type float\. Must be a scalar tensor"):
+    with pytest.raises(
+        ValueError, match=r"loss of type float\. Must be a scalar tensor"
+    ):
         passes.begin_backward(0.5)  # type: ignore[arg-type]
 
     setup.backward(0)
@@ -105,8 +117,12 @@ def test_calls_in_another_order_are_refused() -> None:
 
 @pytest.mark.parametrize(("scale", "passes"), [(1, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("when", ["before", "after", "instead"])
-def test_a_second_loss_with_a_backward_pass_of_its_own_is_refused(when: str, scale: int, passes: int) -> None:
-    plan = StepPlan(base_batch_size=8 // scale, global_batch_size=8, workers=1, passes=passes)
+def test_a_second_loss_with_a_backward_pass_of_its_own_is_refused(
+    when: str, scale: int, passes: int
+) -> None:
+    plan = StepPlan(
+        base_batch_size=8 // scale, global_batch_size=8, workers=1, passes=passes
+    )
     setup = Setup(plan)
     examples, before = 8 // passes, setup.model.weight.item()
 
@@ -198,7 +214,8 @@ def test_gradients_that_change_between_passes_are_refused(how: str, when: str) -
     if when == "before the pass ends":
         assert not setup.passes.ends_step()
     with pytest.raises(
-        RuntimeError, match=r"changed between the passes of an optimizer step.* Delete optimizer\.zero_grad"
+        RuntimeError,
+        match=r"changed between the passes of an optimizer step.* Delete optimizer\.zero_grad",
     ):
         setup.backward(1)
 
@@ -235,7 +252,9 @@ def test_a_loss_without_a_gradient_says_what_to_look_at(how: str) -> None:
     with pytest.raises(RuntimeError, match="does not require grad") as caught:
         setup.passes.backward(loss, setup.plan)
     (note,) = caught.value.__notes__
-    assert note.startswith("In run.backward(loss): the loss depends on no trainable parameter.")
+    assert note.startswith(
+        "In run.backward(loss): the loss depends on no trainable parameter."
+    )
     assert ".detach()" in note
     assert "frozen" in note
 
@@ -250,5 +269,8 @@ def test_a_loss_of_another_model_is_refused_in_the_first_step() -> None:
         if index == 0:
             setup.passes.backward(loss, setup.plan)
             assert not setup.passes.ends_step()
-    with pytest.raises(RuntimeError, match=r"no gradient has reached a parameter.*Compute the loss from run\.model"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"no gradient has reached a parameter.*Compute the loss from run\.model",
+    ):
         setup.passes.backward(loss, setup.plan)

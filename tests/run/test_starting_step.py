@@ -1,4 +1,6 @@
-"""A run that begins at a step of its schedule, from weights and an optimizer state of another program."""
+"""A run that begins at a step of its schedule, from weights and an optimizer state
+of another program.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,15 @@ T, DONE = 24, 9
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(50, 4, generator=generator), torch.randint(3, (50,), generator=generator))
+    return TensorDataset(
+        torch.randn(50, 4, generator=generator),
+        torch.randint(3, (50,), generator=generator),
+    )
 
 
-def pieces() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def pieces() -> tuple[
+    nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
+]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
@@ -39,7 +46,13 @@ def trained(
     **settings: Any,
 ) -> Run:
     model, optimizer, scheduler = parts
-    given = {"base_batch_size": 4, "total_steps": T, "scheduler_unit": "step", "evaluate_every": 6.0, **settings}
+    given = {
+        "base_batch_size": 4,
+        "total_steps": T,
+        "scheduler_unit": "step",
+        "evaluate_every": 6.0,
+        **settings,
+    }
     evaluate = None if seen is None else lambda model: seen.append(1) or {}
     backend = LocalBackend(folder, device="cpu")
     run = Run(
@@ -89,11 +102,17 @@ def test_it_continues_as_the_run_of_one_piece_and_resumes(tmp_path: Path) -> Non
 
 
 def test_the_learning_rates_of_the_other_programs_step_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"load_state_dict\(\) has loaded those of another step.*starting_step"):
+    with pytest.raises(
+        ValueError,
+        match=r"load_state_dict\(\) has loaded those of another step.*starting_step",
+    ):
         trained(from_elsewhere(), start=DONE)
 
 
-@pytest.mark.parametrize(("start", "message"), [(T, "the run has 24"), (-1, "starting_step"), (2.5, "starting_step")])
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [(T, "the run has 24"), (-1, "starting_step"), (2.5, "starting_step")],
+)
 def test_a_start_outside_the_run_is_refused(start: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trained(pieces(), start=start)
@@ -110,7 +129,9 @@ def test_the_optimizers_state_is_shared_out(pool: Any, sharding: str) -> None:
 def _at_scale(sharding: str) -> tuple[list[float], float]:
     torch.manual_seed(0)
     parts = pieces()
-    state = {p: {"momentum_buffer": torch.ones_like(p) / 10} for p in parts[0].parameters()}
+    state = {
+        p: {"momentum_buffer": torch.ones_like(p) / 10} for p in parts[0].parameters()
+    }
     parts[1].state.update(state)
     run = trained(parts, start=DONE, sharding=sharding)
     assert run.effective_steps >= T

@@ -15,7 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ray_adascale import AdaScaleConfig, EarlyStop, LocalBackend, Run, Workload, read_trace
+from ray_adascale import (
+    AdaScaleConfig,
+    EarlyStop,
+    LocalBackend,
+    Run,
+    Workload,
+    read_trace,
+)
 from ray_adascale.checkpoint.files import put_together, taken_apart
 from ray_adascale.run.observe.eta import EtaTracker
 from ray_adascale.run.observe.step import Listener, Step
@@ -24,7 +31,9 @@ from ray_adascale.workload import with_unit
 from ..samples_of import WaitingBackend
 from .test_loop import dataset, drive, flat, make_run, model
 
-pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The batch of .* exceeds the gradient noise scale"
+)
 
 
 class Asked(LocalBackend, Listener):
@@ -63,13 +72,22 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_had_not(
     caplog.set_level(logging.INFO, "ray_adascale")
     drive(run)
     assert run.stopped == "interrupted"
-    assert f"Stopped after optimizer step {run.state.iterations}. Its checkpoint is being written." in caplog.messages
+    assert (
+        f"Stopped after optimizer step {run.state.iterations}. Its checkpoint is being "
+        "written." in caplog.messages
+    )
     assert len(evaluations) == 1  # as it begins; whoever asked is waiting
     assert 5 <= run.state.iterations <= 6
     assert read_trace(tmp_path)
-    assert json.loads(max(tmp_path.glob("checkpoint_*/state.json")).read_text())["stopped"] is None
+    assert (
+        json.loads(max(tmp_path.glob("checkpoint_*/state.json")).read_text())["stopped"]
+        is None
+    )
     again = make_run(
-        model(dropout=0.2, seed=9), accumulation=2, per_worker_batch_size=4, backend=LocalBackend(tmp_path)
+        model(dropout=0.2, seed=9),
+        accumulation=2,
+        per_worker_batch_size=4,
+        backend=LocalBackend(tmp_path),
     )
     assert again.stopped is None
     assert again.state.iterations == run.state.iterations
@@ -88,7 +106,9 @@ def _asked(folder: str, of_rank_1: int) -> tuple[Any, int]:
 @pytest.mark.parametrize(
     "of_rank_1", [10**9, 0]
 )  # what rank 1 is asked does not count: two flags add up to another one
-def test_all_workers_stop_at_one_boundary(pool: Any, tmp_path: Path, of_rank_1: int) -> None:
+def test_all_workers_stop_at_one_boundary(
+    pool: Any, tmp_path: Path, of_rank_1: int
+) -> None:
     one, two = pool(2).run(_asked, str(tmp_path), of_rank_1)
     assert one == two
     assert one[0] == "interrupted"
@@ -105,9 +125,17 @@ STOP = EarlyStop(patience=8, metric="accuracy", mode="max")
 
 
 def test_patience_is_counted_in_effective_steps_since_the_best(tmp_path: Path) -> None:
-    # S = 1: an evaluation at τ = 4, 8, 12, ...; the best is that at 8, and at 16 there were 8 without a better one.
-    evaluate = scores(0.1, 0.5, 0.7, math.nan, 0.7, 0.6, 0.9)  # the first of the untrained model
-    run = make_run(model(), backend=LocalBackend(tmp_path), evaluate=evaluate, evaluate_every=4, early_stop=STOP)
+    # S = 1: an evaluation at τ = 4, 8, 12, ...; the best is that at 8, and at 16 there
+    # were 8 without a better one.
+    # the first of the untrained model
+    evaluate = scores(0.1, 0.5, 0.7, math.nan, 0.7, 0.6, 0.9)
+    run = make_run(
+        model(),
+        backend=LocalBackend(tmp_path),
+        evaluate=evaluate,
+        evaluate_every=4,
+        early_stop=STOP,
+    )
     rows = drive(run)
     assert run.stopped == "no better accuracy than 0.7 for 8 effective steps"
     assert run.state.iterations == 17  # the boundary after the one that has shown it
@@ -117,7 +145,11 @@ def test_patience_is_counted_in_effective_steps_since_the_best(tmp_path: Path) -
     assert (saved["iterations"], saved["best"], saved["best_at"]) == (17, 0.7, 8.0)
 
     again = make_run(
-        model(seed=3), backend=LocalBackend(tmp_path), evaluate=scores(), evaluate_every=4, early_stop=STOP
+        model(seed=3),
+        backend=LocalBackend(tmp_path),
+        evaluate=scores(),
+        evaluate_every=4,
+        early_stop=STOP,
     )
     assert again.stopped == run.stopped
     assert drive(again) == []
@@ -130,14 +162,23 @@ def test_patience_is_counted_in_effective_steps_since_the_best(tmp_path: Path) -
         (lambda: EarlyStop(patience=3, metric="x"), "Give both, or neither"),
         (lambda: EarlyStop(patience=3, metric="x", mode="up"), "mode='up'"),  # type: ignore[arg-type]
         (lambda: AdaScaleConfig(early_stop=5), "EarlyStop"),  # type: ignore[arg-type]
-        (lambda: make_run(model(), early_stop=EarlyStop(patience=3)), "needs metric and mode"),
         (
-            lambda: make_run(model(), early_stop=EarlyStop(patience=3, metric="loss", mode="min")),
+            lambda: make_run(model(), early_stop=EarlyStop(patience=3)),
+            "needs metric and mode",
+        ),
+        (
+            lambda: make_run(
+                model(), early_stop=EarlyStop(patience=3, metric="loss", mode="min")
+            ),
             "the loss of one step is mostly noise",
         ),
         (
             lambda: drive(
-                make_run(model(), evaluate=scores(0.5), early_stop=EarlyStop(patience=3, metric="x", mode="min"))
+                make_run(
+                    model(),
+                    evaluate=scores(0.5),
+                    early_stop=EarlyStop(patience=3, metric="x", mode="min"),
+                )
             ),
             "EarlyStop.metric='x'.: evaluate returned 'accuracy'",
         ),
@@ -165,7 +206,7 @@ def test_a_workload_brings_its_metric() -> None:
     assert with_unit(AdaScaleConfig(early_stop=own), built).early_stop == own
 
 
-# ---- extra state -----------------------------------------------------------------------------------------------------
+# ---- extra state ---------------------------------------------------------------------
 
 
 class Counter:
@@ -179,7 +220,9 @@ class Counter:
         self.state = state
 
 
-def with_average(folder: Path | None, seed: int, **more: Any) -> tuple[Run, AveragedModel]:
+def with_average(
+    folder: Path | None, seed: int, **more: Any
+) -> tuple[Run, AveragedModel]:
     net = model(seed=seed)
     average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -211,7 +254,8 @@ def test_extra_state_that_comes_or_goes_is_told(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with_average(tmp_path, 1, more=Counter())
-    found = [warning for warning in said if "extra_state '" in str(warning.message)]  # not this test's folder
+    # not this test's folder
+    found = [warning for warning in said if "extra_state '" in str(warning.message)]
     assert {warning.filename for warning in found} == {__file__}  # the user's own line
     texts = [str(warning.message) for warning in found]
     assert len(texts) == 2
@@ -220,7 +264,10 @@ def test_extra_state_that_comes_or_goes_is_told(tmp_path: Path) -> None:
 
 
 def test_nothing_is_pickled() -> None:
-    state = {"a": [torch.ones(2), {"b": (1, 2.5, None, True, "x")}], "p": nn.Parameter(torch.zeros(1))}
+    state = {
+        "a": [torch.ones(2), {"b": (1, 2.5, None, True, "x")}],
+        "p": nn.Parameter(torch.zeros(1)),
+    }
     tensors: dict[str, Any] = {}
     apart = taken_apart(state, "extra/me", tensors)
     assert set(tensors) == {"extra/me/a/0", "extra/me/p"}
@@ -232,23 +279,35 @@ def test_nothing_is_pickled() -> None:
         ({"a": {1, 2}}, "Invalid extra/me/a: a set"),
         ({"a": [object()]}, "Invalid extra/me/a/0: a object"),
         ({"__tensor__": 1}, "Invalid key '__tensor__'"),
-        ({"a": torch.ones(1).as_subclass(type("Odd", (Tensor,), {}))}, "Odd. Must be a plain tensor"),
+        (
+            {"a": torch.ones(1).as_subclass(type("Odd", (Tensor,), {}))},
+            "Odd. Must be a plain tensor",
+        ),
     ):
         with pytest.raises(TypeError, match=where):
             taken_apart(wrong, "extra/me", {})
 
 
-# ---- logs and clips -----------------------------------------------------------------------------------------------
+# ---- logs and clips ------------------------------------------------------------------
 
 
-def test_start_and_end_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_start_and_end_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "ray_adascale")
     run = make_run(model(), backend=LocalBackend(tmp_path), accumulation=2)
     drive(run)
     texts = [record.getMessage() for record in caplog.records]
-    assert texts[0] == "Started on 1 worker: batch 8 at base batch 4, so S = 2; T = 40 effective steps; rule adascale."
+    assert (
+        texts[0]
+        == "Started on 1 worker: batch 8 at base batch 4, so S = 2; T = 40 effective "
+        "steps; rule adascale."
+    )
     assert any(
-        text.startswith(f"Checkpoint of optimizer step {run.optimizer.steps}, effective step ") for text in texts
+        text.startswith(
+            f"Checkpoint of optimizer step {run.optimizer.steps}, effective step "
+        )
+        for text in texts
     )
     assert texts[-1].startswith("Ended: total_steps reached, at effective step 4")
     caplog.clear()

@@ -1,4 +1,6 @@
-"""Losses that are means over tokens: steps of several passes and workers against one pass over the whole batch."""
+"""Losses that are means over tokens: steps of several passes and workers against one
+pass over the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,25 @@ def train(
     per_pass = settings.pop("per_pass", 12 // passes)
     weight_of = settings.pop("weight_of", tokens)
     config = AdaScaleConfig(
-        **{"base_batch_size": 12, "total_steps": T, "shuffle": False, "rule": rule, **settings},
+        **{
+            "base_batch_size": 12,
+            "total_steps": T,
+            "shuffle": False,
+            "rule": rule,
+            **settings,
+        },
         per_worker_batch_size=per_pass,
         accumulation=passes,
     )
-    run = Run(model, optimizer, None, data(), config, weight_of=weight_of, backend=LocalBackend(device="cpu"))
+    run = Run(
+        model,
+        optimizer,
+        None,
+        data(),
+        config,
+        weight_of=weight_of,
+        backend=LocalBackend(device="cpu"),
+    )
     noise, losses = [], []
     for x, y in run:
         run.backward(loss_of(run.model, x, y))
@@ -65,8 +81,12 @@ def train(
     return torch.cat([p.detach().flatten() for p in whole]).tolist(), noise, losses
 
 
-def plain(batch: int, parts: int) -> tuple[list[float], list[tuple[float, float]], list[float]]:
-    """One pass over the whole batch, and σ² and μ² of its parts by the literal formula."""
+def plain(
+    batch: int, parts: int
+) -> tuple[list[float], list[tuple[float, float]], list[float]]:
+    """One pass over the whole batch, and σ² and μ² of its parts by the literal
+    formula.
+    """
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     columns, noise, losses = data().tensors, [], []
@@ -79,14 +99,22 @@ def plain(batch: int, parts: int) -> tuple[list[float], list[tuple[float, float]
             samples.append(torch.cat([g.flatten() for g in grads]).numpy())
             weights.append(float(tokens((x, y))))
         scaled = [w / sum(weights) for w in weights]
-        noise.append(tuple(moments(samples, scaled, batch / 12)) if parts > 1 else (float("nan"), float("nan")))
+        noise.append(
+            tuple(moments(samples, scaled, batch / 12))
+            if parts > 1
+            else (float("nan"), float("nan"))
+        )
         x, y = (column[torch.tensor(rows)] for column in columns)
         optimizer.zero_grad()
         loss = loss_of(model, x, y)
         loss.backward()
         losses.append(float(loss.detach()))
         optimizer.step()
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(), noise, losses
+    return (
+        torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
+        noise,
+        losses,
+    )
 
 
 def test_one_pass_at_the_base_batch_is_the_plain_loop_to_the_bit() -> None:
@@ -95,12 +123,16 @@ def test_one_pass_at_the_base_batch_is_the_plain_loop_to_the_bit() -> None:
 
 @pytest.mark.parametrize("passes", [2, 3, 5])
 def test_several_passes_are_one_over_the_whole_batch(passes: int) -> None:
-    found = train(passes, per_pass=12 // passes + (12 % passes > 0), global_batch_size=12)
+    found = train(
+        passes, per_pass=12 // passes + (12 % passes > 0), global_batch_size=12
+    )
     expected = plain(12, passes)
     assert found[0] == pytest.approx(expected[0], rel=1e-9, abs=1e-12)
     assert found[2] == pytest.approx(expected[2], rel=1e-9)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)
-    assert found[0] != pytest.approx(train(passes, global_batch_size=12, per_pass=6, weight_of=None)[0], rel=1e-3)
+    assert found[0] != pytest.approx(
+        train(passes, global_batch_size=12, per_pass=6, weight_of=None)[0], rel=1e-3
+    )
 
 
 def on_workers(sharding: str, passes: int) -> Any:
@@ -109,7 +141,9 @@ def on_workers(sharding: str, passes: int) -> Any:
 
 @pytest.mark.parametrize("sharding", ["none", "oss", "zero2", "fsdp2"])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_several_workers_are_one_over_the_whole_batch(pool: Any, sharding: str, passes: int) -> None:
+def test_several_workers_are_one_over_the_whole_batch(
+    pool: Any, sharding: str, passes: int
+) -> None:
     first, second = pool(2).run(on_workers, sharding, passes)
     expected = plain(12 * passes, 2 * passes)
     assert first[0] == second[0] == pytest.approx(expected[0], rel=1e-9, abs=1e-12)

@@ -1,4 +1,6 @@
-"""Lines that ordinary training loops contain: each does what it does without this package, or raises an error that helps."""
+"""Lines that ordinary training loops contain: each does what it does without this
+package, or raises an error that helps.
+"""
 
 from __future__ import annotations
 
@@ -51,24 +53,49 @@ def data() -> TensorDataset:
 def transfer_model() -> nn.Sequential:
     """A frozen backbone with batch norm and dropout, and a head."""
     torch.manual_seed(1)
-    backbone = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5))
+    backbone = nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5)
+    )
     return nn.Sequential(backbone.requires_grad_(False), nn.Linear(8, 2))
 
 
 def make_run(
-    model: nn.Module, *, optimizer: torch.optim.Optimizer | None = None, scheduler: bool = False, **settings: Any
+    model: nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: bool = False,
+    **settings: Any,
 ) -> Run:
     if optimizer is None:
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(
+            [p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9
+        )
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if scheduler else None
-    extra = {key: settings.pop(key) for key in ("evaluate", "backend") if key in settings}
-    defaults = {"base_batch_size": BATCH, "total_steps": STEPS, "scheduler_unit": "step" if scheduler else None}
-    return Run(model, optimizer, schedule, data(), AdaScaleConfig(**(defaults | settings)), **extra)
+    extra = {
+        key: settings.pop(key) for key in ("evaluate", "backend") if key in settings
+    }
+    defaults = {
+        "base_batch_size": BATCH,
+        "total_steps": STEPS,
+        "scheduler_unit": "step" if scheduler else None,
+    }
+    return Run(
+        model,
+        optimizer,
+        schedule,
+        data(),
+        AdaScaleConfig(**(defaults | settings)),
+        **extra,
+    )
 
 
 def plain_loop(model: nn.Module) -> nn.Module:
-    """The loop of a script at the base batch, over the examples in the order of the run."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    """The loop of a script at the base batch, over the examples in the order of the
+    run.
+    """
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9
+    )
     x, y = data().tensors
     for indices in epoch_order(len(x), seed=0, epoch=0).reshape(STEPS, BATCH).tolist():
         F.cross_entropy(model(x[indices]), y[indices]).backward()
@@ -89,7 +116,8 @@ def test_a_loop_over_ones_own_loader_is_told_of_the_run() -> None:
 
     steps(4)
     with pytest.warns(
-        UserWarning, match=r"has run 5 times, and no loop over the run.*Loop over the run, not over a loader"
+        UserWarning,
+        match=r"has run 5 times, and no loop over the run.*Loop over the run, not over a loader",
     ):
         steps(2)
     drive(run)
@@ -103,10 +131,15 @@ def drive(run: Run, in_loop: Callable[[Run], object] = lambda run: None) -> None
 
 
 def same_weights(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(
+            one.state_dict().values(), other.state_dict().values(), strict=True
+        )
+    )
 
 
-# ---- modes of modules ------------------------------------------------------------------------------------------------
+# ---- modes of modules ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("when", ["before the loop", "in the loop"])
@@ -115,7 +148,11 @@ def test_a_frozen_backbone_stays_in_eval_mode(when: str) -> None:
     statistics = model[0][1].running_mean.clone()
     if when == "before the loop":
         model[0].eval()
-    run = make_run(model, evaluate=lambda net: {"modes": float(net[0].training or net[1].training)}, evaluate_every=3)
+    run = make_run(
+        model,
+        evaluate=lambda net: {"modes": float(net[0].training or net[1].training)},
+        evaluate_every=3,
+    )
     seen = []
 
     def in_loop(run: Run) -> None:
@@ -128,7 +165,9 @@ def test_a_frozen_backbone_stays_in_eval_mode(when: str) -> None:
     assert same_weights(model, plain_loop(expected))
     assert torch.equal(model[0][1].running_mean, statistics)
     assert run.summary()["modes"] == 0  # evaluated in eval mode
-    assert all(modes == [True, False, False, False, False, False, True] for modes in seen[1:])
+    assert all(
+        modes == [True, False, False, False, False, False, True] for modes in seen[1:]
+    )
 
 
 def lora_model() -> nn.Sequential:
@@ -138,20 +177,29 @@ def lora_model() -> nn.Sequential:
 
 def test_a_model_whose_train_method_does_work_trains_as_in_a_plain_loop() -> None:
     model, expected = lora_model(), lora_model()
-    model[3].eval()  # a mode of its own, which the restored mode of the root must not change
+    # a mode of its own, which the restored mode of the root must not change
+    model[3].eval()
     expected[3].eval()
-    run = make_run(model, evaluate=lambda net: {"merged": float(net[0].merged and net[2].merged)}, evaluate_every=100)
+    run = make_run(
+        model,
+        evaluate=lambda net: {"merged": float(net[0].merged and net[2].merged)},
+        evaluate_every=100,
+    )
     start = [layer.weight.clone() for layer in (model[0], model[2])]
     seen = []
     drive(run, lambda run: seen.append([part.training for part in model]))
-    assert model[0].changes == model[2].changes == 4  # merged and taken apart, before the first step and after the last
+    # merged and taken apart, before the first step and after the last
+    assert model[0].changes == model[2].changes == 4
     assert run.summary()["merged"] == 1
     assert seen == [[True, True, True, False]] * STEPS
     plain_loop(expected)
     for name in ("0.a", "0.b", "2.a", "2.b"):
-        assert torch.equal(model.get_parameter(name), expected.get_parameter(name)), name
+        assert torch.equal(model.get_parameter(name), expected.get_parameter(name)), (
+            name
+        )
     for layer, weight in zip((model[0], model[2]), start, strict=True):
-        torch.testing.assert_close(layer.weight, weight)  # a merge and its inverse round
+        # a merge and its inverse round
+        torch.testing.assert_close(layer.weight, weight)
 
 
 def _lora_trained(sharding: str, evaluates: bool) -> Tensor:
@@ -164,7 +212,12 @@ def _lora_trained(sharding: str, evaluates: bool) -> Tensor:
         return {"score": F.cross_entropy(net(x), y).item()}
 
     size = BATCH // (dist.get_world_size() if dist.is_initialized() else 1)
-    settings = {"per_worker_batch_size": size, "rule": "unscaled", "sharding": sharding, "evaluate_every": 2.5}
+    settings = {
+        "per_worker_batch_size": size,
+        "rule": "unscaled",
+        "sharding": sharding,
+        "evaluate_every": 2.5,
+    }
     run = make_run(model, **settings, **({"evaluate": evaluate} if evaluates else {}))
     drive(run)
     whole = (p.full_tensor() if is_dtensor(p) else p for p in run.module.parameters())
@@ -172,7 +225,9 @@ def _lora_trained(sharding: str, evaluates: bool) -> Tensor:
 
 
 def test_what_a_train_method_writes_is_kept_under_every_sharding(pool: Any) -> None:
-    """An evaluation under FSDP2 left the root's weights whole, and what train() wrote to those was lost: merged for good."""
+    """An evaluation under FSDP2 left the root's weights whole, and what train()
+    wrote to those was lost: merged for good.
+    """
     expected = _lora_trained("none", False)
     for sharding in ("none", "zero2", "fsdp2"):
         for found in pool(2).run(_lora_trained, sharding, True):
@@ -181,7 +236,9 @@ def test_what_a_train_method_writes_is_kept_under_every_sharding(pool: Any) -> N
 
 def test_a_linear_probe_trains_in_eval_mode_with_one_warning() -> None:
     model, expected = transfer_model().eval(), transfer_model().eval()
-    with pytest.warns(UserWarning, match="All modules of the model are in eval mode") as caught:
+    with pytest.warns(
+        UserWarning, match="All modules of the model are in eval mode"
+    ) as caught:
         drive(make_run(model))
     assert len(caught) == 1
     assert same_weights(model, plain_loop(expected))
@@ -196,13 +253,15 @@ def test_an_evaluation_of_ones_own_that_leaves_eval_mode_is_warned_of() -> None:
         if len(seen) == 4:
             model.eval()
 
-    with pytest.warns(UserWarning, match=r"in eval mode in step 4 .*call model\.train\(\) after it") as caught:
+    with pytest.warns(
+        UserWarning, match=r"in eval mode in step 4 .*call model\.train\(\) after it"
+    ) as caught:
         drive(make_run(model), in_loop)
     assert len(caught) == 1
     assert seen == [True] * 4 + [False] * (STEPS - 4)  # as the script says
 
 
-# ---- buffers -----------------------------------------------------------------------------------------------------------
+# ---- buffers -------------------------------------------------------------------------
 
 
 def test_nan_that_a_skipped_step_leaves_in_a_buffer_is_told() -> None:
@@ -211,14 +270,22 @@ def test_nan_that_a_skipped_step_leaves_in_a_buffer_is_told() -> None:
 
     def loop() -> None:
         for step, (x, y) in enumerate(run, 1):
-            run.backward(F.cross_entropy(run.model(x * math.nan if step in (3, 5) else x), y))
+            run.backward(
+                F.cross_entropy(run.model(x * math.nan if step in (3, 5) else x), y)
+            )
             run.step()
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         loop()
-    (text,) = [text for warning in told if "NaN in the buffer" in (text := str(warning.message))]
-    assert text.startswith("Step 3 was skipped, and left NaN in the buffer '0.1.running_mean' (one of 2).")
+    (text,) = [
+        text
+        for warning in told
+        if "NaN in the buffer" in (text := str(warning.message))
+    ]
+    assert text.startswith(
+        "Step 3 was skipped, and left NaN in the buffer '0.1.running_mean' (one of 2)."
+    )
     assert run.summary()["skipped_steps"] == 2
 
 
@@ -237,42 +304,70 @@ class Codebook(nn.Module):
         return self.norm(self.linear(x - self.codes))
 
 
-def _told_of_buffers(sharding: str, accumulation: int, per_worker: int) -> tuple[list[str], Tensor]:
+def _told_of_buffers(
+    sharding: str, accumulation: int, per_worker: int
+) -> tuple[list[str], Tensor]:
     """The warnings, and the codes at the end."""
     torch.manual_seed(1)
-    run = make_run(Codebook(), sharding=sharding, accumulation=accumulation, per_worker_batch_size=per_worker)
+    run = make_run(
+        Codebook(),
+        sharding=sharding,
+        accumulation=accumulation,
+        per_worker_batch_size=per_worker,
+    )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         drive(run)
-    return [text for each in told if "changes the buffer" in (text := str(each.message))], run.module.get_buffer(
-        "codes"
-    )
+    return [
+        text for each in told if "changes the buffer" in (text := str(each.message))
+    ], run.module.get_buffer("codes")
 
 
 def test_a_buffer_that_each_forward_pass_changes_is_told_of_once(pool: Any) -> None:
-    text = "The forward pass changes the buffer 'codes' in each micro-batch; the base run changes it once a step"
+    text = (
+        "The forward pass changes the buffer 'codes' in each micro-batch; the base run "
+        "changes it once a step"
+    )
     expected = [codes for _, codes in pool(2).run(_told_of_buffers, "none", 1, BATCH)]
     for sharding in ("none", "zero2", "fsdp2"):
-        (first, codes), (other, others) = pool(2).run(_told_of_buffers, sharding, 1, BATCH)
+        (first, codes), (other, others) = pool(2).run(
+            _told_of_buffers, sharding, 1, BATCH
+        )
         assert [each.startswith(text) for each in first] == [True]
         assert other == []
-        for found, codes_of_ddp in zip((codes, others), expected, strict=True):  # rank 0's to all before each step
+        # rank 0's to all before each step
+        for found, codes_of_ddp in zip((codes, others), expected, strict=True):
             torch.testing.assert_close(found, codes_of_ddp)
     assert len(_told_of_buffers("none", 2, BATCH)[0]) == 1
     assert _told_of_buffers("none", 1, BATCH)[0] == []  # as in the base run
 
 
 def _average_with_batch_norm(folder: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Parameters and buffers of the average at a checkpoint, and after a resume from it."""
+    """Parameters and buffers of the average at a checkpoint, and after a resume from
+    it.
+    """
 
     def run() -> tuple[Run, EffectiveAverage]:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         average = EffectiveAverage(model, 0.9)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        config = AdaScaleConfig(base_batch_size=BATCH, total_steps=STEPS, per_worker_batch_size=BATCH)
-        extra: Any = {"extra_state": {"average": average}, "after_step": average.update_parameters}
-        return Run(model, optimizer, None, data(), config, backend=LocalBackend(folder), **extra), average
+        config = AdaScaleConfig(
+            base_batch_size=BATCH, total_steps=STEPS, per_worker_batch_size=BATCH
+        )
+        extra: Any = {
+            "extra_state": {"average": average},
+            "after_step": average.update_parameters,
+        }
+        return Run(
+            model,
+            optimizer,
+            None,
+            data(),
+            config,
+            backend=LocalBackend(folder),
+            **extra,
+        ), average
 
     def state(average: EffectiveAverage) -> list[Tensor]:
         return [t.detach().clone() for t in average.state_dict().values()]
@@ -291,13 +386,15 @@ def _average_with_batch_norm(folder: str) -> tuple[list[Tensor], list[Tensor]]:
 def test_an_average_of_a_model_with_batch_norm_is_saved_and_resumes_with_rank_0s_buffers(
     pool: Any, tmp_path: Path
 ) -> None:
-    (saved, resumed), (others, others_resumed) = pool(2).run(_average_with_batch_norm, str(tmp_path))
+    (saved, resumed), (others, others_resumed) = pool(2).run(
+        _average_with_batch_norm, str(tmp_path)
+    )
     assert not all(map(torch.equal, saved, others))  # batch norm's, of unequal examples
     assert all(map(torch.equal, resumed, saved))
     assert all(map(torch.equal, others_resumed, saved))
 
 
-# ---- the optimizer's parameters --------------------------------------------------------------------------------------
+# ---- the optimizer's parameters ------------------------------------------------------
 
 
 def replaced_head(model: nn.Sequential) -> nn.Module:
@@ -305,12 +402,20 @@ def replaced_head(model: nn.Sequential) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("change", [copy.deepcopy, replaced_head], ids=["deepcopy", "replaced head"])
+@pytest.mark.parametrize(
+    "change", [copy.deepcopy, replaced_head], ids=["deepcopy", "replaced head"]
+)
 @pytest.mark.parametrize("how", ["run", "attach", "class"])
-def test_an_optimizer_of_another_model_is_refused(change: Callable[[Any], nn.Module], how: str) -> None:
+def test_an_optimizer_of_another_model_is_refused(
+    change: Callable[[Any], nn.Module], how: str
+) -> None:
     model = transfer_model()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    with pytest.raises(ValueError, match=r"^2 of the optimizer's 2 parameters are not in the model"):
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1
+    )
+    with pytest.raises(
+        ValueError, match=r"^2 of the optimizer's 2 parameters are not in the model"
+    ):
         built(how, change(model), optimizer)
 
 
@@ -319,7 +424,8 @@ def test_a_trainable_parameter_that_no_group_has_is_named(how: str) -> None:
     model = transfer_model().requires_grad_(True)
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
     with pytest.raises(
-        ValueError, match=r"^No parameter group has 4 parameters: '0\.0\.weight', '0\.0\.bias', .*freeze"
+        ValueError,
+        match=r"^No parameter group has 4 parameters: '0\.0\.weight', '0\.0\.bias', .*freeze",
     ):
         built(how, model, optimizer)
     model[0].requires_grad_(False)
@@ -334,17 +440,24 @@ def built(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> objec
             model,
             optimizer,
             None,
-            AdaScaleConfig(base_batch_size=8, per_worker_batch_size=4, accumulation=2, total_steps=9),
+            AdaScaleConfig(
+                base_batch_size=8,
+                per_worker_batch_size=4,
+                accumulation=2,
+                total_steps=9,
+            ),
         )
     return AdaScale(optimizer, scale=2.0, num_gradients_to_accumulate=2, model=model)
 
 
-# ---- learning rates that the loop sets -------------------------------------------------------------------------------
+# ---- learning rates that the loop sets -----------------------------------------------
 
 
 @pytest.mark.parametrize("scheduler", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_an_lr_that_the_loop_sets_is_refused(scheduler: bool, accumulation: int) -> None:
+def test_an_lr_that_the_loop_sets_is_refused(
+    scheduler: bool, accumulation: int
+) -> None:
     run = make_run(transfer_model(), scheduler=scheduler, accumulation=accumulation)
     seen = 0
 
@@ -355,13 +468,21 @@ def test_an_lr_that_the_loop_sets_is_refused(scheduler: bool, accumulation: int)
             if seen == 5:
                 group["lr"] = 0.02
 
-    with pytest.raises(RuntimeError, match=r"is 0\.02, and the schedule set 0\.[01].*Delete the line.*LambdaLR"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"is 0\.02, and the schedule set 0\.[01].*Delete the line.*LambdaLR",
+    ):
         drive(run, in_loop)
 
 
 def test_an_lr_that_the_loop_sets_to_the_schedules_value_is_right() -> None:
     run = make_run(transfer_model(), scheduler=True)
-    drive(run, lambda run: run.optimizer.param_groups[0].update(lr=0.1 * 0.5 ** (int(run.effective_steps) // 2)))
+    drive(
+        run,
+        lambda run: run.optimizer.param_groups[0].update(
+            lr=0.1 * 0.5 ** (int(run.effective_steps) // 2)
+        ),
+    )
     assert run.stopped == "total_steps reached"
 
 
@@ -404,12 +525,17 @@ def lr_setting(kind: str, params: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("kind", ["step", "pre-hook", "post-hook"])
-def test_an_lr_that_the_optimizers_own_step_sets_stays_at_scale_one_and_is_refused_above(kind: str) -> None:
+def test_an_lr_that_the_optimizers_own_step_sets_stays_at_scale_one_and_is_refused_above(
+    kind: str,
+) -> None:
     x, y = data().tensors
     losses: Callable[[nn.Module], Tensor] = lambda model: F.cross_entropy(model(x), y)  # noqa: E731
     plain, wrapped = nn.Linear(6, 2), nn.Linear(6, 2)
     wrapped.load_state_dict(plain.state_dict())
-    expected, actual = lr_setting(kind, plain.parameters()), AdaScale(lr_setting(kind, wrapped.parameters()), scale=1.0)
+    expected, actual = (
+        lr_setting(kind, plain.parameters()),
+        AdaScale(lr_setting(kind, wrapped.parameters()), scale=1.0),
+    )
     for _ in range(3):
         for model, optimizer in ((plain, expected), (wrapped, actual)):
             losses(model).backward()
@@ -418,20 +544,26 @@ def test_an_lr_that_the_optimizers_own_step_sets_stays_at_scale_one_and_is_refus
     assert same_weights(plain, wrapped)
     assert actual.param_groups[0]["lr"] == expected.param_groups[0]["lr"] == 0.1 / 8
 
-    larger = AdaScale(lr_setting(kind, wrapped.parameters()), scale=2.0, num_gradients_to_accumulate=2)
+    larger = AdaScale(
+        lr_setting(kind, wrapped.parameters()), scale=2.0, num_gradients_to_accumulate=2
+    )
     for part in (slice(0, 40), slice(40, 96)):
         F.cross_entropy(wrapped(x[part]), y[part]).div(2).backward()
-    with pytest.raises(RuntimeError, match=r"has set lr=0\.0\d+ in parameter group 0 .*LambdaLR"):
+    with pytest.raises(
+        RuntimeError, match=r"has set lr=0\.0\d+ in parameter group 0 .*LambdaLR"
+    ):
         larger.step()
 
 
-# ---- gradients that the loop clears ----------------------------------------------------------------------------------
+# ---- gradients that the loop clears --------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["before the backward pass", "after the step"])
 @pytest.mark.parametrize("of", ["optimizer", "model"])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_zero_grad_left_in_the_loop_is_harmless_or_refused(place: str, of: str, accumulation: int) -> None:
+def test_a_zero_grad_left_in_the_loop_is_harmless_or_refused(
+    place: str, of: str, accumulation: int
+) -> None:
     model, expected = transfer_model(), transfer_model()
     model[0].eval()
     expected[0].eval()
@@ -452,15 +584,20 @@ def test_a_zero_grad_left_in_the_loop_is_harmless_or_refused(place: str, of: str
             users_loop()
             assert same_weights(model, plain_loop(expected))
         else:
-            with pytest.raises(RuntimeError, match=r"cleared between the passes.*Delete optimizer\.zero_grad\(\)"):
+            with pytest.raises(
+                RuntimeError,
+                match=r"cleared between the passes.*Delete optimizer\.zero_grad\(\)",
+            ):
                 users_loop()
 
 
-# ---- gradients that the loop reads or clips between run.backward and run.step ----------------------------------------
+# ---- gradients that the loop reads or clips between run.backward and run.step --------
 
 
 def _uses_of_gradients(sharding: str, how: str) -> tuple[str | float, bool]:
-    """The norm that the loop clips at in the first step, or its error; and whether the run goes on after that."""
+    """The norm that the loop clips at in the first step, or its error; and whether
+    the run goes on after that.
+    """
     model = nn.Linear(6, 2)
     with torch.no_grad():
         model.weight.copy_(torch.linspace(-1, 1, 12).view(2, 6))
@@ -476,7 +613,9 @@ def _uses_of_gradients(sharding: str, how: str) -> tuple[str | float, bool]:
                 elif how == "run.clip_grad_norm_":
                     found = float(run.clip_grad_norm_(1.0) or 0)
                 else:
-                    grads = [p.grad for p in run.module.parameters() if p.grad is not None]
+                    grads = [
+                        p.grad for p in run.module.parameters() if p.grad is not None
+                    ]
                     found = sum(float(grad.norm()) ** 2 for grad in grads) ** 0.5
             except RuntimeError as error:
                 found = str(error)
@@ -486,7 +625,9 @@ def _uses_of_gradients(sharding: str, how: str) -> tuple[str | float, bool]:
 
 @pytest.mark.also_simulated("clip_grad_norm_")
 @pytest.mark.parametrize("how", ["clip_grad_norm_", "reading .grad"])
-def test_gradients_between_backward_and_step_are_whole_or_raise(pool: Any, how: str) -> None:
+def test_gradients_between_backward_and_step_are_whole_or_raise(
+    pool: Any, how: str
+) -> None:
     (expected, _), _ = pool(2).run(_uses_of_gradients, "none", "run.clip_grad_norm_")
     for sharding in ("none", "oss", "auto", "fsdp2"):
         for found, ended in pool(2).run(_uses_of_gradients, sharding, how):
@@ -500,7 +641,7 @@ def test_gradients_between_backward_and_step_are_whole_or_raise(pool: Any, how: 
                 assert found == pytest.approx(expected, rel=1e-5)
 
 
-# ---- what a run is not -----------------------------------------------------------------------------------------------
+# ---- what a run is not ---------------------------------------------------------------
 
 
 def test_a_run_has_no_length_and_says_what_a_progress_bar_takes() -> None:
@@ -508,7 +649,14 @@ def test_a_run_has_no_length_and_says_what_a_progress_bar_takes() -> None:
     with pytest.raises(TypeError, match=r"total=run\.total_steps\), run\.progress"):
         len(run)
     assert run
-    assert sum(1 for x, y in run for _ in [run.backward(F.cross_entropy(run.model(x), y)), run.step()]) == 2 * STEPS
+    assert (
+        sum(
+            1
+            for x, y in run
+            for _ in [run.backward(F.cross_entropy(run.model(x), y)), run.step()]
+        )
+        == 2 * STEPS
+    )
 
 
 class TwoSteps(torch.optim.SGD):
@@ -520,28 +668,45 @@ class TwoSteps(torch.optim.SGD):
 
 def test_an_optimizer_whose_step_is_no_step_says_what_to_give_in_its_place() -> None:
     model, generator = nn.Linear(6, 2), torch.Generator().manual_seed(0)
-    dataset = TensorDataset(torch.randn(16, 6, generator=generator), torch.randint(2, (16,), generator=generator))
+    dataset = TensorDataset(
+        torch.randn(16, 6, generator=generator),
+        torch.randint(2, (16,), generator=generator),
+    )
     run = Run(
-        model, TwoSteps(model.parameters(), lr=0.1), None, dataset, AdaScaleConfig(base_batch_size=4, total_steps=2)
+        model,
+        TwoSteps(model.parameters(), lr=0.1),
+        None,
+        dataset,
+        AdaScaleConfig(base_batch_size=4, total_steps=2),
     )
     with pytest.raises(NotImplementedError, match="first_step") as caught:
         drive(run)
-    assert "ray_adascale.attach(), such as sam.base_optimizer" in caught.value.__notes__[0]
+    assert (
+        "ray_adascale.attach(), such as sam.base_optimizer" in caught.value.__notes__[0]
+    )
 
 
-# ---- random streams --------------------------------------------------------------------------------------------------
+# ---- random streams ------------------------------------------------------------------
 
 
-def _dropout_of(folder: str | None, stop: int | None, seeds: tuple[int, int]) -> tuple[list[float], list[float]]:
+def _dropout_of(
+    folder: str | None, stop: int | None, seeds: tuple[int, int]
+) -> tuple[list[float], list[float]]:
     """What this worker's generators gave in each step, and the weights."""
     torch.manual_seed(seeds[torch.distributed.get_rank()])
     np.random.seed(7)  # noqa: NPY002
     random.seed(7)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 2))
-    every = {} if folder is None else {"backend": WaitingBackend(folder), "checkpoint_every_s": 1e-9}
+    every = (
+        {}
+        if folder is None
+        else {"backend": WaitingBackend(folder), "checkpoint_every_s": 1e-9}
+    )
     run = make_run(model, per_worker_batch_size=BATCH, total_steps=8, **every)
     drawn = []
-    model[1].register_forward_hook(lambda _, __, out: drawn.append(float(((out != 0) * torch.arange(16)).sum())))
+    model[1].register_forward_hook(
+        lambda _, __, out: drawn.append(float(((out != 0) * torch.arange(16)).sum()))
+    )
     for x, y in run:
         run.backward(F.cross_entropy(run.model(x), y))
         drawn[-1] += 1000 * np.random.rand() + 100 * random.random()  # noqa: NPY002
@@ -551,7 +716,9 @@ def _dropout_of(folder: str | None, stop: int | None, seeds: tuple[int, int]) ->
     return drawn, [float(p.detach().sum()) for p in model.parameters()]
 
 
-def test_equal_seeds_on_all_workers_give_each_rank_its_own_stream(pool: Any, tmp_path: Path) -> None:
+def test_equal_seeds_on_all_workers_give_each_rank_its_own_stream(
+    pool: Any, tmp_path: Path
+) -> None:
     whole = pool(2).run(_dropout_of, None, None, (0, 0))
     (first, weights), (second, other_weights) = whole
     assert weights == other_weights
@@ -559,14 +726,17 @@ def test_equal_seeds_on_all_workers_give_each_rank_its_own_stream(pool: Any, tmp
     # A stopped run goes on with the streams of its checkpoint.
     begun = pool(2).run(_dropout_of, str(tmp_path), 2, (0, 0))
     rest = pool(2).run(_dropout_of, str(tmp_path), None, (0, 0))
-    assert [drawn + more for (drawn, _), (more, _) in zip(begun, rest, strict=True)] == [first, second]
-    # Streams of one's own stay: rank 0 draws what it drew before, and rank 1 what its seed gives.
+    assert [
+        drawn + more for (drawn, _), (more, _) in zip(begun, rest, strict=True)
+    ] == [first, second]
+    # Streams of one's own stay: rank 0 draws what it drew before, and rank 1 what its
+    # seed gives.
     (own, _), (others, _) = pool(2).run(_dropout_of, None, None, (0, 1))
     assert own == first
     assert others != second
 
 
-# ---- data of one's own -----------------------------------------------------------------------------------------------
+# ---- data of one's own ---------------------------------------------------------------
 
 
 def _own_batches(seed: int) -> Callable[[], Iterator[tuple[Tensor, Tensor]]]:
@@ -591,8 +761,12 @@ def _warnings_of(seeds: tuple[int, int], dropout: float) -> list[str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(dropout), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = AdaScaleConfig(base_batch_size=BATCH, per_worker_batch_size=BATCH, total_steps=20)
-    run = Run(model, optimizer, None, Stream(seeds[torch.distributed.get_rank()]), config)
+    config = AdaScaleConfig(
+        base_batch_size=BATCH, per_worker_batch_size=BATCH, total_steps=20
+    )
+    run = Run(
+        model, optimizer, None, Stream(seeds[torch.distributed.get_rank()]), config
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         drive(run)
@@ -602,11 +776,15 @@ def _warnings_of(seeds: tuple[int, int], dropout: float) -> list[str]:
 def test_workers_that_read_the_same_examples_are_warned_of(pool: Any) -> None:
     (first, *others), on_others = pool(2).run(_warnings_of, (4, 4), 0.0)
     assert first.startswith("The data of ranks 0, 1 begin with the same micro-batch")
-    assert [text.startswith("All gradient samples of a step were equal in 10 steps in a row") for text in others] == [
-        True
-    ]
+    assert [
+        text.startswith(
+            "All gradient samples of a step were equal in 10 steps in a row"
+        )
+        for text in others
+    ] == [True]
     assert on_others == []
-    assert [len(found) for found in pool(2).run(_warnings_of, (4, 4), 0.5)] == [1, 0]  # dropout differs
+    # dropout differs
+    assert [len(found) for found in pool(2).run(_warnings_of, (4, 4), 0.5)] == [1, 0]
     assert pool(2).run(_warnings_of, (4, 5), 0.0) == [[], []]
 
 
@@ -621,7 +799,8 @@ def test_a_collate_fn_that_leaves_out_examples_is_refused() -> None:
     config = AdaScaleConfig(base_batch_size=BATCH, total_steps=STEPS)
     run = Run(model, optimizer, None, data(), config, collate_fn=skipping)
     with pytest.raises(
-        ValueError, match=r"collate_fn returned a batch of [67] examples for a micro-batch of 8.*Subset"
+        ValueError,
+        match=r"collate_fn returned a batch of [67] examples for a micro-batch of 8.*Subset",
     ):
         drive(run)
 
@@ -632,18 +811,28 @@ def test_a_collate_fn_that_leaves_out_examples_is_refused() -> None:
         lambda x, y: (x, y),
         lambda x, y: {"x": x.T, "y": {"of": y}},  # (sequence, batch)
         lambda x, y: (list(x), list(y)),  # examples of several sizes, as in detection
-        lambda x, y: (x[:3].reshape(-1), torch.arange(9)),  # one long row, with its bounds
+        # one long row, with its bounds
+        lambda x, y: (x[:3].reshape(-1), torch.arange(9)),
         lambda x, y: SimpleNamespace(x=x, y=y),
     ],
 )
-def test_batches_of_other_layouts_are_accepted(layout: Callable[[Tensor, Tensor], Any]) -> None:
+def test_batches_of_other_layouts_are_accepted(
+    layout: Callable[[Tensor, Tensor], Any],
+) -> None:
     def collate(examples: list[tuple[Tensor, Tensor]]) -> Any:
         x, y = (torch.stack(part) for part in zip(*examples, strict=True))
         return layout(x[:, :5], y)
 
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = Run(model, optimizer, None, data(), AdaScaleConfig(base_batch_size=BATCH, total_steps=2), collate_fn=collate)
+    run = Run(
+        model,
+        optimizer,
+        None,
+        data(),
+        AdaScaleConfig(base_batch_size=BATCH, total_steps=2),
+        collate_fn=collate,
+    )
     for _ in run:
         run.backward(run.model(torch.ones(1)).sum())
         run.step()
@@ -655,14 +844,19 @@ def test_a_batch_larger_than_the_dataset_is_warned_of(how: str) -> None:
     model = nn.Linear(6, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = AdaScaleConfig(
-        base_batch_size=BATCH, accumulation=2, per_worker_batch_size=50, total_steps=9, dataset_length=96
+        base_batch_size=BATCH,
+        accumulation=2,
+        per_worker_batch_size=50,
+        total_steps=9,
+        dataset_length=96,
     )
     make = {
         "run": lambda: Run(model, optimizer, None, data(), config),
         "attach": lambda: attach(model, optimizer, None, config),
     }
     with pytest.warns(
-        UserWarning, match=r"The batch of 100 is larger than the dataset of 96 examples.*Lower the workers"
+        UserWarning,
+        match=r"The batch of 100 is larger than the dataset of 96 examples.*Lower the workers",
     ):
         make[how]()
 
@@ -685,7 +879,9 @@ def test_a_skipped_step_has_its_mark_in_the_trace(tmp_path: Path) -> None:
 
 def _saves_late(folder: str) -> list[str]:
     """The warnings of a worker that saves, while rank 1 comes a little later."""
-    run = make_run(nn.Linear(6, 2), per_worker_batch_size=BATCH, backend=LocalBackend(folder))
+    run = make_run(
+        nn.Linear(6, 2), per_worker_batch_size=BATCH, backend=LocalBackend(folder)
+    )
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -702,7 +898,9 @@ def _saves_late(folder: str) -> list[str]:
     return [text for text in told if "save_checkpoint" in text]
 
 
-def test_a_worker_that_saves_alone_says_what_it_waits_for(pool: Any, tmp_path: Path) -> None:
+def test_a_worker_that_saves_alone_says_what_it_waits_for(
+    pool: Any, tmp_path: Path
+) -> None:
     (text,), _ = pool(2).run(_saves_late, str(tmp_path))
     assert text.startswith("Rank 0 has been in run.save_checkpoint() for 0 s.")
     assert "Call it on every worker, not on rank 0 alone" in text
@@ -714,25 +912,37 @@ def _hooked(sharding: str) -> list[str]:
     optimizer.register_step_post_hook(lambda *_: None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        make_run(model, optimizer=optimizer, per_worker_batch_size=BATCH, sharding=sharding)
+        make_run(
+            model, optimizer=optimizer, per_worker_batch_size=BATCH, sharding=sharding
+        )
     return [str(warning.message) for warning in caught]
 
 
 def test_step_hooks_of_an_optimizer_that_is_sharded_are_warned_of(pool: Any) -> None:
     (told, others), whole = pool(2).run(_hooked, "auto"), pool(2).run(_hooked, "none")
-    assert [text.startswith("SGD has hooks around its step. With sharded state") for text in told] == [True]
+    assert [
+        text.startswith("SGD has hooks around its step. With sharded state")
+        for text in told
+    ] == [True]
     assert others == []
     assert whole == [[], []]
 
 
-# ---- passes of the loop's own ----------------------------------------------------------------------------------------
+# ---- passes of the loop's own --------------------------------------------------------
 
 
 def _adaptive_weight(inside: bool, sharding: str, accumulation: int) -> list[float]:
-    """A loss whose weight comes from torch.autograd.grad() of a parameter, as in VQGAN and GradNorm; here it comes to 1."""
+    """A loss whose weight comes from torch.autograd.grad() of a parameter, as in
+    VQGAN and GradNorm; here it comes to 1.
+    """
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
-    run = make_run(model, sharding=sharding, accumulation=accumulation, per_worker_batch_size=BATCH // 2)
+    run = make_run(
+        model,
+        sharding=sharding,
+        accumulation=accumulation,
+        per_worker_batch_size=BATCH // 2,
+    )
     gains = []
     for x, y in run:
         loss = F.cross_entropy(run.model(x), y)
@@ -742,12 +952,18 @@ def _adaptive_weight(inside: bool, sharding: str, accumulation: int) -> list[flo
         run.backward(loss)
         run.step()
         gains.append(run.gain)
-    return [*gains, run.effective_steps, *torch.cat([p.detach().flatten() for p in run.module.parameters()]).tolist()]
+    return [
+        *gains,
+        run.effective_steps,
+        *torch.cat([p.detach().flatten() for p in run.module.parameters()]).tolist(),
+    ]
 
 
 @pytest.mark.parametrize("sharding", ["none", "oss"])
 @pytest.mark.parametrize(("workers", "accumulation"), [(1, 4), (2, 1), (2, 2)])
-def test_a_gradient_that_the_loss_needs_is_no_pass(pool: Any, workers: int, accumulation: int, sharding: str) -> None:
+def test_a_gradient_that_the_loss_needs_is_no_pass(
+    pool: Any, workers: int, accumulation: int, sharding: str
+) -> None:
     plain = pool(workers).run(_adaptive_weight, False, sharding, accumulation)
     inside = pool(workers).run(_adaptive_weight, True, sharding, accumulation)
     assert inside == plain
@@ -757,7 +973,11 @@ def _own_backward(sharding: str, accumulation: int, after: bool, at: int) -> str
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
     run = make_run(
-        model, sharding=sharding, accumulation=accumulation, per_worker_batch_size=BATCH // 2, total_steps=40
+        model,
+        sharding=sharding,
+        accumulation=accumulation,
+        per_worker_batch_size=BATCH // 2,
+        total_steps=40,
     )
     try:
         for i, (x, y) in enumerate(run):
@@ -786,15 +1006,27 @@ def test_a_backward_pass_of_the_loops_own_is_refused(
 
 @pytest.mark.parametrize("chain", [False, True])
 @pytest.mark.parametrize("how", ["setting", "call"])
-def test_clipping_at_the_base_batch_is_the_plain_loops_whatever_the_groups(how: str, chain: bool) -> None:
-    """``clip_grad_norm_(model.parameters())`` sums in the model's order; the groups here have another one."""
+def test_clipping_at_the_base_batch_is_the_plain_loops_whatever_the_groups(
+    how: str, chain: bool
+) -> None:
+    """``clip_grad_norm_(model.parameters())`` sums in the model's order; the groups
+    here have another one.
+    """
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(1)
-        model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(6, 6), nn.Tanh())), nn.Linear(6, 2))
-        weights, biases = ([p for p in model.parameters() if (p.dim() > 1) == decays] for decays in (True, False))
+        model = nn.Sequential(
+            *(part for _ in range(4) for part in (nn.Linear(6, 6), nn.Tanh())),
+            nn.Linear(6, 2),
+        )
+        weights, biases = (
+            [p for p in model.parameters() if (p.dim() > 1) == decays]
+            for decays in (True, False)
+        )
         if chain:
-            return model, OptimizerChain([torch.optim.SGD(biases, lr=0.1), torch.optim.SGD(weights, lr=0.1)])
+            return model, OptimizerChain(
+                [torch.optim.SGD(biases, lr=0.1), torch.optim.SGD(weights, lr=0.1)]
+            )
         groups = [{"params": biases}, {"params": weights, "weight_decay": 0.1}]
         return model, torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
@@ -807,7 +1039,9 @@ def test_clipping_at_the_base_batch_is_the_plain_loops_whatever_the_groups(how: 
         optimizer.zero_grad()
 
     model, optimizer = build()
-    run = make_run(model, optimizer=optimizer, grad_clip=0.1 if how == "setting" else None)
+    run = make_run(
+        model, optimizer=optimizer, grad_clip=0.1 if how == "setting" else None
+    )
     for batch_x, batch_y in run:
         run.backward(F.cross_entropy(run.model(batch_x), batch_y))
         if how == "call":
@@ -816,7 +1050,7 @@ def test_clipping_at_the_base_batch_is_the_plain_loops_whatever_the_groups(how: 
     assert same_weights(model, plain)
 
 
-# ---- what depends on the size of a micro-batch -------------------------------------------------------------------------
+# ---- what depends on the size of a micro-batch ---------------------------------------
 
 
 def _loss_of(how: str, out: Tensor, y: Tensor) -> Tensor:
@@ -824,15 +1058,21 @@ def _loss_of(how: str, out: Tensor, y: Tensor) -> Tensor:
         "mean": lambda: F.cross_entropy(out, y),
         "sum": lambda: F.cross_entropy(out, y, reduction="sum"),
         "sum of a vector": lambda: F.cross_entropy(out, y, reduction="none").sum(),
-        "sum and a penalty": lambda: 0.1 * out.square().sum() + F.cross_entropy(out, y, reduction="sum"),
+        "sum and a penalty": lambda: (
+            0.1 * out.square().sum() + F.cross_entropy(out, y, reduction="sum")
+        ),
         "sum, divided": lambda: F.cross_entropy(out, y, reduction="sum") / len(y),
         "mean of sums": lambda: (out - y[:, None]).square().sum(1).mean(),
         "sum of means": lambda: (out - y[:, None]).square().mean(0).sum(),
-        "mean and a penalty": lambda: F.cross_entropy(out, y) + 0.1 * out.square().sum(),
+        "mean and a penalty": lambda: (
+            F.cross_entropy(out, y) + 0.1 * out.square().sum()
+        ),
     }[how]()
 
 
-@pytest.mark.parametrize(("size", "passes"), [(BATCH, 2), (2 * BATCH, 2), (BATCH // 2, 4), (BATCH // 2, 2)])
+@pytest.mark.parametrize(
+    ("size", "passes"), [(BATCH, 2), (2 * BATCH, 2), (BATCH // 2, 4), (BATCH // 2, 2)]
+)
 @pytest.mark.parametrize(
     "how",
     [
@@ -849,13 +1089,17 @@ def _loss_of(how: str, out: Tensor, y: Tensor) -> Tensor:
 def test_a_summed_loss_is_warned_of_once_where_the_micro_batch_is_not_the_base_batch(
     how: str, size: int, passes: int
 ) -> None:
-    run = make_run(nn.Linear(6, 2), per_worker_batch_size=size, accumulation=passes, total_steps=20)
+    run = make_run(
+        nn.Linear(6, 2), per_worker_batch_size=size, accumulation=passes, total_steps=20
+    )
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         for x, y in run:
             run.backward(_loss_of(how, run.model(x), y))
             run.step()
-    told = [str(each.message) for each in heard if "looks like a sum" in str(each.message)]
+    told = [
+        str(each.message) for each in heard if "looks like a sum" in str(each.message)
+    ]
     summed = how in ("sum", "sum of a vector", "sum and a penalty")
     assert len(told) == (summed and size != BATCH)
 
@@ -872,12 +1116,20 @@ def test_batch_norm_with_fewer_examples_than_the_base_batch_is_warned_of_once(
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         drive(run)
-    found = [str(each.message) for each in heard if str(each.message).startswith("Batch norm")]
+    found = [
+        str(each.message)
+        for each in heard
+        if str(each.message).startswith("Batch norm")
+    ]
     assert len(found) == (0 if frozen else told)
-    assert all("('0.1') computes its statistics over 4 examples, and over 8 in the base run" in m for m in found)
+    assert all(
+        "('0.1') computes its statistics over 4 examples, and over 8 in the base run"
+        in m
+        for m in found
+    )
 
 
-# ---- state of the user's own -------------------------------------------------------------------------------------------
+# ---- state of the user's own ---------------------------------------------------------
 
 
 class _Teacher(nn.Module):
@@ -891,8 +1143,13 @@ class _Teacher(nn.Module):
             mine.data = 0.9 * mine.data + 0.1 * its.data  # as BYOL's code has it
 
 
-@pytest.mark.parametrize(("where", "told"), [("after run.step()", 1), ("before run.step()", 0), ("after_step", 0)])
-def test_a_teacher_that_moves_after_the_step_is_warned_of_once(where: str, told: int) -> None:
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [("after run.step()", 1), ("before run.step()", 0), ("after_step", 0)],
+)
+def test_a_teacher_that_moves_after_the_step_is_warned_of_once(
+    where: str, told: int
+) -> None:
     model = nn.Linear(6, 2)
     teacher = _Teacher(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -916,7 +1173,10 @@ def test_a_teacher_that_moves_after_the_step_is_warned_of_once(where: str, told:
                 teacher.follow(model)
     found = [str(each.message) for each in heard if "extra_state" in str(each.message)]
     assert len(found) == told
-    assert all("'teacher' has changed between run.step() and the next micro-batch" in text for text in found)
+    assert all(
+        "'teacher' has changed between run.step() and the next micro-batch" in text
+        for text in found
+    )
 
 
 class _Counter:
@@ -930,14 +1190,27 @@ class _Counter:
         self.drawn, self.last = state["drawn"], state["last"]
 
 
-def _own_generators(folder: str | None, stop: int | None, declared: bool = True) -> list[Any]:
-    """Augment by each worker's own generators, and count. Return what they would draw next, and the weights."""
+def _own_generators(
+    folder: str | None, stop: int | None, declared: bool = True
+) -> list[Any]:
+    """Augment by each worker's own generators, and count. Return what they would
+    draw next, and the weights.
+    """
     rank = dist.get_rank()
-    torch_s, numpy_s, counter = torch.Generator().manual_seed(rank), np.random.default_rng(rank), _Counter()
+    torch_s, numpy_s, counter = (
+        torch.Generator().manual_seed(rank),
+        np.random.default_rng(rank),
+        _Counter(),
+    )
     legacy = np.random.Generator(np.random.MT19937(rank))
     torch.manual_seed(1)
     model = nn.Linear(6, 2)
-    own: dict[str, Any] = {"torch": torch_s, "numpy": numpy_s, "count": counter, "legacy": legacy}
+    own: dict[str, Any] = {
+        "torch": torch_s,
+        "numpy": numpy_s,
+        "count": counter,
+        "legacy": legacy,
+    }
     extra = {name: PerWorker(each) for name, each in own.items()}
     run = Run(
         model,
@@ -949,14 +1222,22 @@ def _own_generators(folder: str | None, stop: int | None, declared: bool = True)
         backend=None if folder is None else LocalBackend(folder),
     )
     for x, y in run:
-        noise = torch.randn(x.shape, generator=torch_s) + float(numpy_s.random()) + float(legacy.random())
+        noise = (
+            torch.randn(x.shape, generator=torch_s)
+            + float(numpy_s.random())
+            + float(legacy.random())
+        )
         counter.drawn, counter.last = counter.drawn + 1 + rank, noise[0, :2]
         run.backward(F.cross_entropy(run.model(x + 0.1 * noise), y))
         run.step()
         if run.state.iterations == stop:
             run.save_checkpoint()
             break
-    drawn = [torch.rand(3, generator=torch_s).tolist(), numpy_s.random(3).tolist(), legacy.random(2).tolist()]
+    drawn = [
+        torch.rand(3, generator=torch_s).tolist(),
+        numpy_s.random(3).tolist(),
+        legacy.random(2).tolist(),
+    ]
     return [drawn, counter.drawn, counter.last.tolist(), model.weight.tolist()]
 
 
@@ -980,7 +1261,8 @@ def test_on_another_number_of_workers_a_workers_own_state_begins_anew_and_that_i
     pool(2).run(_own_generators, str(tmp_path), 5)
     ((told,),) = pool(1).run(_told_of_other_number, str(tmp_path))
     assert (
-        "of 2 workers has no extra_state 'count', 'legacy', 'numpy', 'torch' for 1 workers: it begins as built" in told
+        "of 2 workers has no extra_state 'count', 'legacy', 'numpy', 'torch' for 1 "
+        "workers: it begins as built" in told
     )
 
 
@@ -988,8 +1270,18 @@ def test_on_another_number_of_workers_a_workers_own_state_begins_anew_and_that_i
 def test_what_has_no_state_is_refused_as_the_run_is_built(what: Any) -> None:
     model = nn.Linear(6, 2)
     config = AdaScaleConfig(base_batch_size=BATCH, total_steps=STEPS)
-    with pytest.raises(ValueError, match=r"extra_state=\{'a': \.\.\.\} of type \w+\. Must have state_dict.*PerWorker"):
-        Run(model, torch.optim.SGD(model.parameters(), lr=0.1), None, data(), config, extra_state={"a": what})
+    with pytest.raises(
+        ValueError,
+        match=r"extra_state=\{'a': \.\.\.\} of type \w+\. Must have state_dict.*PerWorker",
+    ):
+        Run(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            None,
+            data(),
+            config,
+            extra_state={"a": what},
+        )
     if not hasattr(what, "bit_generator") and not isinstance(what, torch.Generator):
         with pytest.raises(ValueError, match="PerWorker of a object"):
             PerWorker(what)

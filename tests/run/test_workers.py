@@ -1,4 +1,6 @@
-"""Loops on two workers that leave work to one of them alone: they do what the loop means, or are refused before a step."""
+"""Loops on two workers that leave work to one of them alone: they do what the loop
+means, or are refused before a step.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.last, self.aside = nn.Linear(6, 8), nn.Linear(8, 2), nn.Linear(8, 1)
+        self.first, self.last, self.aside = (
+            nn.Linear(6, 8),
+            nn.Linear(8, 2),
+            nn.Linear(8, 1),
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.first(x).relu()
@@ -42,15 +48,31 @@ class Net(nn.Module):
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
-    return TensorDataset(torch.randn(64, 6, generator=generator), torch.randn(64, 2, generator=generator))
+    return TensorDataset(
+        torch.randn(64, 6, generator=generator), torch.randn(64, 2, generator=generator)
+    )
 
 
-def make_run(model: nn.Module, optimizer: Any = None, dataset: Any = None, **settings: Any) -> Run:
+def make_run(
+    model: nn.Module, optimizer: Any = None, dataset: Any = None, **settings: Any
+) -> Run:
     if optimizer is None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    config = AdaScaleConfig(**({"base_batch_size": 4, "per_worker_batch_size": 4, "total_steps": 60} | settings))
+    config = AdaScaleConfig(
+        **(
+            {"base_batch_size": 4, "per_worker_batch_size": 4, "total_steps": 60}
+            | settings
+        )
+    )
     backend = LocalBackend(device="cpu")
-    return Run(model, optimizer, None, data() if dataset is None else dataset, config, backend=backend)
+    return Run(
+        model,
+        optimizer,
+        None,
+        data() if dataset is None else dataset,
+        config,
+        backend=backend,
+    )
 
 
 def both(run: Run, x: Tensor, y: Tensor) -> Tensor:
@@ -66,11 +88,17 @@ def one(run: Run, x: Tensor, y: Tensor) -> Tensor:
 
 def whole(module: nn.Module) -> Tensor:
     params = [p.detach() for p in module.parameters()]
-    return torch.cat([(p.full_tensor() if is_dtensor(p) else p).reshape(-1) for p in params])  # type: ignore[operator]
+    return torch.cat(
+        [(p.full_tensor() if is_dtensor(p) else p).reshape(-1) for p in params]
+    )  # type: ignore[operator]
 
 
-def train(run: Run, loss: Callable[[Run, Tensor, Tensor], Tensor], before: Any = None) -> tuple[int, str, list[float]]:
-    """Return the steps that were taken, the error, or "" without one, and the weights; ``before(step)`` precedes each pass."""
+def train(
+    run: Run, loss: Callable[[Run, Tensor, Tensor], Tensor], before: Any = None
+) -> tuple[int, str, list[float]]:
+    """Return the steps that were taken, the error, or "" without one, and the
+    weights; ``before(step)`` precedes each pass.
+    """
     steps = 0
     try:
         for x, y in run:
@@ -89,12 +117,15 @@ def assert_trained(results: list[Any], like: tuple[int, str, list[float]]) -> No
     """Assert that all workers have the weights of a run in one process."""
     for steps, error, weights in results:
         assert (steps, error) == like[:2] == (STEPS, "")
-        # The workers add up gradients in another order; six steps of float32 differ by less than 1e-6.
-        torch.testing.assert_close(torch.tensor(weights), torch.tensor(like[2]), rtol=1e-5, atol=1e-6)
+        # The workers add up gradients in another order; six steps of float32 differ by
+        # less than 1e-6.
+        torch.testing.assert_close(
+            torch.tensor(weights), torch.tensor(like[2]), rtol=1e-5, atol=1e-6
+        )
         assert weights == results[0][2]
 
 
-# ---- the bare model --------------------------------------------------------------------------------------------------
+# ---- the bare model ------------------------------------------------------------------
 
 
 def _bare(how: str, sharding: str, settings: dict[str, Any]) -> Any:
@@ -113,7 +144,9 @@ def _bare(how: str, sharding: str, settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"accumulation": 2}, {"find_unused_parameters": True}], ids=["plain", "passes", "unused"]
+    "settings",
+    [{}, {"accumulation": 2}, {"find_unused_parameters": True}],
+    ids=["plain", "passes", "unused"],
 )
 @pytest.mark.parametrize("how", ["model", "method"])
 @pytest.mark.parametrize("sharding", ["none", "oss"])
@@ -151,7 +184,7 @@ def test_several_calls_in_a_pass_are_one_pass(pool: Any, sharding: str) -> None:
     assert_trained(pool(2).run(_several_calls, sharding), _reference(both))
 
 
-# ---- layers that are frozen and unfrozen in the loop -----------------------------------------------------------------
+# ---- layers that are frozen and unfrozen in the loop ---------------------------------
 
 
 def _unfrozen(step: int) -> bool:
@@ -165,19 +198,27 @@ def _frozen_later(step: int) -> bool:
 def _changed(trainable: Callable[[int], bool], settings: dict[str, Any]) -> Any:
     net = Net()
     net.first.requires_grad_(trainable(1))
-    # Without gains: the first step of an unfrozen layer has a sample of the noise where it is seen in time.
+    # Without gains: the first step of an unfrozen layer has a sample of the noise where
+    # it is seen in time.
     run = make_run(net, rule="unscaled", **settings)
     return train(run, both, lambda step: net.first.requires_grad_(trainable(step)))
 
 
 @pytest.mark.parametrize("sharding", ["none", "oss"])
 @pytest.mark.parametrize(
-    ("trainable", "settings"), [(_unfrozen, {}), (_unfrozen, {"find_unused_parameters": True}), (_frozen_later, {})]
+    ("trainable", "settings"),
+    [
+        (_unfrozen, {}),
+        (_unfrozen, {"find_unused_parameters": True}),
+        (_frozen_later, {}),
+    ],
 )
 def test_a_layer_that_ddp_does_not_reduce_is_refused(
     pool: Any, sharding: str, trainable: Callable[[int], bool], settings: dict[str, Any]
 ) -> None:
-    for steps, error, _ in pool(2).run(_changed, trainable, {"sharding": sharding, **settings}):
+    for steps, error, _ in pool(2).run(
+        _changed, trainable, {"sharding": sharding, **settings}
+    ):
         assert steps == 2
         assert "'first.weight', 'first.bias'" in error
         assert "sharding='zero2'" in error
@@ -194,14 +235,24 @@ def test_a_layer_that_is_frozen_or_unfrozen_is_right(
             pytest.skip("refused, as the test before shows")
         settings = {"find_unused_parameters": True}
     like = _changed(trainable, {"accumulation": 2})
-    assert_trained(pool(2).run(_changed, trainable, {"sharding": sharding, **settings}), like)
+    assert_trained(
+        pool(2).run(_changed, trainable, {"sharding": sharding, **settings}), like
+    )
 
 
-# ---- parameters that a pass does not use -----------------------------------------------------------------------------
+# ---- parameters that a pass does not use ---------------------------------------------
 
 
 def _unused(sharding: str, find: bool, loss: Any, accumulation: int) -> Any:
-    return train(make_run(Net(), sharding=sharding, find_unused_parameters=find, accumulation=accumulation), loss)
+    return train(
+        make_run(
+            Net(),
+            sharding=sharding,
+            find_unused_parameters=find,
+            accumulation=accumulation,
+        ),
+        loss,
+    )
 
 
 @pytest.mark.parametrize("sharding", ALL)
@@ -212,9 +263,13 @@ def test_an_output_that_the_loss_leaves_out_trains(pool: Any, sharding: str) -> 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("sharding", ["none", "oss"])
-def test_unused_parameters_without_the_flag_let_no_step_be_taken(pool: Any, sharding: str, accumulation: int) -> None:
+def test_unused_parameters_without_the_flag_let_no_step_be_taken(
+    pool: Any, sharding: str, accumulation: int
+) -> None:
     start = whole(Net()).tolist()
-    for steps, error, weights in pool(2).run(_unused, sharding, False, one, accumulation):
+    for steps, error, weights in pool(2).run(
+        _unused, sharding, False, one, accumulation
+    ):
         assert steps == 0
         assert "'aside.weight', 'aside.bias'" in error
         assert "find_unused_parameters=True" in error
@@ -225,8 +280,12 @@ def _unused_on_rank_0(run: Run, x: Tensor, y: Tensor) -> Tensor:
     return one(run, x, y) if dist.get_rank() == 0 else both(run, x, y)
 
 
-def test_a_parameter_that_one_worker_does_not_use_is_named_before_the_workers_wait(pool: Any) -> None:
-    with pytest.raises(RankFailed, match=r"'aside.weight', 'aside.bias'.*find_unused_parameters=True"):
+def test_a_parameter_that_one_worker_does_not_use_is_named_before_the_workers_wait(
+    pool: Any,
+) -> None:
+    with pytest.raises(
+        RankFailed, match=r"'aside.weight', 'aside.bias'.*find_unused_parameters=True"
+    ):
         pool(2).run(_raising, "none")
 
 
@@ -236,7 +295,7 @@ def _raising(sharding: str) -> None:
         raise RuntimeError(error)
 
 
-# ---- sparse gradients ------------------------------------------------------------------------------------------------
+# ---- sparse gradients ----------------------------------------------------------------
 
 
 class Words(nn.Module):
@@ -251,17 +310,33 @@ class Words(nn.Module):
         return self.last(self.table(x))
 
 
-def _sparse(sharding: str, chained: bool, accumulation: int = 1, **settings: Any) -> Any:
+def _sparse(
+    sharding: str, chained: bool, accumulation: int = 1, **settings: Any
+) -> Any:
     net = Words()
     net.last.requires_grad_(chained)
     optimizer: Any = torch.optim.SparseAdam(net.table.parameters(), lr=0.1)
     if chained:
-        optimizer = OptimizerChain([optimizer, torch.optim.SGD(net.last.parameters(), lr=0.1, momentum=0.9)])
+        optimizer = OptimizerChain(
+            [optimizer, torch.optim.SGD(net.last.parameters(), lr=0.1, momentum=0.9)]
+        )
     generator = torch.Generator().manual_seed(3)
-    words = TensorDataset(torch.randint(0, 12, (64, 3), generator=generator), torch.randn(64, 2, generator=generator))
+    words = TensorDataset(
+        torch.randint(0, 12, (64, 3), generator=generator),
+        torch.randn(64, 2, generator=generator),
+    )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="AdaScale is derived for SGD|rule=.auto. is")
-        run = make_run(net, optimizer, words, sharding=sharding, accumulation=accumulation, **settings)
+        warnings.filterwarnings(
+            "ignore", message="AdaScale is derived for SGD|rule=.auto. is"
+        )
+        run = make_run(
+            net,
+            optimizer,
+            words,
+            sharding=sharding,
+            accumulation=accumulation,
+            **settings,
+        )
     return train(run, lambda run, x, y: (run.model(x) - y).square().mean())
 
 
@@ -273,7 +348,9 @@ def test_sparse_adam_trains(pool: Any, sharding: str, chained: bool) -> None:
 
 @pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("sharding", ["zero2", "fsdp2"])
-def test_sparse_adam_with_sharded_gradients_is_refused(pool: Any, sharding: str, chained: bool) -> None:
+def test_sparse_adam_with_sharded_gradients_is_refused(
+    pool: Any, sharding: str, chained: bool
+) -> None:
     for _, error, _ in pool(2).run(_sparse_refused, sharding, chained):
         assert f"sharding='{sharding}') with SparseAdam" in error
         assert "Use sharding='none'" in error
@@ -286,14 +363,19 @@ def _sparse_refused(sharding: str, chained: bool) -> Any:
         return 0, str(error), []
 
 
-# ---- equal data on each worker ---------------------------------------------------------------------------------------
+# ---- equal data on each worker -------------------------------------------------------
 
 
 class Drawn(torch.utils.data.Dataset[Any]):
-    """Examples of a generator of its own with the same seed on each worker, whatever their index."""
+    """Examples of a generator of its own with the same seed on each worker, whatever
+    their index.
+    """
 
     def __init__(self, how: str) -> None:
-        self._torch, self._numpy = torch.Generator().manual_seed(0), np.random.default_rng(0)
+        self._torch, self._numpy = (
+            torch.Generator().manual_seed(0),
+            np.random.default_rng(0),
+        )
         self._how = how
 
     def __len__(self) -> int:
@@ -313,7 +395,14 @@ def _warnings_of(how: str, accumulation: int, sharding: str) -> list[str]:
     own = torch.Generator().manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = make_run(Net(), None, Drawn(how), accumulation=accumulation, sharding=sharding, total_steps=400)
+        run = make_run(
+            Net(),
+            None,
+            Drawn(how),
+            accumulation=accumulation,
+            sharding=sharding,
+            total_steps=400,
+        )
         for step, (x, y) in enumerate(run):
             if how == "loop":  # as the times of a diffusion model
                 x = torch.randn(x.shape, generator=own)
@@ -321,12 +410,18 @@ def _warnings_of(how: str, accumulation: int, sharding: str) -> list[str]:
             run.step()
             if step == 15 * accumulation:
                 break
-    return [str(each.message) for each in caught if "exceeds the gradient noise scale" not in str(each.message)]
+    return [
+        str(each.message)
+        for each in caught
+        if "exceeds the gradient noise scale" not in str(each.message)
+    ]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 @pytest.mark.parametrize("how", ["torch", "numpy", "loop"])
-def test_equal_data_of_generators_with_an_equal_seed_are_warned_of(pool: Any, how: str, accumulation: int) -> None:
+def test_equal_data_of_generators_with_an_equal_seed_are_warned_of(
+    pool: Any, how: str, accumulation: int
+) -> None:
     told, others = pool(2).run(_warnings_of, how, accumulation, "none")
     assert others == []
     assert 1 <= len(told) <= 2
@@ -384,14 +479,16 @@ def _hooked(sharding: str, kind: str) -> Tensor:
     return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
-def test_hooks_that_are_registered_on_a_sharded_model_change_its_gradients(pool: Any) -> None:
+def test_hooks_that_are_registered_on_a_sharded_model_change_its_gradients(
+    pool: Any,
+) -> None:
     """They found no gradient under zero2, or were left out without a word."""
     by_tensor_hooks = pool(2).run(_hooked, "none", "tensor")[0]
     for found in pool(2).run(_hooked, "zero2", "post-accumulate"):
         torch.testing.assert_close(found, by_tensor_hooks)
 
 
-# ---- workers that build different runs -------------------------------------------------------------------------------
+# ---- workers that build different runs -----------------------------------------------
 
 
 def _built_differently(what: str, sharding: str) -> str:
@@ -411,10 +508,25 @@ def _built_differently(what: str, sharding: str) -> str:
     x, y = data().tensors
     dataset = TensorDataset(*(torch.cat([t, t])[:length] for t in (x, y)))
     config = AdaScaleConfig(
-        **({"base_batch_size": 4, "per_worker_batch_size": 4, "total_steps": 60, "scheduler_unit": "step"} | settings)
+        **(
+            {
+                "base_batch_size": 4,
+                "per_worker_batch_size": 4,
+                "total_steps": 60,
+                "scheduler_unit": "step",
+            }
+            | settings
+        )
     )
     try:
-        Run(net, optimizer, scheduler, dataset, config, backend=LocalBackend(device="cpu"))
+        Run(
+            net,
+            optimizer,
+            scheduler,
+            dataset,
+            config,
+            backend=LocalBackend(device="cpu"),
+        )
     except ValueError as error:
         return str(error)
     return ""
@@ -429,14 +541,23 @@ def _built_differently(what: str, sharding: str) -> str:
         ("weight_decay", "The list of hyperparameters is .*'weight_decay': 0.1"),
         ("rule", "The rule is adascale on rank 0 and linear on rank 1"),
         ("grad_clip", r"AdaScaleConfig\.grad_clip is None on rank 0 and 7.0 on rank 1"),
-        ("accumulation", r"AdaScaleConfig\.accumulation is 1 on rank 0 and 7 on rank 1"),
+        (
+            "accumulation",
+            r"AdaScaleConfig\.accumulation is 1 on rank 0 and 7 on rank 1",
+        ),
         ("total_steps", r"AdaScaleConfig\.total_steps is 60 on rank 0 and 7 on rank 1"),
-        ("frozen", "The parameter 'first.weight' is .*trainable on rank 0 and .*frozen on rank 1"),
+        (
+            "frozen",
+            "The parameter 'first.weight' is .*trainable on rank 0 and .*frozen on "
+            "rank 1",
+        ),
         ("nothing", ""),
     ],
 )
 @pytest.mark.parametrize("sharding", ["none", "zero2", "fsdp2"])
-def test_workers_that_build_different_runs_are_refused(pool: Any, sharding: str, what: str, named: str) -> None:
+def test_workers_that_build_different_runs_are_refused(
+    pool: Any, sharding: str, what: str, named: str
+) -> None:
     for error in pool(2).run(_built_differently, what, sharding):
         assert bool(error) == bool(named)
         assert re.search(named, error)

@@ -1,4 +1,6 @@
-"""The check at drawn values: what fails by chance is a warning, and what every trial would repeat is a failure."""
+"""The check at drawn values: what fails by chance is a warning, and what every trial
+would repeat is a failure.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def workload(config: dict[str, Any]) -> Workload:
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=config["lr"]),
         train_dataset=TensorDataset(x, x.sum(1, keepdim=True)),
-        loss_fn=lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1]),
+        loss_fn=lambda model, batch: torch.nn.functional.mse_loss(
+            model(batch[0]), batch[1]
+        ),
     )
 
 
@@ -34,14 +38,26 @@ def check(space: Any, **given: Any) -> list[Finding]:
     return precheck.check_at_draws(workload, space, given, CONFIG)
 
 
-def test_values_that_are_not_given_are_drawn_from_the_space(capsys: pytest.CaptureFixture[str]) -> None:
-    space = {"lr": tune.loguniform(1e-3, 1e-1), "width": tune.grid_search([3, 4]), "nested": {"a": tune.choice([7])}}
+def test_values_that_are_not_given_are_drawn_from_the_space(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    space = {
+        "lr": tune.loguniform(1e-3, 1e-1),
+        "width": tune.grid_search([3, 4]),
+        "nested": {"a": tune.choice([7])},
+    }
     assert [found.level for found in check(space, width=9)] == ["ok"]
     _, lr, width, nested = capsys.readouterr().out.split(maxsplit=3)
     assert 1e-3 <= float(lr) <= 1e-1
     assert (width, nested.strip()) == ("9", "{'a': 7}")
     # As Tune gives the others' values to a function.
-    check({"lr": tune.sample_from(lambda spec: 0.1 * spec.config.width), "width": tune.choice([2])}, nested=0)
+    check(
+        {
+            "lr": tune.sample_from(lambda spec: 0.1 * spec.config.width),
+            "width": tune.choice([2]),
+        },
+        nested=0,
+    )
     assert capsys.readouterr().out == "built 0.2 2 0\n"
 
 
@@ -49,7 +65,8 @@ def test_values_that_fail_by_chance_are_a_warning_and_others_are_drawn() -> None
     warning, passed = check({"lr": tune.grid_search([-1.0, 0.1]), "width": 3})
     assert (warning.level, passed.level) == ("warning", "ok")
     assert warning.text.startswith(
-        "A trial at lr=-1, drawn from the search space, would fail alone. The build of the workload failed. ValueError: "
+        "A trial at lr=-1, drawn from the search space, would fail alone. The build of "
+        "the workload failed. ValueError: "
     )
     assert "One forward and backward pass" in passed.text
 
@@ -58,12 +75,17 @@ def test_draws_that_fail_each_in_their_own_way_are_warnings() -> None:
     space = {"lr": tune.uniform(-0.2, -0.1), "width": 3}
     findings = check(space)
     assert [found.level for found in findings] == ["warning"] * 4
-    assert len({found.text.partition(",")[0] for found in findings}) == 4  # each at another value
+    # each at another value
+    assert len({found.text.partition(",")[0] for found in findings}) == 4
     assert findings == check(space)  # drawn by the seed
 
 
 def test_a_second_draw_has_other_values_where_there_are_others() -> None:
-    space: dict[str, Any] = {"a": tune.choice([1, 2]), "b": {"c": tune.randint(0, 2)}, "d": tune.choice([5])}
+    space: dict[str, Any] = {
+        "a": tune.choice([1, 2]),
+        "b": {"c": tune.randint(0, 2)},
+        "d": tune.choice([5]),
+    }
     space |= {"e": tune.grid_search([1, 2]), "f": 0}
     for seed in range(10):  # by chance half of them would be equal
         (names, first), (_, second), *_ = precheck._draws(space, seed)
@@ -75,7 +97,11 @@ def test_a_second_draw_has_other_values_where_there_are_others() -> None:
     ("space", "message"),
     [
         (
-            {"lr": tune.uniform(0.1, 0.2), "width": tune.grid_search([3, 4]), "broken": True},
+            {
+                "lr": tune.uniform(0.1, 0.2),
+                "width": tune.grid_search([3, 4]),
+                "broken": True,
+            },
             "The build of the workload failed. TypeError: always",
         ),
         (
@@ -96,4 +122,7 @@ def test_what_every_trial_would_repeat_is_a_failure(space: Any, message: str) ->
 
 def test_a_space_that_is_a_function_is_left_to_tune() -> None:
     (found,) = check(lambda trial: {})
-    assert (found.level, found.text) == ("ok", "The search space is no dictionary, so no pass was made.")
+    assert (found.level, found.text) == (
+        "ok",
+        "The search space is no dictionary, so no pass was made.",
+    )

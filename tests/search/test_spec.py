@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 from ray import tune
 from ray.train import ScalingConfig
-from ray.tune.schedulers import AsyncHyperBandScheduler, HyperBandScheduler, PopulationBasedTraining
+from ray.tune.schedulers import (
+    AsyncHyperBandScheduler,
+    HyperBandScheduler,
+    PopulationBasedTraining,
+)
 from ray.tune.search import BasicVariantGenerator
 from torch import nn
 
@@ -26,7 +30,11 @@ TWO = ScalingConfig(num_workers=2)
 
 
 def spec(**changes: Any) -> SearchSpec:
-    return SearchSpec(Search(**({"workload": regression, "param_space": {}, "config": CONFIG} | changes)))
+    return SearchSpec(
+        Search(
+            **({"workload": regression, "param_space": {}, "config": CONFIG} | changes)
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -34,7 +42,10 @@ def spec(**changes: Any) -> SearchSpec:
     [
         ({"workload": "file.py:f"}, "Invalid workload of type str"),
         ({"param_space": [1]}, "Invalid param_space of type list"),
-        ({"config": AdaScaleConfig(base_batch_size=8)}, r"total_epochs=...\) is needed, one of them"),
+        (
+            {"config": AdaScaleConfig(base_batch_size=8)},
+            r"total_epochs=...\) is needed, one of them",
+        ),
         ({"config": AdaScaleConfig(total_steps=8)}, r"base_batch_size=...\) is needed"),
         ({"num_samples": 0}, "Invalid num_samples=0"),
         ({"probe_every": 0}, "Invalid probe_every=0"),
@@ -44,22 +55,50 @@ def spec(**changes: Any) -> SearchSpec:
         ({"max_concurrent_trials": 0}, "Invalid max_concurrent_trials=0"),
         ({"resources_per_trial": {"CPU": -1}}, "Invalid resources_per_trial"),
         ({"config": {"precision": "bf16"}}, "Invalid config of type dict"),
-        ({"config": replace(CONFIG, rule="linear")}, r"rule='linear'\) for a search: its trials have rule='unscaled'"),
-        ({"config": replace(CONFIG, report_every_s=1.0)}, r"report_every_s=1.0\) for a search: .* Leave it out"),
+        (
+            {"config": replace(CONFIG, rule="linear")},
+            r"rule='linear'\) for a search: its trials have rule='unscaled'",
+        ),
+        (
+            {"config": replace(CONFIG, report_every_s=1.0)},
+            r"report_every_s=1.0\) for a search: .* Leave it out",
+        ),
         ({"config": replace(CONFIG, accumulation=2)}, r"accumulation=2\) for a search"),
         ({"config": replace(CONFIG, sharding="oss")}, r"sharding='oss'\) for a search"),
-        ({"scheduler": "hyperband"}, "Invalid scheduler='hyperband'. Must be 'asha', None or"),
-        ({"scheduler": PopulationBasedTraining(hyperparam_mutations={"lr": [1, 2]})}, "no single config gives"),
+        (
+            {"scheduler": "hyperband"},
+            "Invalid scheduler='hyperband'. Must be 'asha', None or",
+        ),
+        (
+            {"scheduler": PopulationBasedTraining(hyperparam_mutations={"lr": [1, 2]})},
+            "no single config gives",
+        ),
         ({"scaling_config": {"num_workers": 2}}, "Invalid scaling_config of type dict"),
-        ({"scaling_config": ScalingConfig(num_workers=1)}, r"num_workers=1\) for a trial. Must be a fixed number"),
-        ({"scaling_config": ScalingConfig(num_workers=(1, 2))}, r"num_workers=\(1, 2\)\) for a trial"),
-        ({"scaling_config": TWO, "resources_per_trial": {"CPU": 2}}, "Give a worker's resources"),
-        ({"scaling_config": TWO, "search_alg": BasicVariantGenerator()}, "must be limited from outside"),
+        (
+            {"scaling_config": ScalingConfig(num_workers=1)},
+            r"num_workers=1\) for a trial. Must be a fixed number",
+        ),
+        (
+            {"scaling_config": ScalingConfig(num_workers=(1, 2))},
+            r"num_workers=\(1, 2\)\) for a trial",
+        ),
+        (
+            {"scaling_config": TWO, "resources_per_trial": {"CPU": 2}},
+            "Give a worker's resources",
+        ),
+        (
+            {"scaling_config": TWO, "search_alg": BasicVariantGenerator()},
+            "must be limited from outside",
+        ),
         (
             {"scaling_config": TWO, "config": replace(CONFIG, base_batch_size=1)},
-            "for a base batch of 1: each of 1 passes of a worker needs at least one example",
+            "for a base batch of 1: each of 1 passes of a worker needs at least one "
+            "example",
         ),
-        ({"scaling_config": TWO, "config": replace(CONFIG, rule="linear")}, "its trials have rule='unscaled'"),
+        (
+            {"scaling_config": TWO, "config": replace(CONFIG, rule="linear")},
+            "its trials have rule='unscaled'",
+        ),
         (
             {"scaling_config": TWO, "scheduler": HyperBandScheduler()},
             "HyperBandScheduler with scaling_config. It may pause",
@@ -74,35 +113,62 @@ def spec(**changes: Any) -> SearchSpec:
         ),
     ],
 )
-def test_mistakes_are_found_before_anything_starts(changes: dict[str, Any], message: str) -> None:
+def test_mistakes_are_found_before_anything_starts(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         spec(**changes)
 
 
 def test_settings_that_a_search_uses_as_they_are_given_are_accepted() -> None:
-    spec(config=replace(CONFIG, per_worker_batch_size=B0, seed=7, grad_clip=1.0, rule="unscaled"))
-    on_workers = replace(CONFIG, sharding="oss", checkpoint_every_s=1.0, accumulation=2, per_worker_batch_size=4)
+    spec(
+        config=replace(
+            CONFIG, per_worker_batch_size=B0, seed=7, grad_clip=1.0, rule="unscaled"
+        )
+    )
+    on_workers = replace(
+        CONFIG,
+        sharding="oss",
+        checkpoint_every_s=1.0,
+        accumulation=2,
+        per_worker_batch_size=4,
+    )
     spec(config=on_workers, scaling_config=TWO)
 
 
-def test_no_more_trials_run_at_once_than_have_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray_adascale.search.spec.ray.cluster_resources", lambda: {"CPU": 9.0, "GPU": 4.0})
+def test_no_more_trials_run_at_once_than_have_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "ray_adascale.search.spec.ray.cluster_resources",
+        lambda: {"CPU": 9.0, "GPU": 4.0},
+    )
 
     def at_once(most: int | None, **workers: Any) -> int | None:
         return spec(
-            scaling_config=ScalingConfig(**workers), scheduler=None, max_concurrent_trials=most
+            scaling_config=ScalingConfig(**workers),
+            scheduler=None,
+            max_concurrent_trials=most,
         ).trials_at_once()
 
     assert at_once(None, num_workers=4) == 2
     assert at_once(1, num_workers=4) == 1
     assert at_once(8, num_workers=4) == 2
-    assert at_once(None, num_workers=2, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 1}) == 2
+    assert (
+        at_once(
+            None, num_workers=2, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 1}
+        )
+        == 2
+    )
     assert at_once(None, num_workers=16) == 1  # nodes may be added
     assert spec(max_concurrent_trials=8).trials_at_once() == 8  # a trial in one process
 
 
 def test_trials_are_counted_with_the_grid() -> None:
-    space = {"a": tune.grid_search([1, 2]), "b": {"c": tune.grid_search([1, 2, 3]), "d": tune.uniform(0, 1)}}
+    space = {
+        "a": tune.grid_search([1, 2]),
+        "b": {"c": tune.grid_search([1, 2, 3]), "d": tune.uniform(0, 1)},
+    }
     assert spec(param_space=space, num_samples=1).num_trials == 6
     assert spec(param_space=space, num_samples=3).num_trials == 18
     assert spec(num_samples=3).num_trials == 3
@@ -111,23 +177,47 @@ def test_trials_are_counted_with_the_grid() -> None:
 @pytest.mark.parametrize(
     ("space", "told"),
     [
-        ({"act": tune.choice(["a", nn.ReLU])}, r"param_space\['act'\]=<class '\S+ReLU'>: type is no JSON value"),
-        ({"act": tune.grid_search([nn.GELU()])}, r"param_space\['act'\]=GELU.*: GELU is no JSON value"),
-        ({"net": {"act": nn.ReLU}}, r"param_space\['net'\]\['act'\]=.*use a string as its name, and look"),
-        ({"net": [tune.choice([{"at": Path("x")}])]}, r"param_space\['net'\]\['at'\]=PosixPath"),
+        (
+            {"act": tune.choice(["a", nn.ReLU])},
+            r"param_space\['act'\]=<class '\S+ReLU'>: type is no JSON value",
+        ),
+        (
+            {"act": tune.grid_search([nn.GELU()])},
+            r"param_space\['act'\]=GELU.*: GELU is no JSON value",
+        ),
+        (
+            {"net": {"act": nn.ReLU}},
+            r"param_space\['net'\]\['act'\]=.*use a string as its name, and look",
+        ),
+        (
+            {"net": [tune.choice([{"at": Path("x")}])]},
+            r"param_space\['net'\]\['at'\]=PosixPath",
+        ),
         ({"clip": tune.choice([1.0, float("inf")])}, r"param_space\['clip'\]=inf"),
     ],
 )
-def test_what_a_recipe_could_not_keep_is_refused_before_anything_runs(space: dict[str, Any], told: str) -> None:
+def test_what_a_recipe_could_not_keep_is_refused_before_anything_runs(
+    space: dict[str, Any], told: str
+) -> None:
     with pytest.raises(ValueError, match=told):
         spec(param_space=space)
 
 
 def test_all_that_a_recipe_can_keep_may_be_searched() -> None:
     values = [1, 0.5, "a", True, None, np.float64(0.5), np.int64(3), (1, 2), {"a": [1]}]
-    space = {"a": tune.choice(values), "b": {"c": tune.grid_search(values)}, "d": tune.loguniform(1e-4, 1)}
+    space = {
+        "a": tune.choice(values),
+        "b": {"c": tune.grid_search(values)},
+        "d": tune.loguniform(1e-4, 1),
+    }
     # What a function draws is not known before it does.
-    spec(param_space={**space, "e": tune.sample_from(lambda _: nn.ReLU), "f": tune.randint(0, 3)})
+    spec(
+        param_space={
+            **space,
+            "e": tune.sample_from(lambda _: nn.ReLU),
+            "f": tune.randint(0, 3),
+        }
+    )
 
 
 def test_what_waits_for_workers_reserves_nothing_that_they_need() -> None:
@@ -138,7 +228,10 @@ def test_what_waits_for_workers_reserves_nothing_that_they_need() -> None:
 
 
 def test_only_trials_that_may_be_paused_need_checkpoints() -> None:
-    assert [spec(scheduler=given).may_pause for given in ("asha", None, HyperBandScheduler())] == [False, False, True]
+    assert [
+        spec(scheduler=given).may_pause
+        for given in ("asha", None, HyperBandScheduler())
+    ] == [False, False, True]
 
 
 def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None:
@@ -149,7 +242,12 @@ def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None
     assert json.loads((tmp_path / "mine" / "search.json").read_text()) == {
         "workload": "tests.samples_of:regression",
         "param_space": {
-            "lr": {"type": "Float", "lower": 0.1, "upper": 1, "sampler": {"type": "Float._LogUniform"}},
+            "lr": {
+                "type": "Float",
+                "lower": 0.1,
+                "upper": 1,
+                "sampler": {"type": "Float._LogUniform"},
+            },
             "depth": 2,
         },
         "base_batch_size": B0,
@@ -159,16 +257,24 @@ def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None
         "seed": 0,
         "probe_every": None,
         "evaluate_every": None,
-        "config": {"precision": "fp32", "grad_clip": None, "shuffle": True, "drop_last": False},
+        "config": {
+            "precision": "fp32",
+            "grad_clip": None,
+            "shuffle": True,
+            "drop_last": False,
+        },
         "num_workers": None,
         "search_alg": "random",
         "scheduler": "asha",
     }
     assert spec(param_space=space).started_before(folder)
     # How many run at once, and what is done with the best, may change.
-    assert spec(param_space=space, max_concurrent_trials=3, repeats=2, resources_per_trial={"CPU": 2}).started_before(
-        folder
-    )
+    assert spec(
+        param_space=space,
+        max_concurrent_trials=3,
+        repeats=2,
+        resources_per_trial={"CPU": 2},
+    ).started_before(folder)
     for change, told in (
         (
             {"config": replace(CONFIG, total_steps=100)},
@@ -176,9 +282,18 @@ def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None
         ),
         ({"scheduler": None}, "Invalid scheduler=None: .* started with 'asha'"),
         ({"param_space": {}}, "Invalid param_space={}"),
-        ({"config": replace(CONFIG, grad_clip=1.0)}, "Invalid config={.*'grad_clip': 1.0"),
-        ({"config": replace(CONFIG, evaluate_every=50)}, "Invalid evaluate_every=50: .* started with None"),
-        ({"scaling_config": ScalingConfig(num_workers=2)}, "Invalid num_workers=2: .* started with None"),
+        (
+            {"config": replace(CONFIG, grad_clip=1.0)},
+            "Invalid config={.*'grad_clip': 1.0",
+        ),
+        (
+            {"config": replace(CONFIG, evaluate_every=50)},
+            "Invalid evaluate_every=50: .* started with None",
+        ),
+        (
+            {"scaling_config": ScalingConfig(num_workers=2)},
+            "Invalid num_workers=2: .* started with None",
+        ),
     ):
         with pytest.raises(ValueError, match=told):
             spec(**({"param_space": space} | change)).started_before(folder)
@@ -186,7 +301,9 @@ def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None
     kept = json.loads((tmp_path / "mine" / "search.json").read_text())
     del kept["evaluate_every"]
     (tmp_path / "mine" / "search.json").write_text(json.dumps(kept))
-    assert spec(param_space=space, config=replace(CONFIG, evaluate_every=50)).started_before(folder)
+    assert spec(
+        param_space=space, config=replace(CONFIG, evaluate_every=50)
+    ).started_before(folder)
 
 
 def test_search_spaces_are_told_apart() -> None:
@@ -205,5 +322,6 @@ def test_search_spaces_are_told_apart() -> None:
 
     described = [json.dumps(_describe_space(space)) for space in spaces()]
     assert len(set(described)) == len(described)
-    assert [json.dumps(_describe_space(space)) for space in spaces()] == described  # as in another process
+    # as in another process
+    assert [json.dumps(_describe_space(space)) for space in spaces()] == described
     assert not any("0x" in text for text in described)

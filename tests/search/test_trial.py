@@ -1,4 +1,6 @@
-"""A trial in one process, without Ray: what it gathers and reports, its mistakes, and what it loads. test_tune runs real ones."""
+"""A trial in one process, without Ray: what it gathers and reports, its mistakes,
+and what it loads. test_tune runs real ones.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +44,25 @@ from ray_adascale.search.trial import (
 
 from ..samples_of import regression, schedule
 
-# ---- what is gathered and reported -----------------------------------------------------------------------------------
+# ---- what is gathered and reported ---------------------------------------------------
 
-PROBES = [NoiseProbe(effective_steps=0.0, sigma2=3.0, mu2=1.0), NoiseProbe(effective_steps=20.0, sigma2=2.0, mu2=0.5)]
+PROBES = [
+    NoiseProbe(effective_steps=0.0, sigma2=3.0, mu2=1.0),
+    NoiseProbe(effective_steps=20.0, sigma2=2.0, mu2=0.5),
+]
 
 
 def outcome(
-    metrics: Mapping[str, Any], *, tau: float = 10.0, per_epoch: float | None = 4.0, stopped: str | None = None
+    metrics: Mapping[str, Any],
+    *,
+    tau: float = 10.0,
+    per_epoch: float | None = 4.0,
+    stopped: str | None = None,
 ) -> StepReport:
     of_base = schedule(40, base_steps_per_epoch=per_epoch)
-    return StepReport(metrics=metrics, effective_steps=tau, schedule=of_base, stopped=stopped)
+    return StepReport(
+        metrics=metrics, effective_steps=tau, schedule=of_base, stopped=stopped
+    )
 
 
 def evaluated(collected: Collected, **found: float) -> dict[str, float]:
@@ -70,7 +81,8 @@ def test_a_report_has_the_mean_loss_of_the_steps_since_the_last_one() -> None:
     collected.add_loss(0.5)
     exact = float(torch.tensor(0.1, dtype=torch.float16))  # summed in float64
     assert collected.report(outcome({"loss": 0.5}))["loss"] == (exact + 0.5) / 2
-    assert collected.report(outcome({"loss": 0.7}))["loss"] == 0.7  # no step since: the run's own
+    # no step since: the run's own
+    assert collected.report(outcome({"loss": 0.7}))["loss"] == 0.7
 
 
 def test_a_loss_that_the_user_measures_is_the_users() -> None:
@@ -81,12 +93,22 @@ def test_a_loss_that_the_user_measures_is_the_users() -> None:
 
 
 @pytest.mark.parametrize(("mode", "objective"), [("min", -0.75), ("max", 0.75)])
-def test_tune_maximises_whatever_the_workload_wants(mode: Literal["min", "max"], objective: float) -> None:
+def test_tune_maximises_whatever_the_workload_wants(
+    mode: Literal["min", "max"], objective: float
+) -> None:
     metrics = {"accuracy": 0.75, "gain": 1.0}
     made = Collected("accuracy", mode).report(outcome(metrics, tau=10.0))
-    assert made == {"accuracy": 0.75, "gain": 1.0, OBJECTIVE: objective, "total_steps": 40, EPOCHS: 2.5}
+    assert made == {
+        "accuracy": 0.75,
+        "gain": 1.0,
+        OBJECTIVE: objective,
+        "total_steps": 40,
+        EPOCHS: 2.5,
+    }
     assert metrics == {"accuracy": 0.75, "gain": 1.0}  # the run's own are left alone
-    assert EPOCHS not in Collected("accuracy", mode).report(outcome(metrics, per_epoch=None))
+    assert EPOCHS not in Collected("accuracy", mode).report(
+        outcome(metrics, per_epoch=None)
+    )
 
 
 def test_the_last_report_alone_carries_what_the_recipe_needs() -> None:
@@ -108,13 +130,17 @@ def test_no_metric_of_the_user_has_a_key_of_the_search() -> None:
 
 
 def test_a_metric_that_no_evaluation_has_returned_is_no_score() -> None:
-    with pytest.raises(FloatingPointError, match="accuracy is nan at effective step 10 of 40"):
+    with pytest.raises(
+        FloatingPointError, match="accuracy is nan at effective step 10 of 40"
+    ):
         Collected("accuracy", "max").report(outcome({"gain": 1.0}))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_metric_that_is_not_finite_ends_the_trial(bad: float) -> None:
-    with pytest.raises(FloatingPointError, match=f"error is {bad} at effective step 10 of 40"):
+    with pytest.raises(
+        FloatingPointError, match=f"error is {bad} at effective step 10 of 40"
+    ):
         Collected("error", "min").report(outcome({"error": bad}))
 
 
@@ -126,7 +152,7 @@ def test_a_workload_without_evaluate_is_reported_all_the_same() -> None:
     assert collected.evaluated == ()
 
 
-# ---- a trial of one process ------------------------------------------------------------------------------------------
+# ---- a trial of one process ----------------------------------------------------------
 
 
 def setup(workload: Any, *, checkpoints: bool = False, **config: Any) -> InOneProcess:
@@ -174,7 +200,9 @@ class Tune:
             raise OSError(30, "Read-only file system")
         self.told.append(metrics)
         if checkpoint is not None:
-            self.saved.append(Path(shutil.copytree(checkpoint.path, self.keep / str(len(self.saved)))))
+            self.saved.append(
+                Path(shutil.copytree(checkpoint.path, self.keep / str(len(self.saved))))
+            )
 
 
 def numbers(report: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +218,9 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tune]:
     gc.unfreeze()  # the process of a trial has trials only
 
 
-def test_a_trial_collects_the_garbage_of_the_one_before_and_not_what_was_imported(started: Tune) -> None:
+def test_a_trial_collects_the_garbage_of_the_one_before_and_not_what_was_imported(
+    started: Tune,
+) -> None:
     models: list[weakref.ref[nn.Module]] = []
 
     def in_a_cycle(config: Any) -> Workload:
@@ -212,7 +242,11 @@ def test_tune_hears_of_each_evaluation_and_the_end(started: Tune) -> None:
     assert all(report[OBJECTIVE] == -report["error"] for report in started.told)
     assert [RESULT in report for report in started.told] == [False, False, False, True]
     found = BaseResult.from_json(started.told[-1][RESULT])
-    assert (found.metric, found.mode, found.score) == ("error", "min", started.told[-1]["error"])
+    assert (found.metric, found.mode, found.score) == (
+        "error",
+        "min",
+        started.told[-1]["error"],
+    )
     assert [probe.effective_steps for probe in found.noise] == [0, 20]
     assert started.saved == []
 
@@ -228,7 +262,11 @@ def test_a_mistake_in_evaluate_ends_a_trial_before_its_first_step(
     started: Tune, returned: Any, kind: type[Exception], words: str
 ) -> None:
     def workload(config: dict[str, Any]) -> Workload:
-        return replace(regression(config), evaluate=lambda _: returned, loss_fn=lambda *_: pytest.fail("trained"))
+        return replace(
+            regression(config),
+            evaluate=lambda _: returned,
+            loss_fn=lambda *_: pytest.fail("trained"),
+        )
 
     with pytest.raises(kind, match=words):
         run_trial({}, setup(workload))
@@ -241,7 +279,9 @@ def test_a_score_of_an_earlier_evaluation_is_told(started: Tune) -> None:
     def workload(config: dict[str, Any]) -> Workload:
         return replace(
             regression(config),
-            evaluate=lambda _: calls.append(1) or ({"error": 1.0} if len(calls) < 5 else {"other": 1}),
+            evaluate=lambda _: (
+                calls.append(1) or ({"error": 1.0} if len(calls) < 5 else {"other": 1})
+            ),
         )
 
     with pytest.warns(UserWarning, match="returned no 'error' this time"):
@@ -265,19 +305,27 @@ def test_a_trial_that_may_be_paused_goes_on_from_any_report_as_if_nothing_happen
     started: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kept(report: dict[str, Any]) -> dict[str, Any]:
-        """But for what the last probe has shown, which no checkpoint holds: the next probe shows it again."""
-        return {key: value for key, value in numbers(report).items() if key not in ("sigma2", "mu2", "noise_scale")}
+        """But for what the last probe has shown, which no checkpoint holds: the next
+        probe shows it again.
+        """
+        return {
+            key: value
+            for key, value in numbers(report).items()
+            if key not in ("sigma2", "mu2", "noise_scale")
+        }
 
     run_trial({}, setup(regression, checkpoints=True, evaluate_every=10.0))
     whole = list(started.told)
-    assert len(started.saved) == 4  # the last one too: a scheduler may pause a trial there
+    # the last one too: a scheduler may pause a trial there
+    assert len(started.saved) == 4
     assert not any(folder.exists() for folder in started.gone)
     for step, saved in enumerate(started.saved, 1):
         (tmp_path / f"again{step}").mkdir()
         again = Tune(tmp_path / f"again{step}", resume=saved)
         monkeypatch.setattr("ray_adascale.search.trial.tune", again)
         run_trial({}, setup(regression, checkpoints=True, evaluate_every=10.0))
-        assert [*map(kept, again.told)] == [*map(kept, whole[step:])]  # RESULT too, so all of the noise
+        # RESULT too, so all of the noise
+        assert [*map(kept, again.told)] == [*map(kept, whole[step:])]
 
 
 def test_a_damaged_checkpoint_of_a_trial_is_not_gone_on_from(started: Tune) -> None:
@@ -302,7 +350,8 @@ def test_a_trial_waits_for_storage_that_is_read_only_for_a_while(
     assert len(started.saved) == 2
     assert sum(slept) > 60
     assert re.search(
-        r"could not be stored: .* Read-only file system\. Again in 1 s, for 600 s at most", caplog.messages[0]
+        r"could not be stored: .* Read-only file system\. Again in 1 s, for 600 s at most",
+        caplog.messages[0],
     )
     started.fails = 10_000
     with pytest.raises(OSError, match="Read-only"):  # and the search starts it again
@@ -321,7 +370,10 @@ class Noted(TrialSetup):
 
 
 def test_a_repeat_is_the_candidates_trial_with_another_seed() -> None:
-    planned = [PlannedRepeat(candidate=str(c), hyperparameters={"lr": c / 10}, seed=s) for c, s in ((0, 7), (1, 8))]
+    planned = [
+        PlannedRepeat(candidate=str(c), hyperparameters={"lr": c / 10}, seed=s)
+        for c, s in ((0, 7), (1, 8))
+    ]
     noted = Noted(workload=regression, config=AdaScaleConfig(seed=3), probe_every=20)
     run_trial({"lr": 5.0}, noted)
     run_repeat({"repeat": 1}, noted, planned)
@@ -330,7 +382,7 @@ def test_a_repeat_is_the_candidates_trial_with_another_seed() -> None:
     assert str(planned[1]) == "lr=0.1, seed 8"
 
 
-# ---- mistakes --------------------------------------------------------------------------------------------------------
+# ---- mistakes ------------------------------------------------------------------------
 
 
 def diverges(config: dict[str, Any]) -> Any:
@@ -353,7 +405,8 @@ def has_no_memory(config: dict[str, Any]) -> Any:
 
 def has_two_optimizers(config: dict[str, Any]) -> Any:
     workload: Any = regression(config)
-    workload.optimizer = [workload.optimizer]  # after the workload's own check, so only the run finds it
+    # after the workload's own check, so only the run finds it
+    workload.optimizer = [workload.optimizer]
     return workload
 
 
@@ -372,7 +425,8 @@ def test_a_trial_notes_what_was_wrong_before_it_trained(
 ) -> None:
     with pytest.raises(error) as info:
         run_trial({}, setup(workload))
-    assert was_building(pickle.loads(pickle.dumps(info.value))) == noted  # as it comes to the driver
+    # as it comes to the driver
+    assert was_building(pickle.loads(pickle.dumps(info.value))) == noted
 
 
 LIGHT = """
@@ -384,6 +438,13 @@ assert not set(heavy) & set(sys.modules), set(heavy) & set(sys.modules)
 """
 
 
-def test_the_process_of_a_trial_loads_neither_ray_train_for_torch_nor_the_search() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", LIGHT], capture_output=True, text=True, timeout=100)
+def test_the_process_of_a_trial_loads_neither_ray_train_for_torch_nor_the_search() -> (
+    None
+):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LIGHT],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr

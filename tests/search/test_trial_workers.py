@@ -1,4 +1,6 @@
-"""A trial on workers of its own: what reaches Tune and what its checkpoints hold, without Ray. test_tune runs it for real."""
+"""A trial on workers of its own: what reaches Tune and what its checkpoints hold,
+without Ray. test_tune runs it for real.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,17 @@ def make_workload(metric: str) -> Workload:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5),
         train_dataset=TensorDataset(x, x.sum(1, keepdim=True)),
         loss_fn=loss_fn,
-        evaluate=lambda model: {"error": model.weight.double().sub(1).square().sum().item()},
+        evaluate=lambda model: {
+            "error": model.weight.double().sub(1).square().sum().item()
+        },
         metric=metric,
     )
 
 
 class Trial:
-    """One worker in two passes, so n = 2, that keeps each checkpoint. Goes on from one of them, if it is told to."""
+    """One worker in two passes, so n = 2, that keeps each checkpoint. Goes on from
+    one of them, if it is told to.
+    """
 
     def __init__(
         self,
@@ -68,16 +74,23 @@ class Trial:
 
         def report(metrics: Any, checkpoint: Any, **_: Any) -> None:
             step = metrics["optimizer_steps"]
-            self.saved.append(Path(shutil.copytree(checkpoint.path, keep / f"checkpoint_{step:02d}")))
+            self.saved.append(
+                Path(shutil.copytree(checkpoint.path, keep / f"checkpoint_{step:02d}"))
+            )
 
         monkeypatch.setattr(ray.train, "report", report)
         backend = object.__new__(_TrialBackend)  # the real one asks Ray who it is
         backend.rank, backend.world_size, backend.device = 0, 1, torch.device("cpu")
         backend._uploading = threading.Event()
-        monkeypatch.setattr(trial_workers.RayTrainBackend, "listeners", lambda *_: [])  # no gauges
-        backend._probe_every, backend._reports = PROBE_EVERY, SimpleNamespace(put=self.told.append)
+        # no gauges
+        monkeypatch.setattr(trial_workers.RayTrainBackend, "listeners", lambda *_: [])
+        backend._probe_every, backend._reports = (
+            PROBE_EVERY,
+            SimpleNamespace(put=self.told.append),
+        )
         backend._storage = SimpleNamespace(
-            storage_filesystem=pyarrow.fs.LocalFileSystem(), experiment_fs_path=str(keep)
+            storage_filesystem=pyarrow.fs.LocalFileSystem(),
+            experiment_fs_path=str(keep),
         )
         backend.preemption_poll_s = math.inf  # Ray answers in its workers only
         backend.last = {}
@@ -113,7 +126,9 @@ class Trial:
             run.backward(workload.loss_fn(run.model, batch))
             if run.step():
                 self.losses.append(run.state.metrics["loss"])
-                self.moments.append((run.optimizer.last_step.sigma2, run.optimizer.last_step.mu2))
+                self.moments.append(
+                    (run.optimizer.last_step.sigma2, run.optimizer.last_step.mu2)
+                )
         self.last = backend.last
 
 
@@ -125,24 +140,35 @@ def test_tune_hears_of_evaluations_however_often_checkpoints_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     often = Trial(tmp_path / "often", monkeypatch)
-    assert [path.name for path in often.saved] == [f"checkpoint_{step:02d}" for step in range(1, T)]  # none at the end
+    # none at the end
+    assert [path.name for path in often.saved] == [
+        f"checkpoint_{step:02d}" for step in range(1, T)
+    ]
     assert [report["effective_steps"] for report in often.told] == [5, 10, 15]
     for report, end in zip([*often.told, often.last], (5, 10, 15, 20), strict=True):
-        mean = sum(often.losses[end - EVERY : end]) / EVERY  # over the steps since the report before
+        # over the steps since the report before
+        mean = sum(often.losses[end - EVERY : end]) / EVERY
         assert report["loss"] == pytest.approx(mean, rel=1e-12)
         assert report[OBJECTIVE] == -report["loss"]
         assert (RESULT in report) == (end == T)
     rarely = Trial(tmp_path / "rarely", monkeypatch, checkpoint_every_s=1e9)
     assert rarely.saved == []
-    assert [*map(numbers, rarely.told), numbers(rarely.last)] == [*map(numbers, often.told), numbers(often.last)]
+    assert [*map(numbers, rarely.told), numbers(rarely.last)] == [
+        *map(numbers, often.told),
+        numbers(often.last),
+    ]
 
 
-def test_the_noise_is_that_of_every_fourth_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_noise_is_that_of_every_fourth_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trial = Trial(tmp_path, monkeypatch)
     found = [
-        (probe.effective_steps, probe.sigma2, probe.mu2) for probe in BaseResult.from_json(trial.last[RESULT]).noise
+        (probe.effective_steps, probe.sigma2, probe.mu2)
+        for probe in BaseResult.from_json(trial.last[RESULT]).noise
     ]
-    assert found == [(tau, *trial.moments[tau]) for tau in (0, 4, 8, 12, 16)]  # of the step itself, not averaged
+    # of the step itself, not averaged
+    assert found == [(tau, *trial.moments[tau]) for tau in (0, 4, 8, 12, 16)]
     assert all(sigma2 > 0 for _, sigma2, _ in found)
 
 
@@ -161,16 +187,26 @@ def test_a_trial_goes_on_from_any_checkpoint_as_if_nothing_happened(
         )
         assert len(again.losses) == T - step
         rest = [report for report in whole.told if report["effective_steps"] > step]
-        assert [numbers(report) for report in again.told] == [numbers(report) for report in rest]
+        assert [numbers(report) for report in again.told] == [
+            numbers(report) for report in rest
+        ]
         assert numbers(again.last) == numbers(whole.last)  # the noise too
 
 
-def test_other_workers_collect_nothing_and_write_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_workers_collect_nothing_and_write_their_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reported: list[Path] = []
-    monkeypatch.setattr(ray.train, "report", lambda metrics, checkpoint, **_: reported.append(Path(checkpoint.path)))
+    monkeypatch.setattr(
+        ray.train,
+        "report",
+        lambda metrics, checkpoint, **_: reported.append(Path(checkpoint.path)),
+    )
     backend = object.__new__(_TrialBackend)
     backend.rank, backend.collected = 1, None
-    outcome = StepReport(metrics={"loss": 1.0}, effective_steps=3.0, schedule=schedule(T, B0))
+    outcome = StepReport(
+        metrics={"loss": 1.0}, effective_steps=3.0, schedule=schedule(T, B0)
+    )
     folder = backend.checkpoint_folder(3)
     assert folder is not None
     backend.report(outcome, folder)
@@ -188,7 +224,9 @@ class Reports(queue.Queue[Any]):
         assert actor_options["num_cpus"] == 0  # the workers want them all
 
 
-def run_with(fit: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], ray.train.RunConfig]:
+def run_with(
+    fit: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Any], ray.train.RunConfig]:
     """What Tune is told by a trial whose workers do what ``fit(reports)`` does."""
     told: list[Any] = []
     seen: dict[str, Any] = {}
@@ -203,16 +241,27 @@ def run_with(fit: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], ray.
     monkeypatch.setattr(trial_workers, "Queue", Reports)
     monkeypatch.setattr(trial_workers, "Empty", queue.Empty)
     monkeypatch.setattr(trial_workers, "TorchTrainer", Trainer)
-    tune = SimpleNamespace(report=told.append, get_context=lambda: SimpleNamespace(get_trial_id=lambda: "a1b2"))
+    tune = SimpleNamespace(
+        report=told.append,
+        get_context=lambda: SimpleNamespace(get_trial_id=lambda: "a1b2"),
+    )
     monkeypatch.setattr(trial_workers, "tune", tune)
     config = base_config(None, B0, T, None, seed=0)
     workers = ray.train.ScalingConfig(num_workers=2)
-    OnWorkers(workload=make_workload, config=config, probe_every=4, scaling_config=workers, folder="there").train({})
+    OnWorkers(
+        workload=make_workload,
+        config=config,
+        probe_every=4,
+        scaling_config=workers,
+        folder="there",
+    ).train({})
     assert seen["scaling_config"] is workers
     return told, seen["run_config"]
 
 
-def test_every_report_reaches_tune_and_the_workers_are_gone_before_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_report_reaches_tune_and_the_workers_are_gone_before_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fit(reports: Reports) -> Any:
         for number in range(5):
             reports.put(number)
@@ -227,7 +276,12 @@ def test_every_report_reaches_tune_and_the_workers_are_gone_before_the_last(monk
 @pytest.mark.parametrize(
     ("error", "raised"),
     [
-        (ray.train.WorkerGroupError("all of it", {1: (mistake := MissingMetric("not measured"))}), mistake),
+        (
+            ray.train.WorkerGroupError(
+                "all of it", {1: (mistake := MissingMetric("not measured"))}
+            ),
+            mistake,
+        ),
         ((failed := ray.train.TrainingFailedError("no controller")), failed),
         ((ended := SystemExit(1)), ended),  # what Ray makes of a signal
     ],

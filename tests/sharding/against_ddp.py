@@ -1,9 +1,11 @@
-"""The two runs that tests of ShardedDataParallel compare: DDP with the plain optimizer, and OSS under ShardedDataParallel.
+"""The two runs that tests of ShardedDataParallel compare: DDP with the plain optimizer,
+and OSS under ShardedDataParallel.
 
-Two workers: equal to the last bit in float32, since the sum of two numbers has one order and a half of it is exact. Three
-and four: DDP's ring adds the summands up in another order, and divides by three before it adds, where we divide after; so
-those runs are in float64, where the roundings (1e-16 a step, grown over 20 steps) stay far below ``ROUNDING``; whatever is
-forgotten or done twice is far above.
+Two workers: equal to the last bit in float32, since the sum of two numbers has one
+order and a half of it is exact. Three and four: DDP's ring adds the summands up in
+another order, and divides by three before it adds, where we divide after; so those runs
+are in float64, where the roundings (1e-16 a step, grown over 20 steps) stay far below
+``ROUNDING``; whatever is forgotten or done twice is far above.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ SMALL = 40  # elements in a bucket: several buckets even for a model of a few hu
 
 
 class Lars(Optimizer):
-    """Looks at the norm of a whole parameter, so a split by element would be silently wrong."""
+    """Looks at the norm of a whole parameter, so a split by element would be
+    silently wrong.
+    """
 
     def __init__(self, params: Any, lr: float, momentum: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
@@ -61,7 +65,9 @@ def by_kind(model: nn.Module) -> list[dict[str, Any]]:
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda m: SGD(m.parameters(), lr=0.1),
     "momentum": lambda m: SGD(m.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01),
-    "nesterov": lambda m: SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "nesterov": lambda m: SGD(
+        m.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "adamw": lambda m: AdamW(m.parameters(), lr=0.01, weight_decay=0.1),
     "layers": lambda m: AdamW(groups(m), lr=0.01),
     "kinds": lambda m: SGD(by_kind(m), lr=0.05, momentum=0.9),
@@ -80,7 +86,9 @@ def wrapped(
 ) -> tuple[Any, Any]:
     """The model and its optimizer, data-parallel."""
     if not sharded:
-        return DistributedDataParallel(model, process_group=group, find_unused_parameters=unused), optimizer
+        return DistributedDataParallel(
+            model, process_group=group, find_unused_parameters=unused
+        ), optimizer
     ours = OSS.wrap(optimizer, group, bucket_numel=SMALL)
     return ShardedDataParallel(model, ours), ours
 

@@ -1,7 +1,8 @@
-"""OSS.clip_grad_norm beside model parallelism: workers that hold other parameters count too, if they are named.
+"""OSS.clip_grad_norm beside model parallelism: workers that hold other parameters count
+too, if they are named.
 
-Stages of a pipeline (or shares of tensor-parallel layers) times data-parallel replicas; a function whose name starts with an
-underscore runs on each rank of the pool.
+Stages of a pipeline (or shares of tensor-parallel layers) times data-parallel replicas;
+a function whose name starts with an underscore runs on each rank of the pool.
 """
 
 from __future__ import annotations
@@ -32,22 +33,38 @@ class _Stage(nn.Module):
         self.copied = nn.Parameter(torch.zeros(1, dtype=torch.float64))
 
     def forward(self, own: Tensor, more: Tensor, copied: Tensor) -> Tensor:
-        return (self.own * own).sum() + (self.more * more).sum() + (self.copied * copied).sum()
+        return (
+            (self.own * own).sum()
+            + (self.more * more).sum()
+            + (self.copied * copied).sum()
+        )
 
 
 # Gradients of each stage, averaged over its replicas.
 GRADIENTS = [([3.0, 0.0], [1.0], [12.0]), ([0.0, 4.0], [2.0], [12.0])]
 # Of the whole model, the copied parameter once.
-NORMS = {2.0: math.sqrt(9 + 1 + 144 + 16 + 4), 1.0: 3.0 + 1 + 12 + 4 + 2, math.inf: 12.0}
+NORMS = {
+    2.0: math.sqrt(9 + 1 + 144 + 16 + 4),
+    1.0: 3.0 + 1 + 12 + 4 + 2,
+    math.inf: 12.0,
+}
 
 
-def _two_by_two(kind: str, replicas: int, norm_type: float, adascale: bool) -> tuple[float, list[float]]:
-    """The norm, and how far each of this stage's parameters moved with LR 1, clipped to half the norm."""
+def _two_by_two(
+    kind: str, replicas: int, norm_type: float, adascale: bool
+) -> tuple[float, list[float]]:
+    """The norm, and how far each of this stage's parameters moved with LR 1, clipped
+    to half the norm.
+    """
     rank = dist.get_rank()
     stage, replica = rank // replicas, rank % replicas
-    groups = [dist.new_group(list(range(s * replicas, (s + 1) * replicas))) for s in range(2)]
+    groups = [
+        dist.new_group(list(range(s * replicas, (s + 1) * replicas))) for s in range(2)
+    ]
     model = _Stage()
-    optimizer: Any = OSS.wrap(SGD(model.parameters(), lr=1.0), groups[stage], bucket_numel=2)
+    optimizer: Any = OSS.wrap(
+        SGD(model.parameters(), lr=1.0), groups[stage], bucket_numel=2
+    )
     ddp: Any = model
     if kind == "zero2":
         ddp = ShardedDataParallel(model, optimizer)
@@ -57,16 +74,24 @@ def _two_by_two(kind: str, replicas: int, norm_type: float, adascale: bool) -> t
         optimizer = AdaScale(optimizer)
     # Replicas differ, by ±1 about the mean.
     offset = 0.0 if replicas == 1 else 1.0 - 2 * replica
-    ddp(*[torch.tensor(g, dtype=torch.float64) + offset for g in GRADIENTS[stage]]).backward()
+    ddp(
+        *[torch.tensor(g, dtype=torch.float64) + offset for g in GRADIENTS[stage]]
+    ).backward()
 
     def counted(params: Iterable[Tensor]) -> Iterable[Tensor]:
         return [p for p in params if stage == 0 or p is not model.copied]
 
     whole = NORMS[norm_type]
-    norm = optimizer.clip_grad_norm(whole / 2, norm_type, counted, process_group=dist.group.WORLD)
+    norm = optimizer.clip_grad_norm(
+        whole / 2, norm_type, counted, process_group=dist.group.WORLD
+    )
     gain = optimizer.gain() if adascale else 1.0
     optimizer.step()
-    return float(norm), [-float(x) / gain for p in (model.own, model.more, model.copied) for x in p.detach()]
+    return float(norm), [
+        -float(x) / gain
+        for p in (model.own, model.more, model.copied)
+        for x in p.detach()
+    ]
 
 
 @pytest.mark.also_simulated("*-2-2.0-False")
@@ -85,16 +110,24 @@ def _two_by_two(kind: str, replicas: int, norm_type: float, adascale: bool) -> t
 def test_the_norm_is_that_of_the_whole_model(
     pool: Pool, kind: str, world_size: int, norm_type: float, adascale: bool
 ) -> None:
-    """The copied parameter is counted on one stage and clipped on both, or the copies would part."""
-    results = pool(world_size).run(_two_by_two, kind, world_size // 2, norm_type, adascale)
+    """The copied parameter is counted on one stage and clipped on both, or the
+    copies would part.
+    """
+    results = pool(world_size).run(
+        _two_by_two, kind, world_size // 2, norm_type, adascale
+    )
     for rank, (norm, moved) in enumerate(results):
-        assert norm == pytest.approx(NORMS[norm_type], rel=1e-6)  # returned as float32 or better
+        # returned as float32 or better
+        assert norm == pytest.approx(NORMS[norm_type], rel=1e-6)
         flat = [x for part in GRADIENTS[rank // (world_size // 2)] for x in part]
-        assert moved == pytest.approx([x / 2 for x in flat], rel=2e-6, abs=1e-9)  # torch's 1e-6 below the line
+        # torch's 1e-6 below the line
+        assert moved == pytest.approx([x / 2 for x in flat], rel=2e-6, abs=1e-9)
 
 
 def _only_one_stage(kind: str) -> float:
-    """Without a process group only the optimizer's own workers take part, so that others need not call it."""
+    """Without a process group only the optimizer's own workers take part, so that
+    others need not call it.
+    """
     group = dist.new_group([0, 1])
     if dist.get_rank() > 1:
         return 5.0
@@ -123,8 +156,12 @@ def _one_worker_has_no_batch(norm_type: float) -> float:
 
 
 @pytest.mark.parametrize(("norm_type", "norm"), [(2.0, 5.0), (math.inf, 4.0)])
-def test_a_worker_without_a_batch_clips_with_the_others(pool: Pool, norm_type: float, norm: float) -> None:
-    """Its own gradients are used up; another worker's are not, which is told with the norm."""
+def test_a_worker_without_a_batch_clips_with_the_others(
+    pool: Pool, norm_type: float, norm: float
+) -> None:
+    """Its own gradients are used up; another worker's are not, which is told with
+    the norm.
+    """
     assert pool(2).run(_one_worker_has_no_batch, norm_type) == [norm] * 2
 
 
@@ -134,7 +171,9 @@ def test_what_is_filtered_out_is_clipped_all_the_same() -> None:
     optimizer = OSS(params, lr=1.0)
     (3 * params[0] + 8 * params[1]).sum().backward()
     assert optimizer.clip_grad_norm(1.5, 2.0, lambda ps: list(ps)[:1]) == 3
-    assert [p.grad.item() for p in params if p.grad is not None] == pytest.approx([1.5, 4.0], rel=1e-5)
+    assert [p.grad.item() for p in params if p.grad is not None] == pytest.approx(
+        [1.5, 4.0], rel=1e-5
+    )
 
 
 def test_a_plain_optimizer_under_adascale_has_no_other_workers() -> None:
@@ -153,7 +192,9 @@ def test_any_size_of_fairscales_buffer_is_accepted() -> None:
 
 
 def _clip_when(adascale: bool) -> tuple[str, list[float]]:
-    """What clipping says after ``step()``, the norms of two steps, and the norm after ``zero_grad()``."""
+    """What clipping says after ``step()``, the norms of two steps, and the norm
+    after ``zero_grad()``.
+    """
     model = nn.Linear(2, 1, bias=False, dtype=torch.float64)
     sharded = OSS(model.parameters(), lr=1.0)
     ddp = ShardedDataParallel(model, sharded)
@@ -185,14 +226,22 @@ def _clip_frozen() -> float:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_an_optimizer_whose_parameters_are_all_frozen_has_a_norm_of_zero(pool: Pool, world_size: int) -> None:
-    assert set(pool(2).run(_clip_frozen) if world_size == 2 else [_clip_frozen()]) == {0.0}
+def test_an_optimizer_whose_parameters_are_all_frozen_has_a_norm_of_zero(
+    pool: Pool, world_size: int
+) -> None:
+    assert set(pool(2).run(_clip_frozen) if world_size == 2 else [_clip_frozen()]) == {
+        0.0
+    }
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("adascale", [False, True])
-def test_clipping_gradients_that_are_used_up_is_refused(pool: Pool, world_size: int, adascale: bool) -> None:
-    outcomes = pool(2).run(_clip_when, adascale) if world_size == 2 else [_clip_when(adascale)]
+def test_clipping_gradients_that_are_used_up_is_refused(
+    pool: Pool, world_size: int, adascale: bool
+) -> None:
+    outcomes = (
+        pool(2).run(_clip_when, adascale) if world_size == 2 else [_clip_when(adascale)]
+    )
     for after, norms in outcomes:
         assert "the step has consumed the gradients" in after
         assert "between backward() and step()" in after
@@ -200,7 +249,9 @@ def test_clipping_gradients_that_are_used_up_is_refused(pool: Pool, world_size: 
 
 
 def _clip_where_only_one_has_a_gradient(norm_type: float) -> float:
-    """Two parameters split whole, one a worker; the pass of rank 1 reaches nothing, and one parameter has no gradient at all."""
+    """Two parameters split whole, one a worker; the pass of rank 1 reaches nothing,
+    and one parameter has no gradient at all.
+    """
     model = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))])
     optimizer = OSS(model.parameters(), Signs, lr=1.0)
     ddp = ShardedDataParallel(model, optimizer)
@@ -217,5 +268,7 @@ class Signs(SGD):
 
 @pytest.mark.also_simulated
 @pytest.mark.parametrize(("norm_type", "norm"), [(2.0, 5.0), (math.inf, 4.0)])
-def test_a_worker_without_a_gradient_clips_with_the_others(pool: Pool, norm_type: float, norm: float) -> None:
+def test_a_worker_without_a_gradient_clips_with_the_others(
+    pool: Pool, norm_type: float, norm: float
+) -> None:
     assert pool(2).run(_clip_where_only_one_has_a_gradient, norm_type) == [norm, norm]

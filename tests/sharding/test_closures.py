@@ -1,4 +1,5 @@
-"""OSS.step(closure) hands the closure on, and an optimizer that needs it takes the steps that it takes unsharded.
+"""OSS.step(closure) hands the closure on, and an optimizer that needs it takes the
+steps that it takes unsharded.
 
 A function whose name starts with an underscore runs on each rank of the pool.
 """
@@ -23,14 +24,21 @@ from .test_unused_gradients import Branches
 
 
 class SharpnessAware(Optimizer):
-    """SAM with a norm for each parameter: the gradient of a step is taken a little uphill, by another call of the closure.
+    """SAM with a norm for each parameter: the gradient of a step is taken a little
+    uphill, by another call of the closure.
 
-    Its step has no default for the closure. ``in_place``: the first gradient is there already, as in the best-known
-    implementation; else the closure makes it. ``replaces``: parameters get other memory on the way.
+    Its step has no default for the closure. ``in_place``: the first gradient is there
+    already, as in the best-known implementation; else the closure makes it.
+    ``replaces``: parameters get other memory on the way.
     """
 
     def __init__(
-        self, params: Any, lr: float, in_place: bool = False, replaces: bool = False, none: bool = True
+        self,
+        params: Any,
+        lr: float,
+        in_place: bool = False,
+        replaces: bool = False,
+        none: bool = True,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": 0.9})
         self.in_place, self.replaces, self.none = in_place, replaces, none
@@ -58,7 +66,9 @@ class SharpnessAware(Optimizer):
         return second if loss is None else loss
 
 
-def _sharpness_aware(kind: str, options: dict[str, Any], clears: bool) -> tuple[Tensor, Tensor]:
+def _sharpness_aware(
+    kind: str, options: dict[str, Any], clears: bool
+) -> tuple[Tensor, Tensor]:
     rank = dist.get_rank()
     ends, losses = [], []
     for sharded in (False, True):
@@ -72,7 +82,9 @@ def _sharpness_aware(kind: str, options: dict[str, Any], clears: bool) -> tuple[
         calls = 0
         for batch in batches(8, rank, torch.float64):
 
-            def closure(ddp: Any = ddp, batch: Any = batch, optimizer: Any = optimizer) -> Tensor:
+            def closure(
+                ddp: Any = ddp, batch: Any = batch, optimizer: Any = optimizer
+            ) -> Tensor:
                 nonlocal calls
                 calls += 1
                 if clears:
@@ -107,21 +119,33 @@ def _sharpness_aware(kind: str, options: dict[str, Any], clears: bool) -> tuple[
 def test_an_optimizer_that_evaluates_the_model_again(
     pool: Pool, world_size: int, kind: str, options: dict[str, Any], clears: bool
 ) -> None:
-    """Before each evaluation every worker has what the others' optimizers have done to their parameters."""
-    assert_agree(pool(world_size).run(_sharpness_aware, kind, options, clears), ROUNDING)
+    """Before each evaluation every worker has what the others' optimizers have done
+    to their parameters.
+    """
+    assert_agree(
+        pool(world_size).run(_sharpness_aware, kind, options, clears), ROUNDING
+    )
 
 
 @compared
 def _other_branch(sharded: bool) -> Tensor:
-    """In the second step the second evaluation leaves out a branch that the first one reached."""
+    """In the second step the second evaluation leaves out a branch that the first
+    one reached.
+    """
     rank = dist.get_rank()
     torch.manual_seed(1)
     model = Branches().double()
-    ddp, optimizer = wrapped(model, SharpnessAware(model.parameters(), lr=0.02), sharded, unused=True)
-    for batch, branches in zip(batches(3, rank, torch.float64), ((0, 0), (0, 1), (1, 0)), strict=True):
+    ddp, optimizer = wrapped(
+        model, SharpnessAware(model.parameters(), lr=0.02), sharded, unused=True
+    )
+    for batch, branches in zip(
+        batches(3, rank, torch.float64), ((0, 0), (0, 1), (1, 0)), strict=True
+    ):
         turn = iter(branches)
 
-        def closure(ddp: Any = ddp, batch: Any = batch, turn: Iterator[int] = turn) -> Tensor:
+        def closure(
+            ddp: Any = ddp, batch: Any = batch, turn: Iterator[int] = turn
+        ) -> Tensor:
             loss = nn.functional.mse_loss(ddp(batch[0], next(turn)), batch[1])
             loss.backward()
             return loss
@@ -132,7 +156,9 @@ def _other_branch(sharded: bool) -> Tensor:
 
 
 def test_what_the_last_evaluation_does_not_reach_stays_where_it_is(pool: Pool) -> None:
-    """It has momentum, which would move it: a gradient of zero is not the same as none."""
+    """It has momentum, which would move it: a gradient of zero is not the same as
+    none.
+    """
     assert_agree(pool(2).run(_other_branch), ROUNDING)
 
 
@@ -152,7 +178,10 @@ class WithoutClosure(SGD):
 
 
 def test_what_the_optimizer_takes_and_returns_is_its_own() -> None:
-    for kind, given, returned in ((Passed, {"kept": []}, "its own"), (WithoutClosure, {}, None)):
+    for kind, given, returned in (
+        (Passed, {"kept": []}, "its own"),
+        (WithoutClosure, {}, None),
+    ):
         model = nn.Linear(1, 1, bias=False)
         optimizer = OSS(model.parameters(), kind, lr=0.1)
         model(torch.ones(1, 1)).sum().backward()
@@ -169,18 +198,29 @@ class Holder(SGD):
 
 
 def _held() -> None:
-    with pytest.raises(ValueError, match=r"Holder holds another optimizer, in 'base'.*Holder\(OSS\(\.\.\.\)\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"Holder holds another optimizer, in 'base'.*Holder\(OSS\(\.\.\.\)\)",
+    ):
         OSS(build().parameters(), Holder, lr=0.1)
 
 
 def test_an_optimizer_that_holds_another_is_refused(pool: Pool) -> None:
-    """Of that one's state nothing would be sharded, and under ShardedDataParallel it would find no gradient."""
+    """Of that one's state nothing would be sharded, and under ShardedDataParallel it
+    would find no gradient.
+    """
     pool(2).run(_held)
     OSS(build().parameters(), Holder, lr=0.1)  # alone, there is nothing to shard
 
 
 def test_adascale_refuses_an_optimizer_that_needs_the_closure() -> None:
     parameters = list(build().parameters())
-    for optimizer in (SharpnessAware(parameters, lr=0.1), OSS.wrap(SharpnessAware(parameters, lr=0.1))):
-        with pytest.raises(ValueError, match="AdaScale can't wrap SharpnessAware, whose step needs the closure"):
+    for optimizer in (
+        SharpnessAware(parameters, lr=0.1),
+        OSS.wrap(SharpnessAware(parameters, lr=0.1)),
+    ):
+        with pytest.raises(
+            ValueError,
+            match="AdaScale can't wrap SharpnessAware, whose step needs the closure",
+        ):
             AdaScale(optimizer)

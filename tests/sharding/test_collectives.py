@@ -1,4 +1,6 @@
-"""Reductions to owners into another dtype, and in a sub-group. ``test_sharded_ddp`` compares whole sums with DDP's."""
+"""Reductions to owners into another dtype, and in a sub-group. ``test_sharded_ddp``
+compares whole sums with DDP's.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def _other_dtype() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     out = torch.empty(12 // world)
     bounds = [12 // world * r for r in range(world + 1)]
-    Reduction(torch.full((12,), 2049.0 if rank else 1.0).half(), bounds, None, Buffers()).wait(out)
+    Reduction(
+        torch.full((12,), 2049.0 if rank else 1.0).half(), bounds, None, Buffers()
+    ).wait(out)
     assert torch.equal(out, torch.full((12 // world,), 1 + 2048.0 * (world - 1)))
 
 
@@ -41,7 +45,9 @@ def _sub_group() -> None:
             collectives._backend = lambda group, device: "other"
         try:
             out = torch.empty(2 + rank)
-            Reduction(torch.arange(5.0) * (rank + 1), [0, 2, 5], group, Buffers()).wait(out)
+            Reduction(torch.arange(5.0) * (rank + 1), [0, 2, 5], group, Buffers()).wait(
+                out
+            )
         finally:
             collectives._backend = real
         assert torch.equal(out, 3 * torch.arange(5.0)[2 * rank : 2 + 3 * rank])

@@ -1,4 +1,5 @@
-"""What FairScale's ShardedDataParallel has beside the reduction in the backward pass: reduce(), sync_buffers(), attributes.
+"""What FairScale's ShardedDataParallel has beside the reduction in the backward pass:
+reduce(), sync_buffers(), attributes.
 
 A function whose name starts with an underscore runs on each rank of the pool.
 """
@@ -19,11 +20,22 @@ from torch.optim import SGD
 from ray_adascale import OSS, AdaScale, ShardedDataParallel
 
 from ..uneven import assert_agree, batches, compared, loss_of, weights
-from .against_ddp import OPTIMIZERS, SMALL, Pool, build, clip, default_dtype, default_tolerance, wrapped
+from .against_ddp import (
+    OPTIMIZERS,
+    SMALL,
+    Pool,
+    build,
+    clip,
+    default_dtype,
+    default_tolerance,
+    wrapped,
+)
 
 
 @compared
-def _reduced_on_request(sharded: bool, name: str, passes: int, clip_at: float | None, idle: bool) -> Tensor:
+def _reduced_on_request(
+    sharded: bool, name: str, passes: int, clip_at: float | None, idle: bool
+) -> Tensor:
     """All passes under no_sync, then reduce(); DDP reduces in the last one."""
     rank, dtype = dist.get_rank(), default_dtype()
     model = build(dtype)
@@ -53,18 +65,31 @@ def _reduced_on_request(sharded: bool, name: str, passes: int, clip_at: float | 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     ("name", "passes", "clip_at", "idle"),
-    [("momentum", 1, None, False), ("lars", 3, None, False), ("layers", 2, 0.01, False), ("momentum", 1, None, True)],
+    [
+        ("momentum", 1, None, False),
+        ("lars", 3, None, False),
+        ("layers", 2, 0.01, False),
+        ("momentum", 1, None, True),
+    ],
 )
 def test_reduce_sends_what_no_sync_left(
-    pool: Pool, world_size: int, name: str, passes: int, clip_at: float | None, idle: bool
+    pool: Pool,
+    world_size: int,
+    name: str,
+    passes: int,
+    clip_at: float | None,
+    idle: bool,
 ) -> None:
-    rounding = 1e-5 if clip_at is not None and world_size == 2 else 0.0  # the norm is a sum over shards
+    # the norm is a sum over shards
+    rounding = 1e-5 if clip_at is not None and world_size == 2 else 0.0
     results = pool(world_size).run(_reduced_on_request, name, passes, clip_at, idle)
     assert_agree(results, max(rounding, default_tolerance(world_size)))
 
 
 def _after_a_reduced_pass(idle: tuple[int, ...]) -> Tensor:
-    """A pass that was reduced, one that was not, reduce(): their sum. Rank 1 leaves out those passes that it is idle in."""
+    """A pass that was reduced, one that was not, reduce(): their sum. Rank 1 leaves
+    out those passes that it is idle in.
+    """
     model = nn.Linear(3, 1, bias=False).double()
     optimizer = OSS.wrap(SGD(model.parameters(), lr=1.0))
     ddp = ShardedDataParallel(model, optimizer)
@@ -83,10 +108,16 @@ def _after_a_reduced_pass(idle: tuple[int, ...]) -> Tensor:
 
 
 # Of rank 0, 1 + 10; of rank 1, twice that. The mean over two.
-@pytest.mark.parametrize(("idle", "times"), [((), 16.5), ((0,), 15.5), ((1,), 6.5), ((0, 1), 5.5)])
-def test_reduce_adds_to_what_was_reduced_before(pool: Pool, idle: tuple[int, ...], times: float) -> None:
+@pytest.mark.parametrize(
+    ("idle", "times"), [((), 16.5), ((0,), 15.5), ((1,), 6.5), ((0, 1), 5.5)]
+)
+def test_reduce_adds_to_what_was_reduced_before(
+    pool: Pool, idle: tuple[int, ...], times: float
+) -> None:
     for moved in pool(2).run(_after_a_reduced_pass, idle):
-        torch.testing.assert_close(moved, times * torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))
+        torch.testing.assert_close(
+            moved, times * torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+        )
 
 
 def _left_behind(clipped: bool) -> Tensor:
@@ -100,7 +131,10 @@ def _left_behind(clipped: bool) -> Tensor:
         with ddp.no_sync():
             (10 * ddp(mine)).sum().backward()
         start = weights(model)
-        with pytest.raises(RuntimeError, match=r"under no_sync\(\) after those that were reduced.*reduce\(\)"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"under no_sync\(\) after those that were reduced.*reduce\(\)",
+        ):
             optimizer.clip_grad_norm(1.0) if clipped else optimizer.step()
         assert torch.equal(weights(model), start)
         ddp.zero_grad()
@@ -117,21 +151,29 @@ def _left_behind(clipped: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("clipped", [False, True])
-def test_a_pass_that_would_be_left_out_of_the_step_is_refused(pool: Pool, clipped: bool) -> None:
+def test_a_pass_that_would_be_left_out_of_the_step_is_refused(
+    pool: Pool, clipped: bool
+) -> None:
     for moved in pool(2).run(_left_behind, clipped):
         torch.testing.assert_close(moved, torch.full((3,), 12.0, dtype=torch.float64))
 
 
 @compared
 def _adascale(sharded: bool, passes: int, idle: bool) -> Tensor:
-    """AdaScale under DDP, and under ShardedDataParallel with every pass in no_sync and reduce() after the last."""
+    """AdaScale under DDP, and under ShardedDataParallel with every pass in no_sync
+    and reduce() after the last.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     model = build(torch.float64)
     inner: Any = OPTIMIZERS["kinds"](model)
     if sharded:
         inner = OSS.wrap(inner, bucket_numel=SMALL)
-    ddp: Any = ShardedDataParallel(model, inner) if sharded else DistributedDataParallel(model)
-    optimizer = AdaScale(inner, scale=5.0, num_gradients_to_accumulate=passes, smoothing=0.6)
+    ddp: Any = (
+        ShardedDataParallel(model, inner) if sharded else DistributedDataParallel(model)
+    )
+    optimizer = AdaScale(
+        inner, scale=5.0, num_gradients_to_accumulate=passes, smoothing=0.6
+    )
     data = iter(batches(8 * passes, rank, torch.float64))
     trace = []
     for step in range(8):
@@ -146,19 +188,29 @@ def _adascale(sharded: bool, passes: int, idle: bool) -> Tensor:
         if sharded:
             ddp.reduce()
             ones = torch.ones(1)
-            dist.all_reduce(ones)  # of the user's own: it must not meet one of AdaScale's
+            # of the user's own: it must not meet one of AdaScale's
+            dist.all_reduce(ones)
             assert ones == world
             ddp.reduce()
         optimizer.step()
-        trace += [optimizer.gain(), optimizer.effective_steps, *optimizer.average_moments()]
+        trace += [
+            optimizer.gain(),
+            optimizer.effective_steps,
+            *optimizer.average_moments(),
+        ]
     return torch.cat([weights(model), torch.tensor(trace, dtype=torch.float64)])
 
 
 @pytest.mark.also_simulated("3-False")
-@pytest.mark.parametrize(("passes", "idle"), [(1, False), (3, False), (1, True), (2, True)])
-def test_reduce_under_adascale_leaves_the_gains_of_ddp(pool: Pool, passes: int, idle: bool) -> None:
+@pytest.mark.parametrize(
+    ("passes", "idle"), [(1, False), (3, False), (1, True), (2, True)]
+)
+def test_reduce_under_adascale_leaves_the_gains_of_ddp(
+    pool: Pool, passes: int, idle: bool
+) -> None:
     for plain, sharded in pool(2).run(_adascale, passes, idle):
-        torch.testing.assert_close(sharded, plain, rtol=1e-8, atol=1e-10)  # as in test_sharded_adascale
+        # as in test_sharded_adascale
+        torch.testing.assert_close(sharded, plain, rtol=1e-8, atol=1e-10)
 
 
 def _too_early() -> None:
@@ -169,7 +221,8 @@ def _too_early() -> None:
     with ddp.no_sync():
         loss_of(ddp, batches(1)[0]).backward()
     with pytest.raises(
-        RuntimeError, match=r"^reduce\(\) after 1 of 3 backward passes.*set_num_gradients_to_accumulate"
+        RuntimeError,
+        match=r"^reduce\(\) after 1 of 3 backward passes.*set_num_gradients_to_accumulate",
     ):
         ddp.reduce()
     optimizer.zero_grad()
@@ -180,7 +233,9 @@ def test_reduce_between_the_passes_of_an_adascale_step_is_refused(pool: Pool) ->
 
 
 def _left_of_one_of_two(left: int) -> list[list[float]]:
-    """A pass that was reduced for both buckets, one under no_sync() that reaches one of them alone, and reduce()."""
+    """A pass that was reduced for both buckets, one under no_sync() that reaches one
+    of them alone, and reduce().
+    """
     model = nn.ModuleList([nn.Linear(3, 1, bias=False).double() for _ in range(2)])
     optimizer = OSS.wrap(SGD(model.parameters(), lr=1.0), bucket_numel=3)
     assert len(optimizer.buckets) == 2
@@ -192,12 +247,15 @@ def _left_of_one_of_two(left: int) -> list[list[float]]:
         (10 * model[left](mine)).sum().backward()
     ddp.reduce()
     optimizer.step()
-    return [(was - weights(part)).tolist() for was, part in zip(start, model, strict=True)]
+    return [
+        (was - weights(part)).tolist() for was, part in zip(start, model, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("left", [0, 1])
 def test_reduce_sends_what_is_left_of_any_bucket(pool: Pool, left: int) -> None:
-    # The mean over ranks of 1 and 2 is 1.5; with the pass that was left, 11 times as much.
+    # The mean over ranks of 1 and 2 is 1.5; with the pass that was left, 11 times as
+    # much.
     expected = [[1.5] * 3, [1.5] * 3]
     expected[left] = [16.5] * 3
     for moved in pool(2).run(_left_of_one_of_two, left):
@@ -208,9 +266,15 @@ def test_reduce_sends_what_is_left_of_any_bucket(pool: Pool, left: int) -> None:
 def _buffers(blocking: bool | None) -> Tensor:
     model = nn.BatchNorm1d(2)
     assert isinstance(model.running_mean, Tensor)
-    ddp = ShardedDataParallel(model, OSS(model.parameters(), lr=0.1), sync_models_at_startup=False)
+    ddp = ShardedDataParallel(
+        model, OSS(model.parameters(), lr=0.1), sync_models_at_startup=False
+    )
     model.running_mean += 10.0 * (1 + dist.get_rank())
-    assert ddp.sync_buffers() is None if blocking is None else ddp.sync_buffers(blocking=blocking) is None
+    assert (
+        ddp.sync_buffers() is None
+        if blocking is None
+        else ddp.sync_buffers(blocking=blocking) is None
+    )
     return model.running_mean
 
 
@@ -222,7 +286,9 @@ def test_sync_buffers_sends_those_of_rank_0(pool: Pool, blocking: bool | None) -
 
 
 class _Counted(nn.Module):
-    """Buffers of two dtypes, each worker's own; the last one stands alone in a module."""
+    """Buffers of two dtypes, each worker's own; the last one stands alone in a
+    module.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,8 +318,12 @@ def _of_a_subgroup(at: str) -> list[float]:
 
 
 @pytest.mark.parametrize("at", ["startup", "forward", "sync_buffers"])
-def test_each_buffer_of_a_subgroup_becomes_that_of_its_first_worker(pool: Pool, at: str) -> None:
-    """Ranks 1 and 2: the first one of them is no rank 0, and has 2 more than a fresh model."""
+def test_each_buffer_of_a_subgroup_becomes_that_of_its_first_worker(
+    pool: Pool, at: str
+) -> None:
+    """Ranks 1 and 2: the first one of them is no rank 0, and has 2 more than a fresh
+    model.
+    """
     none, *results = pool(3).run(_of_a_subgroup, at)
     assert none == []
     batches = 3.0 if at == "forward" else 2.0  # num_batches_tracked
@@ -276,7 +346,9 @@ def test_what_neither_has_is_reported_as_the_wrappers() -> None:
     assert ddp.banana == "sweet"
     assert all(name.startswith("module.") for name in ddp.state_dict())  # as DDP's
     assert not hasattr(ddp, "orange")
-    with pytest.raises(AttributeError, match=r"^'ShardedDataParallel' object has no attribute 'orange'") as info:
+    with pytest.raises(
+        AttributeError, match=r"^'ShardedDataParallel' object has no attribute 'orange'"
+    ) as info:
         _ = ddp.orange
     assert "Sequential" in str(info.value)  # where else it was looked for
     assert (info.value.name, info.value.obj) == ("orange", ddp)
@@ -291,7 +363,10 @@ def _second_order(accumulate: bool, adascale: bool) -> None:
     start = weights(model)
     what = r"create_graph=True.*torch\.autograd\.grad.*DistributedDataParallel"
     with warnings.catch_warnings(), ddp.no_sync() if accumulate else nullcontext():
-        warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")  # torch's own
+        # torch's own
+        warnings.filterwarnings(
+            "ignore", message=r"Using backward\(\) with create_graph=True"
+        )
         with pytest.raises(RuntimeError, match=what):
             loss_of(ddp, batches(1)[0]).backward(create_graph=True)
     optimizer.zero_grad()
@@ -302,5 +377,7 @@ def _second_order(accumulate: bool, adascale: bool) -> None:
 
 @pytest.mark.parametrize("adascale", [False, True])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_a_gradient_with_a_graph_is_refused(pool: Pool, accumulate: bool, adascale: bool) -> None:
+def test_a_gradient_with_a_graph_is_refused(
+    pool: Pool, accumulate: bool, adascale: bool
+) -> None:
     pool(2).run(_second_order, accumulate, adascale)

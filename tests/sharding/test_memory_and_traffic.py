@@ -31,37 +31,52 @@ def _held(name: str) -> dict[str, int]:
         assert all(p.grad is None for p in model.parameters())
         buckets = ddp._reduction.buckets
         shards = [bucket.shard for bucket in buckets if bucket.held]
-        gradients = {f.tensor.grad.untyped_storage().data_ptr() for f in optimizer.fragments}
+        gradients = {
+            f.tensor.grad.untyped_storage().data_ptr() for f in optimizer.fragments
+        }
         assert gradients <= {shard.untyped_storage().data_ptr() for shard in shards}
         held = sum(shard.nbytes for shard in shards)
         optimizer.step()
         assert all(f.tensor.grad is None for f in optimizer.fragments)
     return {
         "gradient": held,
-        "state": sum(v.numel() * v.element_size() for s in optimizer.state.values() for v in s.values()),
-        "steps": 4 * sum("step" in s for s in optimizer.state.values()),  # AdamW's counts, one a fragment
+        "state": sum(
+            v.numel() * v.element_size()
+            for s in optimizer.state.values()
+            for v in s.values()
+        ),
+        # AdamW's counts, one a fragment
+        "steps": 4 * sum("step" in s for s in optimizer.state.values()),
         "all": 4 * sum(p.numel() for p in model.parameters()),
         "params": len(list(model.parameters())),
         "buckets": len(buckets),
         "largest": max(4 * bucket.bucket.numel for bucket in buckets),
-        "scratch": sum(buffer.nbytes for free in ddp._reduction._memory._free.values() for buffer in free),
+        "scratch": sum(
+            buffer.nbytes
+            for free in ddp._reduction._memory._free.values()
+            for buffer in free
+        ),
     }
 
 
 @pytest.mark.also_simulated("2")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_each_worker_holds_its_share_of_gradients_and_state(pool: Pool, world_size: int) -> None:
+def test_each_worker_holds_its_share_of_gradients_and_state(
+    pool: Pool, world_size: int
+) -> None:
     results = pool(world_size).run(_held, "adamw")
     whole, buckets = results[0]["all"], results[0]["buckets"]
     assert buckets > 2
     for result in results:
-        # Beside the share: padding of the parameters to 64 bytes and of the last shard to a multiple of that, and a flag per
-        # parameter that has an end in the shard, in every bucket.
+        # Beside the share: padding of the parameters to 64 bytes and of the last shard
+        # to a multiple of that, and a flag per parameter that has an end in the shard,
+        # in every bucket.
         padding = 64 * (result["params"] + buckets)
         flags = 4 * 2 * result["params"]
         assert result["gradient"] <= whole / world_size + padding + flags
         assert result["state"] - result["steps"] <= 2 * (whole / world_size + padding)
-        # Memory that is used again: two buckets under way, each with what was sent and what was received, and one that fills.
+        # Memory that is used again: two buckets under way, each with what was sent and
+        # what was received, and one that fills.
         assert result["scratch"] <= 5 * (result["largest"] + flags + padding)
     assert sum(r["gradient"] for r in results) >= whole
     assert sum(r["state"] - r["steps"] for r in results) == 2 * whole
@@ -92,7 +107,9 @@ def _few_parameters(name: str) -> tuple[Tensor, Tensor, list[int]]:
         generator = torch.Generator().manual_seed(dist.get_rank())
         for _ in range(20):
             optimizer.zero_grad()
-            (ddp(torch.randn(4, 2, generator=generator, dtype=torch.float64)) + 1).square().mean().backward()
+            (
+                ddp(torch.randn(4, 2, generator=generator, dtype=torch.float64)) + 1
+            ).square().mean().backward()
             optimizer.step()
         ends.append(weights(model))
     return ends[0], ends[1], [f.numel for f in optimizer.fragments]
@@ -106,17 +123,33 @@ def test_more_ranks_than_elements(pool: Pool, name: str) -> None:
 
 
 # torch 2.13 gave both another name.
-SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+SCATTER = (
+    "reduce_scatter_single"
+    if hasattr(dist, "reduce_scatter_single")
+    else "reduce_scatter_tensor"
+)
 
 
-GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+GATHER = (
+    "all_gather_single"
+    if hasattr(dist, "all_gather_single")
+    else "all_gather_into_tensor"
+)
 
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
     """Bytes that this worker receives in torch.distributed's collectives."""
     counts: dict[str, int] = {}
-    names = ["all_to_all_single", "irecv", "broadcast", "all_reduce", "reduce", SCATTER, GATHER]
+    names = [
+        "all_to_all_single",
+        "irecv",
+        "broadcast",
+        "all_reduce",
+        "reduce",
+        SCATTER,
+        GATHER,
+    ]
     real = {name: getattr(dist, name) for name in names}
     world = dist.get_world_size()
 
@@ -151,7 +184,8 @@ def _traffic(as_nccl: bool, name: str) -> tuple[dict[str, int], int, Tensor]:
     """Bytes of one step, those of the gradient, and the weights after some steps."""
     backend = collectives._backend
     if as_nccl:
-        collectives._backend = lambda group, device: "nccl"  # gloo has its collectives too, if slower
+        # gloo has its collectives too, if slower
+        collectives._backend = lambda group, device: "nccl"
     try:
         torch.manual_seed(1)
         model = nn.Sequential(*[nn.Linear(40, 40) for _ in range(4)]).double()
@@ -160,7 +194,9 @@ def _traffic(as_nccl: bool, name: str) -> tuple[dict[str, int], int, Tensor]:
         generator = torch.Generator().manual_seed(dist.get_rank())
         for _ in range(3):
             with counted() as counts:
-                ddp(torch.randn(2, 40, generator=generator, dtype=torch.float64)).square().mean().backward()
+                ddp(
+                    torch.randn(2, 40, generator=generator, dtype=torch.float64)
+                ).square().mean().backward()
                 optimizer.step()
         return counts, 8 * sum(p.numel() for p in model.parameters()), weights(model)
     finally:
@@ -169,7 +205,9 @@ def _traffic(as_nccl: bool, name: str) -> tuple[dict[str, int], int, Tensor]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", ["momentum", "lars"])
-def test_a_step_moves_as_much_as_one_all_reduce(pool: Pool, world_size: int, name: str) -> None:
+def test_a_step_moves_as_much_as_one_all_reduce(
+    pool: Pool, world_size: int, name: str
+) -> None:
     gloo = pool(world_size).run(_traffic, False, name)
     nccl = pool(world_size).run(_traffic, True, name)
     for results, kinds in (
@@ -181,7 +219,9 @@ def test_a_step_moves_as_much_as_one_all_reduce(pool: Pool, world_size: int, nam
             assert set(counts) == kinds
             total += sum(counts.values())
             if name == "momentum":  # balanced: on each worker what an all-reduce moves
-                assert sum(counts.values()) == pytest.approx(2 * whole * (world_size - 1) / world_size, rel=0.02)
+                assert sum(counts.values()) == pytest.approx(
+                    2 * whole * (world_size - 1) / world_size, rel=0.02
+                )
         assert total == pytest.approx(2 * whole * (world_size - 1), rel=0.02)
     for (_, _, ours), (_, _, theirs) in zip(gloo, nccl, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=ROUNDING, atol=ROUNDING)

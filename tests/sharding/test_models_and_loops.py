@@ -1,4 +1,5 @@
-"""Models, optimizers and training loops of all kinds under ShardedDataParallel, against DDP.
+"""Models, optimizers and training loops of all kinds under ShardedDataParallel, against
+DDP.
 
 A function whose name starts with an underscore runs on each rank of the pool.
 """
@@ -17,7 +18,15 @@ from torch.utils.checkpoint import checkpoint
 from ray_adascale import AdaScale
 
 from ..uneven import Net, assert_agree, batches, compared, loss_of, weights
-from .against_ddp import OPTIMIZERS, ROUNDING, Pool, build, default_dtype, default_tolerance, wrapped
+from .against_ddp import (
+    OPTIMIZERS,
+    ROUNDING,
+    Pool,
+    build,
+    default_dtype,
+    default_tolerance,
+    wrapped,
+)
 
 
 class Pictures(nn.Module):
@@ -50,10 +59,13 @@ def _pictures(sharded: bool, passes: int) -> Tensor:
     for step in range(15):
         optimizer.zero_grad()
         for i in range(passes):
-            x = torch.randn(4, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)
+            x = torch.randn(4, 3, 6, 6, generator=generator).to(
+                memory_format=torch.channels_last
+            )
             with ddp.no_sync() if i < passes - 1 else nullcontext():
                 nn.functional.mse_loss(ddp(x), torch.ones(4, 3)).backward()
-            # This rank's own, after its forward pass; so also what it started from, which was rank 0's.
+            # This rank's own, after its forward pass; so also what it started from,
+            # which was rank 0's.
             seen += [b.detach().double().reshape(-1).clone() for b in model.buffers()]
         optimizer.step()
         if step == 7 and sharded:
@@ -72,13 +84,17 @@ def _pictures(sharded: bool, passes: int) -> Tensor:
 
 @pytest.mark.also_simulated("2")
 @pytest.mark.parametrize("passes", [1, 2])
-def test_channels_last_convolutions_and_buffers_of_rank_0(pool: Pool, passes: int) -> None:
+def test_channels_last_convolutions_and_buffers_of_rank_0(
+    pool: Pool, passes: int
+) -> None:
     assert_agree(pool(2).run(_pictures, passes))
 
 
 @compared
 def _two_forwards(sharded: bool) -> Tensor:
-    """A loss of two forward passes, as of pairs: the graph of the first has batch norm's buffers, sent once a step."""
+    """A loss of two forward passes, as of pairs: the graph of the first has batch
+    norm's buffers, sent once a step.
+    """
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     ddp, optimizer = wrapped(model, OPTIMIZERS["momentum"](model), sharded)
@@ -114,7 +130,8 @@ def _sparse(sharded: bool, name: str) -> Tensor:
 
 
 def test_sparse_gradients(pool: Pool) -> None:
-    # DDP cannot accumulate sparse gradients under no_sync and reduce them: two halves of the same gradient stand in.
+    # DDP cannot accumulate sparse gradients under no_sync and reduce them: two halves
+    # of the same gradient stand in.
     assert_agree(pool(2).run(_sparse, "sgd"), 1e-6)
 
 
@@ -131,7 +148,9 @@ def _loops(sharded: bool, kind: str) -> Tensor:
             (loss_of(ddp, one) + loss_of(ddp, two)).backward()
         elif kind == "closure":
 
-            def closure(ddp: Any = ddp, one: Any = one, optimizer: Any = optimizer) -> Tensor:
+            def closure(
+                ddp: Any = ddp, one: Any = one, optimizer: Any = optimizer
+            ) -> Tensor:
                 optimizer.zero_grad()
                 loss = loss_of(ddp, one)
                 loss.backward()
@@ -163,7 +182,9 @@ def _loops(sharded: bool, kind: str) -> Tensor:
 
 
 @pytest.mark.also_simulated("2-*")
-@pytest.mark.parametrize("kind", ["two-forwards", "closure", "data", "load", "retained"])
+@pytest.mark.parametrize(
+    "kind", ["two-forwards", "closure", "data", "load", "retained"]
+)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_loops_of_all_kinds(pool: Pool, world_size: int, kind: str) -> None:
     assert_agree(pool(world_size).run(_loops, kind), default_tolerance(world_size))
@@ -180,7 +201,9 @@ class Checkpointed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for _ in range(2):
-            x = checkpoint(lambda t: torch.tanh(self.shared(t)), x, use_reentrant=self.reentrant)
+            x = checkpoint(
+                lambda t: torch.tanh(self.shared(t)), x, use_reentrant=self.reentrant
+            )
         return self.last(x)
 
 
@@ -240,11 +263,15 @@ class Fused(Net):
 
 @compared
 def _exception(sharded: bool, accumulate: int) -> Tensor:
-    """Every fourth backward pass breaks half way, when the last layers' gradients are off; the batch is left out."""
+    """Every fourth backward pass breaks half way, when the last layers' gradients
+    are off; the batch is left out.
+    """
     torch.manual_seed(1)
     model = Fused().to(torch.float64)
     ddp, inner = wrapped(model, OPTIMIZERS["momentum"](model), sharded, unused=True)
-    optimizer = AdaScale(inner, scale=6.0, num_gradients_to_accumulate=accumulate, smoothing=0.5)
+    optimizer = AdaScale(
+        inner, scale=6.0, num_gradients_to_accumulate=accumulate, smoothing=0.5
+    )
     for step in range(12):
         data = batches(accumulate, 1000 * step + dist.get_rank(), torch.float64)
         Fuse.blown = step % 4 == 2
@@ -264,10 +291,14 @@ def _exception(sharded: bool, accumulate: int) -> Tensor:
             optimizer.step()
             optimizer.zero_grad()
     Fuse.blown = False
-    return torch.cat([weights(model), torch.tensor([optimizer.gain(), optimizer.effective_steps])])
+    return torch.cat(
+        [weights(model), torch.tensor([optimizer.gain(), optimizer.effective_steps])]
+    )
 
 
 @pytest.mark.also_simulated("2")
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_an_exception_in_the_backward_pass_can_be_survived(pool: Pool, accumulate: int) -> None:
+def test_an_exception_in_the_backward_pass_can_be_survived(
+    pool: Pool, accumulate: int
+) -> None:
     assert_agree(pool(2).run(_exception, accumulate), ROUNDING)

@@ -1,4 +1,6 @@
-"""An optimizer whose ``train()`` and ``eval()`` move the weights, as schedule-free ones do, under every sharding."""
+"""An optimizer whose ``train()`` and ``eval()`` move the weights, as schedule-free
+ones do, under every sharding.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ STEPS = 6
 
 
 class ScheduleFree(Optimizer):
-    """Schedule-free SGD (arXiv 2405.15682): x is the mean of z; gradients are taken at y, and x is what is evaluated."""
+    """Schedule-free SGD (arXiv 2405.15682): x is the mean of z; gradients are taken
+    at y, and x is what is evaluated.
+    """
 
     def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "training": False})
@@ -33,7 +37,10 @@ class ScheduleFree(Optimizer):
                 group["training"] = training
                 for p in group["params"]:
                     if "z" in self.state[p]:
-                        p.lerp_(self.state[p]["z"], 1 - group["beta"] if training else 1 - 1 / group["beta"])
+                        p.lerp_(
+                            self.state[p]["z"],
+                            1 - group["beta"] if training else 1 - 1 / group["beta"],
+                        )
 
     def train(self) -> None:
         self._move(True)
@@ -53,13 +60,22 @@ class ScheduleFree(Optimizer):
                 p.lerp_(z, 1 / group["k"]).lerp_(z, 1 - group["beta"])  # → y
 
 
-def _trained(sharding: str, chain: bool) -> tuple[list[list[float]], Tensor, Tensor, list[str]]:
-    """The evaluated weights, those after the loop in train and in eval mode, and the warnings at the start."""
+def _trained(
+    sharding: str, chain: bool
+) -> tuple[list[list[float]], Tensor, Tensor, list[str]]:
+    """The evaluated weights, those after the loop in train and in eval mode, and the
+    warnings at the start.
+    """
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     moving = ScheduleFree(model[0].parameters() if chain else model.parameters())
-    optimizer = OptimizerChain([moving, torch.optim.SGD(model[2].parameters(), lr=0.1)]) if chain else moving
-    moving.train()  # as users of schedule-free optimizers begin; it makes empty entries in the state
+    optimizer = (
+        OptimizerChain([moving, torch.optim.SGD(model[2].parameters(), lr=0.1)])
+        if chain
+        else moving
+    )
+    # as users of schedule-free optimizers begin; it makes empty entries in the state
+    moving.train()
     x = torch.randn(32, 3, generator=torch.Generator().manual_seed(2))
     evaluated: list[list[float]] = []
     errors: list[float] = []
@@ -71,7 +87,8 @@ def _trained(sharding: str, chain: bool) -> tuple[list[list[float]], Tensor, Ten
     def evaluate(module: nn.Module) -> dict[str, float]:
         moving.eval()
         evaluated.append(weights().tolist())
-        errors.append(F.mse_loss(module(x), x.sum(1, keepdim=True)).item())  # FSDP2 leaves whole weights of eval mode
+        # FSDP2 leaves whole weights of eval mode
+        errors.append(F.mse_loss(module(x), x.sum(1, keepdim=True)).item())
         moving.train()
         return {"error": errors[-1]}
 
@@ -84,7 +101,14 @@ def _trained(sharding: str, chain: bool) -> tuple[list[list[float]], Tensor, Ten
     config = AdaScaleConfig(base_batch_size=8, total_steps=STEPS, **settings)  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        run = Run(model, optimizer, None, TensorDataset(x, x.sum(1, keepdim=True)), config, evaluate=evaluate)
+        run = Run(
+            model,
+            optimizer,
+            None,
+            TensorDataset(x, x.sum(1, keepdim=True)),
+            config,
+            evaluate=evaluate,
+        )
     for inputs, targets in run:
         run.backward(F.mse_loss(run.model(inputs), targets))
         if run.step() and run.state.iterations == 3:  # an evaluation of the loop's own
@@ -103,7 +127,9 @@ def _trained(sharding: str, chain: bool) -> tuple[list[list[float]], Tensor, Ten
 
 
 @pytest.mark.parametrize("chain", [False, True], ids=["alone", "in a chain"])
-def test_modes_of_an_optimizer_reach_its_sharded_state(pool: Callable[[int], Any], chain: bool) -> None:
+def test_modes_of_an_optimizer_reach_its_sharded_state(
+    pool: Callable[[int], Any], chain: bool
+) -> None:
     evaluated, training, averaged, told = pool(1).run(_trained, "none", chain)[0]
     assert any("ScheduleFree has an eval() of its own" in text for text in told)
     assert len(evaluated) == 1 + STEPS / 2
@@ -111,6 +137,9 @@ def test_modes_of_an_optimizer_reach_its_sharded_state(pool: Callable[[int], Any
     assert evaluated[-1][:-1] == averaged.tolist()
     for sharding in ("none", "oss", "zero2", "fsdp2"):
         for found in pool(2).run(_trained, sharding, chain):
-            for own, alone in zip(found[:3], (evaluated, training, averaged), strict=True):
-                # The mean of two workers' gradients is rounded otherwise than the gradient of the whole batch.
+            for own, alone in zip(
+                found[:3], (evaluated, training, averaged), strict=True
+            ):
+                # The mean of two workers' gradients is rounded otherwise than the
+                # gradient of the whole batch.
                 torch.testing.assert_close(torch.as_tensor(own), torch.as_tensor(alone))

@@ -1,7 +1,9 @@
-"""OSS against DDP with the plain optimizer, to the last bit: the same kernels work on the same whole parameters.
+"""OSS against DDP with the plain optimizer, to the last bit: the same kernels work on
+the same whole parameters.
 
-A function whose name starts with an underscore runs on each rank of the pool. Where it trains without DDP, all ranks see
-the same batches, so that their gradients are equal and what comes out does not depend on the number of ranks.
+A function whose name starts with an underscore runs on each rank of the pool. Where it
+trains without DDP, all ranks see the same batches, so that their gradients are equal
+and what comes out does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ def _run_both(
     # One worker shards nothing: one optimizer of torch's and one unlike them.
     [*itertools.product(OPTIMIZERS, (2, 3)), ("momentum", 1), ("odd", 1)],
 )
-def test_equals_ddp_with_the_plain_optimizer(pool: Pool, world_size: int, name: str) -> None:
+def test_equals_ddp_with_the_plain_optimizer(
+    pool: Pool, world_size: int, name: str
+) -> None:
     assert_agree(pool(world_size).run(_run_both, name))
 
 
@@ -102,11 +106,21 @@ def test_equals_ddp_with_the_plain_optimizer(pool: Pool, world_size: int, name: 
         ("momentum", {"accumulate": 3}),
         ("momentum", {"clip": 0.01}),
     ],
-    ids=["bf16-sgd", "bf16-adamw", "frozen", "thawed", "thawed-bf16", "accumulate", "clip"],
+    ids=[
+        "bf16-sgd",
+        "bf16-adamw",
+        "frozen",
+        "thawed",
+        "thawed-bf16",
+        "accumulate",
+        "clip",
+    ],
 )
-def test_equals_ddp_however_it_is_trained(pool: Pool, world_size: int, name: str, options: dict[str, Any]) -> None:
-    # A CPU rounds bfloat16 differently at the end of a tensor than in its middle, so the cuts show: 20 roundings of 2^-9 of
-    # weights about 0.3 that hardly add up.
+def test_equals_ddp_however_it_is_trained(
+    pool: Pool, world_size: int, name: str, options: dict[str, Any]
+) -> None:
+    # A CPU rounds bfloat16 differently at the end of a tensor than in its middle, so
+    # the cuts show: 20 roundings of 2^-9 of weights about 0.3 that hardly add up.
     tolerance = 4e-3 if "low" in options else 0.0
     assert_agree(pool(world_size).run(_run_both, name, **options), tolerance)
 
@@ -139,7 +153,9 @@ def test_builds_the_optimizer_as_fairscale_does(pool: Pool, world_size: int) -> 
 
 
 def _frozen_and_changed(thaw: bool) -> tuple[float, float]:
-    """Each rank adds its number to a frozen weight, as a loop of its own might; the weight before and after two steps."""
+    """Each rank adds its number to a frozen weight, as a loop of its own might; the
+    weight before and after two steps.
+    """
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
     optimizer = OSS(model.parameters(), lr=0.0)
@@ -154,14 +170,18 @@ def _frozen_and_changed(thaw: bool) -> tuple[float, float]:
 
 
 def test_a_frozen_parameter_is_not_exchanged_and_an_unfrozen_one_is(pool: Pool) -> None:
-    assert all(before == after for before, after in pool(2).run(_frozen_and_changed, False))
+    assert all(
+        before == after for before, after in pool(2).run(_frozen_and_changed, False)
+    )
     outcomes = pool(2).run(_frozen_and_changed, True)
     assert outcomes[0][1] == outcomes[1][1]
 
 
 @compared
 def _frozen_with_a_gradient(sharded: bool) -> Tensor:
-    """torch's optimizers go by the gradient alone, so a parameter frozen before zero_grad() still moves once."""
+    """torch's optimizers go by the gradient alone, so a parameter frozen before
+    zero_grad() still moves once.
+    """
     model = build()
     optimizer: Optimizer = SGD(model.parameters(), lr=0.1)
     if sharded:
@@ -172,7 +192,9 @@ def _frozen_with_a_gradient(sharded: bool) -> Tensor:
     return weights(model)
 
 
-def test_a_parameter_frozen_with_a_gradient_left_stays_equal_on_all_ranks(pool: Pool) -> None:
+def test_a_parameter_frozen_with_a_gradient_left_stays_equal_on_all_ranks(
+    pool: Pool,
+) -> None:
     assert_agree(pool(3).run(_frozen_with_a_gradient))
 
 
@@ -191,7 +213,11 @@ def _sub_group() -> Any:
             if sharded:
                 optimizer = OSS.wrap(optimizer, group)
                 assert (optimizer.rank, optimizer.world_size) == (rank - 1, 2)
-            train(DistributedDataParallel(model, process_group=group), optimizer, batches(STEPS, seed=rank))
+            train(
+                DistributedDataParallel(model, process_group=group),
+                optimizer,
+                batches(STEPS, seed=rank),
+            )
             ends.append(weights(model))
             if not sharded:
                 plain = optimizer
@@ -243,7 +269,9 @@ def _add_param_group(name: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.also_simulated("adamw-3")
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("name", ["momentum", "adamw"])
-def test_groups_added_later_are_sharded_too(pool: Pool, world_size: int, name: str) -> None:
+def test_groups_added_later_are_sharded_too(
+    pool: Pool, world_size: int, name: str
+) -> None:
     assert_agree(pool(world_size).run(_add_param_group, name))
 
 
@@ -277,12 +305,20 @@ def _scheduled(where: str, adascale: bool) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("where", "adascale"),
-    [("before", False), ("source", False), ("oss", False), ("before", True), ("oss", True), ("outside", True)],
+    [
+        ("before", False),
+        ("source", False),
+        ("oss", False),
+        ("before", True),
+        ("oss", True),
+        ("outside", True),
+    ],
 )
 def test_a_scheduler_drives_it_wherever_it_was_built_and_without_a_warning(
     pool: Pool, where: str, adascale: bool
 ) -> None:
-    # Processes of the pool make errors of warnings, such as "lr_scheduler.step() before optimizer.step()".
+    # Processes of the pool make errors of warnings, such as "lr_scheduler.step() before
+    # optimizer.step()".
     assert_agree(pool(2).run(_scheduled, where, adascale))
 
 
@@ -299,7 +335,8 @@ def test_a_scheduler_that_is_really_stepped_too_early_still_warns(before: bool) 
 def test_refuses_to_shard_twice() -> None:
     optimizer = SGD(build().parameters(), lr=0.1)
     ours = OSS.wrap(optimizer)
-    for again in (ours, optimizer):  # a second split of the optimizer would find this worker's state only
+    # a second split of the optimizer would find this worker's state only
+    for again in (ours, optimizer):
         with pytest.raises(ValueError, match="sharded already"):
             OSS.wrap(again)
     with pytest.raises(ValueError, match=r"AdaScale\(OSS"):
@@ -320,7 +357,10 @@ def test_refuses_to_be_copied() -> None:
 
 def test_refuses_a_state_dict_of_other_groups() -> None:
     ours = OSS.wrap(SGD(groups(build()), lr=0.1))
-    for other in (SGD(build().parameters(), lr=0.3), SGD(list(reversed(groups(build()))), lr=0.3)):
+    for other in (
+        SGD(build().parameters(), lr=0.3),
+        SGD(list(reversed(groups(build()))), lr=0.3),
+    ):
         with pytest.raises(ValueError, match=r"\[2, 1, 4\] parameters"):
             ours.load_state_dict(other.state_dict())
     assert [group["lr"] for group in ours.param_groups] == [0.02, 0.1, 0.1]
@@ -352,7 +392,9 @@ def _one_fails() -> str:
     return "nothing"
 
 
-def test_a_rank_that_fails_in_its_step_fails_the_others_within_the_groups_timeout(pool: Pool) -> None:
+def test_a_rank_that_fails_in_its_step_fails_the_others_within_the_groups_timeout(
+    pool: Pool,
+) -> None:
     processes = pool(4)
     start = time.monotonic()
     try:

@@ -1,7 +1,9 @@
-"""What of the optimizer's state each rank holds, and the full state: consolidated, loaded, continued from.
+"""What of the optimizer's state each rank holds, and the full state: consolidated,
+loaded, continued from.
 
-A function whose name starts with an underscore runs on each rank of the pool. All ranks see the same batches, so that
-their gradients are equal and what comes out does not depend on the number of ranks.
+A function whose name starts with an underscore runs on each rank of the pool. All ranks
+see the same batches, so that their gradients are equal and what comes out does not
+depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -36,14 +38,16 @@ from ..uneven import (
 Pool = Callable[[int], ProcessPool]
 
 
-# ---- who holds what --------------------------------------------------------------------------------------------------
+# ---- who holds what ------------------------------------------------------------------
 
 
 @given(
     groups=st.lists(st.lists(st.integers(0, 10**6), max_size=30), max_size=4),
     parts=st.integers(1, 9),
 )
-def test_partition_is_balanced_to_the_largest_item_and_deterministic(groups: list[list[int]], parts: int) -> None:
+def test_partition_is_balanced_to_the_largest_item_and_deterministic(
+    groups: list[list[int]], parts: int
+) -> None:
     loads = [0] * parts
     sums = [0] * parts
     for sizes in groups:
@@ -52,7 +56,9 @@ def test_partition_is_balanced_to_the_largest_item_and_deterministic(groups: lis
         for size, owner in zip(sizes, owners, strict=True):
             sums[owner] += size
     assert loads == sums  # so it carries on where it stopped
-    assert max(sums) - min(sums) <= max((size for sizes in groups for size in sizes), default=0)
+    assert max(sums) - min(sums) <= max(
+        (size for sizes in groups for size in sizes), default=0
+    )
     for sizes in groups:
         assert partition(sizes, parts) == partition(list(sizes), parts)
 
@@ -76,11 +82,13 @@ def _wraps_a_used_optimizer() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_wrapping_an_optimizer_with_state_keeps_this_workers_part(pool: Pool, world_size: int) -> None:
+def test_wrapping_an_optimizer_with_state_keeps_this_workers_part(
+    pool: Pool, world_size: int
+) -> None:
     assert_agree(pool(world_size).run(_wraps_a_used_optimizer))
 
 
-# ---- the full state --------------------------------------------------------------------------------------------------
+# ---- the full state ------------------------------------------------------------------
 
 
 def _consolidated(name: str, recipient: int) -> tuple[Any, bytes] | None:
@@ -97,7 +105,8 @@ def _consolidated(name: str, recipient: int) -> tuple[Any, bytes] | None:
     state = ours.state_dict()
     assert_same(state, plain.state_dict())
 
-    # It aliases nothing that training moves, and is not what an update of the groups should be blind to.
+    # It aliases nothing that training moves, and is not what an update of the groups
+    # should be blind to.
     before = copy.deepcopy(state)
     ours.param_groups[0]["lr"] = 0.125
     assert ours.state_dict()["param_groups"][0]["lr"] == 0.125
@@ -123,7 +132,9 @@ def _consolidated(name: str, recipient: int) -> tuple[Any, bytes] | None:
 @pytest.mark.also_simulated("2-1-*")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("world_size", "recipient"), [(1, 0), (2, 1), (3, 0), (3, -1)])
-def test_consolidated_state_is_the_plain_optimizers(pool: Pool, world_size: int, recipient: int, name: str) -> None:
+def test_consolidated_state_is_the_plain_optimizers(
+    pool: Pool, world_size: int, recipient: int, name: str
+) -> None:
     results = pool(world_size).run(_consolidated, name, recipient)
     assert [r for r in range(world_size) if results[r] is not None] == (
         list(range(world_size)) if recipient == -1 else [recipient]
@@ -133,7 +144,11 @@ def test_consolidated_state_is_the_plain_optimizers(pool: Pool, world_size: int,
 def _continue_from(name: str, end: Tensor, file: bytes) -> Tensor:
     model = build()
     with torch.no_grad():
-        for p, chunk in zip(model.parameters(), end.split([p.numel() for p in model.parameters()]), strict=True):
+        for p, chunk in zip(
+            model.parameters(),
+            end.split([p.numel() for p in model.parameters()]),
+            strict=True,
+        ):
             p.copy_(chunk.view(p.shape))
     ours = OSS.wrap(OPTIMIZERS[name](model))
     state = torch.load(io.BytesIO(file), weights_only=True)
@@ -146,10 +161,13 @@ def _continue_from(name: str, end: Tensor, file: bytes) -> Tensor:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_full_state_loads_on_any_number_of_workers_and_into_the_plain_optimizer(pool: Pool, name: str) -> None:
+def test_full_state_loads_on_any_number_of_workers_and_into_the_plain_optimizer(
+    pool: Pool, name: str
+) -> None:
     end, file = pool(2).run(_consolidated, name, 1)[1]
-    # One uninterrupted run of the plain optimizer. Odd's integer and double state would not survive torch's loader, which
-    # casts all to the parameter's dtype; there the reference is its own continuation.
+    # One uninterrupted run of the plain optimizer. Odd's integer and double state would
+    # not survive torch's loader, which casts all to the parameter's dtype; there the
+    # reference is its own continuation.
     twin = build()
     plain = OPTIMIZERS[name](twin)
     train(twin, plain, batches(10))
@@ -213,17 +231,21 @@ def test_state_that_belongs_to_no_parameter_is_kept() -> None:
     assert float(state["state"]["shared"]["beta"]) == 3.0
 
 
-# ---- hooks -------------------------------------------------------------------------------------------------------------
+# ---- hooks ---------------------------------------------------------------------------
 
 
 def _hooks_called(layers: int) -> list[str]:
-    """The calls of all six kinds of hook: on the user's optimizer, the OSS around it, and the AdaScale around that."""
+    """The calls of all six kinds of hook: on the user's optimizer, the OSS around
+    it, and the AdaScale around that.
+    """
     model, calls = build(), list[str]()
     wrappers: list[Any] = [AdamW(groups(model), lr=0.01)]
     # Some loops register before the optimizer is wrapped, others after it.
     for n in range(layers):
         _register(wrappers[-1], f"{n}", calls)
-        wrappers.append(OSS.wrap(wrappers[-1]) if n == 0 else AdaScale(wrappers[-1], scale=1.0))
+        wrappers.append(
+            OSS.wrap(wrappers[-1]) if n == 0 else AdaScale(wrappers[-1], scale=1.0)
+        )
     _register(wrappers[-1], f"{layers}", calls)
     outermost = wrappers[-1]
     train(model, outermost, batches(1))
@@ -233,9 +255,15 @@ def _hooks_called(layers: int) -> list[str]:
     for n in range(len(wrappers)):
         assert saved[f"mark {n}"] == n  # an addition to the checkpoint
     sizes = [p.numel() for group in outermost.param_groups for p in group["params"]]
-    assert all(state["exp_avg"].numel() == sizes[i] for i, state in saved["state"].items())  # whole, on each worker
+    # whole, on each worker
+    assert all(
+        state["exp_avg"].numel() == sizes[i] for i, state in saved["state"].items()
+    )
     outermost.load_state_dict(saved)
-    assert [g["lr"] for g in outermost.param_groups] == [0.02 / 2 ** (layers + 1), *[0.01 / 2 ** (layers + 1)] * 2]
+    assert [g["lr"] for g in outermost.param_groups] == [
+        0.02 / 2 ** (layers + 1),
+        *[0.01 / 2 ** (layers + 1)] * 2,
+    ]
     return calls
 
 
@@ -253,11 +281,16 @@ def _register(optimizer: Any, n: str, calls: list[str]) -> None:
         assert o is optimizer
         assert state[f"mark {n}"] == int(n)
         calls.append(f"before load {n}")
-        return {**state, "param_groups": [{**g, "lr": g["lr"] / 2} for g in state["param_groups"]]}
+        return {
+            **state,
+            "param_groups": [{**g, "lr": g["lr"] / 2} for g in state["param_groups"]],
+        }
 
     optimizer.register_state_dict_post_hook(add)
     optimizer.register_load_state_dict_pre_hook(halve)
-    optimizer.register_load_state_dict_post_hook(lambda _: calls.append(f"after load {n}"))
+    optimizer.register_load_state_dict_post_hook(
+        lambda _: calls.append(f"after load {n}")
+    )
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -22,7 +22,9 @@ from .against_ddp import OPTIMIZERS, ROUNDING, SMALL, Pool, build, wrapped
 
 
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Targets far off, so that the true gradient does not drown in noise and gains stay inside (1, S)."""
+    """Targets far off, so that the true gradient does not drown in noise and gains
+    stay inside (1, S).
+    """
     return nn.functional.mse_loss(model(batch[0]), batch[1] * 0.3 + 2)
 
 
@@ -42,7 +44,11 @@ def _adascale(
         inner: Any = OPTIMIZERS[name](model)
         if sharded:
             inner = OSS.wrap(inner, bucket_numel=SMALL)
-        options: dict[str, Any] = {"scale": 5.0, "num_gradients_to_accumulate": accumulate, "smoothing": 0.6}
+        options: dict[str, Any] = {
+            "scale": 5.0,
+            "num_gradients_to_accumulate": accumulate,
+            "smoothing": 0.6,
+        }
         if not sharded:
             optimizer = AdaScale(inner, **options)
             ddp: Any = DistributedDataParallel(model)
@@ -51,10 +57,14 @@ def _adascale(
             optimizer = AdaScale(inner, **options)
         else:
             optimizer = AdaScale(inner, **options)
-            ddp = ShardedDataParallel(model, optimizer if made == "after-adascale" else inner)
+            ddp = ShardedDataParallel(
+                model, optimizer if made == "after-adascale" else inner
+            )
         trace = []
         for step in range(20):
-            for i, batch in enumerate(batches(accumulate, 1000 * step + rank, torch.float64)):
+            for i, batch in enumerate(
+                batches(accumulate, 1000 * step + rank, torch.float64)
+            ):
                 with ddp.no_sync() if i < accumulate - 1 else nullcontext():
                     loss = _loss(ddp, batch) / accumulate
                     if idle and rank == 1 and step % 3 == 1:
@@ -99,24 +109,34 @@ def _adascale(
     ],
     ids=["plain", "accumulate", "lars", "clip", "idle"],
 )
-def test_gains_are_those_under_ddp(pool: Pool, world_size: int, options: dict[str, Any]) -> None:
+def test_gains_are_those_under_ddp(
+    pool: Pool, world_size: int, options: dict[str, Any]
+) -> None:
     results = pool(world_size).run(_adascale, **options)
     for plain, sharded in results:
         assert sharded == results[0][1]  # to the last bit
-        # float64: roundings grow to 1e-11 in 20 steps, and the variance is a difference of numbers that are much larger.
-        torch.testing.assert_close(torch.tensor(sharded), torch.tensor(plain), rtol=1e-8, atol=1e-10)
+        # float64: roundings grow to 1e-11 in 20 steps, and the variance is a difference
+        # of numbers that are much larger.
+        torch.testing.assert_close(
+            torch.tensor(sharded), torch.tensor(plain), rtol=1e-8, atol=1e-10
+        )
     gains = [row[0] for row in results[0][0]]
-    assert any(1.05 < gain < 0.95 * 5 for gain in gains), gains  # not one of clipped ends
+    # not one of clipped ends
+    assert any(1.05 < gain < 0.95 * 5 for gain in gains), gains
 
 
 def _lacks_a_synced_pass(lacking: int | None, clips: bool) -> tuple[Tensor, Tensor]:
-    """Two passes a step, none under no_sync(); rank 1 makes no backward pass in one of them."""
+    """Two passes a step, none under no_sync(); rank 1 makes no backward pass in one
+    of them.
+    """
     ends = []
     overlapped: list[bool] = []
     for sharded in (False, True):
         model = build(torch.float64)
         ddp, inner = wrapped(model, OPTIMIZERS["kinds"](model), sharded)
-        optimizer = AdaScale(inner, scale=5.0, num_gradients_to_accumulate=2, smoothing=0.6)
+        optimizer = AdaScale(
+            inner, scale=5.0, num_gradients_to_accumulate=2, smoothing=0.6
+        )
         if sharded:
             start = ddp._reduction._start_pass
 
@@ -127,21 +147,36 @@ def _lacks_a_synced_pass(lacking: int | None, clips: bool) -> tuple[Tensor, Tens
 
             ddp._reduction._start_pass = started
         for step in range(8):
-            for i, batch in enumerate(batches(2, 1000 * step + dist.get_rank(), torch.float64)):
+            for i, batch in enumerate(
+                batches(2, 1000 * step + dist.get_rank(), torch.float64)
+            ):
                 loss = _loss(ddp, batch) / 2
                 if i != lacking or dist.get_rank() != 1:
                     loss.backward()
-                    # What AdaScale knows not to be the last pass stays here, so that each step has one reduction.
+                    # What AdaScale knows not to be the last pass stays here, so that
+                    # each step has one reduction.
                     lacks = lacking is not None and dist.get_rank() == 1
-                    assert (sharded and i == 1 and not lacks) == all(p.grad is None for p in model.parameters())
+                    assert (sharded and i == 1 and not lacks) == all(
+                        p.grad is None for p in model.parameters()
+                    )
                 elif not sharded:
                     (loss * 0).backward()
             if clips:
                 assert optimizer.clip_grad_norm(0.05) > 0.05
             optimizer.step()
             optimizer.zero_grad()
-        ends.append(torch.cat([weights(model), torch.tensor([optimizer.gain(), optimizer.effective_steps])]))
-    assert overlapped == ([] if lacking is not None and dist.get_rank() == 1 else [True] * 8)  # in the last pass itself
+        ends.append(
+            torch.cat(
+                [
+                    weights(model),
+                    torch.tensor([optimizer.gain(), optimizer.effective_steps]),
+                ]
+            )
+        )
+    # in the last pass itself
+    assert overlapped == (
+        [] if lacking is not None and dist.get_rank() == 1 else [True] * 8
+    )
     return ends[0], ends[1]
 
 
@@ -157,13 +192,19 @@ def test_a_rank_that_lacks_one_of_several_synced_passes_takes_part(
 
 @compared
 def _overflow(sharded: bool, unhooked: bool, one_element: bool) -> Tensor:
-    """An infinite gradient, or one element of it, on one rank: nobody steps, and all go on."""
+    """An infinite gradient, or one element of it, on one rank: nobody steps, and all
+    go on.
+    """
     rank = dist.get_rank()
     model = build(torch.float64)
     bad = False
 
     def one_infinite(grad: Tensor) -> Tensor:  # of all shards, one worker's has it
-        return torch.where(torch.arange(grad.numel()).view_as(grad) == 0, torch.inf, grad) if bad else grad
+        return (
+            torch.where(torch.arange(grad.numel()).view_as(grad) == 0, torch.inf, grad)
+            if bad
+            else grad
+        )
 
     next(model.parameters()).register_hook(one_infinite)
     ddp, inner = wrapped(model, OPTIMIZERS["kinds"](model), sharded)
@@ -184,7 +225,9 @@ def _overflow(sharded: bool, unhooked: bool, one_element: bool) -> Tensor:
         assert (before[1] == optimizer.effective_steps) == skipped[-1]
         optimizer.zero_grad()
     assert skipped == [step in (3, 6) for step in range(10)]
-    return torch.cat([weights(model), torch.tensor([optimizer.gain(), optimizer.effective_steps])])
+    return torch.cat(
+        [weights(model), torch.tensor([optimizer.gain(), optimizer.effective_steps])]
+    )
 
 
 @pytest.mark.also_simulated("2-*-False")
@@ -198,13 +241,18 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(
 
 
 def _no_zero_grad_after_a_skip() -> list[bool]:
-    """The loop never clears gradients: a step uses them up, one that is skipped as well."""
+    """The loop never clears gradients: a step uses them up, one that is skipped as
+    well.
+    """
     model = build(torch.float64)
     ddp, inner = wrapped(model, OPTIMIZERS["sgd"](model), sharded=True)
     optimizer = AdaScale(inner, scale=2.0)
     skipped = []
     for step, batch in enumerate(batches(6, dist.get_rank(), torch.float64)):
-        (_loss(ddp, batch) * (float("inf") if step == 2 and dist.get_rank() == 1 else 1.0)).backward()
+        (
+            _loss(ddp, batch)
+            * (float("inf") if step == 2 and dist.get_rank() == 1 else 1.0)
+        ).backward()
         optimizer.step()
         skipped.append(optimizer.last_step.skipped)
     return skipped
@@ -216,17 +264,23 @@ def test_a_skipped_step_uses_the_gradient_up_as_another_does(pool: Pool) -> None
 
 
 def _one_pass_too_many(accumulate: int, by: str) -> str:
-    """A step of more passes than were declared, without ``no_sync``; then one that is as declared."""
+    """A step of more passes than were declared, without ``no_sync``; then one that
+    is as declared.
+    """
     torch.manual_seed(0)
     model = nn.Linear(5, 3).double()
-    optimizer = AdaScale(OSS(model.parameters(), SGD, lr=0.1), num_gradients_to_accumulate=accumulate)
+    optimizer = AdaScale(
+        OSS(model.parameters(), SGD, lr=0.1), num_gradients_to_accumulate=accumulate
+    )
     sharded = ShardedDataParallel(model, optimizer)
     before = weights(model).clone()
     generator = torch.Generator().manual_seed(dist.get_rank())
 
     def passes(count: int) -> None:
         for _ in range(count):
-            sharded(torch.randn(4, 5, generator=generator, dtype=torch.float64)).square().mean().backward()
+            sharded(
+                torch.randn(4, 5, generator=generator, dtype=torch.float64)
+            ).square().mean().backward()
 
     passes(accumulate + 1)
     try:
@@ -240,7 +294,8 @@ def _one_pass_too_many(accumulate: int, by: str) -> str:
     passes(accumulate)
     optimizer.step()
     assert optimizer.steps == 1
-    # A complete step that is not taken, as after an overflow, is forgotten once its gradients are cleared.
+    # A complete step that is not taken, as after an overflow, is forgotten once its
+    # gradients are cleared.
     passes(accumulate)
     optimizer.zero_grad()
     passes(accumulate)
@@ -249,7 +304,11 @@ def _one_pass_too_many(accumulate: int, by: str) -> str:
     return said
 
 
-@pytest.mark.parametrize(("accumulate", "by"), [(1, "optimizer"), (1, "model"), (2, "optimizer")])
-def test_a_pass_too_many_is_refused_as_under_ddp(pool: Pool, accumulate: int, by: str) -> None:
+@pytest.mark.parametrize(
+    ("accumulate", "by"), [(1, "optimizer"), (1, "model"), (2, "optimizer")]
+)
+def test_a_pass_too_many_is_refused_as_under_ddp(
+    pool: Pool, accumulate: int, by: str
+) -> None:
     for said in pool(2).run(_one_pass_too_many, accumulate, by):
         assert f"more than {accumulate} backward passes were added up" in said

@@ -1,4 +1,6 @@
-"""torch.distributed.checkpoint.state_dict over OSS: in all of its modes, saved by two workers and loaded by one to three."""
+"""torch.distributed.checkpoint.state_dict over OSS: in all of its modes, saved by
+two workers and loaded by one to three.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,14 @@ def ready(kind: str, seed: int, *, adascale: bool = True) -> tuple[nn.Module, An
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     model[2].bias.requires_grad_(False)  # has no state
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.01}]
+    groups = [
+        {"params": model[0].parameters()},
+        {"params": model[2].parameters(), "lr": 0.01},
+    ]
     sharded = OSS(groups, **KINDS[kind]())
-    return model, AdaScale(sharded, scale=4.0, num_gradients_to_accumulate=2) if adascale else sharded
+    return model, AdaScale(
+        sharded, scale=4.0, num_gradients_to_accumulate=2
+    ) if adascale else sharded
 
 
 def train(model: nn.Module, optimizer: Any, steps: int) -> None:
@@ -60,7 +67,9 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
         for _ in range(2):
-            (model(torch.randn(4, 5, generator=generator)).square().mean() / 2).backward()
+            (
+                model(torch.randn(4, 5, generator=generator)).square().mean() / 2
+            ).backward()
         optimizer.step()
     optimizer.zero_grad()
 
@@ -72,19 +81,33 @@ def by_name(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     names = {id(p): name for name, p in model.named_parameters()}
     params = [names[id(p)] for group in inner.param_groups for p in group["params"]]
     state = inner.state_dict()["state"]
-    return {f"{params[i]}/{key}": value for i, entry in state.items() for key, value in entry.items()}
+    return {
+        f"{params[i]}/{key}": value
+        for i, entry in state.items()
+        for key, value in entry.items()
+    }
 
 
 def clock(optimizer: Any) -> tuple[float, int]:
-    return (optimizer.effective_steps, optimizer.steps) if isinstance(optimizer, AdaScale) else (0.0, 0)
+    return (
+        (optimizer.effective_steps, optimizer.steps)
+        if isinstance(optimizer, AdaScale)
+        else (0.0, 0)
+    )
 
 
-def saved(kind: str, mode: str, adascale: bool) -> tuple[Any, dict[str, torch.Tensor], tuple[float, int]]:
+def saved(
+    kind: str, mode: str, adascale: bool
+) -> tuple[Any, dict[str, torch.Tensor], tuple[float, int]]:
     model, optimizer = ready(kind, 0, adascale=adascale)
     train(model, optimizer, 3)
     state = by_name(model, optimizer)
     options = StateDictOptions(**MODES[mode])
-    return get_optimizer_state_dict(model, optimizer, options=options), state, clock(optimizer)
+    return (
+        get_optimizer_state_dict(model, optimizer, options=options),
+        state,
+        clock(optimizer),
+    )
 
 
 def loaded(
@@ -101,8 +124,16 @@ def loaded(
         assert not any(isinstance(key, int) for key in again.get("state", {}))
     first = not dist.is_initialized() or dist.get_rank() == 0
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The state dict has no AdaScale statistics")  # flat, as documented
-        set_optimizer_state_dict(model, optimizer, state if first or mode != "broadcast" else {}, options=options)
+        # flat, as documented
+        warnings.filterwarnings(
+            "ignore", message="The state dict has no AdaScale statistics"
+        )
+        set_optimizer_state_dict(
+            model,
+            optimizer,
+            state if first or mode != "broadcast" else {},
+            options=options,
+        )
     return by_name(model, optimizer), clock(optimizer)
 
 
@@ -110,23 +141,41 @@ def loaded(
 @pytest.mark.parametrize("adascale", [False, True], ids=["bare", "adascale"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_state_of_two_workers_loads_on_one_two_and_three(pool: Pool, kind: str, mode: str, adascale: bool) -> None:
+def test_state_of_two_workers_loads_on_one_two_and_three(
+    pool: Pool, kind: str, mode: str, adascale: bool
+) -> None:
     (state, expected, ticked), *_ = pool(2).run(saved, kind, mode, adascale)
     assert len(expected) == 3 * (3 if kind == "adamw" else 1)
     assert all(bool(value.any()) for value in expected.values())
     assert ticked[1] == (3 if adascale else 0)
     for workers in (1, 2, 3):
-        for trained, asks in ((False, False), (False, True), (True, False), (True, True)):
+        for trained, asks in (
+            (False, False),
+            (False, True),
+            (True, False),
+            (True, True),
+        ):
             outcomes = (
                 [
-                    loaded(kind, "full" if mode == "broadcast" else mode, adascale, state, trained, asks)
+                    loaded(
+                        kind,
+                        "full" if mode == "broadcast" else mode,
+                        adascale,
+                        state,
+                        trained,
+                        asks,
+                    )
                 ]  # with no group to send in
                 if workers == 1
-                else pool(workers).run(loaded, kind, mode, adascale, state, trained, asks)
+                else pool(workers).run(
+                    loaded, kind, mode, adascale, state, trained, asks
+                )
             )
             for found, clocks in outcomes:
                 assert found.keys() == expected.keys()
-                assert all(torch.equal(found[key], value) for key, value in expected.items()), (workers, trained, asks)
+                assert all(
+                    torch.equal(found[key], value) for key, value in expected.items()
+                ), (workers, trained, asks)
                 assert clocks == (ticked if mode != "flat" else (0.0, 0))
 
 
@@ -134,27 +183,38 @@ def save_to(folder: str, kind: str) -> dict[str, torch.Tensor]:
     model, optimizer = ready(kind, 0)
     train(model, optimizer, 3)
     state = by_name(model, optimizer)
-    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    dcp.save(
+        {"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder
+    )
     return {**state, "clock": torch.tensor(clock(optimizer), dtype=torch.float64)}
 
 
-def load_from(folder: str, kind: str) -> tuple[dict[str, torch.Tensor], tuple[float, int], list[bool]]:
+def load_from(
+    folder: str, kind: str
+) -> tuple[dict[str, torch.Tensor], tuple[float, int], list[bool]]:
     model, optimizer = ready(kind, 1)
     before = [p.detach().clone() for p in model.parameters()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of a process that has no others
-        into = {"optimizer": get_optimizer_state_dict(model, optimizer)}  # of a fresh one: a template
+        # of a fresh one: a template
+        into = {"optimizer": get_optimizer_state_dict(model, optimizer)}
         asked = clock(optimizer)
         dcp.load(into, checkpoint_id=folder)
     same = [torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
     set_optimizer_state_dict(model, optimizer, into["optimizer"])
     found = by_name(model, optimizer)
-    return {**found, "clock": torch.tensor(clock(optimizer), dtype=torch.float64)}, asked, same
+    return (
+        {**found, "clock": torch.tensor(clock(optimizer), dtype=torch.float64)},
+        asked,
+        same,
+    )
 
 
 @pytest.mark.also_simulated
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fresh_optimizer_is_a_template_for_a_distributed_checkpoint(pool: Pool, tmp_path: Path, kind: str) -> None:
+def test_a_fresh_optimizer_is_a_template_for_a_distributed_checkpoint(
+    pool: Pool, tmp_path: Path, kind: str
+) -> None:
     expected, *_ = pool(2).run(save_to, str(tmp_path / "state"), kind)
     for workers in (1, 2, 3):
         outcomes = (
@@ -166,14 +226,20 @@ def test_a_fresh_optimizer_is_a_template_for_a_distributed_checkpoint(pool: Pool
             assert asked == (0.0, 0)
             assert all(same)
             assert found.keys() == expected.keys()
-            assert all(torch.equal(found[key], value) for key, value in expected.items())
+            assert all(
+                torch.equal(found[key], value) for key, value in expected.items()
+            )
 
 
 def fewer_parameters_than_workers() -> tuple[str, int, list[int]]:
-    """One worker owns the only parameter. What torch makes of the other one, whose share has no state."""
+    """One worker owns the only parameter. What torch makes of the other one, whose
+    share has no state.
+    """
     torch.manual_seed(0)
     model = nn.Linear(5, 3, bias=False)
-    optimizer = AdaScale(OSS(model.parameters(), optim=WholeSGD, lr=0.05, momentum=0.9), scale=4.0)
+    optimizer = AdaScale(
+        OSS(model.parameters(), optim=WholeSGD, lr=0.05, momentum=0.9), scale=4.0
+    )
     for _ in range(2):
         model(torch.ones(2, 5)).sum().backward()
         optimizer.step()
@@ -186,13 +252,16 @@ def fewer_parameters_than_workers() -> tuple[str, int, list[int]]:
         said = str(e)
     optimizer.consolidate_state_dict(-1)
     state = get_optimizer_state_dict(model, optimizer)["state"]
-    set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
+    set_optimizer_state_dict(
+        model, optimizer, get_optimizer_state_dict(model, optimizer)
+    )
     assert optimizer.steps == 2
     return said, owned, list(state["weight"]["momentum_buffer"].shape)  # type: ignore[index, union-attr]
 
 
 def test_a_worker_that_owns_nothing_takes_no_step_alone(pool: Pool) -> None:
-    outcomes = pool(2).run(fewer_parameters_than_workers)  # the pool's patience bounds a hang
+    # the pool's patience bounds a hang
+    outcomes = pool(2).run(fewer_parameters_than_workers)
     assert sorted(owned for _, owned, _ in outcomes) == [0, 1]
     for said, _, shape in outcomes:
         assert "consolidate_state_dict(-1)" in said
@@ -212,7 +281,9 @@ def asks_for_one_parameter() -> tuple[str, list[str], bool]:
     return said, list(optimizer.state[weight]), weight in optimizer.state
 
 
-def test_the_state_of_a_users_parameter_is_not_empty_but_unknown_until_it_is_collected(pool: Pool) -> None:
+def test_the_state_of_a_users_parameter_is_not_empty_but_unknown_until_it_is_collected(
+    pool: Pool,
+) -> None:
     for said, names, inside in pool(2).run(asks_for_one_parameter):
         assert "The optimizer state is sharded" in said
         assert names == ["momentum_buffer"]
@@ -220,7 +291,9 @@ def test_the_state_of_a_users_parameter_is_not_empty_but_unknown_until_it_is_col
 
 
 def steps_from_zero() -> tuple[list[float], int]:
-    """A real first step with a learning rate of zero, as a warm-up begins, makes its state from the gradient."""
+    """A real first step with a learning rate of zero, as a warm-up begins, makes its
+    state from the gradient.
+    """
     model, optimizer = ready("sgd", 0)
     lrs = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -228,7 +301,9 @@ def steps_from_zero() -> tuple[list[float], int]:
     train(model, optimizer, 1)
     for group, lr in zip(optimizer.param_groups, lrs, strict=True):
         group["lr"] = lr
-    return [float(value.norm()) for value in by_name(model, optimizer).values()], optimizer.steps
+    return [
+        float(value.norm()) for value in by_name(model, optimizer).values()
+    ], optimizer.steps
 
 
 def test_a_first_step_at_a_learning_rate_of_zero_is_a_step(pool: Pool) -> None:
@@ -243,10 +318,14 @@ def asked_before(asked: bool) -> tuple[torch.Tensor, float]:
     if asked:
         get_optimizer_state_dict(model, optimizer)
     train(wrapped, optimizer, 3)
-    return torch.nn.utils.parameters_to_vector(model.parameters()).detach(), optimizer.effective_steps
+    return torch.nn.utils.parameters_to_vector(
+        model.parameters()
+    ).detach(), optimizer.effective_steps
 
 
-def test_asking_a_fresh_optimizer_under_sharded_ddp_changes_nothing_of_the_run(pool: Pool) -> None:
+def test_asking_a_fresh_optimizer_under_sharded_ddp_changes_nothing_of_the_run(
+    pool: Pool,
+) -> None:
     for (weights, tau), (asked, its_tau) in zip(
         pool(2).run(asked_before, False), pool(2).run(asked_before, True), strict=True
     ):
@@ -255,11 +334,16 @@ def test_asking_a_fresh_optimizer_under_sharded_ddp_changes_nothing_of_the_run(p
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_a_step_with_a_learning_rate_and_a_gradient_of_zero_counts_all_the_same(scale: float) -> None:
-    # A warm-up begins at zero, and a batch may be masked out. Such a step is told from torch's by who calls it.
+def test_a_step_with_a_learning_rate_and_a_gradient_of_zero_counts_all_the_same(
+    scale: float,
+) -> None:
+    # A warm-up begins at zero, and a batch may be masked out. Such a step is told from
+    # torch's by who calls it.
     model = nn.Linear(5, 3)
     passes = int(scale)  # at scale 1 nothing is measured, and passes are not counted
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.0), scale=scale, num_gradients_to_accumulate=passes)
+    optimizer = AdaScale(
+        SGD(model.parameters(), lr=0.0), scale=scale, num_gradients_to_accumulate=passes
+    )
     for _ in range(3):
         for _ in range(passes):
             (0 * model(torch.ones(2, 5))).sum().backward()
@@ -269,9 +353,15 @@ def test_a_step_with_a_learning_rate_and_a_gradient_of_zero_counts_all_the_same(
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_asking_leaves_the_clock_of_an_unsharded_optimizer_alone(momentum: float) -> None:
+def test_asking_leaves_the_clock_of_an_unsharded_optimizer_alone(
+    momentum: float,
+) -> None:
     model = nn.Linear(5, 3)
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.1, momentum=momentum), scale=4.0, num_gradients_to_accumulate=2)
+    optimizer = AdaScale(
+        SGD(model.parameters(), lr=0.1, momentum=momentum),
+        scale=4.0,
+        num_gradients_to_accumulate=2,
+    )
     fired: list[int] = []
     optimizer.wrapped.register_step_post_hook(lambda *_: fired.append(1))
     weight = model.weight.detach().clone()

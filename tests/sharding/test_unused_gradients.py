@@ -11,7 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..uneven import assert_agree, batches, loss_of, weights
-from .against_ddp import OPTIMIZERS, Pool, build, default_dtype, default_tolerance, wrapped
+from .against_ddp import (
+    OPTIMIZERS,
+    Pool,
+    build,
+    default_dtype,
+    default_tolerance,
+    wrapped,
+)
 
 
 class Branches(nn.Module):
@@ -40,7 +47,9 @@ def _branches(name: str, plan: str) -> tuple[Tensor, Tensor, bool]:
             optimizer.step()
             if plan == "all":
                 after = list(model.branches.parameters())
-                moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+                moved = [
+                    not torch.equal(a, b) for a, b in zip(before, after, strict=True)
+                ]
                 rested = rested and moved == [i // 2 == which for i in range(6)]
         ends.append(weights(model))
     return ends[0], ends[1], rested
@@ -48,9 +57,16 @@ def _branches(name: str, plan: str) -> tuple[Tensor, Tensor, bool]:
 
 @pytest.mark.also_simulated("2-*")
 @pytest.mark.parametrize("name", ["nesterov", "adamw", "lars"])
-@pytest.mark.parametrize(("world_size", "plan"), [(2, "all"), (2, "some"), (3, "some"), (3, "all"), (2, "first")])
-def test_unused_parameters_are_treated_as_ddp_does(pool: Pool, world_size: int, plan: str, name: str) -> None:
-    """What no worker used stays, whatever momentum and weight decay it has; what some used moves."""
+@pytest.mark.parametrize(
+    ("world_size", "plan"),
+    [(2, "all"), (2, "some"), (3, "some"), (3, "all"), (2, "first")],
+)
+def test_unused_parameters_are_treated_as_ddp_does(
+    pool: Pool, world_size: int, plan: str, name: str
+) -> None:
+    """What no worker used stays, whatever momentum and weight decay it has; what
+    some used moves.
+    """
     results = pool(world_size).run(_branches, name, plan)
     assert_agree(results, default_tolerance(world_size))
     assert all(rested for *_, rested in results)
@@ -62,7 +78,8 @@ def _nobody() -> None:
     loss_of(ddp, batches(1)[0]).backward()
     optimizer.step()
     before = weights(model)
-    optimizer.step()  # no gradient anywhere: momentum and weight decay must not move anything
+    # no gradient anywhere: momentum and weight decay must not move anything
+    optimizer.step()
     assert torch.equal(weights(model), before)
 
 
@@ -73,7 +90,8 @@ def test_a_step_without_gradients_moves_nothing(pool: Pool) -> None:
 class TwoLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.trunk, self.head = nn.Linear(7, 9), nn.Linear(9, 5)  # in buckets of their own
+        # in buckets of their own
+        self.trunk, self.head = nn.Linear(7, 9), nn.Linear(9, 5)
 
     def forward(self, x: Tensor, breaks: bool, uses_head: bool) -> Tensor:
         hidden = torch.tanh(self.trunk(x))
@@ -87,11 +105,15 @@ def _break(_: Tensor) -> None:
 
 
 def _broken_off() -> list[bool]:
-    """Whether each layer moves in a step of the trunk alone, after a pass that broke when the head's gradients were sent."""
+    """Whether each layer moves in a step of the trunk alone, after a pass that broke
+    when the head's gradients were sent.
+    """
     torch.manual_seed(1)
     model = TwoLayers()
     ddp, optimizer = wrapped(model, OPTIMIZERS["momentum"](model), True)
-    for (x, y), breaks, uses_head in zip(batches(3), (False, True, False), (True, True, False), strict=True):
+    for (x, y), breaks, uses_head in zip(
+        batches(3), (False, True, False), (True, True, False), strict=True
+    ):
         before = [layer.weight.detach().clone() for layer in (model.trunk, model.head)]
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(ddp(x, breaks, uses_head), y)
@@ -105,6 +127,8 @@ def _broken_off() -> list[bool]:
     return [not torch.equal(a, b) for a, b in zip(after, before, strict=True)]
 
 
-def test_gradients_that_a_broken_pass_has_sent_do_not_count_in_the_next_step(pool: Pool) -> None:
+def test_gradients_that_a_broken_pass_has_sent_do_not_count_in_the_next_step(
+    pool: Pool,
+) -> None:
     """The head has no gradient then: its momentum and weight decay must not move it."""
     assert pool(2).run(_broken_off) == [[True, False]] * 2

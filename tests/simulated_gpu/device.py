@@ -1,6 +1,8 @@
-"""Puts the compiled simulated GPU behind ``torch.cuda`` and ``torch.distributed``, and counts what it is asked to do.
+"""Puts the compiled simulated GPU behind ``torch.cuda`` and ``torch.distributed``, and
+counts what it is asked to do.
 
-All names of torch that are private, or that a user would not assign to, are in :func:`install`.
+All names of torch that are private, or that a user would not assign to, are in
+:func:`install`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Stream:
     ) -> None:
         self.device_index = _index(device) if device_index is None else device_index
         self.device = torch.device("cuda", self.device_index)
-        self.stream_id = native.new_stream(self.device_index) if stream_id is None else stream_id
+        self.stream_id = (
+            native.new_stream(self.device_index) if stream_id is None else stream_id
+        )
         self.priority = priority
 
     def wait_event(self, event: Event) -> None:
@@ -59,7 +63,9 @@ class Stream:
         return True
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and vars(self) | {"priority": 0} == vars(other) | {"priority": 0}
+        return isinstance(other, Stream) and vars(self) | {"priority": 0} == vars(
+            other
+        ) | {"priority": 0}
 
     def __hash__(self) -> int:
         return hash((self.device_index, self.stream_id))
@@ -103,7 +109,9 @@ class ProcessGroupNCCL(native.Nccl):  # type: ignore[misc]
             self._timeout: Any = None
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
-        gloo = distributed_c10d.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=options._timeout)
+        gloo = distributed_c10d.ProcessGroupGloo(
+            dist.PrefixStore("gloo", store), rank, size, timeout=options._timeout
+        )
         super().__init__(dist.PrefixStore("devices", store), gloo, rank, size)
         self.options = options
 
@@ -121,7 +129,7 @@ def _index(device: Any) -> int:
     return native.current_device() if index is None else index
 
 
-# ---- waits of the host, and launches ---------------------------------------------------------------------------------
+# ---- waits of the host, and launches -------------------------------------------------
 
 # Waits that a program asks for, of which torch.cuda.set_sync_debug_mode says nothing.
 _EXPLICIT = ("event", "stream", "device")
@@ -132,8 +140,10 @@ class Counts:
     """What happened on the device while it was counted.
 
     Attributes:
-        launches: Kernels and copies by operator; a foreach operator takes one for each 100 tensors, a fused one for each 30.
-        waits: (reason, place) of each wait of the host for the device. An event's reason is "event".
+        launches: Kernels and copies by operator; a foreach operator takes one for each
+            100 tensors, a fused one for each 30.
+        waits: (reason, place) of each wait of the host for the device. An event's
+            reason is "event".
     """
 
     launches: dict[str, int] = field(default_factory=dict)
@@ -146,7 +156,9 @@ _debug_mode = 0
 
 @contextmanager
 def counting() -> Iterator[Counts]:
-    """Count launches, and waits of the host. Those of backward passes are counted too."""
+    """Count launches, and waits of the host. Those of backward passes are counted
+    too.
+    """
     counts, before = Counts(), native.launches()
     _counted.append(counts)
     try:
@@ -154,7 +166,11 @@ def counting() -> Iterator[Counts]:
     finally:
         _counted.remove(counts)
         after = native.launches()
-        counts.launches = {op: n - before.get(op, 0) for op, n in after.items() if n > before.get(op, 0)}
+        counts.launches = {
+            op: n - before.get(op, 0)
+            for op, n in after.items()
+            if n > before.get(op, 0)
+        }
 
 
 def _waited(reason: str) -> None:
@@ -171,13 +187,18 @@ def _waited(reason: str) -> None:
 
 
 def _place() -> str:
-    """Return the innermost places in ray_adascale; where there is none, the innermost outside torch."""
+    """Return the innermost places in ray_adascale; where there is none, the
+    innermost outside torch.
+    """
     frames = [
-        frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename and frame.filename != __file__
+        frame
+        for frame in traceback.extract_stack()
+        if "/torch/" not in frame.filename and frame.filename != __file__
     ]
     ours = [frame for frame in frames if "/ray_adascale/" in frame.filename]
     return " < ".join(
-        f"{frame.filename.rpartition('/ray_adascale/')[2]}:{frame.lineno}" for frame in reversed((ours or frames)[-3:])
+        f"{frame.filename.rpartition('/ray_adascale/')[2]}:{frame.lineno}"
+        for frame in reversed((ours or frames)[-3:])
     )
 
 
@@ -186,7 +207,7 @@ def _set_debug_mode(mode: int) -> None:
     _debug_mode = mode
 
 
-# ---- torch -----------------------------------------------------------------------------------------------------------
+# ---- torch ---------------------------------------------------------------------------
 
 
 def _synchronize() -> None:
@@ -201,7 +222,13 @@ def _exchange_device(device: int) -> int:
 
 
 def _properties(device: Any = None) -> Any:
-    return types.SimpleNamespace(name="simulated", total_memory=80 << 30, multi_processor_count=132, major=9, minor=0)
+    return types.SimpleNamespace(
+        name="simulated",
+        total_memory=80 << 30,
+        multi_processor_count=132,
+        major=9,
+        minor=0,
+    )
 
 
 def _resized(resize: Any) -> Any:
@@ -234,9 +261,15 @@ def install() -> None:
         "maybeExchangeDevice": _exchange_device,
         "getDeviceCount": lambda: native.DEVICES,
         "getCurrentRawStream": native.current_stream,
-        "getCurrentStream": lambda device: (native.current_stream(device), device, Stream.device_type),
+        "getCurrentStream": lambda device: (
+            native.current_stream(device),
+            device,
+            Stream.device_type,
+        ),
         "getDefaultStream": lambda device: (0, device, Stream.device_type),
-        "setStream": lambda stream_id, device_index, device_type: native.set_stream(device_index, stream_id),
+        "setStream": lambda stream_id, device_index, device_type: native.set_stream(
+            device_index, stream_id
+        ),
         "synchronize": _synchronize,
         "emptyCache": lambda: None,
         "isInBadFork": lambda: False,
@@ -260,7 +293,9 @@ def install() -> None:
     }
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
-    torch.cuda.graphs.is_current_stream_capturing = functions["is_current_stream_capturing"]
+    torch.cuda.graphs.is_current_stream_capturing = functions[
+        "is_current_stream_capturing"
+    ]
     torch.cuda.nccl.version = lambda: (2, 0, 0)
     torch.UntypedStorage.resize_ = _resized(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
 
@@ -273,5 +308,6 @@ def install() -> None:
         module.is_nccl_available = lambda: True
     distributed_c10d._NCCL_AVAILABLE = True
     distributed_c10d.default_pg_nccl_timeout = distributed_c10d.default_pg_timeout
-    dist.Logger.set_runtime_stats_and_log = lambda self: None  # DDP's timer of a CUDA device is in CUDA builds only
+    # DDP's timer of a CUDA device is in CUDA builds only
+    dist.Logger.set_runtime_stats_and_log = lambda self: None
     native.on_wait(_waited)

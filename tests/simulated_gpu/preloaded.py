@@ -1,4 +1,6 @@
-"""Imported by a server of processes before torch, so that its forks have the simulated GPU."""
+"""Imported by a server of processes before torch, so that its forks have the
+simulated GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Kernel launches and waits of the host in one optimizer step on two simulated GPUs, for each kind of training.
+"""Kernel launches and waits of the host in one optimizer step on two simulated GPUs,
+for each kind of training.
 
     python -m tests.simulated_gpu.steps [PATTERN ...]
 
-prints the table of ``test_steps.py`` anew, for all cases or those whose name matches a pattern such as ``'oss*'``. The model has
-161 parameters. A launch costs the host about 5 µs, which is the length of a step where the GPU waits for the host.
+prints the table of ``test_steps.py`` anew, for all cases or those whose name matches a
+pattern such as ``'oss*'``. The model has 161 parameters. A launch costs the host about
+5 µs, which is the length of a step where the GPU waits for the host.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ray_adascale import OSS, AdaScale, AdaScaleBetasRule, ShardedDataParallel, ShardedGradScaler
+from ray_adascale import (
+    OSS,
+    AdaScale,
+    AdaScaleBetasRule,
+    ShardedDataParallel,
+    ShardedGradScaler,
+)
 
 from ..pool import ProcessPool
 
@@ -39,11 +47,13 @@ class Case:
     """One way to train.
 
     Attributes:
-        kind: How gradients travel: DDP, DDP with norms from its buckets, OSS under DDP, ShardedDataParallel, or FSDP2.
+        kind: How gradients travel: DDP, DDP with norms from its buckets, OSS under DDP,
+            ShardedDataParallel, or FSDP2.
         fused: A fused optimizer, under which AdaScale does not wait for the step.
         adascale: With AdaScale around the optimizer.
-        variant: "unused": a parameter without a gradient on rank 1 (of FSDP2: on both). "passes": two a step. "scaler": a
-            GradScaler. "between": a step that is not measured. "betas": one of AdamW with betas that change. Else "".
+        variant: "unused": a parameter without a gradient on rank 1 (of FSDP2: on both).
+            "passes": two a step. "scaler": a GradScaler. "between": a step that is not
+            measured. "betas": one of AdamW with betas that change. Else "".
     """
 
     kind: str
@@ -53,7 +63,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        words = [self.kind, "fused" * self.fused, "adascale" * self.adascale, self.variant]
+        words = [
+            self.kind,
+            "fused" * self.fused,
+            "adascale" * self.adascale,
+            self.variant,
+        ]
         return " ".join(filter(None, words))
 
     @property
@@ -67,7 +82,12 @@ class Case:
 
 
 def _cases() -> dict[str, Case]:
-    with_adascale = [Case(k, f, True, v) for k in KINDS for f in (False, True) for v in ("", *VARIANTS)]
+    with_adascale = [
+        Case(k, f, True, v)
+        for k in KINDS
+        for f in (False, True)
+        for v in ("", *VARIANTS)
+    ]
     cases = [case for pair in with_adascale for case in (pair.base, pair)]
     return {case.name: case for case in cases}
 
@@ -81,7 +101,11 @@ class Model(nn.Module):
     def __init__(self, unused: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        layers = [module for _ in range(LAYERS) for module in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        layers = [
+            module
+            for _ in range(LAYERS)
+            for module in (nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        ]
         self.layers = nn.Sequential(*layers, nn.Linear(WIDTH, 1, bias=False))
         if unused:
             self.extra = nn.Parameter(torch.zeros(1))
@@ -98,7 +122,9 @@ class Training:
         self.case = case
         self.rank = dist.get_rank()
         self.model = Model(case.variant == "unused").to("cuda")
-        self.scaler = ShardedGradScaler(init_scale=1024.0) if case.variant == "scaler" else None
+        self.scaler = (
+            ShardedGradScaler(init_scale=1024.0) if case.variant == "scaler" else None
+        )
         if case.kind == "fsdp2":
             from torch.distributed.fsdp import fully_shard
 
@@ -106,9 +132,14 @@ class Training:
         self.optimizer = self._optimizer()
         self.parallel = self._parallel()
         if case.adascale and not isinstance(self.parallel, ShardedDataParallel):
-            self.optimizer = self._adascale(self.optimizer, self.parallel if case.kind == "fsdp2" else None)
+            self.optimizer = self._adascale(
+                self.optimizer, self.parallel if case.kind == "fsdp2" else None
+            )
         generator = torch.Generator().manual_seed(self.rank)
-        self.batches = [torch.randn(8, WIDTH, generator=generator).cuda() for _ in range(case.passes)]
+        self.batches = [
+            torch.randn(8, WIDTH, generator=generator).cuda()
+            for _ in range(case.passes)
+        ]
 
     def _optimizer(self) -> Any:
         params = self.model.parameters()
@@ -116,19 +147,33 @@ class Training:
         fused: dict[str, Any] = {"fused": True} if self.case.fused else {}
         optimizer: Any
         # torch has no fused SGD of DTensors.
-        if self.case.variant == "betas" or (self.case.kind == "fsdp2" and self.case.fused):
+        if self.case.variant == "betas" or (
+            self.case.kind == "fsdp2" and self.case.fused
+        ):
             optimizer = torch.optim.AdamW(params, lr=0.001, **fused)
         else:
             optimizer = torch.optim.SGD(params, lr=0.01, momentum=0.9, **fused)
         return OSS.wrap(optimizer) if self.case.kind in ("oss", "zero2") else optimizer
 
     def _adascale(self, optimizer: Any, model: Any) -> AdaScale:
-        kwargs: dict[str, Any] = {} if self.scaler is None else {"grad_scaler": self.scaler}
+        kwargs: dict[str, Any] = (
+            {} if self.scaler is None else {"grad_scaler": self.scaler}
+        )
         if self.case.variant in ("between", "betas"):
-            kwargs = {"averaging_window": 0.05, "total_steps": 1000, "measure_every": 1000}
+            kwargs = {
+                "averaging_window": 0.05,
+                "total_steps": 1000,
+                "measure_every": 1000,
+            }
         if self.case.variant == "betas":
             kwargs["rule"] = AdaScaleBetasRule()
-        return AdaScale(optimizer, scale=SCALE, num_gradients_to_accumulate=self.case.passes, model=model, **kwargs)
+        return AdaScale(
+            optimizer,
+            scale=SCALE,
+            num_gradients_to_accumulate=self.case.passes,
+            model=model,
+            **kwargs,
+        )
 
     def _parallel(self) -> Any:
         if self.case.kind == "fsdp2":
@@ -147,7 +192,11 @@ class Training:
     def step(self) -> None:
         for i, x in enumerate(self.batches):
             with self._syncing(last=i == len(self.batches) - 1):
-                uses = self.case.variant == "unused" and self.case.kind != "fsdp2" and self.rank == 0
+                uses = (
+                    self.case.variant == "unused"
+                    and self.case.kind != "fsdp2"
+                    and self.rank == 0
+                )
                 loss = self.parallel(x, uses).square().mean() / len(self.batches)
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         if self.scaler is None:
@@ -219,7 +268,9 @@ def _print(run: Callable[..., list[Found]], names: list[str]) -> None:
         launches, waits, events = most(run(measure, name))
         base = most(run(measure, CASES[name].base.name))[0]
         share = f"{launches - base:+d}, {launches / base - 1:+.1%}"
-        print(f'    "{name}": ({launches}, {waits:g}, {events:g}),  # {share}', flush=True)
+        print(
+            f'    "{name}": ({launches}, {waits:g}, {events:g}),  # {share}', flush=True
+        )
 
 
 def main() -> None:
@@ -235,7 +286,8 @@ def main() -> None:
     names = [
         name
         for name, case in CASES.items()
-        if case.adascale and any(fnmatch.fnmatchcase(name, pattern) for pattern in args.patterns)
+        if case.adascale
+        and any(fnmatch.fnmatchcase(name, pattern) for pattern in args.patterns)
     ]
     print("    # case: (launches, waits, waits for events)")
     _print(pool.run, names)

@@ -16,7 +16,11 @@ Pool = Callable[[int], ProcessPool]
 
 
 def _memory() -> None:
-    here, there, host = torch.ones(3, device="cuda:0"), torch.ones(3, device="cuda:1"), torch.ones(3, device="cpu")
+    here, there, host = (
+        torch.ones(3, device="cuda:0"),
+        torch.ones(3, device="cuda:1"),
+        torch.ones(3, device="cpu"),
+    )
     assert here.device == torch.device("cuda", 0)
     assert torch.empty(4, device="cuda").isnan().all()
     for other in (there, host):
@@ -47,21 +51,28 @@ def _same_training() -> list[list[float]]:
     ends = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 2)).to(
-            device
-        )
+        model = nn.Sequential(
+            nn.Linear(4, 6),
+            nn.BatchNorm1d(6),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.Linear(6, 2),
+        ).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for _ in range(5):
             model(torch.randn(8, 4, device=device)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        ends.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist())
+        ends.append(
+            torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+        )
     return ends
 
 
 def test_kernels_are_the_cpus(simulated_pool: Pool) -> None:
     for cpu, cuda in simulated_pool(1).run(_same_training):
-        # AdamW's default on a GPU is its foreach implementation, which rounds in another order: a few float32 roundings.
+        # AdamW's default on a GPU is its foreach implementation, which rounds in
+        # another order: a few float32 roundings.
         assert cuda == pytest.approx(cpu, rel=1e-5, abs=1e-6)
 
 
@@ -77,7 +88,9 @@ def _late_collective() -> tuple[Any, Any, Any]:
     return unwaited, before.tolist(), changed.tolist()
 
 
-def test_a_collective_reads_and_writes_when_it_is_waited_for(simulated_pool: Pool) -> None:
+def test_a_collective_reads_and_writes_when_it_is_waited_for(
+    simulated_pool: Pool,
+) -> None:
     assert simulated_pool(2).run(_late_collective) == [([1, 1], [2, 2], [10, 10])] * 2
 
 
@@ -96,8 +109,12 @@ def _on_a_stream(wait: str) -> list[float]:
     return total.tolist()
 
 
-@pytest.mark.parametrize(("wait", "expected"), [("none", 1), ("event", 2), ("stream", 2), ("same", 2)])
-def test_streams_wait_for_what_they_are_told_to(simulated_pool: Pool, wait: str, expected: float) -> None:
+@pytest.mark.parametrize(
+    ("wait", "expected"), [("none", 1), ("event", 2), ("stream", 2), ("same", 2)]
+)
+def test_streams_wait_for_what_they_are_told_to(
+    simulated_pool: Pool, wait: str, expected: float
+) -> None:
     assert simulated_pool(2).run(_on_a_stream, wait) == [[expected] * 2] * 2
 
 
@@ -115,7 +132,9 @@ def _late_copy() -> tuple[bool, list[float], bool]:
     return bool(early), targets[0].tolist(), bool(targets[1].isnan().all())
 
 
-def test_a_copy_to_pinned_memory_arrives_with_its_event_and_not_with_an_earlier_one(simulated_pool: Pool) -> None:
+def test_a_copy_to_pinned_memory_arrives_with_its_event_and_not_with_an_earlier_one(
+    simulated_pool: Pool,
+) -> None:
     assert simulated_pool(1).run(_late_copy) == [(True, [1.0, 2.0], True)]
 
 
@@ -130,7 +149,9 @@ def _copied_in_a_stream(waits: bool) -> tuple[bool, list[float]]:
     return bool(early), copy.tolist()
 
 
-def test_a_copy_from_pinned_memory_in_a_stream_arrives_where_its_event_is_waited_for(simulated_pool: Pool) -> None:
+def test_a_copy_from_pinned_memory_in_a_stream_arrives_where_its_event_is_waited_for(
+    simulated_pool: Pool,
+) -> None:
     assert simulated_pool(1).run(_copied_in_a_stream, True) == [(True, [1.0, 1.0])]
     assert simulated_pool(1).run(_copied_in_a_stream, False)[0][1] != [1.0, 1.0]
 
@@ -185,12 +206,15 @@ def _counted() -> tuple[dict[str, int], list[str], list[str]]:
         lambda: x[x > 2],
         lambda: torch.tensor(1.0, device="cuda"),
         lambda: torch.ones(3, device="cpu").to("cuda"),
-        lambda: torch.empty(5, device="cpu").copy_(x.detach(), non_blocking=True),  # not pinned
+        # not pinned
+        lambda: torch.empty(5, device="cpu").copy_(x.detach(), non_blocking=True),
         lambda: bool(x.isnan().any()),
     ):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation") as error:
+            with pytest.raises(
+                RuntimeError, match="called a synchronizing CUDA operation"
+            ) as error:
                 waits()
         finally:
             torch.cuda.set_sync_debug_mode("default")

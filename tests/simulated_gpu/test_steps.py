@@ -1,7 +1,9 @@
-"""Kernel launches and waits of the host in one optimizer step, on two simulated GPUs, for each kind of training.
+"""Kernel launches and waits of the host in one optimizer step, on two simulated GPUs,
+for each kind of training.
 
-``python -m tests.simulated_gpu.steps`` prints the rows of the table anew. More than the table allows fails, with the places where
-the host waits and what is launched. Fewer pass: then lower the numbers.
+``python -m tests.simulated_gpu.steps`` prints the rows of the table anew. More than the
+table allows fails, with the places where the host waits and what is launched. Fewer
+pass: then lower the numbers.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from .steps import CASES, Found, measure, most
 
 Pool = Callable[[int], ProcessPool]
 
-# Kernel launches that AdaScale may add to a step of one pass, as a share of the same step without it.
+# Kernel launches that AdaScale may add to a step of one pass, as a share of the same
+# step without it.
 ADDED = {"ddp": 0.05, "oss": 0.05, "zero2": 0.08, "fsdp2": 0.05}
 
-# case: (launches, waits, waits for events). An event's wait is for the step before, which is over long ago.
-# A GradScaler of its own accord waits once. So does DDP that finds an unused parameter, on the rank that has it.
+# case: (launches, waits, waits for events). An event's wait is for the step before,
+# which is over long ago. A GradScaler of its own accord waits once. So does DDP that
+# finds an unused parameter, on the rank that has it.
 ALLOWED = {
     "ddp adascale": (670, 1, 0),  # +12, +1.8%
     "ddp adascale unused": (675, 2, 0),  # +12, +1.8%
@@ -85,12 +89,22 @@ def found() -> dict[str, tuple[int, float, float]]:
 def count(
     pool: ProcessPool, name: str, found: dict[str, tuple[int, float, float]]
 ) -> tuple[tuple[int, float, float], str]:
-    """Return what a step takes, and a message with its waits and most frequent launches."""
+    """Return what a step takes, and a message with its waits and most frequent
+    launches.
+    """
     ranks: list[Found] = pool.run(measure, name)
     found[name] = most(ranks)
-    waits = [f"{n:g} x {reason} at {place}" for one in ranks for (reason, place), n in one.places.items()]
+    waits = [
+        f"{n:g} x {reason} at {place}"
+        for one in ranks
+        for (reason, place), n in one.places.items()
+    ]
     operators = sorted(ranks[0].operators.items(), key=lambda entry: -entry[1])[:12]
-    return found[name], f"{name}: {found[name]}, allowed {ALLOWED.get(name)}\n" + "\n".join(waits) + f"\n{operators}"
+    return found[
+        name
+    ], f"{name}: {found[name]}, allowed {ALLOWED.get(name)}\n" + "\n".join(
+        waits
+    ) + f"\n{operators}"
 
 
 @pytest.mark.parametrize("name", ALLOWED)
@@ -98,11 +112,18 @@ def test_a_step_launches_and_waits_no_more_than_allowed(
     simulated_pool: Pool, name: str, found: dict[str, tuple[int, float, float]]
 ) -> None:
     numbers, message = count(simulated_pool(2), name, found)
-    assert all(number <= most for number, most in zip(numbers, ALLOWED[name], strict=True)), message
+    assert all(
+        number <= most for number, most in zip(numbers, ALLOWED[name], strict=True)
+    ), message
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, case in CASES.items() if case.adascale and case.variant in ("", "scaler")]
+    "name",
+    [
+        name
+        for name, case in CASES.items()
+        if case.adascale and case.variant in ("", "scaler")
+    ],
 )
 def test_adascale_adds_few_launches(
     simulated_pool: Pool, name: str, found: dict[str, tuple[int, float, float]]
@@ -112,4 +133,6 @@ def test_adascale_adds_few_launches(
         if each not in found:
             count(simulated_pool(2), each, found)
     with_it, without = found[name][0], found[case.base.name][0]
-    assert with_it <= without * (1 + ADDED[case.kind]), f"{name}: {without} launches without, {with_it} with AdaScale"
+    assert with_it <= without * (1 + ADDED[case.kind]), (
+        f"{name}: {without} launches without, {with_it} with AdaScale"
+    )

@@ -1,4 +1,6 @@
-"""Workers that torchrun starts on one machine with several GPUs, where nobody called ``torch.cuda.set_device``."""
+"""Workers that torchrun starts on one machine with several GPUs, where nobody called
+``torch.cuda.set_device``.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,12 @@ def two(simulated_pool: Pool) -> Iterator[ProcessPool]:
     pool.kill()
 
 
-def _as_torchrun_starts_it(port: int, fn: Callable[..., Any], *args: Any) -> tuple[Any, set[str]]:
-    """Call fn as a worker of torchrun does; return its result, and the devices of all tensors in collectives."""
+def _as_torchrun_starts_it(
+    port: int, fn: Callable[..., Any], *args: Any
+) -> tuple[Any, set[str]]:
+    """Call fn as a worker of torchrun does; return its result, and the devices of
+    all tensors in collectives.
+    """
     rank = dist.get_rank()
     dist.destroy_process_group()
     torch.cuda.set_device(0)
@@ -57,7 +63,9 @@ class _Watched(torch.utils._python_dispatch.TorchDispatchMode):
         super().__init__()
         self.seen = seen
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func.namespace == "c10d":
             for tensor in torch.utils._pytree.tree_leaves((args, kwargs)):
                 if isinstance(tensor, torch.Tensor):
@@ -66,7 +74,9 @@ class _Watched(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def _backend(folder: Path, device: str | None) -> tuple[str, int]:
-    backend = LocalBackend(folder, device=None if device is None else f"{device}:{dist.get_rank()}")
+    backend = LocalBackend(
+        folder, device=None if device is None else f"{device}:{dist.get_rank()}"
+    )
     with backend.latest_checkpoint() as found:
         assert found is None
     backend.checkpoint_folder(1)
@@ -74,18 +84,24 @@ def _backend(folder: Path, device: str | None) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("device", [None, "cuda"], ids=["by-itself", "named"])
-def test_each_worker_takes_the_gpu_of_its_local_rank(two: ProcessPool, tmp_path: Path, device: str | None) -> None:
+def test_each_worker_takes_the_gpu_of_its_local_rank(
+    two: ProcessPool, tmp_path: Path, device: str | None
+) -> None:
     results = two.run(_as_torchrun_starts_it, free_port(), _backend, tmp_path, device)
     assert results == [((f"cuda:{rank}", rank), {f"cuda:{rank}"}) for rank in range(2)]
 
 
 def _run(folder: Path, sharding: str) -> tuple[float, set[str]]:
     torch.manual_seed(0)
-    data = torch.utils.data.TensorDataset(torch.randn(64, 4, device="cpu"), torch.arange(64, device="cpu") % 2)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(64, 4, device="cpu"), torch.arange(64, device="cpu") % 2
+    )
     backend = LocalBackend(folder)
     model = nn.Linear(4, 2, device="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    config = AdaScaleConfig(base_batch_size=8, total_steps=6, per_worker_batch_size=8, sharding=sharding)
+    config = AdaScaleConfig(
+        base_batch_size=8, total_steps=6, per_worker_batch_size=8, sharding=sharding
+    )
     run = Run(model, optimizer, None, data, config, backend=backend)
     for x, y in run:
         run.backward(F.cross_entropy(run.model(x), y))
@@ -94,9 +110,12 @@ def _run(folder: Path, sharding: str) -> tuple[float, set[str]]:
 
 
 @pytest.mark.parametrize("sharding", ["none", "oss", "zero2", "fsdp2"])
-def test_a_run_with_checkpoints(two: ProcessPool, tmp_path: Path, sharding: str) -> None:
+def test_a_run_with_checkpoints(
+    two: ProcessPool, tmp_path: Path, sharding: str
+) -> None:
     results = two.run(_as_torchrun_starts_it, free_port(), _run, tmp_path, sharding)
     for rank, ((tau, devices), seen) in enumerate(results):
         assert tau >= 6
         assert devices == {f"cuda:{rank}"}
-        assert seen - {"cpu"} == {f"cuda:{rank}"}  # what needs no GPU travels in a gloo group
+        # what needs no GPU travels in a gloo group
+        assert seen - {"cpu"} == {f"cuda:{rank}"}

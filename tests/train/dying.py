@@ -15,7 +15,9 @@ def die() -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """The moments at which the next starts of a run fail, one a start: empty files, named for order and moment."""
+    """The moments at which the next starts of a run fail, one a start: empty files,
+    named for order and moment.
+    """
 
     folder: Path
 

@@ -1,4 +1,6 @@
-"""A Ray Train worker as a backend: gauges, notices, uploads, and which checkpoint is taken."""
+"""A Ray Train worker as a backend: gauges, notices, uploads, and which checkpoint is
+taken.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,20 @@ from ..samples_of import schedule, step_of
 
 def outcome(**metrics: float) -> StepReport:
     """After a step of a run whose metrics are all 1, but for some."""
-    return StepReport(metrics={**dict.fromkeys(METRICS, 1.0), **metrics}, effective_steps=1.0, schedule=schedule(10, 4))
+    return StepReport(
+        metrics={**dict.fromkeys(METRICS, 1.0), **metrics},
+        effective_steps=1.0,
+        schedule=schedule(10, 4),
+    )
 
 
 def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, list[tuple[float, dict[str, str]]]] = {}
 
     class Gauge:
-        def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+        def __init__(
+            self, name: str, description: str, tag_keys: tuple[str, ...]
+        ) -> None:
             self.name = name
 
         def set(self, value: float, tags: dict[str, str]) -> None:
@@ -57,16 +65,21 @@ def test_gauges_follow_the_run_once_a_second(monkeypatch: pytest.MonkeyPatch) ->
         tracker.eta = Eta(steps=8 * gain, seconds=9 * gain, rough=False)
         mine.after_step(step_of(gain=gain, **{"my own": gain, "text": "x"}))
         clock[0] += later
-    tags = {"ray_train_run_name": "mine", "ray_train_worker_world_rank": "0"}  # what Ray's own dashboards filter by
+    # what Ray's own dashboards filter by
+    tags = {"ray_train_run_name": "mine", "ray_train_worker_world_rank": "0"}
     assert seen["adascale_gain"] == [(2.0, tags), (4.0, tags)]
     assert seen["adascale_my_own"] == seen["adascale_gain"]
     assert [value for value, _ in seen["adascale_steps_left"]] == [16, 32]
     assert [value for value, _ in seen["adascale_seconds_left"]] == [18, 36]
-    assert {"adascale_scale", "adascale_effective_steps", "adascale_efficiency"} < set(seen)
+    assert {"adascale_scale", "adascale_effective_steps", "adascale_efficiency"} < set(
+        seen
+    )
     assert "adascale_text" not in seen
 
 
-def test_the_driver_gets_metrics_once_a_second_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_gets_metrics_once_a_second_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sent: list[Any] = []
     client: Any = SimpleNamespace(put=sent.append)
     clock = [100.0]
@@ -78,24 +91,37 @@ def test_the_driver_gets_metrics_once_a_second_and_at_the_end(monkeypatch: pytes
         updates.after_step(step_of(number))
         clock[0] += later
     assert [metrics["optimizer_steps"] for metrics in sent] == [1, 3, 10]
-    assert all(metrics["total_steps"] == 10 and "seconds_left" in metrics for metrics in sent)
+    assert all(
+        metrics["total_steps"] == 10 and "seconds_left" in metrics for metrics in sent
+    )
 
 
-def test_a_preemption_notice_says_what_goes_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preemption_notice_says_what_goes_and_when(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     info: list[Any] = [None]
     monkeypatch.setattr(ray.train, "get_preemption_info", lambda: info[0])
     backend = object.__new__(worker.RayTrainBackend)
     assert backend.preemption_poll_s < 30  # clouds tell 30 s to 2 min ahead
     assert backend.preemption_notice() is None
-    info[0] = ray.train.PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"b": [3, 2], "a": [0]})
+    info[0] = ray.train.PreemptionInfo(
+        deadline_ms=None, preempted_node_to_ranks={"b": [3, 2], "a": [0]}
+    )
     assert backend.preemption_notice() == "node a, b with worker 0, 2, 3 goes away"
-    info[0] = ray.train.PreemptionInfo(deadline_ms=1_700_000_000_000, preempted_node_to_ranks={"a": [0]})
-    assert str(backend.preemption_notice()).startswith("node a with worker 0 goes away at ")
+    info[0] = ray.train.PreemptionInfo(
+        deadline_ms=1_700_000_000_000, preempted_node_to_ranks={"a": [0]}
+    )
+    assert str(backend.preemption_notice()).startswith(
+        "node a with worker 0 goes away at "
+    )
 
 
 @pytest.mark.parametrize("local", [True, False])
 def test_the_trace_is_in_the_runs_folder_wherever_that_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, local: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    local: bool,
 ) -> None:
     (tmp_path / "run").mkdir()
     files: Any = pyarrow.fs.LocalFileSystem()
@@ -144,9 +170,12 @@ def test_the_trace_is_in_the_runs_folder_wherever_that_is(
     trace.failed()  # an earlier start changes its own file alone
     assert [row["step"] for row in read_trace(run)] == [1, 2]
     assert [row["step"] for row in read_trace(run / "trace" / "0000.jsonl")] == [1, 7]
-    assert [started()[1].number for _ in range(2)] == [2, 3]  # also after one that has stored no row
+    # also after one that has stored no row
+    assert [started()[1].number for _ in range(2)] == [2, 3]
     if not local:
-        monkeypatch.setattr(pyarrow.fs, "copy_files", Mock(side_effect=OSError("throttled")))
+        monkeypatch.setattr(
+            pyarrow.fs, "copy_files", Mock(side_effect=OSError("throttled"))
+        )
         second.after_step(step_of(3))
         second.failed()
         assert "The run's trace could not be stored: throttled." in caplog.text
@@ -162,7 +191,9 @@ class Storage:
         self.error, self.times = error, times
         self.taken: list[list[str]] = []
 
-    def persist_current_checkpoint(self, local: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+    def persist_current_checkpoint(
+        self, local: ray.train.Checkpoint, name: str
+    ) -> ray.train.Checkpoint:
         files = sorted(os.listdir(local.path))
         if self.times:
             self.times -= 1
@@ -171,7 +202,9 @@ class Storage:
         return local
 
 
-THROTTLED = OSError("When initiating upload: AWS Error SLOW_DOWN during PutObject operation")
+THROTTLED = OSError(
+    "When initiating upload: AWS Error SLOW_DOWN during PutObject operation"
+)
 
 
 @pytest.mark.parametrize(
@@ -187,20 +220,36 @@ THROTTLED = OSError("When initiating upload: AWS Error SLOW_DOWN during PutObjec
     ],
 )
 def test_a_failing_upload_is_tried_again_and_at_last_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, times: int, uploaded: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    times: int,
+    uploaded: bool,
 ) -> None:
     from ray._common.retry import call_with_retry  # as Ray Train calls what uploads
     from ray.train.v2._internal.constants import AWS_RETRYABLE_TOKENS
 
     seen: dict[str, Any] = {}
 
-    def report(metrics: Any, *, checkpoint: Any, checkpoint_upload_fn: Any, **modes: Any) -> None:
+    def report(
+        metrics: Any, *, checkpoint: Any, checkpoint_upload_fn: Any, **modes: Any
+    ) -> None:
         assert backend.uploading
         assert modes["checkpoint_upload_mode"] == ray.train.CheckpointUploadMode.ASYNC
         assert not modes["delete_local_checkpoint_after_upload"]
         try:
-            call_with_retry(checkpoint_upload_fn, "upload", AWS_RETRYABLE_TOKENS, 3, 32, checkpoint, "checkpoint_1")
-        except Exception as e:  # Ray would put it where the worker's error is looked for
+            call_with_retry(
+                checkpoint_upload_fn,
+                "upload",
+                AWS_RETRYABLE_TOKENS,
+                3,
+                32,
+                checkpoint,
+                "checkpoint_1",
+            )
+        except (
+            Exception
+        ) as e:  # Ray would put it where the worker's error is looked for
             seen["error"] = e
 
     monkeypatch.setattr(ray.train, "report", report)
@@ -212,7 +261,10 @@ def test_a_failing_upload_is_tried_again_and_at_last_says_why(
     backend._uploading = threading.Event()
     backend.rank = 0
     backend._storage = storage = Storage(error, times)
-    storage.experiment_fs_path, storage.storage_filesystem = str(tmp_path), pyarrow.fs.LocalFileSystem()
+    storage.experiment_fs_path, storage.storage_filesystem = (
+        str(tmp_path),
+        pyarrow.fs.LocalFileSystem(),
+    )
     backend.report_in_background(outcome(), folder)
     assert storage.taken == ([["state.json"]] if uploaded else [])
     assert ("error" not in seen) == uploaded
@@ -220,8 +272,14 @@ def test_a_failing_upload_is_tried_again_and_at_last_says_why(
         told = seen["error"]
         assert str(error) in str(told)
         assert isinstance(told, CheckpointError) == isinstance(error, OSError)
-        assert (f"the disk of {tmp_path} is full" in str(told)) == ("No space" in str(error))
-        assert ("may not write there" in str(told)) == isinstance(told, NotPermitted) == ("Permission" in str(error))
+        assert (f"the disk of {tmp_path} is full" in str(told)) == (
+            "No space" in str(error)
+        )
+        assert (
+            ("may not write there" in str(told))
+            == isinstance(told, NotPermitted)
+            == ("Permission" in str(error))
+        )
     assert not folder.exists()
     assert not backend.uploading
 
@@ -234,10 +292,15 @@ def test_an_upload_waits_for_the_storage_and_says_so_every_half_minute(
     backend = object.__new__(worker.RayTrainBackend)
     backend.rank = 0
     backend._storage = storage = Storage(OSError(30, "Read-only file system"), 9)
-    storage.experiment_fs_path, storage.storage_filesystem = str(tmp_path), pyarrow.fs.LocalFileSystem()
+    storage.experiment_fs_path, storage.storage_filesystem = (
+        str(tmp_path),
+        pyarrow.fs.LocalFileSystem(),
+    )
     (tmp_path / "state.json").touch()
     with caplog.at_level(logging.WARNING, "ray_adascale"):
-        backend._persist(ray.train.Checkpoint.from_directory(str(tmp_path)), "checkpoint_1")
+        backend._persist(
+            ray.train.Checkpoint.from_directory(str(tmp_path)), "checkpoint_1"
+        )
     assert storage.taken == [["state.json"]]
     assert sum(slept) > 120  # two minutes that cost no restart
     assert max(slept) <= 30
@@ -249,7 +312,9 @@ def test_an_upload_waits_for_the_storage_and_says_so_every_half_minute(
 def test_the_report_that_the_run_waits_for_is_uploaded_in_the_same_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def report(metrics: Any, *, checkpoint: Any, checkpoint_upload_fn: Any, **_: Any) -> None:
+    def report(
+        metrics: Any, *, checkpoint: Any, checkpoint_upload_fn: Any, **_: Any
+    ) -> None:
         checkpoint_upload_fn(checkpoint, "checkpoint_1")
 
     monkeypatch.setattr(ray.train, "report", report)
@@ -257,7 +322,10 @@ def test_the_report_that_the_run_waits_for_is_uploaded_in_the_same_way(
     backend = object.__new__(worker.RayTrainBackend)
     backend.rank = 0
     backend._storage = storage = Storage(OSError(28, "No space left on device"), 5)
-    storage.experiment_fs_path, storage.storage_filesystem = str(tmp_path), pyarrow.fs.LocalFileSystem()
+    storage.experiment_fs_path, storage.storage_filesystem = (
+        str(tmp_path),
+        pyarrow.fs.LocalFileSystem(),
+    )
     (tmp_path / "share").mkdir()
     backend.report(outcome(), tmp_path / "share")
     assert storage.taken == [[]]
@@ -269,16 +337,23 @@ def test_a_checkpoint_that_was_stored_and_not_reported_is_used_and_incomplete_on
 ) -> None:
     def stored(day: int, step: int, attempt: int = 0) -> Path:
         folder = tmp_path / f"checkpoint_2026-11-{day}_00-00-00.000000"
-        checkpoint.save(folder, {"x": torch.ones(1)}, {"iterations": step, "attempt": attempt})
+        checkpoint.save(
+            folder, {"x": torch.ones(1)}, {"iterations": step, "attempt": attempt}
+        )
         return folder
 
     backend = object.__new__(worker.RayTrainBackend)
     backend.rank, backend.world_size, backend._name = 0, 1, "mine"
     backend._storage = SimpleNamespace(
-        storage_filesystem=pyarrow.fs.LocalFileSystem(), experiment_fs_path=str(tmp_path)
+        storage_filesystem=pyarrow.fs.LocalFileSystem(),
+        experiment_fs_path=str(tmp_path),
     )
     reported: list[_Reported] = []
-    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: reported[-1].checkpoint if reported else None)
+    monkeypatch.setattr(
+        ray.train,
+        "get_checkpoint",
+        lambda: reported[-1].checkpoint if reported else None,
+    )
     monkeypatch.setattr(ray.train, "get_all_reported_checkpoints", lambda **_: reported)
 
     def found() -> Path | None:
@@ -292,7 +367,8 @@ def test_a_checkpoint_that_was_stored_and_not_reported_is_used_and_incomplete_on
     whole = stored(11, 20)  # the clock was set back
     assert found() == whole
     cut = stored(13, 30)
-    next(cut.glob("*.distcp")).unlink()  # an upload can have its manifest before its data
+    # an upload can have its manifest before its data
+    next(cut.glob("*.distcp")).unlink()
     half = tmp_path / "checkpoint_2026-11-14_00-00-00.000000"
     half.mkdir()
     own = tmp_path / "checkpoint_best"  # of the user
@@ -300,7 +376,8 @@ def test_a_checkpoint_that_was_stored_and_not_reported_is_used_and_incomplete_on
     assert found() == whole
     assert cut.exists()  # without the driver's lock
     backend.channel = object()
-    with monkeypatch.context() as read_only:  # the restart falls into a read-only minute
+    # the restart falls into a read-only minute
+    with monkeypatch.context() as read_only:
 
         class ReadOnly(pyarrow.fs.LocalFileSystem):
             def delete_dir(self, path: str) -> None:
@@ -313,13 +390,16 @@ def test_a_checkpoint_that_was_stored_and_not_reported_is_used_and_incomplete_on
     assert not cut.exists()
     assert not half.exists()
     assert own.exists()
-    # A later start has gone on: what an earlier one stored does not count, though it is further.
+    # A later start has gone on: what an earlier one stored does not count, though it is
+    # further.
     reported.append(_Reported(stored(15, 18, attempt=1), 18))
     assert found() == Path(reported[-1].checkpoint.path)
     assert whole.exists()
 
 
-def test_a_report_that_raises_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_raises_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def report(*_: Any, **__: Any) -> None:
         raise TimeoutError("a worker has left the barrier")
 
@@ -341,7 +421,9 @@ class _Reported:
         self.metrics = {"optimizer_steps": step}
 
 
-def test_the_newest_usable_of_rays_checkpoints_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_usable_of_rays_checkpoints_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reported = []
     for number in (20, 10, 30):  # in the order of a score, say
         checkpoint.save(tmp_path / str(number), {"x": torch.ones(1)})
@@ -351,7 +433,8 @@ def test_the_newest_usable_of_rays_checkpoints_is_found(tmp_path: Path, monkeypa
     backend = object.__new__(worker.RayTrainBackend)
     backend.rank, backend.world_size, backend._name = 0, 1, "mine"
     backend._storage = SimpleNamespace(
-        storage_filesystem=pyarrow.fs.LocalFileSystem(), experiment_fs_path=str(tmp_path)
+        storage_filesystem=pyarrow.fs.LocalFileSystem(),
+        experiment_fs_path=str(tmp_path),
     )
 
     def found() -> str:
@@ -361,15 +444,22 @@ def test_the_newest_usable_of_rays_checkpoints_is_found(tmp_path: Path, monkeypa
 
     assert found() == "30"
     (tmp_path / "30" / "state.json").write_text("{ }")
-    with pytest.warns(RuntimeWarning, match=r"Skipped the checkpoint .*30 of optimizer step 30: .*state\.json"):
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"Skipped the checkpoint .*30 of optimizer step 30: .*state\.json",
+    ):
         assert found() == "20"
     (tmp_path / "20" / "manifest.json").unlink()
     with pytest.warns(RuntimeWarning):
         assert found() == "10"
     (tmp_path / "10" / "__0_0.distcp").unlink()
-    with pytest.warns(RuntimeWarning), pytest.raises(checkpoint.NoUsableCheckpoint, match="None of the 3 checkpoints"):
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(checkpoint.NoUsableCheckpoint, match="None of the 3 checkpoints"),
+    ):
         found()
-    # Checkpoints that Ray's record lacks, as after a full disk. An older start has gone further than a later one.
+    # Checkpoints that Ray's record lacks, as after a full disk. An older start has gone
+    # further than a later one.
     for number, attempt in ((5, 0), (40, 0), (25, 1)):
         state = {"iterations": number, "attempt": attempt}
         checkpoint.save(tmp_path / f"checkpoint_{number}", {"x": torch.ones(1)}, state)
@@ -390,12 +480,20 @@ def test_a_checkpoint_of_a_bucket_has_its_name_where_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that the log says from which one a run was resumed."""
-    checkpoint.save(tmp_path / "bucket" / "run" / "checkpoint_7", {"x": torch.ones(1)}, {"iterations": 7})
+    checkpoint.save(
+        tmp_path / "bucket" / "run" / "checkpoint_7",
+        {"x": torch.ones(1)},
+        {"iterations": 7},
+    )
     monkeypatch.setattr(ray.train, "get_checkpoint", lambda: None)
     backend = object.__new__(worker.RayTrainBackend)
     backend.rank, backend.world_size, backend._name = 0, 1, "run"
-    bucket = pyarrow.fs.SubTreeFileSystem(str(tmp_path / "bucket"), pyarrow.fs.LocalFileSystem())
-    backend._storage = SimpleNamespace(storage_filesystem=bucket, experiment_fs_path="run")
+    bucket = pyarrow.fs.SubTreeFileSystem(
+        str(tmp_path / "bucket"), pyarrow.fs.LocalFileSystem()
+    )
+    backend._storage = SimpleNamespace(
+        storage_filesystem=bucket, experiment_fs_path="run"
+    )
     with backend.latest_checkpoint() as path:
         assert path is not None
         assert path.name == "checkpoint_7"
@@ -406,7 +504,9 @@ def test_a_checkpoint_of_a_bucket_has_its_name_where_it_is_read(
 def test_checkpoints_of_the_loops_own_do_not_keep_the_run_from_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop may report a checkpoint of its own with ``ray.train.report`` before the run's first one."""
+    """A loop may report a checkpoint of its own with ``ray.train.report`` before the
+    run's first one.
+    """
     reported = []
     for number in (1, 2):
         (tmp_path / str(number)).mkdir()
@@ -418,15 +518,20 @@ def test_checkpoints_of_the_loops_own_do_not_keep_the_run_from_beginning(
     backend = object.__new__(worker.RayTrainBackend)
     backend.rank, backend.world_size, backend._name = 0, 1, "mine"
     backend._storage = SimpleNamespace(
-        storage_filesystem=pyarrow.fs.LocalFileSystem(), experiment_fs_path=str(tmp_path)
+        storage_filesystem=pyarrow.fs.LocalFileSystem(),
+        experiment_fs_path=str(tmp_path),
     )
-    not_own = pytest.warns(RuntimeWarning, match="2 checkpoints of run 'mine' are not the run's own")
+    not_own = pytest.warns(
+        RuntimeWarning, match="2 checkpoints of run 'mine' are not the run's own"
+    )
     with not_own, backend.latest_checkpoint() as path:
         assert path is None
     # A damaged one of the run's own is another matter: it never begins anew over that.
     checkpoint.save(tmp_path / "3", {"x": torch.ones(1)})
     (tmp_path / "3" / "manifest.json").unlink()
     reported.insert(0, _Reported(tmp_path / "3", 0))
-    damaged = pytest.raises(checkpoint.NoUsableCheckpoint, match="None of the 1 checkpoints")
+    damaged = pytest.raises(
+        checkpoint.NoUsableCheckpoint, match="None of the 1 checkpoints"
+    )
     with pytest.warns(RuntimeWarning), damaged, backend.latest_checkpoint():
         pass

@@ -1,4 +1,6 @@
-"""What runs and searches both need of Ray, without a Ray: functions on their way to workers, what is built there, what fits."""
+"""What runs and searches both need of Ray, without a Ray: functions on their way to
+workers, what is built there, what fits.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from ray_adascale.workload import Workload
 from ..samples_of import regression
 
 
-def test_workers_build_the_same_weights_and_go_on_with_random_numbers_of_their_own() -> None:
+def test_workers_build_the_same_weights_and_go_on_with_random_numbers_of_their_own() -> (
+    None
+):
     def workload(config: dict[str, Any]) -> Workload:
         assert config == {"lr": 0.1}
         return regression(config)
@@ -37,7 +41,11 @@ def test_workers_build_the_same_weights_and_go_on_with_random_numbers_of_their_o
     built, after = [], []
     for rank in (0, 1, 2, 1):
         torch.rand(rank + 1)  # whatever was before
-        built.append(build_on_worker(workload, {"lr": 0.1}, AdaScaleConfig(seed=5), rank).model.weight)
+        built.append(
+            build_on_worker(
+                workload, {"lr": 0.1}, AdaScaleConfig(seed=5), rank
+            ).model.weight
+        )
         after.append((torch.rand(1).item(), random.random()))
     assert all(torch.equal(weight, built[0]) for weight in built)
     assert after[1] == after[3]
@@ -53,7 +61,9 @@ def test_ray_is_started_quietly_and_once(monkeypatch: pytest.MonkeyPatch) -> Non
     for running in (False, True):
         monkeypatch.setattr(ray, "is_initialized", lambda running=running: running)
         quiet_init("there:6379", log_to_driver=running)
-    assert asked == [{"address": "there:6379", "log_to_driver": False, "logging_level": "ERROR"}]
+    assert asked == [
+        {"address": "there:6379", "log_to_driver": False, "logging_level": "ERROR"}
+    ]
 
 
 def node(alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -64,7 +74,12 @@ def node(alive: bool = True, **resources: float) -> dict[str, Any]:
     ("nodes", "bundle", "count", "said"),
     [
         ([node(CPU=2)], {"CPU": 1}, 2, None),
-        ([node(CPU=2)], {"CPU": 1}, 3, "3 workers of 1 CPU each, and the cluster has 2 CPU: room for 2 workers"),
+        (
+            [node(CPU=2)],
+            {"CPU": 1},
+            3,
+            "3 workers of 1 CPU each, and the cluster has 2 CPU: room for 2 workers",
+        ),
         (
             [node(CPU=2), node(CPU=2, alive=False)],
             {"CPU": 1},
@@ -77,16 +92,26 @@ def node(alive: bool = True, **resources: float) -> dict[str, Any]:
             1,
             "1 worker of 1 GPU each, and the cluster has 0 GPU: room for 0 workers",
         ),
-        # A worker is on one node: six CPUs in two halves are not room for one that needs four.
+        # A worker is on one node: six CPUs in two halves are not room for one that
+        # needs four.
         ([node(CPU=3), node(CPU=3)], {"CPU": 4}, 1, "has 6 CPU: room for 0 workers"),
         ([node(CPU=2, GPU=1), node(CPU=8)], {"CPU": 1, "GPU": 0.5}, 2, None),
-        ([node(CPU=2, GPU=1), node(CPU=8)], {"CPU": 1, "GPU": 0.5}, 3, "room for 2 workers"),
+        (
+            [node(CPU=2, GPU=1), node(CPU=8)],
+            {"CPU": 1, "GPU": 0.5},
+            3,
+            "room for 2 workers",
+        ),
         ([node(CPU=0.3)], {"CPU": 0.1}, 3, None),
         ([node()], {"CPU": 0}, 5, None),
     ],
 )
 def test_what_the_cluster_lacks_is_told_by_node(
-    monkeypatch: pytest.MonkeyPatch, nodes: Any, bundle: Any, count: int, said: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: Any,
+    bundle: Any,
+    count: int,
+    said: str | None,
 ) -> None:
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     found = lacking(bundle, count)
@@ -116,14 +141,24 @@ def test_a_start_that_takes_long_names_the_node_that_was_lost(
     monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
     monkeypatch.setattr(driver_monitor, "_ROOM_S", (0.02, 0.02))
     monkeypatch.setattr(driver_monitor, "_POLL_S", 0.01)
-    assert alive_nodes() == {"0": "head (10.0.0.0)", "1": "worker-1 (10.0.0.1)", "2": "worker-2 (10.0.0.2)"}
+    assert alive_nodes() == {
+        "0": "head (10.0.0.0)",
+        "1": "worker-1 (10.0.0.1)",
+        "2": "worker-2 (10.0.0.2)",
+    }
     running = [False]
 
     class Channel:
         class status:
             @staticmethod
             def remote(since: int) -> Status:
-                return Status(None, running[0], [], 0, awaited=Awaited("2 workers connect to each other", 30.0, 300.0))
+                return Status(
+                    None,
+                    running[0],
+                    [],
+                    0,
+                    awaited=Awaited("2 workers connect to each other", 30.0, 300.0),
+                )
 
     def logged(text: str) -> list[str]:
         """Return the lines with this text, once there is one."""
@@ -135,7 +170,9 @@ def test_a_start_that_takes_long_names_the_node_that_was_lost(
 
     started: list[bool] = []
     lock: Any = SimpleNamespace(lost=None)
-    with DriverMonitor(Channel(), ({"CPU": 1.0}, 1), lock, lambda: started.append(True)):
+    with DriverMonitor(
+        Channel(), ({"CPU": 1.0}, 1), lock, lambda: started.append(True)
+    ):
         line = logged("Still starting after")[0]
         assert re.search(
             r"s: 2 workers connect to each other \(since \d\d:\d\d:\d\d, until \d\d:\d\d:\d\d at the latest\)\. Ctrl-C ends the",
@@ -162,11 +199,18 @@ def test_a_start_that_takes_long_names_the_node_that_was_lost(
         while not killed:
             time.sleep(0.01)
         time.sleep(0.1)
-    assert killed == ["the controller"]  # once: nothing of this process is written after another one has taken over
+    # once: nothing of this process is written after another one has taken over
+    assert killed == ["the controller"]
 
 
-def test_the_limit_that_is_named_is_the_one_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_that_is_named_is_the_one_in_force(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", raising=False)
-    assert "gives up after 60 s" in start_message("Ray waits", 1.0, None, ["a (10.0.0.1)"])
+    assert "gives up after 60 s" in start_message(
+        "Ray waits", 1.0, None, ["a (10.0.0.1)"]
+    )
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
-    assert "gives up after 20 s" in start_message("Ray waits", 1.0, None, ["a (10.0.0.1)"])
+    assert "gives up after 20 s" in start_message(
+        "Ray waits", 1.0, None, ["a (10.0.0.1)"]
+    )

@@ -1,4 +1,6 @@
-"""What a command does before Ray is imported; tests/project/test_cluster.py connects to a cluster that requires a token."""
+"""What a command does before Ray is imported; tests/project/test_cluster.py connects
+to a cluster that requires a token.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_a_given_address_gets_this_users_token(address: str, tmp_path: Path) -> 
     assert mode() is None
     assert mode(RAY_AUTH_TOKEN="0" * 32) == "token"
     (tmp_path / "mine").write_text("0" * 32)
-    assert mode(RAY_AUTH_TOKEN_PATH=str(tmp_path / "mine"), RAY_ADDRESS=address) == "token"
+    assert (
+        mode(RAY_AUTH_TOKEN_PATH=str(tmp_path / "mine"), RAY_ADDRESS=address) == "token"
+    )
     (tmp_path / ".ray").mkdir()
     (tmp_path / "mine").rename(tmp_path / ".ray" / "auth_token")
     assert mode() == "token"
@@ -38,9 +42,12 @@ def test_a_given_address_gets_this_users_token(address: str, tmp_path: Path) -> 
     assert mode(RAY_ADDRESS="auto") is None  # the cluster of this machine
 
 
-def test_without_an_answer_the_remedies_are_named(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_answer_the_remedies_are_named(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(
-        ValueError, match=r"Invalid address '127.0.0.1:1': no Ray cluster answers there \(.*refused\)\. "
+        ValueError,
+        match=r"Invalid address '127.0.0.1:1': no Ray cluster answers there \(.*refused\)\. ",
     ):
         check_address("127.0.0.1:1")
 
@@ -49,6 +56,7 @@ def test_without_an_answer_the_remedies_are_named(address: str, monkeypatch: pyt
 
     monkeypatch.setattr("ray_adascale.train.cluster.quiet_init", refuse)
     with pytest.raises(
-        ValueError, match=r"\(Failed to connect .* InvalidAuthToken, the cluster requires its token: put"
+        ValueError,
+        match=r"\(Failed to connect .* InvalidAuthToken, the cluster requires its token: put",
     ):
         connect(address)

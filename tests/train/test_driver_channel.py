@@ -11,7 +11,12 @@ import ray
 
 from ray_adascale.run.observe.pulse import Phase
 from ray_adascale.train import driver_channel as module
-from ray_adascale.train.driver_channel import DriverChannel, DriverClient, forward_warnings, make_channel
+from ray_adascale.train.driver_channel import (
+    DriverChannel,
+    DriverClient,
+    forward_warnings,
+    make_channel,
+)
 from ray_adascale.train.hangs import Beat
 
 BEAT = Beat(0, 1, 5, Phase.DATA, 1.0, None, "node", "10.0.0.1", 7)
@@ -36,7 +41,9 @@ class Here:
 
 
 def test_the_channel_stays_on_the_drivers_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With soft=True Ray has placed the actor on a worker's node, and the run was mute once that node was lost."""
+    """With soft=True Ray has placed the actor on a worker's node, and the run was
+    mute once that node was lost.
+    """
 
     class Context:
         def get_node_id(self) -> str:
@@ -71,7 +78,8 @@ def test_events_come_once_and_in_order() -> None:
         driver.log(logging.INFO, str(i))
     status = here.board.status(status.sent)
     assert status.sent == 1502
-    assert [text for _, text in status.events] == [str(i) for i in range(500, 1500)]  # bounded: the newest stay
+    # bounded: the newest stay
+    assert [text for _, text in status.events] == [str(i) for i in range(500, 1500)]
 
 
 def test_metrics_are_those_of_a_run_that_goes_on() -> None:
@@ -88,7 +96,9 @@ def test_metrics_are_those_of_a_run_that_goes_on() -> None:
     assert status.events == [(logging.WARNING, "Worker 1 died.")]
 
 
-def test_what_is_waited_for_is_known_while_there_is_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_waited_for_is_known_while_there_is_no_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     here = Here()
@@ -105,7 +115,10 @@ def test_what_is_waited_for_is_known_while_there_is_no_loop(monkeypatch: pytest.
     assert here.board.status(0).awaited[1:] == (0.0, None)
     driver.put({"gain": 2.0, "stopped": "total_steps reached"})
     driver.ended()
-    assert here.board.status(0)[:2] == ({"gain": 2.0, "stopped": "total_steps reached"}, True)
+    assert here.board.status(0)[:2] == (
+        {"gain": 2.0, "stopped": "total_steps reached"},
+        True,
+    )
 
 
 def test_a_board_that_is_gone_costs_nothing() -> None:
@@ -121,7 +134,9 @@ def test_a_board_that_is_gone_costs_nothing() -> None:
         assert not driver.beat(BEAT, wait=True)
 
 
-def test_a_request_to_stop_is_read_and_a_late_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_to_stop_is_read_and_a_late_answer_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     late = [False]
 
     def get(answer: Any, timeout: float) -> Any:
@@ -141,7 +156,9 @@ def test_a_request_to_stop_is_read_and_a_late_answer_is_asked_for_again(monkeypa
     assert driver.beat(BEAT, wait=True)
 
 
-def test_warnings_and_what_the_package_logs_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_and_what_the_package_logs_are_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     here = Here()
     package = logging.getLogger("ray_adascale")
     caplog.set_level(logging.ERROR, package.name)
@@ -163,11 +180,15 @@ def test_warnings_and_what_the_package_logs_are_told_once(caplog: pytest.LogCapt
     assert package.level == logging.ERROR  # as the user has set it
 
 
-def test_a_warning_that_nobody_takes_is_shown_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_that_nobody_takes_is_shown_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        monkeypatch.setattr(warnings, "showwarning", lambda message, *_: seen.append(str(message)))
+        monkeypatch.setattr(
+            warnings, "showwarning", lambda message, *_: seen.append(str(message))
+        )
         with forward_warnings(DriverClient(None)):
             warnings.warn("to the log then", stacklevel=1)
     assert seen == ["to the log then"]

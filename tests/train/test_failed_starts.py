@@ -1,4 +1,6 @@
-"""Workers, and Ray's controller, that die while a run starts: at each moment of a start, with a fixed and an elastic group."""
+"""Workers, and Ray's controller, that die while a run starts: at each moment of a
+start, with a fixed and an elastic group.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ import torch.distributed as dist
 from ray.exceptions import RayActorError, RayTaskError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+)
 from ray.train.v2._internal.execution.callback import WorkerCallback
 
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer, load_weights
@@ -32,12 +37,15 @@ from .dying import Plan, die
 from .test_trainer import _without_ray, flat
 from .test_trainer import workload as quiet
 
-pytestmark = pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The batch of .* exceeds the gradient noise scale"
+)
 
 
 def time_out() -> None:
     raise dist.DistNetworkError(
-        "The client socket has timed out after 300000ms while trying to connect to (10.0.0.1, 1)"
+        "The client socket has timed out after 300000ms while trying to connect to "
+        "(10.0.0.1, 1)"
     )
 
 
@@ -60,15 +68,20 @@ class FaultyBackend(AddressTorchConfig().backend_cls):  # type: ignore[misc]
                 worker_group.execute_single_async(len(worker_group) - 1, die)
             elif plan.due("unreachable"):
                 patched.setattr(
-                    TorchConfig().backend_cls, "on_start", lambda self, group, config: group.execute(time_out)
+                    TorchConfig().backend_cls,
+                    "on_start",
+                    lambda self, group, config: group.execute(time_out),
                 )
             super().on_start(worker_group, backend_config)
         if plan.due("controller"):
             die()
 
-    def on_training_start(self, worker_group: Any, backend_config: FaultyConfig) -> None:
+    def on_training_start(
+        self, worker_group: Any, backend_config: FaultyConfig
+    ) -> None:
         super().on_training_start(worker_group, backend_config)
-        if backend_config.plan.due("folder"):  # Ray's next call has the workers change to their folder
+        # Ray's next call has the workers change to their folder
+        if backend_config.plan.due("folder"):
             ray.wait([worker_group.execute_single_async(0, die)])
 
 
@@ -81,7 +94,9 @@ class DiesInContext(WorkerCallback):
 
 
 class DiesWhenLoaded:
-    """An argument of the loop, which a worker loads with the loop after its process group was made."""
+    """An argument of the loop, which a worker loads with the loop after its process
+    group was made.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -103,13 +118,26 @@ def workload(config: dict[str, Any]) -> Any:
     return quiet({"lr": 0.1})
 
 
-def trainer(storage: Path, name: str, plan: Plan, *, workers: Any, max_failures: int, **more: Any) -> AdaScaleTrainer:
+def trainer(
+    storage: Path,
+    name: str,
+    plan: Plan,
+    *,
+    workers: Any,
+    max_failures: int,
+    **more: Any,
+) -> AdaScaleTrainer:
     return AdaScaleTrainer(
         workload,
         hyperparameters={"dies": DiesWhenLoaded(plan)},
-        config=AdaScaleConfig(base_batch_size=4, total_steps=40, per_worker_batch_size=4, seed=2, **more),
-        # With two CPUs each, so that there is no room beside a group that was not removed.
-        scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 2}),
+        config=AdaScaleConfig(
+            base_batch_size=4, total_steps=40, per_worker_batch_size=4, seed=2, **more
+        ),
+        # With two CPUs each, so that there is no room beside a group that was not
+        # removed.
+        scaling_config=ScalingConfig(
+            num_workers=workers, resources_per_worker={"CPU": 2}
+        ),
         run_config=RunConfig(
             name=name,
             storage_path=str(storage),
@@ -121,66 +149,111 @@ def trainer(storage: Path, name: str, plan: Plan, *, workers: Any, max_failures:
     )
 
 
-MOMENTS = ["context", "group", "unreachable", "folder", "function", "build", "controller"]
+MOMENTS = [
+    "context",
+    "group",
+    "unreachable",
+    "folder",
+    "function",
+    "build",
+    "controller",
+]
 
 
 def test_an_elastic_run_that_can_not_start_twice_starts_with_fewer_workers(
-    ray_session: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ray_session: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(driver_monitor, "_ROOM_S", (0.1, 0.1))
     plan = Plan.of(tmp_path / "plan", "unreachable", "group")
     with caplog.at_level(logging.INFO, "ray_adascale"):
-        result = trainer(ray_session, "unreachable", plan, workers=(1, 2), max_failures=2).fit()
+        result = trainer(
+            ray_session, "unreachable", plan, workers=(1, 2), max_failures=2
+        ).fit()
     assert plan.left == []
-    assert "2 times in a row, so the run goes on with 1 or fewer workers. Restart 2 of 2" in caplog.text
+    assert (
+        "2 times in a row, so the run goes on with 1 or fewer workers. Restart 2 of 2"
+        in caplog.text
+    )
     assert result.metrics["world_size"] == 1
     assert re.search(
-        r"Still starting after \d+ s: Ray ends the last workers.* \(since [\d:]+\)\. Ctrl-C ends the run", caplog.text
+        r"Still starting after \d+ s: Ray ends the last workers.* \(since [\d:]+\)\. Ctrl-C ends the run",
+        caplog.text,
     )
     assert result.return_value["stopped"] == "total_steps reached"
 
 
-def test_failed_starts_count_and_the_last_one_ends_the_run(ray_session: Path, tmp_path: Path) -> None:
+def test_failed_starts_count_and_the_last_one_ends_the_run(
+    ray_session: Path, tmp_path: Path
+) -> None:
     plan = Plan.of(tmp_path / "plan", "build", "function", "function", "function")
     with pytest.raises(ray.train.ControllerError, match="The actor died unexpectedly"):
         trainer(ray_session, "often", plan, workers=2, max_failures=2).fit()
     assert plan.left == ["function"]
 
 
-# After the elastic run: Ray keeps a dead controller's reservation for three minutes, and elastic runs wait for that.
+# After the elastic run: Ray keeps a dead controller's reservation for three minutes,
+# and elastic runs wait for that.
 @pytest.mark.timeout(900)  # eight starts
 def test_a_run_survives_a_death_at_each_moment_of_a_start(
     ray_session: Path, tmp_path: Path, pool: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = Plan.of(tmp_path / "plan", *MOMENTS)
     with caplog.at_level(logging.INFO, "ray_adascale"):
-        result = trainer(ray_session, "dying", plan, workers=2, max_failures=len(MOMENTS)).fit()
+        result = trainer(
+            ray_session, "dying", plan, workers=2, max_failures=len(MOMENTS)
+        ).fit()
     assert plan.left == []
     restarts = [line for line in caplog.messages if " Restart " in line]
     count = len(MOMENTS)
-    assert [f"Restart {n} of {count}" in line for n, line in enumerate(restarts, 1)] == [True] * count, restarts
-    assert "did not reach each other: DistNetworkError: The client socket has timed out" in restarts[2]
-    assert re.search(r"its worker process has died \(process \d+ on [\d.]+\)\. Restart 5", restarts[4])
+    assert [
+        f"Restart {n} of {count}" in line for n, line in enumerate(restarts, 1)
+    ] == [True] * count, restarts
+    assert (
+        "did not reach each other: DistNetworkError: The client socket has timed out"
+        in restarts[2]
+    )
+    assert re.search(
+        r"its worker process has died \(process \d+ on [\d.]+\)\. Restart 5",
+        restarts[4],
+    )
     assert restarts[6].startswith("Ray's controller ended. The actor died unexpectedly")
     assert result.return_value["stopped"] == "total_steps reached"
-    left_alone = pool(2).run(functools.partial(_without_ray, accumulation=1, total_steps=40))
+    left_alone = pool(2).run(
+        functools.partial(_without_ray, accumulation=1, total_steps=40)
+    )
     assert flat(load_weights(result.checkpoint.path)).tolist() == left_alone[0]
 
 
-# ---- without Ray -----------------------------------------------------------------------------------------------------
+# ---- without Ray ---------------------------------------------------------------------
 
 DIED = RayActorError(None, "The actor died unexpectedly before finishing this task.")
-APART = ProcessGroupFailed("The 2 workers on 10.0.0.1, 10.0.0.2 did not reach each other: DistNetworkError: timed out")
+APART = ProcessGroupFailed(
+    "The 2 workers on 10.0.0.1, 10.0.0.2 did not reach each other: DistNetworkError: "
+    "timed out"
+)
 FULL = OSError(28, "No space left on device")
 
 
 class Driver:
     """The driver of a run on nodes with room for so many workers each."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, workers: Any = 2, failures: int = 20, **rooms: int) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        workers: Any = 2,
+        failures: int = 20,
+        **rooms: int,
+    ) -> None:
         self.rooms = rooms
-        monkeypatch.setattr(module, "alive_nodes", lambda: dict.fromkeys(self.rooms, "a node"))
-        monkeypatch.setattr(module, "room", lambda bundle, most: list(self.rooms.values()))
+        monkeypatch.setattr(
+            module, "alive_nodes", lambda: dict.fromkeys(self.rooms, "a node")
+        )
+        monkeypatch.setattr(
+            module, "room", lambda bundle, most: list(self.rooms.values())
+        )
         scaling = ScalingConfig(num_workers=workers)
         self.failed = FailedStarts(FailureConfig(max_failures=failures), scaling)
         self.restarts = self.loops = 0
@@ -199,17 +272,34 @@ def test_dead_workers_unreachable_ones_and_storage_are_retried_and_mistakes_are_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = Driver(monkeypatch, a=2)
-    for cause in (FULL, DIED, APART, WorkerGroupStartupFailedError("At least one of the worker actors failed")):
+    for cause in (
+        FULL,
+        DIED,
+        APART,
+        WorkerGroupStartupFailedError("At least one of the worker actors failed"),
+    ):
         assert driver.after(cause) == 2
     assert driver.after(DIED, controller=False) == 2  # Ray's controller itself
     assert driver.restarts == 5
-    mistake = RayTaskError("run_train_fn", "ImportError", ImportError("no module named mine"))
-    in_constructor = RayActorError(None, "The actor died because of an error raised in its creation task, ...")
-    for cause in (mistake, mistake.as_instanceof_cause(), in_constructor, ValueError("of a callback"), KeyError("x")):
+    mistake = RayTaskError(
+        "run_train_fn", "ImportError", ImportError("no module named mine")
+    )
+    in_constructor = RayActorError(
+        None, "The actor died because of an error raised in its creation task, ..."
+    )
+    for cause in (
+        mistake,
+        mistake.as_instanceof_cause(),
+        in_constructor,
+        ValueError("of a callback"),
+        KeyError("x"),
+    ):
         assert driver.after(cause) is None
 
 
-def test_a_wait_for_room_is_no_failure_and_neither_is_a_lost_or_preempted_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_room_is_no_failure_and_neither_is_a_lost_or_preempted_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = Driver(monkeypatch, failures=0, a=1, b=1)
     for _ in range(3):
         assert driver.after(WorkerGroupStartupTimeoutError(2)) == 2
@@ -220,12 +310,18 @@ def test_a_wait_for_room_is_no_failure_and_neither_is_a_lost_or_preempted_node(m
     assert driver.after(DIED) is None
 
 
-def test_a_limit_of_rays_for_its_controller_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_rays_for_its_controller_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = Driver(monkeypatch, a=2)
     driver.failed = FailedStarts(
-        FailureConfig(max_failures=-1, controller_failure_limit=1), ScalingConfig(num_workers=2)
+        FailureConfig(max_failures=-1, controller_failure_limit=1),
+        ScalingConfig(num_workers=2),
     )
-    assert [driver.after(WorkerGroupStartupTimeoutError(2)) for _ in range(2)] == [2, None]
+    assert [driver.after(WorkerGroupStartupTimeoutError(2)) for _ in range(2)] == [
+        2,
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -239,13 +335,18 @@ def test_a_limit_of_rays_for_its_controller_stays(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_two_failed_starts_in_a_row_leave_out_a_node_of_an_elastic_run(
-    monkeypatch: pytest.MonkeyPatch, workers: Any, rooms: dict[str, int], expected: list[Any]
+    monkeypatch: pytest.MonkeyPatch,
+    workers: Any,
+    rooms: dict[str, int],
+    expected: list[Any],
 ) -> None:
     driver = Driver(monkeypatch, workers, **rooms)
     assert [driver.after(APART) for _ in range(4)] == expected
 
 
-def test_starts_between_which_the_loop_ran_or_nodes_changed_are_not_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starts_between_which_the_loop_ran_or_nodes_changed_are_not_in_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = Driver(monkeypatch, (1, 2), a=1, b=1)
     assert driver.after(APART) == (1, 2)
     driver.loops = 1
@@ -256,6 +357,8 @@ def test_starts_between_which_the_loop_ran_or_nodes_changed_are_not_in_a_row(mon
     assert driver.after(APART) == (1, 1)
 
 
-def test_storage_that_fails_at_three_starts_in_a_row_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_fails_at_three_starts_in_a_row_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = Driver(monkeypatch, (1, 2), a=1, b=1)
     assert [driver.after(FULL) for _ in range(3)] == [(1, 2), (1, 2), None]

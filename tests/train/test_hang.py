@@ -20,7 +20,14 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdaScaleConfig, AdaScaleTrainer, Run, Workload, load_weights, seed_everything
+from ray_adascale import (
+    AdaScaleConfig,
+    AdaScaleTrainer,
+    Run,
+    Workload,
+    load_weights,
+    seed_everything,
+)
 from ray_adascale.run.observe.pulse import Phase
 from ray_adascale.train import hangs
 from ray_adascale.train.hangs import Beat, Hang, HangWatch
@@ -35,12 +42,20 @@ class Stuck(TensorDataset):
     """A dataset whose worker 1 stops or waits for ever, once, at its 20th example."""
 
     def __init__(self, how: str, flag: str) -> None:
-        super().__init__(torch.randn(64, 6, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 2)
+        super().__init__(
+            torch.randn(64, 6, generator=torch.Generator().manual_seed(0)),
+            torch.arange(64) % 2,
+        )
         self._how, self._flag, self._count = how, Path(flag), 0
 
     def __getitem__(self, index: Any) -> Any:
         self._count += 1
-        if self._count == 20 and dist.get_rank() == 1 and self._how != "no" and not self._flag.exists():
+        if (
+            self._count == 20
+            and dist.get_rank() == 1
+            and self._how != "no"
+            and not self._flag.exists()
+        ):
             self._flag.touch()
             if self._how == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -65,7 +80,11 @@ def _loss(model: nn.Module, batch: Any, *, pause_s: float) -> Tensor:
 
 
 CONFIG = AdaScaleConfig(
-    base_batch_size=2, total_steps=T, per_worker_batch_size=1, checkpoint_every_s=1e-9, step_timeout_s=4.0
+    base_batch_size=2,
+    total_steps=T,
+    per_worker_batch_size=1,
+    checkpoint_every_s=1e-9,
+    step_timeout_s=4.0,
 )
 
 
@@ -105,30 +124,48 @@ def test_a_worker_that_hangs_is_named_and_ended_and_the_run_ends_as_if_nothing_h
             hyperparameters={"how": how, "flag": str(ray_session / f"{how}-was")},
             config=CONFIG,
             scaling_config=ScalingConfig(num_workers=2),
-            run_config=RunConfig(name=how, storage_path=str(ray_session), failure_config=FailureConfig(max_failures=1)),
+            run_config=RunConfig(
+                name=how,
+                storage_path=str(ray_session),
+                failure_config=FailureConfig(max_failures=1),
+            ),
             progress=False,
         ).fit()
         seconds = time.monotonic() - began
-    assert flat(load_weights(result.checkpoint.path)).tolist() == pool(2).run(_left_alone)[0]
-    lines = [record.message for record in caplog.records if "made no step" in record.message]
+    assert (
+        flat(load_weights(result.checkpoint.path)).tolist()
+        == pool(2).run(_left_alone)[0]
+    )
+    lines = [
+        record.message for record in caplog.records if "made no step" in record.message
+    ]
     assert len(lines) == 1, lines
     assert "Worker 1 on node" in lines[0]
     assert said in lines[0]
     assert "Worker 0 waits for the gradients of the other workers." in lines[0]
     assert re.search(r" Process \d+ of worker 1 on node \S+ is ended", lines[0])
-    assert any("Restart 1 of 1, from the last checkpoint" in record.message for record in caplog.records)
+    assert any(
+        "Restart 1 of 1, from the last checkpoint" in record.message
+        for record in caplog.records
+    )
     assert seconds < 120  # gloo alone would have needed 300
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_busy_machine_is_no_hang(ray_session: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # Ray does not start at this load, so the loops begin with the first step. They have the priority of Ray's workers.
+def test_a_busy_machine_is_no_hang(
+    ray_session: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Ray does not start at this load, so the loops begin with the first step. They have
+    # the priority of Ray's workers.
     loops: list[subprocess.Popen[bytes]] = []
 
     def load() -> None:
-        loops.extend(subprocess.Popen(["nice", "-n", "15", "sh", "-c", "while :; do :; done"]) for _ in range(20))
+        loops.extend(
+            subprocess.Popen(["nice", "-n", "15", "sh", "-c", "while :; do :; done"])
+            for _ in range(20)
+        )
 
     try:
         with caplog.at_level(logging.INFO, logger="ray_adascale"):
@@ -136,11 +173,16 @@ def test_a_busy_machine_is_no_hang(ray_session: Path, caplog: pytest.LogCaptureF
                 workload,
                 hyperparameters={"how": "no", "flag": "", "pause_s": 0.02},
                 config=AdaScaleConfig(
-                    base_batch_size=2, total_steps=2000, per_worker_batch_size=1, step_timeout_s=10.0
+                    base_batch_size=2,
+                    total_steps=2000,
+                    per_worker_batch_size=1,
+                    step_timeout_s=10.0,
                 ),
                 scaling_config=ScalingConfig(num_workers=2),
                 run_config=RunConfig(
-                    name="busy", storage_path=str(ray_session), failure_config=FailureConfig(max_failures=1)
+                    name="busy",
+                    storage_path=str(ray_session),
+                    failure_config=FailureConfig(max_failures=1),
                 ),
                 on_start=load,
                 progress=False,
@@ -151,11 +193,15 @@ def test_a_busy_machine_is_no_hang(ray_session: Path, caplog: pytest.LogCaptureF
     assert len(loops) == 20
     assert result.metrics is not None
     assert result.metrics["effective_steps"] >= 2000
-    assert not [record.message for record in caplog.records if "made no step" in record.message]
-    assert not [record.message for record in caplog.records if "Restart" in record.message]
+    assert not [
+        record.message for record in caplog.records if "made no step" in record.message
+    ]
+    assert not [
+        record.message for record in caplog.records if "Restart" in record.message
+    ]
 
 
-# ---- without Ray ---------------------------------------------------------------------------------------------------------
+# ---- without Ray ---------------------------------------------------------------------
 
 
 def hang(pid: int = 1, limit_s: float = 120.0) -> Hang:
@@ -176,7 +222,13 @@ def test_a_hang_counts_only_if_it_is_seen_without_a_break_and_a_process_is_ended
         clock[0] = now
         watch.look(seen)
 
-    for now, seen in ((0, hang()), (14, hang()), (14.5, None), (16, hang()), (30, hang())):
+    for now, seen in (
+        (0, hang()),
+        (14, hang()),
+        (14.5, None),
+        (16, hang()),
+        (30, hang()),
+    ):
         look(now, seen)
         assert not killed
     for now in (

@@ -1,4 +1,6 @@
-"""The network interface of a node, without a Ray: tests/project/test_machines.py has machines with networks of their own."""
+"""The network interface of a node, without a Ray: tests/project/test_machines.py has
+machines with networks of their own.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from ray_adascale.train.trainer import WORKER_TIMEOUT_S
 
 from ..samples_of import regression
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="interfaces are looked up on Linux only")
+linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="interfaces are looked up on Linux only"
+)
 
 ELSEWHERE = "203.0.113.7"  # of the range for documentation: no machine has it
 
@@ -37,7 +41,11 @@ ELSEWHERE = "203.0.113.7"  # of the range for documentation: no machine has it
 def resolves_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
     """Have the host name resolve to these addresses, in this order."""
     monkeypatch.setattr(
-        socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, 0)) for a in addresses]
+        socket,
+        "getaddrinfo",
+        lambda *_, **__: [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, 0)) for a in addresses
+        ],
     )
 
 
@@ -49,10 +57,16 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def interfaces() -> dict[str, str]:
     """Return gloo's and NCCL's variables."""
-    return {key: value for key, value in os.environ.items() if key.endswith("_SOCKET_IFNAME")}
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if key.endswith("_SOCKET_IFNAME")
+    }
 
 
-def test_gloo_listens_at_the_host_names_first_address_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_listens_at_the_host_names_first_address_that_is_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     resolves_to(monkeypatch, ELSEWHERE, "127.0.0.1")
     assert gloo_address() == "127.0.0.1"
     resolves_to(monkeypatch, ELSEWHERE)
@@ -66,8 +80,11 @@ def test_gloo_listens_at_the_host_names_first_address_that_is_here(monkeypatch: 
 
 
 @linux
-def test_debians_address_of_the_host_name_counts_as_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolves_to(monkeypatch, "127.0.1.1")  # Linux has the whole range; other systems have 127.0.0.1 alone
+def test_debians_address_of_the_host_name_counts_as_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Linux has the whole range; other systems have 127.0.0.1 alone
+    resolves_to(monkeypatch, "127.0.1.1")
     assert gloo_address() == "127.0.1.1"
 
 
@@ -84,7 +101,8 @@ def test_other_systems_look_up_no_interface(monkeypatch: pytest.MonkeyPatch) -> 
 
 @linux
 @pytest.mark.usefixtures("unset")
-@pytest.mark.parametrize("name", ["127.0.1.1", ELSEWHERE])  # loopback, or nothing that gloo could use
+# loopback, or nothing that gloo could use
+@pytest.mark.parametrize("name", ["127.0.1.1", ELSEWHERE])
 def test_a_loopback_host_name_is_replaced_by_the_interface_of_rays_address(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -109,7 +127,9 @@ def test_what_the_user_has_set_remains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unset")
-def test_nothing_changes_where_the_host_name_is_right_or_no_interface_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_changes_where_the_host_name_is_right_or_no_interface_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "gloo_address", lambda: ELSEWHERE)
     assert choose_interface() is None
     monkeypatch.setattr(module, "gloo_address", lambda: "127.0.1.1")
@@ -125,7 +145,9 @@ class Sent:
         self._sent = sent
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda *arguments: self._sent.append((name, *arguments)))
+        return SimpleNamespace(
+            remote=lambda *arguments: self._sent.append((name, *arguments))
+        )
 
 
 class Group:
@@ -137,20 +159,30 @@ class Group:
 
     def execute(self, function: Any) -> list[Any]:
         self.done.append(function.__name__)
-        return [(a, "placed") if function is module._place else "eth0" for a in self.addresses]
+        return [
+            (a, "placed") if function is module._place else "eth0"
+            for a in self.addresses
+        ]
 
     execute_async = execute
 
 
 @pytest.mark.parametrize(
-    ("addresses", "chosen"), [(("10.0.0.1", "10.0.0.2"), True), (("10.0.0.1", "10.0.0.1"), False), (("::1",), False)]
+    ("addresses", "chosen"),
+    [
+        (("10.0.0.1", "10.0.0.2"), True),
+        (("10.0.0.1", "10.0.0.1"), False),
+        (("::1",), False),
+    ],
 )
 def test_interfaces_are_chosen_before_the_process_group_of_several_nodes(
     monkeypatch: pytest.MonkeyPatch, addresses: tuple[str, ...], chosen: bool
 ) -> None:
     group, config = Group(*addresses), AddressTorchConfig()
     monkeypatch.setattr(
-        TorchConfig().backend_cls, "on_start", lambda self, workers, config: workers.done.append("process group")
+        TorchConfig().backend_cls,
+        "on_start",
+        lambda self, workers, config: workers.done.append("process group"),
     )
     monkeypatch.setattr(ray, "get", lambda answer: answer)
     sent: list[Any] = []
@@ -159,20 +191,33 @@ def test_interfaces_are_chosen_before_the_process_group_of_several_nodes(
     nodes = ", ".join(sorted(set(addresses)))
     assert sent == [
         ("note", "placed", "placed"),
-        ("set_awaited", f"{len(addresses)} workers on {nodes} load torch and connect to each other", 1800),
         (
             "set_awaited",
-            f"{len(addresses)} workers on {nodes} build the workload, and load the checkpoint if there is one",
+            f"{len(addresses)} workers on {nodes} load torch and connect to each other",
+            1800,
+        ),
+        (
+            "set_awaited",
+            f"{len(addresses)} workers on {nodes} build the workload, and load the "
+            "checkpoint if there is one",
             None,
         ),
     ]
-    assert group.done == ["_place", *(["choose_interface"] if chosen else []), "process group"]
+    assert group.done == [
+        "_place",
+        *(["choose_interface"] if chosen else []),
+        "process group",
+    ]
 
 
-def test_heartbeats_end_before_the_workers_that_ray_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_end_before_the_workers_that_ray_restarts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     group, config = Group("10.0.0.1", "10.0.0.2"), AddressTorchConfig()
     monkeypatch.setattr(
-        TorchConfig().backend_cls, "on_shutdown", lambda self, workers, config: workers.done.append("process group")
+        TorchConfig().backend_cls,
+        "on_shutdown",
+        lambda self, workers, config: workers.done.append("process group"),
     )
     sent: list[Any] = []
     config.channel = Sent(sent)

@@ -1,4 +1,6 @@
-"""Functions that are sent to the workers with their file's code and neighbours; of one that can't be sent the cause is named."""
+"""Functions that are sent to the workers with their file's code and neighbours; of
+one that can't be sent the cause is named.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from ..samples_of import regression
 
 
 def pickled(function: Any) -> bytes:
-    """The function as it is sent, in a dict; its module may be pickled by value again later."""
+    """The function as it is sent, in a dict; its module may be pickled by value
+    again later.
+    """
     try:
         return cloudpickle.dumps({"workload": function})
     finally:
@@ -33,8 +37,17 @@ def pickled(function: Any) -> bytes:
 
 def at_worker(sent: bytes, then: str = "print(f({}))", **where: Any) -> bytes:
     """What a process of its own prints that loads the function as ``f``."""
-    code = f"import sys; from ray import cloudpickle as c; f = c.load(sys.stdin.buffer)['workload']; {then}"
-    return subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True, **where).stdout
+    code = (
+        "import sys; from ray import cloudpickle as c; f = "
+        f"c.load(sys.stdin.buffer)['workload']; {then}"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        input=sent,
+        capture_output=True,
+        check=True,
+        **where,
+    ).stdout
 
 
 SEND_ON = "sys.stdout.buffer.write(c.dumps({'workload': f}))"
@@ -50,10 +63,15 @@ def workload(config): return RATE
 
 
 @pytest.mark.parametrize("name", ["w_counting.py", "w-counting.py"])
-def test_what_a_file_does_at_import_is_done_once_and_on_no_worker(write: Any, tmp_path: Path, name: str) -> None:
+def test_what_a_file_does_at_import_is_done_once_and_on_no_worker(
+    write: Any, tmp_path: Path, name: str
+) -> None:
     path = write(name, COUNTING)
     assert resolve(f"{path}:param_space") == {"lr": 0.5}
-    assert at_worker(pickled(pickle_by_value(resolve(f"{path}:workload"))), cwd=tmp_path) == b"0.5\n"
+    assert (
+        at_worker(pickled(pickle_by_value(resolve(f"{path}:workload"))), cwd=tmp_path)
+        == b"0.5\n"
+    )
     assert (tmp_path / "imports").read_text() == "x"
 
 
@@ -68,10 +86,15 @@ def workload(config): return data() + data() + len(calls)
 """
 
 
-def test_a_cached_function_of_the_file_goes_to_the_workers_too(write: Any, tmp_path: Path) -> None:
+def test_a_cached_function_of_the_file_goes_to_the_workers_too(
+    write: Any, tmp_path: Path
+) -> None:
     sent = pickled(pickle_by_value(resolve(f"{write('w_cached.py', CACHED)}:workload")))
     # Train's controller sends it on.
-    then = "f = c.loads(c.dumps(f)); print(f({}), f.__globals__['data'].cache_parameters()['maxsize'])"
+    then = (
+        "f = c.loads(c.dumps(f)); print(f({}), "
+        "f.__globals__['data'].cache_parameters()['maxsize'])"
+    )
     assert at_worker(sent, then, cwd=tmp_path).split() == [b"2.0", b"7"]
 
 
@@ -83,7 +106,8 @@ def workload(config):
     from w_parts.late import late  # loaded nowhere before
     return w_layers.RATE * WIDTH + late()
 """,
-    "w_project/w_layers.py": "import threading\nLOCK = threading.Lock()\nRATE = 0.5\n",  # which no pickle could hold
+    # which no pickle could hold
+    "w_project/w_layers.py": "import threading\nLOCK = threading.Lock()\nRATE = 0.5\n",
     "w_project/w_parts/__init__.py": "",
     "w_project/w_parts/heads.py": "WIDTH = 4\n",
     "w_project/w_parts/late.py": "def late(): return 0\n",
@@ -92,18 +116,24 @@ def workload(config):
 
 
 @pytest.mark.parametrize("node", ["the same", "another", "another, with older files"])
-def test_a_file_imports_its_neighbours_on_the_workers_too(write: Any, tmp_path: Path, node: str) -> None:
+def test_a_file_imports_its_neighbours_on_the_workers_too(
+    write: Any, tmp_path: Path, node: str
+) -> None:
     paths = {name: write(name, text) for name, text in NEIGHBOURS.items()}
-    if node != "the same":  # which has only what was loaded here, as its files are not there to be looked for
+    # which has only what was loaded here, as its files are not there to be looked for
+    if node != "the same":
         paths["w_project/w_mine.py"].write_text(
-            NEIGHBOURS["w_project/w_mine.py"].replace("from w_parts.late", "def late(): return 0 #")
+            NEIGHBOURS["w_project/w_mine.py"].replace(
+                "from w_parts.late", "def late(): return 0 #"
+            )
         )
     sent = pickled(portable(resolve(f"{paths['w_project/w_mine.py']}:workload")))
     if node == "another":
         (tmp_path / "w_project").rename(tmp_path / "gone")
     elif node != "the same":
         paths["w_project/w_layers.py"].write_text("RATE = 7\n")
-    scratch = tmp_path / "scratch"  # of these processes alone: other tests run workers at the same time
+    # of these processes alone: other tests run workers at the same time
+    scratch = tmp_path / "scratch"
     scratch.mkdir()
     where: dict[str, Any] = {"cwd": "/", "env": {**os.environ, "TMPDIR": str(scratch)}}
     if node == "another":  # a trial sends it on to workers of its own
@@ -127,7 +157,9 @@ def workload(config):
 }
 
 
-@pytest.mark.parametrize("spec", ["w_package/mine.py:workload", "w_package.mine:workload"])
+@pytest.mark.parametrize(
+    "spec", ["w_package/mine.py:workload", "w_package.mine:workload"]
+)
 @pytest.mark.parametrize("node", ["the same", "another"])
 def test_a_package_goes_to_the_workers_as_a_whole(
     write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, node: str
@@ -160,7 +192,9 @@ def cached_here() -> int:
 
 
 def installed(function: Any, path: str) -> bool:
-    """Whether workers are trusted to import the function's module, were it a file of this path."""
+    """Whether workers are trusted to import the function's module, were it a file of
+    this path.
+    """
     module = types.ModuleType("w_installed")
     module.__file__ = path
     sys.modules[module.__name__] = module
@@ -184,7 +218,7 @@ def test_only_functions_of_plain_files_take_their_code_along() -> None:
     assert __name__ not in cloudpickle.list_registry_pickle_by_value()
 
 
-# ---- one that can't be sent ------------------------------------------------------------------------------------------
+# ---- one that can't be sent ----------------------------------------------------------
 
 LOCK = "import threading\nGUARD = threading.Lock()\n"
 CALLS = """
@@ -214,15 +248,31 @@ def workload(config):
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        (CALLS, ["because of cached → GUARD (a _thread.lock)", "cannot pickle '_thread.lock' object"]),
+        (
+            CALLS,
+            [
+                "because of cached → GUARD (a _thread.lock)",
+                "cannot pickle '_thread.lock' object",
+            ],
+        ),
         (MUTUAL, ["because of even → odd → GUARD (a _thread.lock), which it uses"]),
         # Ray does not find it.
-        (NESTED, ["TypeError: cannot pickle '_thread.lock' object. It uses such an object", "inside the function"]),
+        (
+            NESTED,
+            [
+                "TypeError: cannot pickle '_thread.lock' object. It uses such an object",
+                "inside the function",
+            ],
+        ),
         ("def workload(config): return threading.Lock()", None),
     ],
 )
-def test_what_a_function_uses_that_cannot_be_sent_is_named(write: Any, code: str, said: list[str] | None) -> None:
-    text = pickling_problem(resolve(f"{write('mine_pickling.py', LOCK + code)}:workload"))
+def test_what_a_function_uses_that_cannot_be_sent_is_named(
+    write: Any, code: str, said: list[str] | None
+) -> None:
+    text = pickling_problem(
+        resolve(f"{write('mine_pickling.py', LOCK + code)}:workload")
+    )
     assert (text is None) == (said is None)
     assert all(part in str(text) for part in said or [])
     assert "\n" not in str(text)
@@ -234,4 +284,6 @@ def test_a_captured_variable_is_named(tmp_path: Path) -> None:
         def workload(config: dict[str, Any]) -> None:
             print("built", file=file)
 
-        assert "because of file → buffer → raw (a _io.FileIO)" in str(pickling_problem(workload))
+        assert "because of file → buffer → raw (a _io.FileIO)" in str(
+            pickling_problem(workload)
+        )

@@ -1,4 +1,6 @@
-"""Where Ray's record of a run's checkpoints is cut off, it is renamed; a run's checkpoints are listed in its order."""
+"""Where Ray's record of a run's checkpoints is cut off, it is renamed; a run's
+checkpoints are listed in its order.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,20 @@ import torch
 from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
 from ray_adascale import checkpoint
-from ray_adascale.train.ray_record import RECORD, RENAMED, newest_checkpoint, rename_cut_off_record, sealed_checkpoints
+from ray_adascale.train.ray_record import (
+    RECORD,
+    RENAMED,
+    newest_checkpoint,
+    rename_cut_off_record,
+    sealed_checkpoints,
+)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run's folder with checkpoints of the steps 20 and 30, and one that was never finished; a clock was set back."""
+    """A run's folder with checkpoints of the steps 20 and 30, and one that was never
+    finished; a clock was set back.
+    """
     folder = tmp_path / "mine"
     for name, step in (
         ("checkpoint_2026-11-25_05", 20),
@@ -33,7 +43,9 @@ def test_the_file_has_the_name_that_ray_gives_it() -> None:
     assert RECORD == CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
 
-def test_a_whole_record_is_left_to_ray(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_whole_record_is_left_to_ray(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (run / RECORD).write_text(json.dumps({"checkpoint_results": []}))
     rename_cut_off_record(str(run), "mine")
     assert (run / RECORD).exists()
@@ -47,19 +59,30 @@ def test_a_record_that_is_cut_off_is_renamed(
 ) -> None:
     (run / RENAMED).write_text("an earlier one")
     (run / RECORD).write_text(left)
-    rename_cut_off_record("mine", "mine", pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem()))
+    rename_cut_off_record(
+        "mine",
+        "mine",
+        pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem()),
+    )
     assert not (run / RECORD).exists()
     assert (run / RENAMED).read_text() == left
     assert (
-        f"of run 'mine' was cut off, as after a full disk or a kill during a write, and is now {RENAMED}."
-        in caplog.text
+        "of run 'mine' was cut off, as after a full disk or a kill during a write, "
+        f"and is now {RENAMED}." in caplog.text
     )
 
 
-def test_a_checkpoint_that_was_never_finished_or_has_a_damaged_state_does_not_count(tmp_path: Path, run: Path) -> None:
+def test_a_checkpoint_that_was_never_finished_or_has_a_damaged_state_does_not_count(
+    tmp_path: Path, run: Path
+) -> None:
     def steps() -> list[int]:
         names = [path.name for path in run.iterdir()]
-        return [each.step for each in sealed_checkpoints(pyarrow.fs.LocalFileSystem(), str(run), names)]
+        return [
+            each.step
+            for each in sealed_checkpoints(
+                pyarrow.fs.LocalFileSystem(), str(run), names
+            )
+        ]
 
     assert steps() == [20, 30]  # by step, and not by the clock of the name
     assert newest_checkpoint(str(run)) == "checkpoint_2026-11-25_04"

@@ -1,4 +1,6 @@
-"""What of Ray's own goes around a trainer and a search: Ray Data, callbacks that hear evaluations, a Tuner of one's own."""
+"""What of Ray's own goes around a trainer and a search: Ray Data, callbacks that
+hear evaluations, a Tuner of one's own.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from ray_adascale.train.trainer import _with_ray_data
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),
+    pytest.mark.filterwarnings(
+        "ignore:The batch of .* exceeds the gradient noise scale"
+    ),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),
 ]
 
@@ -34,7 +38,9 @@ def rows() -> list[dict[str, Any]]:
 
 
 def on_shards(config: dict[str, Any]) -> Workload:
-    """A workload without a dataset of its own; what it is evaluated by counts the evaluations."""
+    """A workload without a dataset of its own; what it is evaluated by counts the
+    evaluations.
+    """
     model = nn.Linear(6, 2)
     times = [-1]  # before the evaluation of the untrained model
 
@@ -62,18 +68,29 @@ class Hears(UserCallback):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+    def after_report(
+        self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any
+    ) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps({key: metrics[0][key] for key in ("evaluation", "effective_steps")}) + "\n")
+            file.write(
+                json.dumps(
+                    {key: metrics[0][key] for key in ("evaluation", "effective_steps")}
+                )
+                + "\n"
+            )
 
 
-def test_a_callback_hears_every_evaluation_of_a_run_on_ray_data(ray_session: Path, tmp_path: Path) -> None:
+def test_a_callback_hears_every_evaluation_of_a_run_on_ray_data(
+    ray_session: Path, tmp_path: Path
+) -> None:
     heard = tmp_path / "heard"
     trainer = AdaScaleTrainer(
         on_shards,
         config=AdaScaleConfig(base_batch_size=4, total_epochs=2.5, report_every_s=1e6),
         scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(name="shards", storage_path=str(ray_session), callbacks=[Hears(heard)]),
+        run_config=RunConfig(
+            name="shards", storage_path=str(ray_session), callbacks=[Hears(heard)]
+        ),
         datasets={"train": ray.data.from_items(rows())},
         progress=False,
     )
@@ -91,12 +108,19 @@ def test_a_dataset_that_nobody_can_take_is_named() -> None:
     with pytest.raises(ValueError, match="no 'train' but 'images'"):
         _with_ray_data(on_shards({}), config, {"images": 3})
     own = [1, 2, 3]
-    assert _with_ray_data(on_shards({"data": own}), config, {"train": 96})[1].dataset_length is None
+    assert (
+        _with_ray_data(on_shards({"data": own}), config, {"train": 96})[
+            1
+        ].dataset_length
+        is None
+    )
 
 
 def small(config: dict[str, Any]) -> Workload:
     x = torch.as_tensor(np.stack([row["x"] for row in rows()]))
-    return on_shards({"data": [{"x": a, "y": int(a[0] > 0)} for a in x], "lr": config.get("lr", 0.1)})
+    return on_shards(
+        {"data": [{"x": a, "y": int(a[0] > 0)} for a in x], "lr": config.get("lr", 0.1)}
+    )
 
 
 def test_another_callback_is_refused() -> None:
@@ -130,9 +154,13 @@ def test_a_tuner_of_ones_own_has_a_rung_at_each_evaluation(ray_session: Path) ->
             metric="evaluation",
             mode="max",
             max_concurrent_trials=1,
-            scheduler=tune.schedulers.ASHAScheduler(time_attr="effective_steps", max_t=1000, grace_period=100),
+            scheduler=tune.schedulers.ASHAScheduler(
+                time_attr="effective_steps", max_t=1000, grace_period=100
+            ),
         ),
-        run_config=tune.RunConfig(name="own-tuner", storage_path=str(ray_session), verbose=0),
+        run_config=tune.RunConfig(
+            name="own-tuner", storage_path=str(ray_session), verbose=0
+        ),
     ).fit()
     for result in results:
         assert list(result.metrics_dataframe["evaluation"])[:9] == list(range(1, 10))

@@ -1,4 +1,6 @@
-"""Why a run failed, told from what the workers raised; and which failures a restart can mend."""
+"""Why a run failed, told from what the workers raised; and which failures a restart
+can mend.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer
 from ray_adascale.checkpoint import CheckpointError
 from ray_adascale.checkpoint.files import NotPermitted
-from ray_adascale.run.observe.failure import annotate_exceptions, lines_of, users_lines, was_building
+from ray_adascale.run.observe.failure import (
+    annotate_exceptions,
+    lines_of,
+    users_lines,
+    was_building,
+)
 from ray_adascale.train import retry as module
 from ray_adascale.train.retry import (
     RepeatedFailure,
@@ -29,14 +36,19 @@ from ray_adascale.train.retry import (
     worker_failure,
 )
 
-CLOSED = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+CLOSED = RuntimeError(
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by "
+    "peer"
+)
 # As Ray Train hands them on: the first holds what Ray says of the actor.
 DIED = WorkerHealthCheckFailedError(
     "A worker health check failed.",
     RayActorError(
         None,
-        "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker "
-        "unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the process was killed",
+        "The actor is dead because its worker process has died. Worker exit type: "
+        "SYSTEM_ERROR Worker exit detail: Worker "
+        "unexpectedly exits with a connection error code 2. End of file. Some common "
+        "causes include: (1) the process was killed",
     ),
 )
 
@@ -48,13 +60,23 @@ class Failed(Exception):
     """As Ray Train's, which hold what each worker failed with."""
 
     def __init__(self, **failures: Exception) -> None:
-        self.worker_failures = {int(rank[1:]): error for rank, error in failures.items()}
+        self.worker_failures = {
+            int(rank[1:]): error for rank, error in failures.items()
+        }
 
 
 def test_the_worker_that_died_is_told_before_those_that_lost_it() -> None:
-    died, lost, wrong = RayActorError(None, "the actor is dead"), CLOSED, ValueError("mine")
-    assert worker_failure(Failed(w0=lost, w2=died, w3=RayActorError(None, "too"))) == (2, died)
-    assert worker_failure(Failed(w3=wrong, w1=lost)) == (3, wrong)  # and so is one's own mistake
+    died, lost, wrong = (
+        RayActorError(None, "the actor is dead"),
+        CLOSED,
+        ValueError("mine"),
+    )
+    assert worker_failure(Failed(w0=lost, w2=died, w3=RayActorError(None, "too"))) == (
+        2,
+        died,
+    )
+    # and so is one's own mistake
+    assert worker_failure(Failed(w3=wrong, w1=lost)) == (3, wrong)
     assert worker_failure(Failed(w3=lost, w1=lost)) == (1, lost)
     assert worker_failure(Failed()) is None
     assert worker_failure(ValueError("none of a worker")) is None
@@ -62,7 +84,10 @@ def test_the_worker_that_died_is_told_before_those_that_lost_it() -> None:
 
 
 def test_a_failure_is_nobodys_mistake_where_another_start_may_not_meet_it() -> None:
-    late, at_the_build = OSError(30, "Read-only file system"), OSError("We couldn't connect")
+    late, at_the_build = (
+        OSError(30, "Read-only file system"),
+        OSError("We couldn't connect"),
+    )
     at_the_build.add_note("Raised while the workload was built.")
     lost = [
         DIED,
@@ -90,13 +115,18 @@ def test_a_failure_is_nobodys_mistake_where_another_start_may_not_meet_it() -> N
     [
         (
             Failed(w0=CLOSED, w1=DIED),
-            "Worker 1: A worker health check failed. The actor is dead because its worker process has died.",
+            "Worker 1: A worker health check failed. The actor is dead because its "
+            "worker process has died.",
         ),
         (
             Failed(
-                w1=WorkerHealthCheckFailedError("A worker health check failed.", RayActorError(None, "Socket closed"))
+                w1=WorkerHealthCheckFailedError(
+                    "A worker health check failed.",
+                    RayActorError(None, "Socket closed"),
+                )
             ),
-            "Worker 1: A worker health check failed. Socket closed: its node, or the network to it, is lost.",
+            "Worker 1: A worker health check failed. Socket closed: its node, or the "
+            "network to it, is lost.",
         ),
         (Failed(w1=KeyError("lr")), "Worker 1: KeyError: 'lr'"),
         (Failed(w1=MemoryError()), "Worker 1: MemoryError"),
@@ -116,7 +146,9 @@ def workload(text):
 
 
 def raised(write: Any, steps: Any) -> Exception:
-    """What a worker's noted failure in a user's file is, when it has come to the driver."""
+    """What a worker's noted failure in a user's file is, when it has come to the
+    driver.
+    """
     space: dict[str, Any] = {}
     path = write("mine.py", USERS)
     exec(compile(USERS, str(path), "exec"), space)
@@ -125,8 +157,16 @@ def raised(write: Any, steps: Any) -> Exception:
             space["workload"]("no JSON")
     except ValueError as error:
         at_controller = cloudpickle.dumps(error)
-    script = "import pickle, sys; from ray import cloudpickle as c; sys.stdout.buffer.write(c.dumps(c.load(sys.stdin.buffer)))"
-    passed_on = subprocess.run([sys.executable, "-c", script], input=at_controller, capture_output=True, check=True)
+    script = (
+        "import pickle, sys; from ray import cloudpickle as c; "
+        "sys.stdout.buffer.write(c.dumps(c.load(sys.stdin.buffer)))"
+    )
+    passed_on = subprocess.run(
+        [sys.executable, "-c", script],
+        input=at_controller,
+        capture_output=True,
+        check=True,
+    )
     return pickle.loads(passed_on.stdout)
 
 
@@ -144,7 +184,11 @@ def test_the_users_own_lines_come_along(write: Any, tmp_path: Path) -> None:
     assert lines_of(error).splitlines()[-4:] == expected
     assert "json/decoder.py" not in lines_of(error)
     assert "ray_adascale/run/observe/failure.py" not in lines_of(error)
-    assert failure_message(Failed(w1=error)).splitlines()[0].startswith("Worker 1: JSONDecodeError: Expecting value")
+    assert (
+        failure_message(Failed(w1=error))
+        .splitlines()[0]
+        .startswith("Worker 1: JSONDecodeError: Expecting value")
+    )
     assert failure_message(Failed(w1=error)).splitlines()[-4:] == expected
     assert failure_message(Failed(w1=error), lines=False).count("\n") == 0
     whole = whole_failure(Failed(w1=error, w0=CLOSED))
@@ -164,7 +208,11 @@ def test_only_a_mistake_in_building_was_one(write: Any) -> None:
 
 
 def test_the_innermost_note_stays() -> None:
-    with pytest.raises(ValueError) as caught, annotate_exceptions(lambda: (0, 4)), annotate_exceptions():
+    with (
+        pytest.raises(ValueError) as caught,
+        annotate_exceptions(lambda: (0, 4)),
+        annotate_exceptions(),
+    ):
         raise ValueError("built in the loop")
     assert was_building(caught.value)
     assert sum(note.startswith("Raised ") for note in caught.value.__notes__) == 1
@@ -199,7 +247,9 @@ def told(board: Told) -> list[str]:
 
 
 def after(error: Exception, before: int | None, now: int) -> Exception:
-    """The error, noted as one raised in a start that began at the step ``before``; None: while building."""
+    """The error, noted as one raised in a start that began at the step ``before``;
+    None: while building.
+    """
     try:
         with annotate_exceptions(lambda: None if before is None else (before, now)):
             raise error
@@ -224,18 +274,25 @@ def test_what_every_restart_would_repeat_ends_the_run_at_once(told: list[str]) -
         (RuntimeError, "mat1 and mat2 cannot be multiplied"),
         (FileNotFoundError, "data"),
     ):
-        assert fails(RetryPolicy(20), w0=after(kind(text), None, 0)) == "Raised while the workload was built."
-        assert "before this start's first" in str(fails(RetryPolicy(20), w1=after(kind(text), 30, 30), w0=CLOSED))
+        assert (
+            fails(RetryPolicy(20), w0=after(kind(text), None, 0))
+            == "Raised while the workload was built."
+        )
+        assert "before this start's first" in str(
+            fails(RetryPolicy(20), w1=after(kind(text), 30, 30), w0=CLOSED)
+        )
     assert told == []
 
 
 def test_lost_workers_and_storage_are_retried_with_a_line_each(told: list[str]) -> None:
     restarts = RetryPolicy(3)
     assert fails(restarts, w0=CLOSED, w1=DIED) is None
-    assert fails(restarts, w0=CLOSED) is None  # Ray did not yet know of the one that died
+    # Ray did not yet know of the one that died
+    assert fails(restarts, w0=CLOSED) is None
     assert fails(restarts, w0=after(CheckpointError("no room"), 3, 3)) is None
     assert told == [
-        "Worker 1: A worker health check failed. The actor is dead because its worker process has died. Restart 1 of 3, "
+        "Worker 1: A worker health check failed. The actor is dead because its worker "
+        "process has died. Restart 1 of 3, "
         f"{FROM}.",
         f"Worker 0: RuntimeError: {CLOSED}. Restart 2 of 3, {FROM}.",
         f"Worker 0: CheckpointError: no room. Restart 3 of 3, {FROM}.",
@@ -254,7 +311,9 @@ def test_lost_workers_and_storage_are_retried_with_a_line_each(told: list[str]) 
 
 
 def taken_away(actor: str | None) -> Exception:
-    return WorkerHealthCheckFailedError("A worker health check failed.", RayActorError(actor, "Gone", preempted=True))
+    return WorkerHealthCheckFailedError(
+        "A worker health check failed.", RayActorError(actor, "Gone", preempted=True)
+    )
 
 
 def test_a_preemption_is_told_once_and_is_no_failure(board: Told) -> None:
@@ -262,9 +321,13 @@ def test_a_preemption_is_told_once_and_is_no_failure(board: Told) -> None:
     none = RetryPolicy(0)
     for _ in range(3):
         assert fails(none, w0=CLOSED, w1=DIED, w2=taken_away("a")) is None
-    assert fails(none, w1=taken_away("b"), w2=taken_away("a")) is None  # another worker dies before the same restart
+    # another worker dies before the same restart
+    assert fails(none, w1=taken_away("b"), w2=taken_away("a")) is None
     assert fails(none, w1=taken_away("b")) is None
-    text = "Worker 2: A worker health check failed. Gone. Its node was preempted. Ray waits for the end of the notice, and "
+    text = (
+        "Worker 2: A worker health check failed. Gone. Its node was preempted. Ray "
+        "waits for the end of the notice, and "
+    )
     text += "restarts the workers then."
     assert board.lines == [text]
     assert fails(none, w2=taken_away("c")) is None  # after the restart
@@ -275,12 +338,15 @@ def test_a_preemption_is_told_once_and_is_no_failure(board: Told) -> None:
 
 def test_a_number_of_restarts_that_is_none_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"Invalid FailureConfig\(max_failures=-2\)\. Must be a number of restarts; 0 for"
+        ValueError,
+        match=r"Invalid FailureConfig\(max_failures=-2\)\. Must be a number of restarts; 0 for",
     ):
         RetryPolicy(-2)
 
 
-def test_the_same_after_the_same_step_ends_the_run_the_second_time(told: list[str]) -> None:
+def test_the_same_after_the_same_step_ends_the_run_the_second_time(
+    told: list[str],
+) -> None:
     restarts = RetryPolicy(20)
     assert fails(restarts, w0=after(IndexError("row at 0x7f01"), 0, 31)) is None
     assert fails(restarts, w0=after(IndexError("row at 0x7f01"), 30, 33)) is None
@@ -291,24 +357,38 @@ def test_the_same_after_the_same_step_ends_the_run_the_second_time(told: list[st
     assert len(told) == 3
 
 
-def test_storage_that_fails_three_times_at_one_step_ends_the_run(told: list[str]) -> None:
+def test_storage_that_fails_three_times_at_one_step_ends_the_run(
+    told: list[str],
+) -> None:
     restarts, full = RetryPolicy(20), OSError(28, "No space left on device")
     assert [fails(restarts, w0=after(full, 0, 31)) for _ in range(2)] == [None, None]
     assert "The same in 3 starts" in str(fails(restarts, w0=after(full, 0, 31)))
 
 
-def test_a_checkpoint_that_may_not_be_stored_ends_the_run_at_once(told: list[str]) -> None:
+def test_a_checkpoint_that_may_not_be_stored_ends_the_run_at_once(
+    told: list[str],
+) -> None:
     error = NotPermitted("this user may not write there")
-    assert fails(RetryPolicy(20), w0=after(error, 3, 31)) == "Raised after optimizer step 31."
     assert (
-        fails(RetryPolicy(20), w1=NotPermitted("of an upload in the background"), w0=CLOSED) == "It is not permitted."
+        fails(RetryPolicy(20), w0=after(error, 3, 31))
+        == "Raised after optimizer step 31."
+    )
+    assert (
+        fails(
+            RetryPolicy(20),
+            w1=NotPermitted("of an upload in the background"),
+            w0=CLOSED,
+        )
+        == "It is not permitted."
     )
     assert told == []
 
 
 def test_an_error_without_a_note_is_rays_to_count(told: list[str]) -> None:
     restarts = RetryPolicy(20)
-    assert [fails(restarts, w0=ValueError("of a callback")) for _ in range(4)] == [None] * 4
+    assert [fails(restarts, w0=ValueError("of a callback")) for _ in range(4)] == [
+        None
+    ] * 4
 
 
 def test_ray_takes_the_callback() -> None:
@@ -316,9 +396,13 @@ def test_ray_takes_the_callback() -> None:
     assert pickle.loads(cloudpickle.dumps(RetryPolicy(3)))._max_failures == 3
 
 
-def test_a_controller_that_cannot_write_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_controller_that_cannot_write_names_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(self: Any) -> None:
-        raise ray.train.ControllerError(OSError(28, "Error writing bytes to file. Detail: No space left on device"))
+        raise ray.train.ControllerError(
+            OSError(28, "Error writing bytes to file. Detail: No space left on device")
+        )
 
     monkeypatch.setattr(AdaScaleTrainer, "_run_controllers", fails)
     trainer = AdaScaleTrainer(
@@ -331,5 +415,6 @@ def test_a_controller_that_cannot_write_names_the_folder(tmp_path: Path, monkeyp
         trainer._fit()
     last = failure_message(caught.value).splitlines()[-1]
     assert last.startswith(
-        f"Ray's controller could not write to the run's folder {tmp_path}/mine; the disk of {tmp_path} is full: "
+        f"Ray's controller could not write to the run's folder {tmp_path}/mine; the "
+        f"disk of {tmp_path} is full: "
     )

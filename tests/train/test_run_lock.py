@@ -1,4 +1,6 @@
-"""The lock on a run's folder: a second writer is refused, a dead owner's lock is taken over, on any storage."""
+"""The lock on a run's folder: a second writer is refused, a dead owner's lock is
+taken over, on any storage.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,25 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["disk", "bucket"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """Folder and storage of a run. A bucket is reached only through the file system's own functions."""
+    """Folder and storage of a run. A bucket is reached only through the file
+    system's own functions.
+    """
     if request.param == "disk":
         yield {"folder": str(tmp_path / "run")}
     else:
-        files = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())
+        files = pyarrow.fs.SubTreeFileSystem(
+            str(tmp_path), pyarrow.fs.LocalFileSystem()
+        )
         yield {"folder": "run", "filesystem": files}
 
 
 def _left_by(owner: dict[str, Any], folder: Path) -> None:
     folder.mkdir()
-    (folder / LOCK).write_text(json.dumps({"owner": "x", "host": "far", "process": 7, "machine": "far", **owner}))
+    (folder / LOCK).write_text(
+        json.dumps(
+            {"owner": "x", "host": "far", "process": 7, "machine": "far", **owner}
+        )
+    )
 
 
 def _read(lock: Path) -> dict[str, Any]:
@@ -57,11 +67,15 @@ def test_a_second_writer_is_refused_until_the_first_has_ended(
         written = _read(tmp_path / "run" / LOCK)
         began = time.monotonic()
         with (
-            pytest.raises(ValueError, match=rf"name='mine'\): process {os.getpid()} on .*, writes to .*run now\."),
+            pytest.raises(
+                ValueError,
+                match=rf"name='mine'\): process {os.getpid()} on .*, writes to .*run now\.",
+            ),
             RunLock(**place, name="mine"),
         ):
             pass
-        assert time.monotonic() - began < 20  # the next beat shows it; nobody waits for the limit
+        # the next beat shows it; nobody waits for the limit
+        assert time.monotonic() - began < 20
         later = _read(tmp_path / "run" / LOCK)
         assert later.pop("beats") > written.pop("beats")
         assert later == written
@@ -78,11 +92,16 @@ def test_a_lock_that_is_being_written_names_its_owner(
     _left_by({}, tmp_path / "run")
     texts = [(tmp_path / "run" / LOCK).read_text(), cut_off]
     monkeypatch.setattr(RunLock, "_read", lambda lock: texts.pop(0))
-    with pytest.raises(ValueError, match=r"process 7 on far, .* writes to"), RunLock(str(tmp_path / "run"), "mine"):
+    with (
+        pytest.raises(ValueError, match=r"process 7 on far, .* writes to"),
+        RunLock(str(tmp_path / "run"), "mine"),
+    ):
         pass
 
 
-def test_of_two_that_start_at_once_one_is_refused(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_that_start_at_once_one_is_refused(
+    place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     both = threading.Barrier(2, timeout=10)
     claim = RunLock._claim
 
@@ -110,7 +129,9 @@ def test_of_two_that_start_at_once_one_is_refused(place: dict[str, Any], monkeyp
     assert sorted(results) == ["refused", "runs"]
 
 
-def test_a_new_lock_on_a_disk_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_lock_on_a_disk_waits_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_lock, "_SETTLE_S", 10)
     began = time.monotonic()
     with RunLock(str(tmp_path / "run"), "mine"):
@@ -130,7 +151,8 @@ def test_the_lock_of_a_dead_process_of_this_machine_is_taken_over_at_once(
         time.sleep(0.05)
     assert (tmp_path / "run" / LOCK).exists()
     began = time.monotonic()
-    with RunLock(str(tmp_path / "run"), "mine"):  # a zombie is as dead as a process that is gone
+    # a zombie is as dead as a process that is gone
+    with RunLock(str(tmp_path / "run"), "mine"):
         assert time.monotonic() - began < 20
     killed.wait()
 
@@ -139,16 +161,26 @@ def _zombie(process: int) -> bool:
     return run_lock._is_dead({"machine": run_lock._machine(), "process": process})
 
 
-@pytest.mark.parametrize("process", [os.getpid(), 2**22 + 1], ids=["a-number-in-use-here", "a-number-of-nobody-here"])
+@pytest.mark.parametrize(
+    "process",
+    [os.getpid(), 2**22 + 1],
+    ids=["a-number-in-use-here", "a-number-of-nobody-here"],
+)
 def test_the_lock_of_a_dead_process_elsewhere_is_taken_over_when_it_is_not_renewed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, process: int
 ) -> None:
-    assert run_lock._is_dead({"machine": run_lock._machine(), "process": process}) == (process != os.getpid())
-    _left_by({"process": process}, tmp_path / "run")  # of another machine: the number says nothing
+    assert run_lock._is_dead({"machine": run_lock._machine(), "process": process}) == (
+        process != os.getpid()
+    )
+    # of another machine: the number says nothing
+    _left_by({"process": process}, tmp_path / "run")
     began = time.monotonic()
     with RunLock(str(tmp_path / "run"), "mine"):
         assert time.monotonic() - began >= 0.6
-    assert f"the lock of process {process} on far, started None is taken over" in caplog.text
+    assert (
+        f"the lock of process {process} on far, started None is taken over"
+        in caplog.text
+    )
 
 
 def test_half_a_file_is_no_owner(tmp_path: Path) -> None:
@@ -159,12 +191,15 @@ def test_half_a_file_is_no_owner(tmp_path: Path) -> None:
 
 def test_an_owner_that_slept_notices_that_its_lock_is_gone(tmp_path: Path) -> None:
     with RunLock(str(tmp_path), "mine") as lock:
-        (tmp_path / LOCK).write_text(json.dumps({"owner": "y", "host": "other", "process": 8, "since": "noon"}))
+        (tmp_path / LOCK).write_text(
+            json.dumps({"owner": "y", "host": "other", "process": 8, "since": "noon"})
+        )
         deadline = time.monotonic() + 5
         while lock.lost is None and time.monotonic() < deadline:
             time.sleep(0.02)
         assert lock.lost == "process 8 on other, started noon"
-    assert json.loads((tmp_path / LOCK).read_text())["owner"] == "y"  # the other one's lock stays
+    # the other one's lock stays
+    assert json.loads((tmp_path / LOCK).read_text())["owner"] == "y"
 
 
 def test_storage_that_fails_for_a_while_does_not_end_a_run(tmp_path: Path) -> None:
@@ -195,17 +230,28 @@ def test_an_error_of_the_storages_library_does_not_end_the_beat(
         monkeypatch.setattr(lock, "_read", read)
         before = json.loads((tmp_path / "run" / LOCK).read_text())["beats"]
         deadline = time.monotonic() + 5
-        while json.loads((tmp_path / "run" / LOCK).read_text() or "{}").get("beats", before) == before:
+        while (
+            json.loads((tmp_path / "run" / LOCK).read_text() or "{}").get(
+                "beats", before
+            )
+            == before
+        ):
             assert time.monotonic() < deadline, "no further write"
             time.sleep(0.02)
 
 
-@pytest.mark.parametrize("storage", ["nowhere://bucket", "{file}"])  # of an unknown kind; one that can't be written
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, storage: str) -> None:
+# of an unknown kind; one that can't be written
+@pytest.mark.parametrize("storage", ["nowhere://bucket", "{file}"])
+def test_a_folder_that_cannot_be_written_is_refused(
+    tmp_path: Path, storage: str
+) -> None:
     (tmp_path / "file").touch()
     storage = storage.format(file=tmp_path / "file")
     with (
-        pytest.raises(ValueError, match=rf"Invalid RunConfig\(storage_path='{storage}'\): files can't be written"),
+        pytest.raises(
+            ValueError,
+            match=rf"Invalid RunConfig\(storage_path='{storage}'\): files can't be written",
+        ),
         RunLock(f"{storage}/run", "mine"),
     ):
         pass

@@ -1,4 +1,6 @@
-"""The driver's request to stop: seen soon, without a step, and by a thread that ends."""
+"""The driver's request to stop: seen soon, without a step, and by a thread that
+ends.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Client:
 
 @pytest.fixture(autouse=True)
 def node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
+    monkeypatch.setattr(
+        ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a")
+    )
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.1")
 
 
@@ -41,7 +45,9 @@ def _until(condition: Any, seconds: float = 2.0) -> bool:
 
 
 def _threads() -> int:
-    return sum(thread.name == "ray_adascale-heartbeat" for thread in threading.enumerate())
+    return sum(
+        thread.name == "ray_adascale-heartbeat" for thread in threading.enumerate()
+    )
 
 
 def test_a_request_is_seen_within_two_seconds_and_no_step_asks_for_it() -> None:
@@ -51,7 +57,9 @@ def test_a_request_is_seen_within_two_seconds_and_no_step_asks_for_it() -> None:
     assert not heartbeat.stop_requested
     client.requested = True
     assert _until(lambda: heartbeat.stop_requested)
-    assert {(thread, wait) for thread, _, wait in client.beats} == {("ray_adascale-heartbeat", True)}
+    assert {(thread, wait) for thread, _, wait in client.beats} == {
+        ("ray_adascale-heartbeat", True)
+    }
     client.requested = False
     heartbeat.stop()
     assert _until(lambda: _threads() == before)
@@ -59,7 +67,9 @@ def test_a_request_is_seen_within_two_seconds_and_no_step_asks_for_it() -> None:
     assert client.beats[-1][1].phase is Phase.ENDED
 
 
-def test_other_workers_wait_for_no_answer_and_the_thread_ends_with_the_channel() -> None:
+def test_other_workers_wait_for_no_answer_and_the_thread_ends_with_the_channel() -> (
+    None
+):
     before, client = _threads(), Client()
     pulse = Pulse()
     pulse.limit_s = 0.1

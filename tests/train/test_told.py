@@ -37,7 +37,9 @@ from .test_trainer import workload as quiet
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(240),
-    pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),
+    pytest.mark.filterwarnings(
+        "ignore:The batch of .* exceeds the gradient noise scale"
+    ),
 ]
 
 
@@ -55,7 +57,9 @@ def workload(config: dict[str, Any]) -> Workload:
         if steps[0] == config.get("fill_at"):
             with Path(config["fill"], "filler").open("wb", buffering=0) as file:
                 while True:
-                    file.write(bytes(4096))  # until the disk is full, and that is an error of its own: swallow it
+                    # until the disk is full, and that is an error of its own: swallow
+                    # it
+                    file.write(bytes(4096))
         return own(model, batch)
 
     def swallowing(model: Any, batch: Any) -> Any:
@@ -79,19 +83,26 @@ def fit(
     max_failures: int = 0,
     **settings: Any,
 ) -> Any:
-    defaults: dict[str, Any] = {"base_batch_size": 4, "total_steps": 60, "per_worker_batch_size": 4, "seed": 2}
+    defaults: dict[str, Any] = {
+        "base_batch_size": 4,
+        "total_steps": 60,
+        "per_worker_batch_size": 4,
+        "seed": 2,
+    }
     return AdaScaleTrainer(
         workload,
         hyperparameters=hyperparameters,
         config=AdaScaleConfig(**(defaults | settings)),
         scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(
-            name=name, storage_path=str(storage), failure_config=FailureConfig(max_failures=max_failures)
+            name=name,
+            storage_path=str(storage),
+            failure_config=FailureConfig(max_failures=max_failures),
         ),
     ).fit()
 
 
-# ---- a run that follows the noise, and of which a worker is killed ---------------------------------------------------
+# ---- a run that follows the noise, and of which a worker is killed -------------------
 
 FOLLOWING = {"target_efficiency": 0.6, "max_global_batch_size": 24}
 
@@ -131,8 +142,15 @@ def followed(ray_session: Path, tmp_path_factory: pytest.TempPathFactory) -> Fol
     trainer = AdaScaleTrainer(
         workload,
         recipe=_recipe(),
-        hyperparameters={"fail_at": 21, "kill": True, "pause_s": 0.05, "flag": str(flag)},
-        config=AdaScaleConfig(per_worker_batch_size=4, seed=2, checkpoint_every_s=0.2, **FOLLOWING),
+        hyperparameters={
+            "fail_at": 21,
+            "kill": True,
+            "pause_s": 0.05,
+            "flag": str(flag),
+        },
+        config=AdaScaleConfig(
+            per_worker_batch_size=4, seed=2, checkpoint_every_s=0.2, **FOLLOWING
+        ),
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
             name="followed",
@@ -142,7 +160,10 @@ def followed(ray_session: Path, tmp_path_factory: pytest.TempPathFactory) -> Fol
     )
     logging.getLogger().addHandler(own)
     try:
-        with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()) as out:
+        with (
+            contextlib.redirect_stderr(io.StringIO()) as err,
+            contextlib.redirect_stdout(io.StringIO()) as out,
+        ):
             result = trainer.fit()
     finally:
         logging.getLogger().removeHandler(own)
@@ -164,11 +185,20 @@ def test_each_event_of_a_run_is_a_line_on_the_driver(followed: Followed) -> None
         return found
 
     assert (
-        once("Started on 2 workers: batch 6 at base batch 4, so S = 1.5; T = 60 effective steps; rule adascale.") == 0
+        once(
+            "Started on 2 workers: batch 6 at base batch 4, so S = 1.5; T = 60 "
+            "effective steps; rule adascale."
+        )
+        == 0
     )
     assert once("The untrained model: spread ") == 1  # and not at each start
-    assert once("UserWarning: mind the third step (test_told.py:") > 0  # though each start of each worker warns
-    lost = next(i for i, line in enumerate(lines) if "Restart 1 of 2, from the last checkpoint." in line)
+    # though each start of each worker warns
+    assert once("UserWarning: mind the third step (test_told.py:") > 0
+    lost = next(
+        i
+        for i, line in enumerate(lines)
+        if "Restart 1 of 2, from the last checkpoint." in line
+    )
     assert "Worker " in lines[lost]
     resumed = once("Resumed from checkpoint_")
     assert lost < resumed < once("Ended: total_steps reached, at effective step")
@@ -176,7 +206,8 @@ def test_each_event_of_a_run_is_a_line_on_the_driver(followed: Followed) -> None
     assert any("Checkpoint of optimizer step" in line for line in lines[:lost])
     assert followed.out == []  # it is for results
     assert all(len(line) < 400 for line in lines)
-    assert any(message.startswith("Resumed from") for message in followed.logged)  # and for one's own log
+    # and for one's own log
+    assert any(message.startswith("Resumed from") for message in followed.logged)
     assert logging.getLogger("ray_adascale").handlers == []
     assert followed.result.return_value["stopped"] == "total_steps reached"
 
@@ -195,22 +226,30 @@ def test_a_run_that_follows_the_noise_loses_a_worker_resumes_and_ends_as_if_noth
     scales = [row["scale"] for row in trace]
     assert scales[0] < 2 < max(scales) <= 6
     positions = [0, *(row["position"] for row in trace)]
-    assert [b - a for a, b in itertools.pairwise(positions)] == [round(4 * scale) for scale in scales]
+    assert [b - a for a, b in itertools.pairwise(positions)] == [
+        round(4 * scale) for scale in scales
+    ]
 
 
-# ---- a run that can't go on, or can't begin --------------------------------------------------------------------------
+# ---- a run that can't go on, or can't begin ------------------------------------------
 
 
 def test_a_mistake_is_told_at_once_with_its_place(ray_session: Path) -> None:
     began = time.monotonic()
     with pytest.raises(ray.train.WorkerGroupError) as caught:
-        fit("mistaken", ray_session, {"wrong_at": 1}, workers=1, max_failures=20)  # a second one would say the same
+        # a second one would say the same
+        fit("mistaken", ray_session, {"wrong_at": 1}, workers=1, max_failures=20)
     assert time.monotonic() - began < 100  # twenty restarts take minutes
     text = str(caught.value)
     assert "RuntimeError: mat1 and mat2 shapes cannot be multiplied" in text
-    assert "Raised before this start's first optimizer step. Each restart would repeat it." in text
+    assert (
+        "Raised before this start's first optimizer step. Each restart would repeat it."
+        in text
+    )
     line = next(
-        i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if "model(batch[0][:, :3])" in line
+        i
+        for i, line in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if "model(batch[0][:, :3])" in line
     )
     assert f"{__file__}:{line}, in loss_fn" in text
     assert "nn/modules/linear.py" not in text  # nor what lies below
@@ -224,14 +263,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     mount = shutil.which("mount")
     if (
         mount is None
-        or subprocess.run([mount, "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True).returncode
+        or subprocess.run(
+            [mount, "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder],
+            capture_output=True,
+        ).returncode
     ):
         pytest.skip("to mount a small disk one has to be root")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk_ends_the_run_within_seconds_and_is_named(ray_session: Path, small_disk: Path) -> None:
+def test_a_full_disk_ends_the_run_within_seconds_and_is_named(
+    ray_session: Path, small_disk: Path
+) -> None:
     with pytest.raises(
         ray.train.TrainingFailedError,
         # Of the worker, or of Ray's controller, which writes into the same folder.
@@ -240,7 +284,12 @@ def test_a_full_disk_ends_the_run_within_seconds_and_is_named(ray_session: Path,
         fit(
             "full",
             small_disk,
-            {"pause_s": 0.02, "fill_at": 10, "fill": str(small_disk), "upload_limit_s": 3.0},
+            {
+                "pause_s": 0.02,
+                "fill_at": 10,
+                "fill": str(small_disk),
+                "upload_limit_s": 3.0,
+            },
             total_steps=100_000,  # hours: only an error ends it
             checkpoint_every_s=1.5,  # long after the disk was filled
         )
@@ -249,7 +298,10 @@ def test_a_full_disk_ends_the_run_within_seconds_and_is_named(ray_session: Path,
 
 @pytest.mark.parametrize("local", [True, False])
 def test_more_workers_than_fit_are_refused_or_waited_for(
-    ray_session: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, local: bool
+    ray_session: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    local: bool,
 ) -> None:
     caplog.set_level(logging.INFO, "ray_adascale")
     monkeypatch.setattr(driver_monitor, "_ROOM_S", (0.5, 0.5))
@@ -266,29 +318,42 @@ def test_more_workers_than_fit_are_refused_or_waited_for(
     short = "64 workers of 1 CPU each, and the cluster has 4 CPU: room for 4 workers"
     if local:  # the fixture's Ray was started by this very process
         with pytest.raises(
-            ValueError, match=rf"num_workers=\(64, 70\)\): {short}\. No node can join.*Ask for fewer workers"
+            ValueError,
+            match=rf"num_workers=\(64, 70\)\): {short}\. No node can join.*Ask for fewer workers",
         ):
             run.fit()
         return
 
     def waits() -> int:
-        return sum("Waiting for nodes" in record.getMessage() for record in caplog.records)
+        return sum(
+            "Waiting for nodes" in record.getMessage() for record in caplog.records
+        )
 
     def interrupt() -> None:
         deadline = time.monotonic() + 60
-        # Ray Train's controller must be up, which takes the signal; and the second line must have come.
-        while signal.getsignal(signal.SIGINT) is signal.default_int_handler or waits() < 2:
+        # Ray Train's controller must be up, which takes the signal; and the second line
+        # must have come.
+        while (
+            signal.getsignal(signal.SIGINT) is signal.default_int_handler or waits() < 2
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
 
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    # a shell's background jobs ignore it
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt, daemon=True).start()
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt, match="ended at once; it has no checkpoint yet"):
+    with pytest.raises(
+        KeyboardInterrupt, match="ended at once; it has no checkpoint yet"
+    ):
         run.fit()
     assert time.monotonic() - began < 60
-    told = [record.getMessage() for record in caplog.records if "Waiting for nodes" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "Waiting for nodes" in record.getMessage()
+    ]
     assert len(told) >= 2
     assert short in told[0]
     assert signal.signal(signal.SIGINT, inherited) is signal.default_int_handler
@@ -299,12 +364,21 @@ def test_rays_private_hook_for_ctrl_c_is_still_there() -> None:
 
 
 def test_a_ray_that_was_started_here_is_known(ray_session: Path) -> None:
-    # The other side of it: a driver that connects to a cluster must take it for one that may grow.
+    # The other side of it: a driver that connects to a cluster must take it for one
+    # that may grow.
     from ray_adascale.train.cluster import is_local
 
     assert is_local()
     address = ray.get_runtime_context().gcs_address
-    connect = f"from ray_adascale.train.connection import connect; connect({address!r}); "  # as with --address
+    # as with --address
+    connect = (
+        f"from ray_adascale.train.connection import connect; connect({address!r}); "
+    )
     connect += "from ray_adascale.train.cluster import is_local; print(is_local())"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", connect], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", connect],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.stdout.strip() == "False", done.stderr

@@ -1,4 +1,5 @@
-"""The workload of a run with faults: it keeps a record of what each worker does, and has switches for slow storage and clocks.
+"""The workload of a run with faults: it keeps a record of what each worker does, and
+has switches for slow storage and clocks.
 
 The folder of the record, and of the switches, is ``config["record"]``.
 """
@@ -31,7 +32,9 @@ class Numbered(Dataset[Any]):
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         self.x = torch.randn(LENGTH, 12, generator=generator)
-        self.y = (self.x[:, 0] + 0.5 * torch.randn(LENGTH, generator=generator) > 0).long()
+        self.y = (
+            self.x[:, 0] + 0.5 * torch.randn(LENGTH, generator=generator) > 0
+        ).long()
 
     def __len__(self) -> int:
         return LENGTH
@@ -57,13 +60,17 @@ class Count:
 
 
 def workload(config: dict[str, Any]) -> Workload:
-    """Return a small network with dropout and batch norm, so that random numbers and buffers must survive as well."""
+    """Return a small network with dropout and batch norm, so that random numbers and
+    buffers must survive as well.
+    """
     import ray.train
 
     record = Path(config["record"])
     context = ray.train.get_context()
     rank = context.get_world_rank()
-    log = (record / f"{time.monotonic():017.6f}-{rank}-{os.getpid()}.jsonl").open("w", buffering=1)
+    log = (record / f"{time.monotonic():017.6f}-{rank}-{os.getpid()}.jsonl").open(
+        "w", buffering=1
+    )
     log.write(json.dumps({"rank": rank, "pid": os.getpid()}) + "\n")
     _switches(record)
     count = Count()
@@ -75,7 +82,13 @@ def workload(config: dict[str, Any]) -> Workload:
             time.sleep(PAUSE_S)
         return F.cross_entropy(model(x), y)
 
-    model = nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 2))
+    model = nn.Sequential(
+        nn.Linear(12, 24),
+        nn.BatchNorm1d(24),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(24, 2),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return Workload(
         model=model,
@@ -90,7 +103,9 @@ def workload(config: dict[str, Any]) -> Workload:
 
 
 def _switches(record: Path) -> None:
-    """Let the file "slow" make each write to a checkpoint slow, and the file "clock" set this process's clock back."""
+    """Let the file "slow" make each write to a checkpoint slow, and the file "clock"
+    set this process's clock back.
+    """
     write, now = dcp._HashingStream.write, time.time
 
     def slow(self: Any, data: Any) -> int:

@@ -1,6 +1,8 @@
-"""A node of a Ray test cluster is announced to go away, in a process of its own: ``python -m tests.whole.cluster_run FOLDER``.
+"""A node of a Ray test cluster is announced to go away, in a process of its own:
+``python -m tests.whole.cluster_run FOLDER``.
 
-Prints a JSON object: the seconds from there to the checkpoint, the number of checkpoints, and the steps at it and later.
+Prints a JSON object: the seconds from there to the checkpoint, the number of
+checkpoints, and the steps at it and later.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ from ray_adascale.run.observe.trace import read_trace
 
 def workload(config: dict[str, Any]) -> Workload:
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(500, 16, generator=generator), torch.randint(0, 10, (500,), generator=generator)
+    x, y = (
+        torch.randn(500, 16, generator=generator),
+        torch.randint(0, 10, (500,), generator=generator),
+    )
     model = nn.Linear(16, 10)
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
@@ -56,7 +61,9 @@ def main(folder: Path) -> None:
     import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
     try:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         print(json.dumps(drain(cluster, folder)), flush=True)
@@ -74,7 +81,10 @@ def drain(cluster: Any, folder: Path) -> dict[str, Any]:
     trainer = AdaScaleTrainer(
         workload,
         config=AdaScaleConfig(
-            base_batch_size=4, total_steps=3000, checkpoint_every_s=10_000.0, report_every_s=10_000.0
+            base_batch_size=4,
+            total_steps=3000,
+            checkpoint_every_s=10_000.0,
+            report_every_s=10_000.0,
         ),
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(name="drained", storage_path=str(folder)),
@@ -98,7 +108,9 @@ def drain(cluster: Any, folder: Path) -> dict[str, Any]:
 
     wait_for("tenth step", lambda: step() >= 10)
     assert not list(run.glob("checkpoint_*/manifest.json"))
-    node = next(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU"))
+    node = next(
+        n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU")
+    )
     began = time.time()
     command = [
         "drain-node",
@@ -110,9 +122,17 @@ def drain(cluster: Any, folder: Path) -> dict[str, Any]:
         "DRAIN_NODE_REASON_PREEMPTION",
     ]
     command += ["--reason-message", "a test", "--deadline-remaining-seconds", "120"]
-    subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *command], check=True, capture_output=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-m", "ray.scripts.scripts", *command],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
     told = time.time()
-    manifest = wait_for("checkpoint after the notice", lambda: next(run.glob("checkpoint_*/manifest.json"), None))
+    manifest = wait_for(
+        "checkpoint after the notice",
+        lambda: next(run.glob("checkpoint_*/manifest.json"), None),
+    )
     seconds = time.time() - began
     wait_for("whole checkpoint", lambda: checkpoint.is_complete(manifest.parent))
     at = checkpoint.Saved(manifest.parent).state["iterations"]
@@ -129,7 +149,8 @@ def drain(cluster: Any, folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     scratch = tempfile.mkdtemp(prefix="ray-")  # short: sockets lie in it
     os.environ.update(
-        # Ray notes the cluster's address there, and any other ray.init() that looks in the same folder would join it.
+        # Ray notes the cluster's address there, and any other ray.init() that looks in
+        # the same folder would join it.
         RAY_TMPDIR=scratch,
         RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="10",
         RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5",
@@ -138,7 +159,8 @@ if __name__ == "__main__":
         RAY_AUTH_MODE="disabled",
         RAY_USAGE_STATS_ENABLED="0",
     )
-    from tests.whole import cluster_run  # by its own name: what __main__ defines is pickled another way
+    # by its own name: what __main__ defines is pickled another way
+    from tests.whole import cluster_run
 
     try:
         cluster_run.main(Path(sys.argv[1]).resolve())

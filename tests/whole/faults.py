@@ -1,7 +1,9 @@
-"""Faults in a run under Ray, drawn from a seed, and the checks of what docs/guides/checkpoints.md promises.
+"""Faults in a run under Ray, drawn from a seed, and the checks of what
+docs/guides/checkpoints.md promises.
 
-``Surroundings`` has a cluster of local nodes and the driver of a run, started from the command line. ``FAULTS`` has the faults by
-name. ``Checks`` compares the outcome with a run that was left alone.
+``Surroundings`` has a cluster of local nodes and the driver of a run, started from the
+command line. ``FAULTS`` has the faults by name. ``Checks`` compares the outcome with a
+run that was left alone.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ STEP_TIMEOUT_S = 20.0
 HANG_S = 240.0
 """Seconds without a step after which a run counts as hung."""
 _MOST_DRIVERS = 25
-_LAST_LINE = re.compile(r"goes on from the last checkpoint|starts the run again|interrupted|Checkpoint: ")
+_LAST_LINE = re.compile(
+    r"goes on from the last checkpoint|starts the run again|interrupted|Checkpoint: "
+)
 WORKLOAD = f"{Path(__file__).with_name('chaos_workload.py')}:workload"
 
 
@@ -44,7 +48,7 @@ class Broken(AssertionError):
     """A promise that was not kept."""
 
 
-# ---- the run and its surroundings ------------------------------------------------------------------------------------
+# ---- the run and its surroundings ----------------------------------------------------
 
 
 @dataclass
@@ -67,7 +71,8 @@ class Surroundings:
     """A cluster of local nodes, and the driver of a run on it.
 
     Args:
-        folder: A folder for records and logs. Its folder "storage" is that of the run, and may be a file system of its own.
+        folder: A folder for records and logs. Its folder "storage" is that of the run,
+            and may be a file system of its own.
     """
 
     folder: Path
@@ -90,16 +95,24 @@ class Surroundings:
 
     def log(self, number: int = -1) -> Path:
         """Return the file with the output of a driver."""
-        return self.folder / f"driver-{len(self.drivers) - 1 if number < 0 else number}.log"
+        return (
+            self.folder
+            / f"driver-{len(self.drivers) - 1 if number < 0 else number}.log"
+        )
 
     @contextmanager
     def cluster_of_nodes(self) -> Iterator[None]:
-        """Start the cluster: a head without CPUs, and nodes with one each, one more than there are workers."""
+        """Start the cluster: a head without CPUs, and nodes with one each, one more
+        than there are workers.
+        """
         from ray.cluster_utils import Cluster
 
         for folder in (self.record, self.storage):
             folder.mkdir(parents=True, exist_ok=True)
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "include_dashboard": False},
+        )
         try:
             for _ in range(NODES):
                 self.add_node()
@@ -116,17 +129,43 @@ class Surroundings:
         node = self.nodes.pop(random.randrange(len(self.nodes)))
         self.cluster.remove_node(node, allow_graceful=False)
 
-    # ---- the driver ----------------------------------------------------------------------------------------------
+    # ---- the driver ------------------------------------------------------------------
 
     def start_driver(self, *, resume: bool) -> None:
         """Start the command line, ``train`` or ``resume``."""
-        common = ["--storage-path", str(self.storage), "--address", self.cluster.address]
+        common = [
+            "--storage-path",
+            str(self.storage),
+            "--address",
+            self.cluster.address,
+        ]
         if resume:
             words = ["resume", self.name, "--no-check", *common]
         else:
-            words = ["train", WORKLOAD, f"record={self.record}", "--name", self.name, *common]
-            words += ["--base-batch-size", str(BATCH), "--total-steps", str(T), "--per-worker-batch-size", str(BATCH)]
-            words += ["--num-workers", str(WORKERS), "--checkpoint-every", "1", "--report-every", "1000"]
+            words = [
+                "train",
+                WORKLOAD,
+                f"record={self.record}",
+                "--name",
+                self.name,
+                *common,
+            ]
+            words += [
+                "--base-batch-size",
+                str(BATCH),
+                "--total-steps",
+                str(T),
+                "--per-worker-batch-size",
+                str(BATCH),
+            ]
+            words += [
+                "--num-workers",
+                str(WORKERS),
+                "--checkpoint-every",
+                "1",
+                "--report-every",
+                "1000",
+            ]
             words += [
                 "--max-failures",
                 "100",
@@ -142,9 +181,19 @@ class Surroundings:
         """Start a command as the driver, with its output in a log."""
         number = len(self.drivers)
         if number == _MOST_DRIVERS:
-            raise Broken(f"{number} drivers have ended; the last one: {self.log().read_text()[-500:]}")
+            raise Broken(
+                f"{number} drivers have ended; the last one: "
+                f"{self.log().read_text()[-500:]}"
+            )
         with (self.folder / f"driver-{number}.log").open("wb") as out:
-            self.drivers.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True))
+            self.drivers.append(
+                subprocess.Popen(
+                    command,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
 
     def second_writer(self) -> subprocess.Popen[bytes]:
         """Start the same command beside the running driver."""
@@ -171,13 +220,14 @@ class Surroundings:
                     os.killpg(driver.pid, signal.SIGKILL)
                 driver.wait()
 
-    # ---- what is seen --------------------------------------------------------------------------------------------
+    # ---- what is seen ----------------------------------------------------------------
 
     def starts(self) -> list[Start]:
         """Return what the workers recorded, in the order of their starts."""
         found = []
         for path in sorted(self.record.glob("*.jsonl")):
-            lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]]  # the last line may be cut off
+            # the last line may be cut off
+            lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
             if lines:
                 found.append(Start(lines[0]["rank"], lines[0]["pid"], dict(lines[1:])))
         return found
@@ -190,12 +240,16 @@ class Surroundings:
         return None
 
     def step(self) -> int:
-        """Return the steps that the run is at, by the worker of rank 0; 0 before the first."""
+        """Return the steps that the run is at, by the worker of rank 0; 0 before the
+        first.
+        """
         start = self.worker(0)
         return 0 if start is None else max(start.examples, default=0)
 
     def wait_until(self, step: int) -> None:
-        """Wait until the run is at a step, or has ended. A driver that fails meanwhile is followed by `resume`."""
+        """Wait until the run is at a step, or has ended. A driver that fails
+        meanwhile is followed by `resume`.
+        """
 
         def there() -> bool:
             if self.driver.poll() not in (None, 0):
@@ -210,12 +264,21 @@ class Surroundings:
 
     def newest_checkpoint(self) -> Path | None:
         """Return the newest complete checkpoint."""
-        return max(self.complete_checkpoints(), key=lambda path: path.name, default=None)
+        return max(
+            self.complete_checkpoints(), key=lambda path: path.name, default=None
+        )
 
     def kept_step(self) -> int:
-        """Return the steps of the newest checkpoint that the drivers logged as complete, since one was found damaged."""
-        text = "".join(self.log(number).read_text() for number in range(len(self.drivers)))
-        found = re.findall(r"optimizer step ([\d,]+), effective", text[max(text.rfind("Skipped the checkpoint"), 0) :])
+        """Return the steps of the newest checkpoint that the drivers logged as
+        complete, since one was found damaged.
+        """
+        text = "".join(
+            self.log(number).read_text() for number in range(len(self.drivers))
+        )
+        found = re.findall(
+            r"optimizer step ([\d,]+), effective",
+            text[max(text.rfind("Skipped the checkpoint"), 0) :],
+        )
         return max((int(steps.replace(",", "")) for steps in found), default=0)
 
 
@@ -233,7 +296,8 @@ def processes(text: str) -> list[int]:
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             command, variables = (
-                (path / name).read_bytes().decode(errors="replace") for name in ("cmdline", "environ")
+                (path / name).read_bytes().decode(errors="replace")
+                for name in ("cmdline", "environ")
             )
             if text in command.replace("\0", " ") and mine in variables.split("\0"):
                 found.append(int(path.name))
@@ -254,7 +318,7 @@ def wait_for(what: str, found: Callable[[], Any], within_s: float = HANG_S) -> A
     return result
 
 
-# ---- faults ------------------------------------------------------------------------------------------------------------
+# ---- faults --------------------------------------------------------------------------
 
 
 Fault = Callable[[Surroundings, random.Random], None]
@@ -273,7 +337,9 @@ def fault(name: str) -> Callable[[Fault], Fault]:
     return register
 
 
-def _signal_worker(around: Surroundings, random: random.Random, number: int) -> int | None:
+def _signal_worker(
+    around: Surroundings, random: random.Random, number: int
+) -> int | None:
     worker = around.worker(random.randrange(WORKERS))
     if worker is None:
         return None
@@ -285,7 +351,8 @@ def _signal_worker(around: Surroundings, random: random.Random, number: int) -> 
 @fault("worker killed")
 def kill_worker(around: Surroundings, random: random.Random) -> None:
     pid = _signal_worker(around, random, signal.SIGKILL)
-    if pid is not None:  # else the run may seem to go on, and the next fault is charged with the restart
+    # else the run may seem to go on, and the next fault is charged with the restart
+    if pid is not None:
         wait_for("end of a killed worker", lambda: not _lives(pid))
 
 
@@ -294,7 +361,9 @@ def kill_starting_worker(around: Surroundings, random: random.Random) -> None:
     before = set(processes("ray::RayTrainWorker"))
     kill_worker(around, random)
     with suppress(Broken):  # the run may be over
-        started = wait_for("new worker", lambda: set(processes("ray::RayTrainWorker")) - before, 60)
+        started = wait_for(
+            "new worker", lambda: set(processes("ray::RayTrainWorker")) - before, 60
+        )
         time.sleep(3 * random.random())
         with suppress(ProcessLookupError):
             os.kill(random.choice(sorted(started)), signal.SIGKILL)
@@ -369,13 +438,20 @@ def make_read_only(around: Surroundings, random: random.Random) -> None:
         wait_for("chance to make the storage writable", lambda: remount("rw"), 30)
 
 
-def _damaged(around: Surroundings, random: random.Random, damage: Callable[[Path], None]) -> None:
+def _damaged(
+    around: Surroundings, random: random.Random, damage: Callable[[Path], None]
+) -> None:
     # With all checkpoints damaged nothing is promised.
-    wait_for("second checkpoint", lambda: len(around.complete_checkpoints()) > 1 or around.ended)
+    wait_for(
+        "second checkpoint",
+        lambda: len(around.complete_checkpoints()) > 1 or around.ended,
+    )
     newest = around.newest_checkpoint()
     if newest is not None:
         with suppress(OSError):  # Ray may be removing it
-            files = sorted(p for p in newest.iterdir() if p.is_file() and p.stat().st_size)
+            files = sorted(
+                p for p in newest.iterdir() if p.is_file() and p.stat().st_size
+            )
             if files:
                 damage(files[random.randrange(len(files))])
     kill_worker(around, random)
@@ -422,7 +498,10 @@ def set_clock_back(around: Surroundings, random: random.Random) -> None:
 @fault("node lost while a checkpoint is written, and a new one")
 def lose_node_in_a_checkpoint(around: Surroundings, random: random.Random) -> None:
     def written() -> bool:
-        return any(not (path / "manifest.json").exists() for path in around.run.glob("checkpoint_*"))
+        return any(
+            not (path / "manifest.json").exists()
+            for path in around.run.glob("checkpoint_*")
+        )
 
     with suppress(Broken):
         wait_for("checkpoint in progress", written, 6)
@@ -436,21 +515,29 @@ def second_writer(around: Surroundings, random: random.Random) -> None:
         status = second.wait(90)
     except subprocess.TimeoutExpired:
         os.killpg(second.pid, signal.SIGKILL)
-        raise Broken("a second writer in the folder was not refused within 90 s") from None
-    ended = around.ended  # then there is nothing to write any more, and the second one says so
+        raise Broken(
+            "a second writer in the folder was not refused within 90 s"
+        ) from None
+    # then there is nothing to write any more, and the second one says so
+    ended = around.ended
     if status == 0 and not ended:
         raise Broken("a second writer in the folder was not refused")
 
 
 @fault("two faults within a second")
 def two_faults(around: Surroundings, random: random.Random) -> None:
-    quick = ["worker killed", "node lost, and a new one", "controller killed", "worker stopped for ever"]
+    quick = [
+        "worker killed",
+        "node lost, and a new one",
+        "controller killed",
+        "worker stopped for ever",
+    ]
     for name in random.sample(quick, 2):
         FAULTS[name](around, random)
         time.sleep(random.random())
 
 
-# ---- what is promised --------------------------------------------------------------------------------------------------
+# ---- what is promised ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -478,13 +565,18 @@ def outcome(around: Surroundings) -> Outcome:
     steps: dict[int, dict[int, list[int]]] = {}
     for start in around.starts():
         for number, taken in start.examples.items():
-            steps.setdefault(number, {})[start.rank] = taken  # of the last start that took it
+            # of the last start that took it
+            steps.setdefault(number, {})[start.rank] = taken
     trace = read_trace(around.run)
     last = trace[-1]["step"] if trace else 0
     examples = [
-        [i for rank in range(WORKERS) for i in steps.get(step, {}).get(rank, [])] for step in range(1, last + 1)
+        [i for rank in range(WORKERS) for i in steps.get(step, {}).get(rank, [])]
+        for step in range(1, last + 1)
     ]
-    logs = [_without_rays(around.log(number).read_text()) for number in range(len(around.drivers))]
+    logs = [
+        _without_rays(around.log(number).read_text())
+        for number in range(len(around.drivers))
+    ]
     return Outcome(
         torch.cat([state[key].double().reshape(-1) for key in sorted(state)]),
         trace,
@@ -495,13 +587,19 @@ def outcome(around: Surroundings) -> Outcome:
 
 
 def _without_rays(text: str) -> list[str]:
-    """Return the lines of a driver's log without Ray's own, which may come last: its processes are killed."""
+    """Return the lines of a driver's log without Ray's own, which may come last: its
+    processes are killed.
+    """
     return [
-        line for line in text.splitlines() if line.strip() and "(raylet)" not in line and "[state-dump]" not in line
+        line
+        for line in text.splitlines()
+        if line.strip() and "(raylet)" not in line and "[state-dump]" not in line
     ]
 
 
-def broken(found: Outcome, alone: Outcome, around: Surroundings | None = None) -> list[str]:
+def broken(
+    found: Outcome, alone: Outcome, around: Surroundings | None = None
+) -> list[str]:
     """Return the promises that were not kept, a sentence each.
 
     Args:
@@ -511,40 +609,62 @@ def broken(found: Outcome, alone: Outcome, around: Surroundings | None = None) -
     """
     wrong = []
     if not torch.equal(found.weights, alone.weights):
-        wrong.append(f"1: the weights differ by {(found.weights - alone.weights).abs().max():.3g}")
+        wrong.append(
+            "1: the weights differ by "
+            f"{(found.weights - alone.weights).abs().max():.3g}"
+        )
     if [row["step"] for row in found.trace] != list(range(1, len(alone.trace) + 1)):
         wrong.append("2: the trace has gaps or repetitions")
     total = 0.0
     for row in found.trace:
         total += row["gain"]
         if abs(row["effective_steps"] - total) > 1e-9 * max(total, 1):
-            wrong.append(f"2: τ is {row['effective_steps']} where the gains sum to {total}, at step {row['step']}")
+            wrong.append(
+                f"2: τ is {row['effective_steps']} where the gains sum to {total}, at "
+                f"step {row['step']}"
+            )
             break
     seen = [i for step in found.examples for i in step]
-    stream = torch.cat([epoch_order(LENGTH, seed=3, epoch=epoch) for epoch in range(len(seen) // LENGTH + 1)]).tolist()
+    stream = torch.cat(
+        [
+            epoch_order(LENGTH, seed=3, epoch=epoch)
+            for epoch in range(len(seen) // LENGTH + 1)
+        ]
+    ).tolist()
     if seen != stream[: len(seen)]:
         wrong.append("3: an example was repeated or left out")
     if around is not None:
         for path in around.run.glob("checkpoint_*"):
             if (path / "manifest.json").exists() and _accepted_but_damaged(path):
-                wrong.append(f"4: {path.name} is accepted, and differs from its manifest")
+                wrong.append(
+                    f"4: {path.name} is accepted, and differs from its manifest"
+                )
     if found.status != 0:
         wrong.append(f"7: the last driver ended with {found.status}")
-    wrong += [f"7: a driver ended with {line!r}" for line in found.last_lines[-1:] if not _LAST_LINE.search(line)]
+    wrong += [
+        f"7: a driver ended with {line!r}"
+        for line in found.last_lines[-1:]
+        if not _LAST_LINE.search(line)
+    ]
     return wrong
 
 
 def _accepted_but_damaged(path: Path) -> bool:
-    """Return whether a checkpoint is accepted, and one of its files is not what the manifest says, by digests of our own."""
+    """Return whether a checkpoint is accepted, and one of its files is not what the
+    manifest says, by digests of our own.
+    """
     try:
         checkpoint.verify(path)
     except CheckpointError:
         return False
     files = json.loads((path / "manifest.json").read_text())["files"]
-    return any(sha256((path / name).read_bytes()).hexdigest() != entry["sha256"] for name, entry in files.items())
+    return any(
+        sha256((path / name).read_bytes()).hexdigest() != entry["sha256"]
+        for name, entry in files.items()
+    )
 
 
-# ---- a run with faults -------------------------------------------------------------------------------------------------
+# ---- a run with faults ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -573,7 +693,9 @@ def inject(around: Surroundings, kind: str, chance: random.Random) -> Injected:
         Broken: It does not, or a step is lost that a checkpoint had.
     """
     at, kept, starts = around.step(), around.kept_step(), len(around.starts())
-    workers = [worker for worker in map(around.worker, range(WORKERS)) if worker is not None]
+    workers = [
+        worker for worker in map(around.worker, range(WORKERS)) if worker is not None
+    ]
     drivers = len(around.drivers)
     FAULTS[kind](around, chance)
     began = time.monotonic()
@@ -584,20 +706,30 @@ def inject(around: Surroundings, kind: str, chance: random.Random) -> Injected:
             around.start_driver(resume=True)
         if around.ended:
             return True
-        if len(around.drivers) > drivers or not all(_lives(worker.pid) for worker in workers):
+        if len(around.drivers) > drivers or not all(
+            _lives(worker.pid) for worker in workers
+        ):
             # The workers of a dead driver take some more steps.
-            return sum(len(start.examples) > 1 for start in around.starts()[starts:]) >= WORKERS
+            return (
+                sum(len(start.examples) > 1 for start in around.starts()[starts:])
+                >= WORKERS
+            )
         return around.step() > at + 1
 
     wait_for(f"step after {kind!r} at step {at}", goes_on)
     seconds = time.monotonic() - began
-    again = [min(start.examples) - 1 for start in around.starts()[starts:] if start.examples]
+    again = [
+        min(start.examples) - 1 for start in around.starts()[starts:] if start.examples
+    ]
     lowest = min(again, default=at)
     if lowest < kept and "checkpoint" not in kind:
         raise Broken(
-            f"5: a start after {kind!r} went back to step {lowest}; the checkpoint of step {kept} was complete"
+            f"5: a start after {kind!r} went back to step {lowest}; the checkpoint of "
+            f"step {kept} was complete"
         )
-    return Injected(kind, at, max(at - lowest, 0), seconds, len(around.drivers) > drivers)
+    return Injected(
+        kind, at, max(at - lowest, 0), seconds, len(around.drivers) > drivers
+    )
 
 
 def finish(around: Surroundings) -> Outcome:

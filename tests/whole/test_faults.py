@@ -1,4 +1,6 @@
-"""Workers that are killed, raise or hang, disks that fill up, and checkpoints that rot: no Ray, real processes."""
+"""Workers that are killed, raise or hang, disks that fill up, and checkpoints that
+rot: no Ray, real processes.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,17 @@ from ..samples_of import WaitingBackend
 
 pytestmark = [
     pytest.mark.pool,
-    pytest.mark.filterwarnings("ignore:The batch of .* exceeds the gradient noise scale"),
+    pytest.mark.filterwarnings(
+        "ignore:The batch of .* exceeds the gradient noise scale"
+    ),
 ]
 
 TIMEOUT_S = 15.0
 
 
-def build(seed: int = 7, total_steps: int = 120) -> tuple[nn.Module, torch.optim.Optimizer, Any, TensorDataset]:
+def build(
+    seed: int = 7, total_steps: int = 120
+) -> tuple[nn.Module, torch.optim.Optimizer, Any, TensorDataset]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(120, 12, generator=generator)
     y = (x[:, 0] + x[:, 1] + 0.5 * torch.randn(120, generator=generator) > 0).long()
@@ -57,13 +63,23 @@ def build(seed: int = 7, total_steps: int = 120) -> tuple[nn.Module, torch.optim
         nn.Tanh(),
         nn.Linear(24, 2),
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
-    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps), TensorDataset(x, y)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3
+    )
+    return (
+        model,
+        optimizer,
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps),
+        TensorDataset(x, y),
+    )
 
 
 def make_run(backend: LocalBackend, **settings: Any) -> Run:
-    model, optimizer, scheduler, data = build(total_steps=settings.get("total_steps", 120))
-    torch.manual_seed(100 + backend.rank)  # dropout of one's own; a resume puts the checkpoint's state back
+    model, optimizer, scheduler, data = build(
+        total_steps=settings.get("total_steps", 120)
+    )
+    # dropout of one's own; a resume puts the checkpoint's state back
+    torch.manual_seed(100 + backend.rank)
     defaults: dict[str, Any] = {
         "base_batch_size": 4,
         "total_steps": 120,
@@ -71,7 +87,14 @@ def make_run(backend: LocalBackend, **settings: Any) -> Run:
         "per_worker_batch_size": 4,
         "checkpoint_every_s": 1e-9,  # whenever none is in flight
     }
-    return Run(model, optimizer, scheduler, data, AdaScaleConfig(**(defaults | settings)), backend=backend)
+    return Run(
+        model,
+        optimizer,
+        scheduler,
+        data,
+        AdaScaleConfig(**(defaults | settings)),
+        backend=backend,
+    )
 
 
 def drive(run: Run) -> Run:
@@ -85,10 +108,22 @@ def flat(weights: dict[str, Tensor]) -> Tensor:
     return torch.cat([weights[key].double().reshape(-1) for key in sorted(weights)])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # SIGKILL at any moment
 
-POINTS = ("load", "forward", "backward", "optimizer", "copied", "bytes", "file", "seal", "sealed", "report", "prune")
+POINTS = (
+    "load",
+    "forward",
+    "backward",
+    "optimizer",
+    "copied",
+    "bytes",
+    "file",
+    "seal",
+    "sealed",
+    "report",
+    "prune",
+)
 
 
 def die(*_: Any) -> None:
@@ -129,7 +164,8 @@ def half_a_write(nth: int) -> None:
 def arm(point: str, nth: int, backend: LocalBackend) -> Callable[[Run], None]:
     """Sets the trap; what it returns sets the rest of it, once there is a run."""
     if point == "load":
-        on_call(checkpoint, "load", 1 + nth % 2, after=True)  # the model is loaded, the optimizer may not be
+        # the model is loaded, the optimizer may not be
+        on_call(checkpoint, "load", 1 + nth % 2, after=True)
     elif point == "copied":
         on_call(checkpoint.Save, "start", 1 + nth // 2, after=True)
     elif point == "bytes":
@@ -157,12 +193,21 @@ def arm(point: str, nth: int, backend: LocalBackend) -> Callable[[Run], None]:
 
             module[4].weight.register_hook(hook)
         elif point == "optimizer":
-            on_call(run.source, "commit", nth)  # weights have moved, the position not yet
+            # weights have moved, the position not yet
+            on_call(run.source, "commit", nth)
 
     return later
 
 
-def serve(rank: int, world: int, port: int, folder: str, settings: dict[str, Any], crash: Any, said: Any) -> None:
+def serve(
+    rank: int,
+    world: int,
+    port: int,
+    folder: str,
+    settings: dict[str, Any],
+    crash: Any,
+    said: Any,
+) -> None:
     torch.set_num_threads(1)
     try:
         if world > 1:
@@ -194,18 +239,28 @@ def serve(rank: int, world: int, port: int, folder: str, settings: dict[str, Any
 def start(
     folder: Path, world: int, crash: tuple[int, str, int] | None = None, **settings: Any
 ) -> tuple[list[int], Any]:
-    """Runs the workers until all have ended, as torchrun would: when one is gone, the others are given up soon after."""
+    """Runs the workers until all have ended, as torchrun would: when one is gone,
+    the others are given up soon after.
+    """
     processes = fork_server()
     said, port = processes.Queue(), free_port()
     workers = [
-        processes.Process(target=serve, args=(rank, world, port, str(folder), settings, crash, said), daemon=True)
+        processes.Process(
+            target=serve,
+            args=(rank, world, port, str(folder), settings, crash, said),
+            daemon=True,
+        )
         for rank in range(world)
     ]
     for worker in workers:
         worker.start()
     deadline = time.monotonic() + 90
     gone: float | None = None
-    after = random.Random(str(crash)).uniform(0.3, 2.5) if crash is not None and crash[1] == "time" else None
+    after = (
+        random.Random(str(crash)).uniform(0.3, 2.5)
+        if crash is not None and crash[1] == "time"
+        else None
+    )
     began = time.monotonic()
     while any(worker.is_alive() for worker in workers):
         time.sleep(0.01)
@@ -229,7 +284,11 @@ def start(
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [
-        {key: value for key, value in row.items() if key not in ("examples_per_s", "attempt")}
+        {
+            key: value
+            for key, value in row.items()
+            if key not in ("examples_per_s", "attempt")
+        }
         for row in read_trace(folder)
     ]
 
@@ -239,7 +298,12 @@ def final(folder: Path) -> Tensor:
 
 
 def kill_and_compare(
-    tmp_path: Path, world: int, kills: int, seed: int, points: tuple[str, ...], **settings: Any
+    tmp_path: Path,
+    world: int,
+    kills: int,
+    seed: int,
+    points: tuple[str, ...],
+    **settings: Any,
 ) -> None:
     codes, said = start(tmp_path / "quiet", world, **settings)
     assert codes == [0] * world, said
@@ -260,15 +324,19 @@ def kill_and_compare(
     codes, said = start(tmp_path / "killed", world, **settings)
     assert codes == [0] * world, said
     assert torch.equal(final(tmp_path / "killed"), final(tmp_path / "quiet"))
-    assert repr(rows_of(tmp_path / "killed")) == repr(rows_of(tmp_path / "quiet"))  # repr: NaN is NaN
+    # repr: NaN is NaN
+    assert repr(rows_of(tmp_path / "killed")) == repr(rows_of(tmp_path / "quiet"))
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    return checkpoint.Saved(sorted(p for p in folder.glob("checkpoint_*") if checkpoint.is_sealed(p))[-1]).state
+    return checkpoint.Saved(
+        sorted(p for p in folder.glob("checkpoint_*") if checkpoint.is_sealed(p))[-1]
+    ).state
 
 
 @pytest.mark.parametrize(
-    ("world", "sharding", "points"), [(2, "auto", ("backward", "bytes")), (3, "none", ("optimizer", "seal"))]
+    ("world", "sharding", "points"),
+    [(2, "auto", ("backward", "bytes")), (3, "none", ("optimizer", "seal"))],
 )
 def test_workers_killed_a_few_times_end_bit_for_bit_as_if_nothing_happened(
     tmp_path: Path, world: int, sharding: str, points: tuple[str, ...]
@@ -283,24 +351,53 @@ def test_workers_killed_a_few_times_end_bit_for_bit_as_if_nothing_happened(
 def test_workers_killed_twenty_times_end_bit_for_bit_as_if_nothing_happened(
     tmp_path: Path, world: int, sharding: str
 ) -> None:
-    kill_and_compare(tmp_path, world, 20, seed=world, points=(*POINTS, "time"), total_steps=600, sharding=sharding)
+    kill_and_compare(
+        tmp_path,
+        world,
+        20,
+        seed=world,
+        points=(*POINTS, "time"),
+        total_steps=600,
+        sharding=sharding,
+    )
 
 
 FOLLOWING: dict[str, Any] = {"target_efficiency": 0.6, "max_global_batch_size": 48}
 
 
 def test_a_run_that_follows_the_noise_is_killed_a_few_times(tmp_path: Path) -> None:
-    kill_and_compare(tmp_path, 2, 2, seed=4, points=("backward", "bytes", "optimizer"), total_steps=300, **FOLLOWING)
+    kill_and_compare(
+        tmp_path,
+        2,
+        2,
+        seed=4,
+        points=("backward", "bytes", "optimizer"),
+        total_steps=300,
+        **FOLLOWING,
+    )
     assert len({row["scale"] for row in rows_of(tmp_path / "quiet")}) > 3
 
 
 def test_a_run_with_a_schedule_of_batches_is_killed(tmp_path: Path) -> None:
     schedule = {"batch_schedule": "0:8,30%:16,60%:40"}
-    kill_and_compare(tmp_path, 2, 1, seed=4, points=("backward", "optimizer"), total_steps=200, **schedule)
-    assert [scale for scale, _ in itertools.groupby(row["scale"] for row in rows_of(tmp_path / "quiet"))] == [2, 4, 10]
+    kill_and_compare(
+        tmp_path,
+        2,
+        1,
+        seed=4,
+        points=("backward", "optimizer"),
+        total_steps=200,
+        **schedule,
+    )
+    assert [
+        scale
+        for scale, _ in itertools.groupby(
+            row["scale"] for row in rows_of(tmp_path / "quiet")
+        )
+    ] == [2, 4, 10]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Workers that raise or hang
 
 
@@ -344,14 +441,22 @@ def full_disk(*_: Any) -> Any:
     [
         ("raises", "Connection|closed|reset|Timed out"),
         ("hangs", "Timed out|timeout"),
-        ("disk", r"No checkpoint was saved to .* rank 1: OSError: .*No space left on device"),
+        (
+            "disk",
+            r"No checkpoint was saved to .* rank 1: OSError: .*No space left on device",
+        ),
     ],
 )
-def test_the_other_worker_ends_with_the_reason_when_one_misbehaves(tmp_path: Path, how: str, message: str) -> None:
+def test_the_other_worker_ends_with_the_reason_when_one_misbehaves(
+    tmp_path: Path, how: str, message: str
+) -> None:
     processes = fork_server()
     said, port = processes.Queue(), free_port()
     workers = [
-        processes.Process(target=misbehave, args=(r, port, str(tmp_path), how, said), daemon=True) for r in (0, 1)
+        processes.Process(
+            target=misbehave, args=(r, port, str(tmp_path), how, said), daemon=True
+        )
+        for r in (0, 1)
     ]
     for worker in workers:
         worker.start()
@@ -367,11 +472,13 @@ def test_the_other_worker_ends_with_the_reason_when_one_misbehaves(tmp_path: Pat
     assert not list(tmp_path.glob("checkpoint_*/manifest.json"))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Disks
 
 
-def alone(folder: Path, backend: type[LocalBackend] = LocalBackend, **settings: Any) -> Run:
+def alone(
+    folder: Path, backend: type[LocalBackend] = LocalBackend, **settings: Any
+) -> Run:
     return make_run(backend(folder, device="cpu"), accumulation=2, **settings)
 
 
@@ -380,7 +487,8 @@ def test_a_full_disk_ends_the_run_with_the_cause_and_the_last_good_checkpoint_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
 ) -> None:
     quiet = drive(alone(tmp_path / "quiet"))
-    real, left = dcp._HashingStream.write, [100_000]  # room for one checkpoint and a part of the next
+    # room for one checkpoint and a part of the next
+    real, left = dcp._HashingStream.write, [100_000]
 
     def write(self: Any, data: Any) -> int:
         left[0] -= len(bytes(data))
@@ -391,16 +499,25 @@ def test_a_full_disk_ends_the_run_with_the_cause_and_the_last_good_checkpoint_is
     run = alone(tmp_path / "full", LocalBackend if in_background else WaitingBackend)
     with monkeypatch.context() as patched:
         patched.setattr(dcp._HashingStream, "write", write)
-        with pytest.raises(CheckpointError, match=r"No checkpoint was saved to .*No space left on device"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"No checkpoint was saved to .*No space left on device",
+        ):
             drive(run)
-    # In the background a slow machine may get to the last checkpoint before the disk is full.
+    # In the background a slow machine may get to the last checkpoint before the disk is
+    # full.
     assert 0 < run.effective_steps < (math.inf if in_background else 120)
     # What was half written is gone, and there is room again.
-    assert all(checkpoint.is_complete(folder) for folder in (tmp_path / "full").glob("checkpoint_*"))
+    assert all(
+        checkpoint.is_complete(folder)
+        for folder in (tmp_path / "full").glob("checkpoint_*")
+    )
     resumed = alone(tmp_path / "full")
     assert 0 < resumed.effective_steps <= run.effective_steps
     drive(resumed)
-    assert torch.equal(flat(resumed.module.state_dict()), flat(quiet.module.state_dict()))
+    assert torch.equal(
+        flat(resumed.module.state_dict()), flat(quiet.module.state_dict())
+    )
 
 
 class Held:
@@ -419,7 +536,9 @@ class Held:
         monkeypatch.setattr(dcp.Writer, "write_data", write_data)
 
 
-def test_training_goes_on_while_one_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_while_one_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = Held(monkeypatch)
     run = alone(tmp_path)
     weights: list[Tensor] = []
@@ -435,15 +554,26 @@ def test_training_goes_on_while_one_checkpoint_is_written(tmp_path: Path, monkey
                 run.parts.checkpointing.saver._in_flight.saving._thread.join()  # type: ignore[union-attr]
             if len(weights) == 21:
                 break
-    (first,) = [folder for folder in tmp_path.glob("checkpoint_*") if checkpoint.is_sealed(folder)]
+    (first,) = [
+        folder
+        for folder in tmp_path.glob("checkpoint_*")
+        if checkpoint.is_sealed(folder)
+    ]
     assert checkpoint.Saved(first).state["metrics"]["optimizer_steps"] == 1
-    assert torch.equal(flat(load_weights(first)), weights[0])  # as it was then, not as it was when it was written
+    # as it was then, not as it was when it was written
+    assert torch.equal(flat(load_weights(first)), weights[0])
 
 
-def test_a_copy_is_made_of_what_is_written_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_made_of_what_is_written_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = Held(monkeypatch)
     whole = torch.arange(1000.0)
-    tensors: dict[str, Any] = {"a": whole[:10], "b": checkpoint.TensorShard(whole[10:20], 0, 10), "c": whole[20]}
+    tensors: dict[str, Any] = {
+        "a": whole[:10],
+        "b": checkpoint.TensorShard(whole[10:20], 0, 10),
+        "c": whole[20],
+    }
     saving = checkpoint.save(tmp_path / "c", tensors, {"at": 1}, background=True)
     assert saving.running
     copies = saving._planner._copies
@@ -453,16 +583,20 @@ def test_a_copy_is_made_of_what_is_written_alone(tmp_path: Path, monkeypatch: py
     saving.finish()
     into = {"a": torch.zeros(10), "b": torch.zeros(10), "c": torch.zeros(())}
     checkpoint.Saved(tmp_path / "c").load(into)
-    assert torch.cat([into["a"], into["b"], into["c"].view(1)]).tolist() == list(range(21))
+    assert torch.cat([into["a"], into["b"], into["c"].view(1)]).tolist() == list(
+        range(21)
+    )
     checkpoint.verify(tmp_path / "c")
     assert not saving._planner._copies
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # What a start says
 
 
-def test_a_resume_says_where_it_begins_and_what_may_be_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_says_where_it_begins_and_what_may_be_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = alone(tmp_path, WaitingBackend)
     for steps, (x, y) in enumerate(run):  # two passes a step
         run.backward(F.cross_entropy(run.model(x), y))
@@ -473,11 +607,14 @@ def test_a_resume_says_where_it_begins_and_what_may_be_lost(tmp_path: Path, capl
     with caplog.at_level(logging.INFO, logger="ray_adascale"):
         resumed = alone(tmp_path, checkpoint_every_s=7.0)
     (record,) = [r for r in caplog.records if r.message.startswith("Resumed")]
-    assert f"optimizer step 4, effective step {resumed.effective_steps:.2f} of 120, 1 worker." in record.message
+    assert (
+        f"optimizer step 4, effective step {resumed.effective_steps:.2f} of 120, 1 "
+        "worker." in record.message
+    )
     assert "are taken again: at most those of 7 s" in record.message
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Damage
 
 
@@ -488,7 +625,20 @@ def damage(folder: Path, older: Path, chosen: random.Random) -> str:
         return "nothing left"
     file = chosen.choice(files)
     data = bytearray() if file.is_dir() else bytearray(file.read_bytes())
-    kind = chosen.choice(["truncate", "extend", "flip", "delete", "swap", "older", "empty", "folder", "zeros", "all"])
+    kind = chosen.choice(
+        [
+            "truncate",
+            "extend",
+            "flip",
+            "delete",
+            "swap",
+            "older",
+            "empty",
+            "folder",
+            "zeros",
+            "all",
+        ]
+    )
     if kind == "all" and chosen.random() < 0.7:
         kind = "flip"
     if file.is_dir():
@@ -518,7 +668,8 @@ def damage(folder: Path, older: Path, chosen: random.Random) -> str:
         file.mkdir()
     elif kind == "zeros":
         start = chosen.randrange(len(data) + 1)
-        data[start:] = bytes(len(data) - start)  # what a power cut makes of blocks that were not written
+        # what a power cut makes of blocks that were not written
+        data[start:] = bytes(len(data) - start)
         file.write_bytes(data)
     elif kind == "all":
         shutil.rmtree(folder)
@@ -527,7 +678,9 @@ def damage(folder: Path, older: Path, chosen: random.Random) -> str:
 
 
 def standing(run: Run) -> tuple[Any, ...]:
-    momentum = [state["momentum_buffer"].double() for state in run.optimizer.state.values()]
+    momentum = [
+        state["momentum_buffer"].double() for state in run.optimizer.state.values()
+    ]
     return (
         run.state.iterations,
         run.effective_steps,
@@ -560,36 +713,52 @@ def test_a_damaged_checkpoint_is_never_resumed_from(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "fuzz", ignore_errors=True)
         shutil.copytree(source, tmp_path / "fuzz")
         done = [
-            damage(tmp_path / "fuzz" / newest.name, tmp_path / "fuzz" / older.name, chosen)
+            damage(
+                tmp_path / "fuzz" / newest.name, tmp_path / "fuzz" / older.name, chosen
+            )
             for _ in range(chosen.randint(1, 3))
         ]
         if chosen.random() < 0.15:
-            done.append("older: " + damage(tmp_path / "fuzz" / older.name, newest, chosen))
+            done.append(
+                "older: " + damage(tmp_path / "fuzz" / older.name, newest, chosen)
+            )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 resumed = alone(tmp_path / "fuzz")
             except CheckpointError as e:
-                outcome = "refused" if "None of the" in str(e) else f"{seed} {done}: {e}"
+                outcome = (
+                    "refused" if "None of the" in str(e) else f"{seed} {done}: {e}"
+                )
             else:
                 if resumed.state.iterations == 0:
-                    outcome = "anew"  # only where no folder has a manifest: as after a kill during the first save
-                    assert not list((tmp_path / "fuzz").glob("*/manifest.json")), (seed, done)
+                    # only where no folder has a manifest: as after a kill during the
+                    # first save
+                    outcome = "anew"
+                    assert not list((tmp_path / "fuzz").glob("*/manifest.json")), (
+                        seed,
+                        done,
+                    )
                 else:
                     outcome = str(resumed.state.iterations)
-                    assert standing(resumed) == good[resumed.state.iterations], (seed, done)
+                    assert standing(resumed) == good[resumed.state.iterations], (
+                        seed,
+                        done,
+                    )
         seen[outcome] = seen.get(outcome, 0) + 1
     assert seen["6"] > 150, seen  # most of the time the one before
     assert seen["refused"] > 3, seen
     assert set(seen) <= {"6", "7", "anew", "refused"}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Preemption
 
 
 class Warned(LocalBackend):
-    """Told twice that a node goes away. Asking is a collective here, as it is under Ray."""
+    """Told twice that a node goes away. Asking is a collective here, as it is under
+    Ray.
+    """
 
     preemption_poll_s = 1e-9
 
@@ -602,13 +771,17 @@ class Warned(LocalBackend):
         count = torch.tensor(self.asked)
         if self.world_size > 1:
             dist.all_reduce(count)
-        assert count == self.asked * self.world_size, "the workers have asked a different number of times"
+        assert count == self.asked * self.world_size, (
+            "the workers have asked a different number of times"
+        )
         return None if self.asked < 5 else "node a" if self.asked < 9 else "nodes a, b"
 
     def report(self, outcome: StepReport, folder: Path | None) -> None:
         super().report(outcome, folder)
         if folder is not None:
-            self.saved.append((outcome.metrics["optimizer_steps"], checkpoint.is_complete(folder)))
+            self.saved.append(
+                (outcome.metrics["optimizer_steps"], checkpoint.is_complete(folder))
+            )
 
     def report_in_background(self, outcome: StepReport, folder: Path) -> None:
         raise AssertionError("a notice is answered before the next step")
@@ -620,7 +793,9 @@ def preempted(folder: str) -> tuple[list[Any], int]:
     return backend.saved, backend.asked
 
 
-def test_a_notice_is_answered_with_a_checkpoint_at_the_next_boundary(tmp_path: Path, pool: Any) -> None:
+def test_a_notice_is_answered_with_a_checkpoint_at_the_next_boundary(
+    tmp_path: Path, pool: Any
+) -> None:
     answers = pool(2).run(preempted, str(tmp_path))
     assert answers[0] == answers[1]
     saved, asked = answers[0]

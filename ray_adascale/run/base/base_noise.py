@@ -13,11 +13,14 @@ from ...workload import Workload
 from ..loop import Run
 
 noise_steps = partial(probe_steps, passes=PROBE_SAMPLES - 1)
-"""The steps of a base run on one worker at which the noise is measured, by extra passes."""
+"""The steps of a base run on one worker at which the noise is measured, by extra
+passes.
+"""
 
 
 class ProbeSeries:
-    """The measurements of some steps of a base run, each of them of a step's batch and the next three.
+    """The measurements of some steps of a base run, each of them of a step's batch and
+    the next three.
 
     Args:
         samples: Takes the gradients.
@@ -25,31 +28,45 @@ class ProbeSeries:
         noise: Receives the measurements; may have those of earlier starts.
     """
 
-    def __init__(self, samples: BatchSamples, steps: Collection[float], noise: list[NoiseProbe]) -> None:
+    def __init__(
+        self, samples: BatchSamples, steps: Collection[float], noise: list[NoiseProbe]
+    ) -> None:
         self.samples, self.noise = samples, noise
         self._steps = steps
         self._tau = 0.0  # of the samples
 
     def add(self, batch: Any) -> NoiseProbe | None:
-        """Add a batch to the measurement that is under way, if one is. Return the measurement, if it is complete and finite."""
+        """Add a batch to the measurement that is under way, if one is. Return the
+        measurement, if it is complete and finite.
+        """
         found = self.samples.add(batch) if self.samples.begun else None
         if found is None or not all(map(math.isfinite, found)):
             return None
-        self.noise.append(NoiseProbe(effective_steps=self._tau, sigma2=found[0], mu2=found[1]))
+        self.noise.append(
+            NoiseProbe(effective_steps=self._tau, sigma2=found[0], mu2=found[1])
+        )
         return self.noise[-1]
 
     def due(self, tau: float) -> bool:
-        """Return whether a measurement begins at τ. At S = 1 τ counts the optimizer steps, without those that were skipped."""
-        if self.samples.begun or tau not in self._steps or (self.noise and self.noise[-1].effective_steps >= tau):
+        """Return whether a measurement begins at τ. At S = 1 τ counts the optimizer
+        steps, without those that were skipped.
+        """
+        if (
+            self.samples.begun
+            or tau not in self._steps
+            or (self.noise and self.noise[-1].effective_steps >= tau)
+        ):
             return False
         self._tau = tau
         return True
 
 
 class NoiseRecorder:
-    """Records the noise of a base run: of some steps, each with the three batches after it, at the weights of that step.
+    """Records the noise of a base run: of some steps, each with the three batches after
+    it, at the weights of that step.
 
-    A run that is resumed within those three steps has lost the weights, and leaves the measurement out.
+    A run that is resumed within those three steps has lost the weights, and leaves the
+    measurement out.
 
     Args:
         run: The run.
@@ -58,9 +75,17 @@ class NoiseRecorder:
         noise: Receives the measurements; may have those of earlier starts.
     """
 
-    def __init__(self, run: Run, workload: Workload, steps: Collection[float], noise: list[NoiseProbe]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        workload: Workload,
+        steps: Collection[float],
+        noise: list[NoiseProbe],
+    ) -> None:
         self._run = run
-        self._series = ProbeSeries(BatchSamples(run.module, workload.loss_fn), steps, noise)
+        self._series = ProbeSeries(
+            BatchSamples(run.module, workload.loss_fn), steps, noise
+        )
 
     def begin(self, batch: Any) -> None:
         """Begin a step, before its forward pass."""
@@ -72,4 +97,6 @@ class NoiseRecorder:
         """End a step, after its backward pass and before ``run.step()``."""
         if self._series.due(self._run.effective_steps):
             groups = self._run.optimizer.param_groups
-            self._series.samples.begin([p for group in groups for p in group["params"] if p.requires_grad])
+            self._series.samples.begin(
+                [p for group in groups for p in group["params"] if p.requires_grad]
+            )

@@ -1,4 +1,6 @@
-"""Base runs, at S = 1: their settings, their loop, their result, and the recipe of the result."""
+"""Base runs, at S = 1: their settings, their loop, their result, and the recipe of
+the result.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ class Momentum:
     Attributes:
         value: m, 0 ≤ m < 1.
         is_beta: Whether m is β1, which a rule for betas changes.
-        optimizer_class: Name of the optimizer's class, see :func:`ray_adascale.run.observe.advice.class_name`; empty: unknown.
+        optimizer_class: Name of the optimizer's class, see
+            :func:`ray_adascale.run.observe.advice.class_name`; empty: unknown.
     """
 
     value: float = 0.0
@@ -51,7 +54,8 @@ class Momentum:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseResult:
-    """The result of a base run that has reached T. It is a JSON value, so that it can be sent between processes.
+    """The result of a base run that has reached T. It is a JSON value, so that it can
+    be sent between processes.
 
     Attributes:
         metric: Name of the metric that the workload is judged by.
@@ -59,8 +63,10 @@ class BaseResult:
         score: Value of the metric at the end.
         schedule: The schedule of the run.
         noise: The noise probes of the run.
-        advice: The run's :attr:`ray_adascale.Run.advice`, because the warnings of a trial are not shown.
-        unread: The hyperparameters that the workload had not read by the end, as in ``ConfigAccessLog.unread``.
+        advice: The run's :attr:`ray_adascale.Run.advice`, because the warnings of a
+            trial are not shown.
+        unread: The hyperparameters that the workload had not read by the end, as in
+            ``ConfigAccessLog.unread``.
         momentum: The momentum of the optimizer, see :func:`momentum_of`.
     """
 
@@ -75,7 +81,9 @@ class BaseResult:
 
     @property
     def objective(self) -> float:
-        """The score, negated if a small metric is better: the run with the larger objective is the better one."""
+        """The score, negated if a small metric is better: the run with the larger
+        objective is the better one.
+        """
         return self.score if self.mode == "max" else -self.score
 
     def to_json(self) -> str:
@@ -87,8 +95,13 @@ class BaseResult:
         """Return the result from the JSON of :meth:`to_json`."""
         found = json.loads(text)
         noise = [NoiseProbe(**probe) for probe in found["noise"]]
-        schedule, momentum = BaseSchedule(**found["schedule"]), Momentum(**found["momentum"])
-        return cls(**{**found, "schedule": schedule, "noise": noise, "momentum": momentum})
+        schedule, momentum = (
+            BaseSchedule(**found["schedule"]),
+            Momentum(**found["momentum"]),
+        )
+        return cls(
+            **{**found, "schedule": schedule, "noise": noise, "momentum": momentum}
+        )
 
 
 def record_recipe(
@@ -105,8 +118,9 @@ def record_recipe(
 ) -> Recipe:
     """Train the base run once, in this process, and return its recipe.
 
-    The run trains like a trial of :func:`ray_adascale.tune_recipe`: S = 1, bit-identical to the plain loop, with the noise
-    measured at every ``probe_every``-th step.
+    The run trains like a trial of :func:`ray_adascale.tune_recipe`: S = 1,
+    bit-identical to the plain loop, with the noise measured at every ``probe_every``-th
+    step.
 
     Args:
         workload: A function from a config to a :class:`ray_adascale.Workload`.
@@ -116,13 +130,16 @@ def record_recipe(
         total_epochs: Length of the run in passes over the dataset.
         seed: Seed of the weights and of the order of examples.
         config: Further settings of the loop, as for ``tune_recipe``.
-        probe_every: Optimizer steps from one measurement of the noise to the next. Each costs three more passes. Default: about
-            110 measurements, fewer in a run of less than 1,700 steps, dense at the beginning, see
+        probe_every: Optimizer steps from one measurement of the noise to the next. Each
+            costs three more passes. Default: about 110 measurements, fewer in a run of
+            less than 1,700 steps, dense at the beginning, see
             :func:`ray_adascale.recipe.probe_steps`.
-        backend: Stores checkpoints and trace, in an empty folder. Default: neither is kept.
+        backend: Stores checkpoints and trace, in an empty folder. Default: neither is
+            kept.
 
     Raises:
-        ValueError: A setting can't work, the folder has a run already, or the workload's metric is not measured.
+        ValueError: A setting can't work, the folder has a run already, or the
+            workload's metric is not measured.
     """
     if probe_every is not None:
         probe_every = check_count("probe_every", probe_every)
@@ -132,21 +149,29 @@ def record_recipe(
     run = Run.of(built, base, backend=backend)
     if run.effective_steps > 0:
         raise ValueError(
-            f"Invalid backend: its folder has a run at effective step {run.effective_steps:g}, whose noise is not kept. Give an "
+            "Invalid backend: its folder has a run at effective step "
+            f"{run.effective_steps:g}, whose noise is not kept. Give an "
             "empty folder, or none."
         )
     momentum = momentum_of(built.optimizer)
     noise: list[NoiseProbe] = []
     losses: list[Tensor] = []
     started = time.monotonic()
-    recorder = NoiseRecorder(run, built, noise_steps(run.total_steps, probe_every), noise)
+    recorder = NoiseRecorder(
+        run, built, noise_steps(run.total_steps, probe_every), noise
+    )
     train_base(run, built, recorder, losses.append)
     summary = run.summary()
-    if built.metric == "loss" and "loss" not in run.state.recorded:  # evaluate did not return it
-        last = losses[-max(1, run.total_steps // 10) :]  # as in a search, because the loss of one batch is mostly noise
+    # evaluate did not return it
+    if built.metric == "loss" and "loss" not in run.state.recorded:
+        # as in a search, because the loss of one batch is mostly noise
+        last = losses[-max(1, run.total_steps // 10) :]
         summary["loss"] = float(torch.stack(last).double().mean())
     if built.metric not in summary:
-        raise ValueError(f"Invalid metric={built.metric!r}: evaluate did not return it. Must be one that it returns.")
+        raise ValueError(
+            f"Invalid metric={built.metric!r}: evaluate did not return it. Must be one "
+            "that it returns."
+        )
     return freeze(
         BaseResult(
             metric=built.metric,
@@ -218,7 +243,11 @@ def freeze(
 
 
 def base_config(
-    config: AdaScaleConfig | None, base_batch_size: int, total_steps: int | None, total_epochs: float | None, seed: int
+    config: AdaScaleConfig | None,
+    base_batch_size: int,
+    total_steps: int | None,
+    total_epochs: float | None,
+    seed: int,
 ) -> AdaScaleConfig:
     """Return the settings of a base run: the base batch in one process.
 
@@ -227,12 +256,22 @@ def base_config(
     """
     config = read_settings(config)
     if config.early_stop is not None:
-        raise SettingError("Invalid {}: a base run is trained to T. Leave it out.", early_stop=config.early_stop)
-    given = {"base_batch_size": base_batch_size, "total_steps": total_steps, "total_epochs": total_epochs}
+        raise SettingError(
+            "Invalid {}: a base run is trained to T. Leave it out.",
+            early_stop=config.early_stop,
+        )
+    given = {
+        "base_batch_size": base_batch_size,
+        "total_steps": total_steps,
+        "total_epochs": total_epochs,
+    }
     for name, mine in given.items():
         theirs = getattr(config, name)
         if theirs is not None and theirs != mine:
-            raise SettingError(f"Invalid {{}}: the search is given {mine!r}. Leave it out.", **{name: theirs})
+            raise SettingError(
+                f"Invalid {{}}: the search is given {mine!r}. Leave it out.",
+                **{name: theirs},
+            )
     base = replace(
         config,
         base_batch_size=base_batch_size,
@@ -246,7 +285,9 @@ def base_config(
         max_global_batch_size=None,
         elastic=False,
         sharding="none",
-        rule="unscaled",  # at S = 1 all rules are the same, and this one does not warn of optimizers other than SGD
+        # at S = 1 all rules are the same, and this one does not warn of optimizers
+        # other than SGD
+        rule="unscaled",
         seed=seed,
         report_every_s=math.inf,
         checkpoint_every_s=math.inf,
@@ -256,16 +297,20 @@ def base_config(
 
 
 def momentum_of(optimizer: Optimizer) -> Momentum:
-    """Return the momentum of the first parameter group; β1 if it has betas; 0 if it has neither, or one outside [0, 1).
+    """Return the momentum of the first parameter group; β1 if it has betas; 0 if it has
+    neither, or one outside [0, 1).
 
-    For a chain it is that of the optimizer with the most elements: the forecast uses one momentum for the whole model. Muon's
-    momentum counts as Adam's β1 does. Both are averages, and the size of a step does not depend on them.
+    For a chain it is that of the optimizer with the most elements: the forecast uses
+    one momentum for the whole model. Muon's momentum counts as Adam's β1 does. Both are
+    averages, and the size of a step does not depend on them.
     """
     largest = largest_part(optimizer)
     group = largest.param_groups[0]
     is_beta = "momentum" not in group and "betas" in group
     value = group["betas"][0] if is_beta else group.get("momentum", 0.0)
-    return Momentum(float(value) if 0 <= value < 1 else 0.0, is_beta, class_name(largest))
+    return Momentum(
+        float(value) if 0 <= value < 1 else 0.0, is_beta, class_name(largest)
+    )
 
 
 def kept_settings(base: AdaScaleConfig) -> dict[str, Any]:
@@ -276,7 +321,12 @@ def kept_settings(base: AdaScaleConfig) -> dict[str, Any]:
     return kept
 
 
-def train_base(run: Run, workload: Workload, recorder: NoiseRecorder, on_loss: Callable[[Tensor], object]) -> None:
+def train_base(
+    run: Run,
+    workload: Workload,
+    recorder: NoiseRecorder,
+    on_loss: Callable[[Tensor], object],
+) -> None:
     """Train the base run to its end.
 
     Args:
@@ -295,7 +345,9 @@ def train_base(run: Run, workload: Workload, recorder: NoiseRecorder, on_loss: C
 
 
 def workload_name(workload: Any) -> str:
-    """Return ``"package.module:name"``, or ``"path/to/file.py:name"`` for a function in a plain file."""
+    """Return ``"package.module:name"``, or ``"path/to/file.py:name"`` for a function
+    in a plain file.
+    """
     name = getattr(workload, "__qualname__", None) or type(workload).__qualname__
     module = getattr(workload, "__module__", None) or "?"
     if "." in module:

@@ -1,4 +1,6 @@
-"""The surroundings of a run: its workers, reports and checkpoints. Needs no Ray; train/backend.py has the backend for Ray."""
+"""The surroundings of a run: its workers, reports and checkpoints. Needs no Ray;
+train/backend.py has the backend for Ray.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,18 @@ CHECKPOINT = "Checkpoint of optimizer step %d, effective step %.2f."
 
 @dataclass(frozen=True, kw_only=True)
 class ReportPolicy:
-    """When a backend receives reports and checkpoints, beside the intervals of the settings.
+    """When a backend receives reports and checkpoints, beside the intervals of the
+    settings.
 
     Attributes:
-        evaluations: Report after each evaluation. False if a report makes the workers wait.
+        evaluations: Report after each evaluation. False if a report makes the workers
+            wait.
         save_evaluations: Save a checkpoint with the report of an evaluation.
-        save_end: Save a checkpoint with the last report. False if an ended run is never resumed.
-        in_background: Write a checkpoint that is due by its interval while training goes on. False if the backend saves data of
-            its own with it, which must be of the same step.
+        save_end: Save a checkpoint with the last report. False if an ended run is never
+            resumed.
+        in_background: Write a checkpoint that is due by its interval while training
+            goes on. False if the backend saves data of its own with it, which must be
+            of the same step.
     """
 
     evaluations: bool = True
@@ -56,7 +62,8 @@ class Backend(ABC):
         world_size: Number of workers.
         device: The device of this worker.
         report_policy: When to report, and when to save a checkpoint.
-        preemption_poll_s: Seconds between calls of :meth:`preemption_notice`; inf for never.
+        preemption_poll_s: Seconds between calls of :meth:`preemption_notice`; inf for
+            never.
         keeps_checkpoints: Whether checkpoints are kept.
     """
 
@@ -69,46 +76,62 @@ class Backend(ABC):
 
     @abstractmethod
     def latest_checkpoint(self) -> Any:
-        """Return a context manager of the newest usable checkpoint's folder, or of None; the same on all workers.
+        """Return a context manager of the newest usable checkpoint's folder, or of
+        None; the same on all workers.
 
         It warns of newer checkpoints that are incomplete or damaged.
 
         Raises:
-            CheckpointError: There are checkpoints, and all are damaged. The user must decide whether to begin anew.
+            CheckpointError: There are checkpoints, and all are damaged. The user must
+                decide whether to begin anew.
         """
 
     @abstractmethod
     def checkpoint_folder(self, step: int) -> Path:
-        """Return an empty or missing folder for this worker's share of the checkpoint after ``step``.
+        """Return an empty or missing folder for this worker's share of the checkpoint
+        after ``step``.
 
         Raises:
-            OSError: The folder can't be made on this worker. The caller informs the other workers.
+            OSError: The folder can't be made on this worker. The caller informs the
+                other workers.
         """
 
     @abstractmethod
     def report(self, report: StepReport, folder: Path | None) -> None:
-        """Report the state of the run, with the checkpoint in ``folder`` if there is one. Collective."""
+        """Report the state of the run, with the checkpoint in ``folder`` if there is
+        one. Collective.
+        """
 
     def report_in_background(self, report: StepReport, folder: Path) -> None:
-        """Report with a checkpoint, without waiting for its upload. :attr:`uploading` is True until the upload ends."""
+        """Report with a checkpoint, without waiting for its upload.
+        :attr:`uploading` is True until the upload ends.
+        """
         self.report(report, folder)
 
     @property
     def uploading(self) -> bool:
-        """Whether the upload of this worker's last :meth:`report_in_background` is still running."""
+        """Whether the upload of this worker's last :meth:`report_in_background` is
+        still running.
+        """
         return False
 
     def preemption_notice(self) -> str | None:
-        """Return a description of the nodes about to be preempted; None without any. Collective, the same on all workers."""
+        """Return a description of the nodes about to be preempted; None without any.
+        Collective, the same on all workers.
+        """
         return None
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this start of the run must end at the next step boundary, with a checkpoint. Only rank 0's value counts."""
+        """Whether this start of the run must end at the next step boundary, with a
+        checkpoint. Only rank 0's value counts.
+        """
         return False
 
     def watch(self, pulse: Pulse) -> AbstractContextManager[object]:
-        """Return a context in which this worker's position is watched, so that a hang is found. By default it is not."""
+        """Return a context in which this worker's position is watched, so that a
+        hang is found. By default it is not.
+        """
         return nullcontext()
 
     def listeners(self, tracker: EtaTracker) -> Sequence[Listener]:
@@ -120,33 +143,45 @@ class Backend(ABC):
         return ()
 
     def trace_folder(self) -> Path | None:
-        """Return the folder on a disk in which the start's trace grows; None to keep no trace. Called on rank 0."""
+        """Return the folder on a disk in which the start's trace grows; None to keep
+        no trace. Called on rank 0.
+        """
         return None
 
     def store_trace(self) -> None:
-        """Store the trace of a start that ends or fails, if it is not where it is kept. Called on rank 0."""
+        """Store the trace of a start that ends or fails, if it is not where it is
+        kept. Called on rank 0.
+        """
         return
 
 
 class LocalBackend(Backend):
     """Backend of one process, or of workers started by torchrun on one file system.
 
-    The folder has no lock, unlike that of an ``AdaScaleTrainer``: two runs in one folder mix their checkpoints. Give each run a
-    folder of its own.
+    The folder has no lock, unlike that of an ``AdaScaleTrainer``: two runs in one
+    folder mix their checkpoints. Give each run a folder of its own.
 
     Args:
-        folder: The folder of the checkpoints. A run resumes from the newest complete one. None keeps no checkpoints.
-        device: Default: a CUDA device if there is one, else the CPU. Of several CUDA devices it is the one that the process group
-            is bound to, or that the program chose with ``torch.cuda.set_device``, or else number LOCAL_RANK, which torchrun sets.
-            A CUDA device becomes the current one, because NCCL's object collectives and ``fully_shard`` use the current one.
+        folder: The folder of the checkpoints. A run resumes from the newest complete
+            one. None keeps no checkpoints.
+        device: Default: a CUDA device if there is one, else the CPU. Of several CUDA
+            devices it is the one that the process group is bound to, or that the
+            program chose with ``torch.cuda.set_device``, or else number LOCAL_RANK,
+            which torchrun sets. A CUDA device becomes the current one, because NCCL's
+            object collectives and ``fully_shard`` use the current one.
         keep: Number of checkpoints to keep.
 
     Raises:
-        ValueError: Files can't be written in the folder, ``keep`` is out of range, or the CUDA device is not there.
+        ValueError: Files can't be written in the folder, ``keep`` is out of range, or
+            the CUDA device is not there.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str] | None = None, *, device: str | torch.device | None = None, keep: int = 2
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        device: str | torch.device | None = None,
+        keep: int = 2,
     ) -> None:
         self.keep = check_count("keep", keep)
         initialized = dist.is_available() and dist.is_initialized()
@@ -160,7 +195,8 @@ class LocalBackend(Backend):
                 check_folder(self.folder)
             except OSError as e:
                 raise ValueError(
-                    f"Invalid folder {str(self.folder)!r}: {e.strerror or e}. Name a folder that can be written, for the "
+                    f"Invalid folder {str(self.folder)!r}: {e.strerror or e}. Name a "
+                    "folder that can be written, for the "
                     "checkpoints and the trace."
                 ) from e
         self.metrics: dict[str, Any] = {}
@@ -178,7 +214,8 @@ class LocalBackend(Backend):
             sealed = [folder for folder in folders if checkpoint.is_sealed(folder)]
             if found[0] is None and sealed:
                 found[1] = (
-                    f"None of the {len(sealed)} checkpoints in {self.folder} can be used; see the warnings. Put a good copy "
+                    f"None of the {len(sealed)} checkpoints in {self.folder} can be "
+                    "used; see the warnings. Put a good copy "
                     "back, or delete them to begin anew."
                 )
         if self.world_size > 1:
@@ -192,7 +229,9 @@ class LocalBackend(Backend):
         path = self.folder / f"checkpoint_{step:010d}"
         try:
             if self.rank == 0 and path.exists():
-                shutil.rmtree(path)  # a checkpoint of an earlier start: incomplete, or this run could not load it
+                # a checkpoint of an earlier start: incomplete, or this run could not
+                # load it
+                shutil.rmtree(path)
         finally:  # also after an error: the other workers wait here
             if self.world_size > 1:
                 dist.barrier()
@@ -201,9 +240,18 @@ class LocalBackend(Backend):
     def report(self, report: StepReport, folder: Path | None) -> None:
         self.metrics = dict(report.metrics)
         if folder is not None and self.rank == 0:
-            _log.info(CHECKPOINT, report.metrics.get("optimizer_steps", 0), report.effective_steps)
-            # Incomplete checkpoints, and damaged ones of later steps, don't count among those to keep.
-            kept = [path for path in self._checkpoints() if path <= folder and checkpoint.is_sealed(path)][-self.keep :]
+            _log.info(
+                CHECKPOINT,
+                report.metrics.get("optimizer_steps", 0),
+                report.effective_steps,
+            )
+            # Incomplete checkpoints, and damaged ones of later steps, don't count among
+            # those to keep.
+            kept = [
+                path
+                for path in self._checkpoints()
+                if path <= folder and checkpoint.is_sealed(path)
+            ][-self.keep :]
             for old in self._checkpoints():
                 if old not in kept:
                     checkpoint.delete(old)
@@ -213,7 +261,8 @@ class LocalBackend(Backend):
 
 
 def _own_device(device: str | torch.device | None) -> torch.device:
-    """Return this process's device, with an index if it is a CUDA device, and make that the current one.
+    """Return this process's device, with an index if it is a CUDA device, and make that
+    the current one.
 
     Args:
         device: The user's choice; None or "cuda" leaves the index open.
@@ -225,12 +274,16 @@ def _own_device(device: str | torch.device | None) -> torch.device:
         return device
     if not torch.cuda.is_available():
         raise ValueError(
-            f"Invalid device={str(device)!r}: torch finds no CUDA device on this machine. Use 'cpu', or leave the device out."
+            f"Invalid device={str(device)!r}: torch finds no CUDA device on this "
+            "machine. Use 'cpu', or leave the device out."
         )
     visible = torch.cuda.device_count()
     index = _own_index(visible) if device.index is None else device.index
     if index >= visible:
-        raise ValueError(f"Invalid device='cuda:{index}'. This process sees {visible} CUDA device(s), numbered from 0.")
+        raise ValueError(
+            f"Invalid device='cuda:{index}'. This process sees {visible} CUDA "
+            "device(s), numbered from 0."
+        )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -238,10 +291,12 @@ def _own_device(device: str | torch.device | None) -> torch.device:
 def _own_index(visible: int) -> int:
     """Return the number of this process's CUDA device among the visible ones."""
     if dist.is_available() and dist.is_initialized():
-        bound = getattr(dist.group.WORLD, "bound_device_id", None)  # init_process_group(device_id=)
+        # init_process_group(device_id=)
+        bound = getattr(dist.group.WORLD, "bound_device_id", None)
         if bound is not None and bound.index is not None:
             return int(bound.index)
-    # The current device is 0 until the program sets another. Asking before CUDA is in use would start it on device 0.
+    # The current device is 0 until the program sets another. Asking before CUDA is in
+    # use would start it on device 0.
     if torch.cuda.is_initialized() and torch.cuda.current_device() != 0:
         return torch.cuda.current_device()
     local_rank = os.environ.get("LOCAL_RANK", "0")
@@ -251,7 +306,9 @@ def _own_index(visible: int) -> int:
     if visible == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
         return 0  # the launcher shows each process a device of its own
     raise ValueError(
-        f"LOCAL_RANK is {index}, and this process sees {visible} CUDA device(s). Start at most {visible} process(es) on this "
-        "machine (torchrun --nproc-per-node), or let each see a device of its own (CUDA_VISIBLE_DEVICES). To let several "
+        f"LOCAL_RANK is {index}, and this process sees {visible} CUDA device(s). Start "
+        f"at most {visible} process(es) on this "
+        "machine (torchrun --nproc-per-node), or let each see a device of its own "
+        "(CUDA_VISIBLE_DEVICES). To let several "
         "processes share a device, with gloo, pass LocalBackend(device='cuda:0')."
     )

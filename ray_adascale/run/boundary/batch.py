@@ -27,7 +27,9 @@ class ChooseBatch(Stage):
 
     def act(self, run: RunAtBoundary, flags: int) -> str | None:
         if self.follower.due_by(run.effective_steps):
-            plan = self.follower.next_plan(run.effective_steps, self._optimizer.average_moments)
+            plan = self.follower.next_plan(
+                run.effective_steps, self._optimizer.average_moments
+            )
             if plan != run.plan:
                 run.set_plan(plan)
         return None
@@ -36,7 +38,11 @@ class ChooseBatch(Stage):
         return {"following": self.follower.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this stage's part of a checkpoint's state, after the optimizer has loaded its own."""
+        """Load this stage's part of a checkpoint's state, after the optimizer has
+        loaded its own.
+        """
         self.follower.resume(
-            state.get("following", {}), self._optimizer.effective_steps, self._optimizer.average_moments
+            state.get("following", {}),
+            self._optimizer.effective_steps,
+            self._optimizer.average_moments,
         )

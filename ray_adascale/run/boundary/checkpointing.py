@@ -1,7 +1,9 @@
-"""Checkpoints of a run: the stage that decides when one is saved and whether training waits, and the saver that writes it.
+"""Checkpoints of a run: the stage that decides when one is saved and whether training
+waits, and the saver that writes it.
 
-:meth:`Saver.save` or :meth:`Saver.begin` writes a checkpoint's folder, once the workers have compared their positions. A
-manifest seals the folder, and the backend stores it. All of this is collective, at a step boundary.
+:meth:`Saver.save` or :meth:`Saver.begin` writes a checkpoint's folder, once the workers
+have compared their positions. A manifest seals the folder, and the backend stores it.
+All of this is collective, at a step boundary.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from ...checkpoint.ranks import Ranks
 from ..observe.trace import Trace
 from .backend import Backend
 from .replicas import Replicas
-from .stage import ALWAYS, BoundaryFlags, IntervalTimer, RunAtBoundary, Stage, StepReport
+from .stage import (
+    ALWAYS,
+    BoundaryFlags,
+    IntervalTimer,
+    RunAtBoundary,
+    Stage,
+    StepReport,
+)
 from .train_state import TrainState
 
 Content = tuple[dict[str, Any], dict[str, Any]]
@@ -33,14 +42,17 @@ Content = tuple[dict[str, Any], dict[str, Any]]
 _log = logging.getLogger(__name__)
 _LONG_S = 30.0
 _WAITS_FOR_OTHERS = (
-    "Rank %d has been in run.save_checkpoint() for %.0f s. Unless the storage is slow, it waits for the others. "
+    "Rank %d has been in run.save_checkpoint() for %.0f s. Unless the storage is slow, "
+    "it waits for the others. "
     "Call it on every worker, not on rank 0 alone."
 )
 
 
 @contextmanager
 def warns_if_alone(rank: int, workers: int) -> Iterator[None]:
-    """Return a context that logs a warning if it lasts, since other workers may not have come to the checkpoint."""
+    """Return a context that logs a warning if it lasts, since other workers may not
+    have come to the checkpoint.
+    """
     alone = threading.Timer(_LONG_S, _log.warning, (_WAITS_FOR_OTHERS, rank, _LONG_S))
     alone.daemon = True
     if workers > 1:
@@ -78,10 +90,13 @@ class Saver:
 
     Args:
         backend: Provides the folders, and stores sealed checkpoints.
-        process_group: The workers, for tensors on the CPU too. Default: the default group.
+        process_group: The workers, for tensors on the CPU too. Default: the default
+            group.
     """
 
-    def __init__(self, backend: Backend, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, backend: Backend, process_group: dist.ProcessGroup | None = None
+    ) -> None:
         self._backend = backend
         self._group = process_group
         self._in_flight: _InFlight | None = None
@@ -93,37 +108,51 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether this worker is still writing a checkpoint, or its backend is still uploading one."""
-        return (self._in_flight is not None and self._in_flight.saving.running) or self._backend.uploading
+        """Whether this worker is still writing a checkpoint, or its backend is still
+        uploading one.
+        """
+        return (
+            self._in_flight is not None and self._in_flight.saving.running
+        ) or self._backend.uploading
 
     def save(self, boundary: Boundary, content: Callable[[], Content]) -> Path | None:
-        """Write this worker's share and seal the checkpoint. The caller reports the folder.
+        """Write this worker's share and seal the checkpoint. The caller reports the
+        folder.
 
         Args:
             boundary: Position of this worker.
-            content: Returns the content of the checkpoint. Called after the folder was made.
+            content: Returns the content of the checkpoint. Called after the folder was
+                made.
 
         Returns:
             The folder; None if the backend keeps no checkpoints.
 
         Raises:
-            CheckpointError: A worker could not write this checkpoint or the previous one, or workers are at different positions.
+            CheckpointError: A worker could not write this checkpoint or the previous
+                one, or workers are at different positions.
         """
         return self._write(boundary, content)[0]
 
-    def begin(self, boundary: Boundary, content: Callable[[], Content], report: StepReport) -> None:
-        """Copy the content of a checkpoint and start a thread that writes it. :meth:`finish` seals and reports it."""
+    def begin(
+        self, boundary: Boundary, content: Callable[[], Content], report: StepReport
+    ) -> None:
+        """Copy the content of a checkpoint and start a thread that writes it.
+        :meth:`finish` seals and reports it.
+        """
         folder, saving = self._write(boundary, content, background=True)
         if folder is not None:
             assert saving is not None
             # A copy, because the loop changes its metrics.
-            self._in_flight = _InFlight(saving, folder, replace(report, metrics=dict(report.metrics)))
+            self._in_flight = _InFlight(
+                saving, folder, replace(report, metrics=dict(report.metrics))
+            )
 
     def finish(self) -> None:
         """Wait for the checkpoint in flight, if there is one, seal it and report it.
 
         Raises:
-            CheckpointError: A worker could not write its share. The message names the worker and the cause.
+            CheckpointError: A worker could not write its share. The message names the
+                worker and the cause.
         """
         written, self._in_flight = self._in_flight, None
         if written is None:
@@ -136,7 +165,11 @@ class Saver:
         self._backend.report_in_background(written.report, written.folder)
 
     def _write(
-        self, boundary: Boundary, content: Callable[[], Content], *, background: bool = False
+        self,
+        boundary: Boundary,
+        content: Callable[[], Content],
+        *,
+        background: bool = False,
     ) -> tuple[Path | None, checkpoint.Save | None]:
         self.finish()  # at most one checkpoint is in flight
         if not self._backend.keeps_checkpoints:
@@ -158,12 +191,15 @@ class Saver:
         try:
             Ranks(self._group).exchange(begin, _same_position)
             assert folder is not None
-            return folder, checkpoint.save(folder, *made, process_group=self._group, background=background)
+            return folder, checkpoint.save(
+                folder, *made, process_group=self._group, background=background
+            )
         except BaseException as failure:
             if folder is not None:
                 _discard(folder)
             if error is not None and not isinstance(error, OSError):
-                raise error from failure  # of the user's objects: with the lines that raised it
+                # of the user's objects: with the lines that raised it
+                raise error from failure
             raise
 
 
@@ -175,20 +211,26 @@ def _same_position(everyone: list[Boundary]) -> list[None]:
     """
     if any(other != everyone[0] for other in everyone):
         table = "; ".join(
-            f"rank {rank}: τ={tau!r}, lr={lr!r}, step={step}" for rank, (step, tau, lr) in enumerate(everyone)
+            f"rank {rank}: τ={tau!r}, lr={lr!r}, step={step}"
+            for rank, (step, tau, lr) in enumerate(everyone)
         )
-        raise checkpoint.CheckpointError(f"the workers are at different positions. {table}")
+        raise checkpoint.CheckpointError(
+            f"the workers are at different positions. {table}"
+        )
     return [None] * len(everyone)
 
 
 def _discard(folder: Path) -> None:
-    """Delete a checkpoint that is not sealed, after an error: it is useless, and a full disk needs the space."""
+    """Delete a checkpoint that is not sealed, after an error: it is useless, and a
+    full disk needs the space.
+    """
     if not checkpoint.is_sealed(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class Checkpointing(Stage):
-    """Saves checkpoints at an interval, at most one at a time: in the background, or with a report that the run waits for.
+    """Saves checkpoints at an interval, at most one at a time: in the background, or
+    with a report that the run waits for.
 
     The backend's report policy decides between the two.
 
@@ -196,9 +238,11 @@ class Checkpointing(Stage):
         backend: Stores the checkpoints.
         train_state: The state to save.
         replicas: Compares the state of the workers before it is saved.
-        trace: The trace, whose rows so far are written before the state; None without one.
+        trace: The trace, whose rows so far are written before the state; None without
+            one.
         every_s: Seconds between checkpoints.
-        process_group: The workers, for tensors on the CPU too. Default: the default group.
+        process_group: The workers, for tensors on the CPU too. Default: the default
+            group.
     """
 
     def __init__(
@@ -223,7 +267,11 @@ class Checkpointing(Stage):
             return BoundaryFlags.BUSY
         if not self.saver.in_flight:
             self.timer = self._interval
-        return BoundaryFlags.CHECKPOINT if self.saver.in_flight or self._interval.due else BoundaryFlags.NONE
+        return (
+            BoundaryFlags.CHECKPOINT
+            if self.saver.in_flight or self._interval.due
+            else BoundaryFlags.NONE
+        )
 
     def act(self, run: RunAtBoundary, flags: int) -> str | None:
         if flags & BoundaryFlags.BUSY:
@@ -231,27 +279,38 @@ class Checkpointing(Stage):
         if self.saver.in_flight:
             self.saver.finish()
             self.timer = ALWAYS if self._backend.uploading else self._interval
-        elif self._backend.report_policy.in_background and flags & BoundaryFlags.CHECKPOINT and not run.reported:
+        elif (
+            self._backend.report_policy.in_background
+            and flags & BoundaryFlags.CHECKPOINT
+            and not run.reported
+        ):
             self.begin(run)
         return None
 
     def begin(self, run: RunAtBoundary) -> None:
         """Begin a checkpoint in the background. Collective."""
         self._replicas.compare()
-        self.saver.begin(self._boundary(run), lambda: self._content(run.plan), run.step_report())
+        self.saver.begin(
+            self._boundary(run), lambda: self._content(run.plan), run.step_report()
+        )
         self._interval.restart()
         self.timer = ALWAYS
 
     def saves_with_report(self, flags: int) -> bool:
         """Return whether a checkpoint that the run waits for is due."""
-        due = flags & (BoundaryFlags.CHECKPOINT | BoundaryFlags.BUSY) == BoundaryFlags.CHECKPOINT
+        due = (
+            flags & (BoundaryFlags.CHECKPOINT | BoundaryFlags.BUSY)
+            == BoundaryFlags.CHECKPOINT
+        )
         return due and not self._backend.report_policy.in_background
 
     def save(self, run: RunAtBoundary) -> Path | None:
-        """Write this worker's share of a checkpoint and seal the checkpoint. Collective.
+        """Write this worker's share of a checkpoint and seal the checkpoint.
+        Collective.
 
         Returns:
-            The checkpoint's folder, not reported yet; None if the backend keeps no checkpoints.
+            The checkpoint's folder, not reported yet; None if the backend keeps no
+            checkpoints.
         """
         self._replicas.compare()
         return self.saver.save(self._boundary(run), lambda: self._content(run.plan))

@@ -1,4 +1,6 @@
-"""The stage that evaluates the model at intervals in τ, and ends a run whose evaluations have stopped improving."""
+"""The stage that evaluates the model at intervals in τ, and ends a run whose
+evaluations have stopped improving.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ _log = logging.getLogger(__name__)
 
 
 class MissingMetric(ValueError):
-    """The workload's metric is not measured. This is a mistake in the workload, so every trial would repeat it."""
+    """The workload's metric is not measured. This is a mistake in the workload, so
+    every trial would repeat it.
+    """
 
 
 class Evaluation(Stage):
-    """Evaluates the model at multiples of an interval in τ, and ends the run if evaluations have stopped improving.
+    """Evaluates the model at multiples of an interval in τ, and ends the run if
+    evaluations have stopped improving.
 
     Args:
-        evaluate: Returns metrics of the bare model. None for a loop that evaluates by itself and records the metrics.
+        evaluate: Returns metrics of the bare model. None for a loop that evaluates by
+            itself and records the metrics.
         module: The bare model.
         every: Effective steps between evaluations.
         early_stop: When to end the run; None for never.
@@ -39,7 +45,8 @@ class Evaluation(Stage):
         best: The best evaluation's metric for ``early_stop``; None before the first.
         best_at: τ of the best evaluation; −1 before the first.
         untrained: The untrained model's metrics; empty before :meth:`try_out`.
-        evaluated_step: Number of the optimizer step after which this start last evaluated the model; −1 before the first.
+        evaluated_step: Number of the optimizer step after which this start last
+            evaluated the model; −1 before the first.
     """
 
     def __init__(
@@ -66,9 +73,11 @@ class Evaluation(Stage):
             self.timer = ALWAYS
 
     def try_out(self, device: torch.device, *, log: bool = False) -> dict[str, Any]:
-        """Evaluate the untrained model, so that a mistake in ``evaluate`` shows before the first step.
+        """Evaluate the untrained model, so that a mistake in ``evaluate`` shows before
+        the first step.
 
-        Random streams stay as they are, and the metrics don't count. A second call does nothing.
+        Random streams stay as they are, and the metrics don't count. A second call does
+        nothing.
 
         Args:
             device: The device of this worker.
@@ -85,18 +94,30 @@ class Evaluation(Stage):
         restore_rng(streams, device)
         if self._metric not in (None, "loss", *metrics):
             raise MissingMetric(
-                f"Invalid metric={self._metric!r}: evaluate returned {_names_of(metrics)}. Name one of them in "
+                f"Invalid metric={self._metric!r}: evaluate returned "
+                f"{_names_of(metrics)}. Name one of them in "
                 "Workload(metric=...), or 'loss' for the training loss."
             )
         if log and metrics:
             _log.info("The untrained model: %s.", values_of(metrics))
-        if unknown := [name for name, value in metrics.items() if isinstance(value, float) and math.isnan(value)]:
-            warn_on_first_worker(f"evaluate returned NaN for the untrained model: {', '.join(map(repr, unknown))}.")
+        if unknown := [
+            name
+            for name, value in metrics.items()
+            if isinstance(value, float) and math.isnan(value)
+        ]:
+            warn_on_first_worker(
+                "evaluate returned NaN for the untrained model: "
+                f"{', '.join(map(repr, unknown))}."
+            )
         return metrics
 
     def multiples_by(self, effective_steps: float) -> float:
-        """Return the number of multiples of the interval between the last evaluation and this τ."""
-        return effective_steps // self._every - max(self.evaluated_at, 0.0) // self._every
+        """Return the number of multiples of the interval between the last evaluation
+        and this τ.
+        """
+        return (
+            effective_steps // self._every - max(self.evaluated_at, 0.0) // self._every
+        )
 
     def due_in_loop(self, effective_steps: float, *, ended: bool) -> bool:
         """Return whether a loop that evaluates by itself has to by this τ.
@@ -105,12 +126,16 @@ class Evaluation(Stage):
             effective_steps: τ.
             ended: Whether τ has reached T.
         """
-        return (ended and self.evaluated_at < effective_steps) or self.multiples_by(effective_steps) > 0
+        return (ended and self.evaluated_at < effective_steps) or self.multiples_by(
+            effective_steps
+        ) > 0
 
     def next_tau(self) -> float:
         if self._evaluate is None:
             return math.inf
-        return (max(self.evaluated_at, 0.0) // self._every + 1) * self._every * (1 - 1e-12)
+        return (
+            (max(self.evaluated_at, 0.0) // self._every + 1) * self._every * (1 - 1e-12)
+        )
 
     def due_by(self, effective_steps: float) -> bool:
         return self._evaluate is not None and self.multiples_by(effective_steps) > 0
@@ -141,22 +166,37 @@ class Evaluation(Stage):
 
     @property
     def stalled(self) -> str | None:
-        """The reason to end the run early; None to go on. A function of the state in a checkpoint."""
+        """The reason to end the run early; None to go on. A function of the state in
+        a checkpoint.
+        """
         stop = self._early_stop
-        if stop is None or self.best_at < 0 or self.evaluated_at - self.best_at < stop.patience:
+        if (
+            stop is None
+            or self.best_at < 0
+            or self.evaluated_at - self.best_at < stop.patience
+        ):
             return None
         return self._reason()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"evaluated_at": self.evaluated_at, "best": self.best, "best_at": self.best_at}
+        return {
+            "evaluated_at": self.evaluated_at,
+            "best": self.best,
+            "best_at": self.best_at,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.evaluated_at, self.best, self.best_at = state["evaluated_at"], state["best"], state["best_at"]
+        self.evaluated_at, self.best, self.best_at = (
+            state["evaluated_at"],
+            state["best"],
+            state["best_at"],
+        )
 
     def _reason(self) -> str:
         stop = self._early_stop
         assert stop is not None
-        # best is None on a worker whose evaluations were all NaN. An error here would leave the other workers waiting.
+        # best is None on a worker whose evaluations were all NaN. An error here would
+        # leave the other workers waiting.
         than = "" if self.best is None else f" than {self.best:.4g}"
         return f"no better {stop.metric}{than} for {stop.patience:g} effective steps"
 
@@ -165,22 +205,30 @@ class Evaluation(Stage):
         before, metrics = self._names, self._evaluated(self._evaluate)
         if missing := before - metrics.keys():
             warn_on_first_worker(
-                f"evaluate returned no {', '.join(map(repr, sorted(missing)))} this time, at effective step "
-                f"{run.effective_steps:.0f}: reports and the score have the value of an earlier evaluation."
+                f"evaluate returned no {', '.join(map(repr, sorted(missing)))} this "
+                "time, at effective step "
+                f"{run.effective_steps:.0f}: reports and the score have the value of "
+                "an earlier evaluation."
             )
         self.evaluated_step = run.state.iterations
         run.record(**metrics)
         run.state.metrics.update(run.state.recorded)
 
-    def _evaluated(self, evaluate: Callable[[nn.Module], Mapping[str, float]]) -> dict[str, Any]:
+    def _evaluated(
+        self, evaluate: Callable[[nn.Module], Mapping[str, float]]
+    ) -> dict[str, Any]:
         with in_eval_mode(self._module), torch.no_grad():
             metrics = evaluate(self._module)
         if not isinstance(metrics, Mapping):
-            raise TypeError(f"evaluate returned a {type(metrics).__name__}. It must return a dict of metrics by name.")
+            raise TypeError(
+                f"evaluate returned a {type(metrics).__name__}. It must return a dict "
+                "of metrics by name."
+            )
         stop = self._early_stop
         if stop is not None and stop.metric not in metrics:
             raise ValueError(
-                f"Invalid EarlyStop(metric={stop.metric!r}): evaluate returned {_names_of(metrics)}. The metric must be one of "
+                f"Invalid EarlyStop(metric={stop.metric!r}): evaluate returned "
+                f"{_names_of(metrics)}. The metric must be one of "
                 "them."
             )
         self._names = set(metrics)

@@ -1,4 +1,6 @@
-"""The stages that process notices: an interrupt by the user, and the preemption of a worker."""
+"""The stages that process notices: an interrupt by the user, and the preemption of a
+worker.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ _log = logging.getLogger(__name__)
 
 
 class Interrupt(Stage):
-    """Ends this start of the run if the backend requests it. A later start resumes the run."""
+    """Ends this start of the run if the backend requests it. A later start resumes
+    the run.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -20,14 +24,19 @@ class Interrupt(Stage):
             self.timer = ALWAYS
 
     def flags(self) -> int:
-        return BoundaryFlags.STOP if self._backend.stop_requested else BoundaryFlags.NONE
+        return (
+            BoundaryFlags.STOP if self._backend.stop_requested else BoundaryFlags.NONE
+        )
 
     def act(self, run: RunAtBoundary, flags: int) -> str | None:
         # A stalled run ends for good: it must not be resumed.
         if not flags & BoundaryFlags.STOP or flags & BoundaryFlags.STALLED:
             return None
         if self._backend.rank == 0:
-            _log.info("Stopped after optimizer step %s. Its checkpoint is being written.", f"{run.state.iterations:,}")
+            _log.info(
+                "Stopped after optimizer step %s. Its checkpoint is being written.",
+                f"{run.state.iterations:,}",
+            )
         return INTERRUPTED
 
 
@@ -51,6 +60,10 @@ class Preemption(Stage):
         if notice is not None and notice != before:
             step = run.state.iterations
             if self._backend.rank == 0:
-                _log.warning("Preemption notice: %s. Writing a checkpoint at step %d.", notice, step)
+                _log.warning(
+                    "Preemption notice: %s. Writing a checkpoint at step %d.",
+                    notice,
+                    step,
+                )
             run.report(save=True)
         return None

@@ -1,7 +1,9 @@
-"""Comparison of the workers: numbers that must be equal, or must not be, travel with each step's all-reduce.
+"""Comparison of the workers: numbers that must be equal, or must not be, travel with
+each step's all-reduce.
 
-Under DDP each worker has a copy of the weights and of the reduced gradient. Nothing copies them again, so a gradient that was not
-reduced, or one flipped bit, would stay unnoticed. Under FSDP2 there are no copies to compare.
+Under DDP each worker has a copy of the weights and of the reduced gradient. Nothing
+copies them again, so a gradient that was not reduced, or one flipped bit, would stay
+unnoticed. Under FSDP2 there are no copies to compare.
 """
 
 from __future__ import annotations
@@ -26,39 +28,56 @@ from ..observe.step import Step
 
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 _ELEMENTS, _ELEMENTS_ON_GPU, _TENSORS = 1 << 16, 1 << 22, 32
-"""Most elements and tensors of the weights that are compared in a step: to read them takes as long as a few small calls."""
+"""Most elements and tensors of the weights that are compared in a step: to read them
+takes as long as a few small calls.
+"""
 _COMPARED = {
     "data": ("the workers' data differ", 0.0),
     "norm": ("a step's reduced gradient has unequal norms on the workers", 1e-4),
     "bits": ("the workers' weights differ", 0.0),
 }
-"""What is compared, and the relative difference that is none. Processors of unequal kinds round float32 norms otherwise."""
+"""What is compared, and the relative difference that is none. Processors of unequal
+kinds round float32 norms otherwise.
+"""
 _FIRST = "_of_first"
 """The end of the name of rank 0's number, which the other workers send as zero."""
 _CAUSES = (
-    "Likely causes: the loop calls the bare model in place of run.model(...); the loop, or an optimizer with random numbers, "
-    "changes weights otherwise on each worker; a rank skips a backward pass; processors of unequal kinds round otherwise "
-    "(sharding='zero2' copies the weights); a worker's memory is faulty. A new start resumes from the last checkpoint."
+    "Likely causes: the loop calls the bare model in place of run.model(...); the "
+    "loop, or an optimizer with random numbers, "
+    "changes weights otherwise on each worker; a rank skips a backward pass; "
+    "processors of unequal kinds round otherwise "
+    "(sharding='zero2' copies the weights); a worker's memory is faulty. A new start "
+    "resumes from the last checkpoint."
 )
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's numbers, in memory order if it is dense, read as integers of at most 32 bits; 1-D."""
-    numbers = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    flat = numbers.reshape(-1) if memory_order(numbers) is None else memory_view(numbers)
+    """Return a tensor's numbers, in memory order if it is dense, read as integers of
+    at most 32 bits; 1-D.
+    """
+    numbers = (
+        torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    )
+    flat = (
+        numbers.reshape(-1) if memory_order(numbers) is None else memory_view(numbers)
+    )
     return flat.view(_INTEGERS.get(flat.element_size(), torch.int32))
 
 
 def sum_of(bits: Tensor) -> Tensor:
-    """Return a sum of :func:`bits_of` modulo a power of two; float64, 0-dim, |sum| ≤ 2³¹.
+    """Return a sum of :func:`bits_of` modulo a power of two; float64, 0-dim, |sum| ≤
+    2³¹.
 
-    It does not depend on the order of the elements, each flipped bit changes it, and sums over thousands of workers are exact.
+    It does not depend on the order of the elements, each flipped bit changes it, and
+    sums over thousands of workers are exact.
     """
     return bits.sum(dtype=bits.dtype).double()
 
 
 class _Piece:
-    """A part of the weights that is compared in one step: memory of one dtype and device, and the parameters that have it."""
+    """A part of the weights that is compared in one step: memory of one dtype and
+    device, and the parameters that have it.
+    """
 
     def __init__(self) -> None:
         self.params: list[Tensor] = []
@@ -71,7 +90,9 @@ class _Piece:
         self._addresses.append(param.data_ptr())
 
     def sum(self) -> Tensor | None:
-        """Return the :func:`sum_of` the piece; None if a parameter has other memory now, as after ``param.data = ...``."""
+        """Return the :func:`sum_of` the piece; None if a parameter has other memory
+        now, as after ``param.data = ...``.
+        """
         if [*map(Tensor.data_ptr, self.params)] != self._addresses:
             return None
         return sum_of(self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts))
@@ -94,11 +115,14 @@ def _pieces(params: Iterable[Tensor]) -> list[_Piece]:
 
 
 class Replicas(Guard):
-    """Compares the workers: their copies of the weights and of the reduced gradient, and their losses.
+    """Compares the workers: their copies of the weights and of the reduced gradient,
+    and their losses.
 
-    In each step it compares ‖ḡ‖² (or a part of it) of the step before, as each worker took it from its own copy, and one piece of
-    the weights after the other. So a gradient that was not reduced is found in the step after, and one bit of one weight after as
-    many steps as there are pieces: one if the weights have at most 65,536 elements, on a GPU 4 million.
+    In each step it compares ‖ḡ‖² (or a part of it) of the step before, as each worker
+    took it from its own copy, and one piece of the weights after the other. So a
+    gradient that was not reduced is found in the step after, and one bit of one weight
+    after as many steps as there are pieces: one if the weights have at most 65,536
+    elements, on a GPU 4 million.
 
     Args:
         module: The bare model.
@@ -128,7 +152,12 @@ class Replicas(Guard):
         device: torch.device,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._module, self._optimizer, self._extra, self._source = module, optimizer, extra, source
+        self._module, self._optimizer, self._extra, self._source = (
+            module,
+            optimizer,
+            extra,
+            source,
+        )
         self._rank, self._workers, self._group = rank, workers, process_group
         self._zero = constant(0.0, device)[0]
         self._pieces = _pieces(module.parameters()) if copies and workers > 1 else []
@@ -137,34 +166,55 @@ class Replicas(Guard):
         self.found: str | None = None
 
     def numbers(self, loss: Tensor) -> dict[str, Tensor]:
-        """Return this worker's numbers of the coming step, float64, 0-dim, to be summed. No host synchronization.
+        """Return this worker's numbers of the coming step, float64, 0-dim, to be
+        summed. No host synchronization.
 
         Args:
             loss: This worker's loss of the step.
         """
-        own = {"loss": loss, "data": constant(float(self._source.compared), self._zero.device)[0]}
+        own = {
+            "loss": loss,
+            "data": constant(float(self._source.compared), self._zero.device)[0],
+        }
         self._steps += 1
         if self._steps == 2:
             self._check_late_buffers()
         if self._pieces:
             norms = self._optimizer.current.replicated
-            norm = self._zero if norms is None else norms[0] if len(norms) == 1 else norms.sum()
+            norm = (
+                self._zero
+                if norms is None
+                else norms[0]
+                if len(norms) == 1
+                else norms.sum()
+            )
             bits = self._pieces[self._steps % len(self._pieces)].sum()
             if bits is None:
                 self._pieces = _pieces(self._module.parameters())
                 bits = cast(Tensor, self._pieces[self._steps % len(self._pieces)].sum())
             own |= {"norm": norm, "bits": bits.to(self._zero.device)}
-        return own | {name + _FIRST: number if self._rank == 0 else self._zero for name, number in own.items()}
+        return own | {
+            name + _FIRST: number if self._rank == 0 else self._zero
+            for name, number in own.items()
+        }
 
     def _check_late_buffers(self) -> None:
-        """Warn if the first step has made buffers, to be saved, that differ between workers. Collective."""
-        late = {name: b for name, b in self._module.named_buffers() if name not in self._buffers}
+        """Warn if the first step has made buffers, to be saved, that differ between
+        workers. Collective.
+        """
+        late = {
+            name: b
+            for name, b in self._module.named_buffers()
+            if name not in self._buffers
+        }
         saved = self._module.state_dict().keys() if late else ()
         made = {f"the buffer {name!r}": b for name, b in late.items() if name in saved}
         if (where := self._difference(made)) is not None:
             warn_on_first_worker(
-                f"A forward pass has made buffers that differ between workers. {where}DDP sends only those of the built model. "
-                "A checkpoint has rank 0's, with which all workers would resume. Make it before the run, or draw it from a "
+                "A forward pass has made buffers that differ between workers. "
+                f"{where}DDP sends only those of the built model. "
+                "A checkpoint has rank 0's, with which all workers would resume. Make "
+                "it before the run, or draw it from a "
                 "generator with a fixed seed."
             )
 
@@ -181,7 +231,8 @@ class Replicas(Guard):
             self.found = self.found or (None if same else what)
 
     def step(self) -> None:
-        """Raise an error that names the first difference, if there is one. Collective, at the same place on all workers.
+        """Raise an error that names the first difference, if there is one. Collective,
+        at the same place on all workers.
 
         Unequal data may be worth a warning only.
 
@@ -193,11 +244,21 @@ class Replicas(Guard):
             return
         if self.found == _COMPARED["data"][0]:
             self.found = None
-            self._source.differ(lambda own: (first_difference({"": own}, self._workers, self._group) or ("", ""))[1])
+            self._source.differ(
+                lambda own: (
+                    first_difference({"": own}, self._workers, self._group) or ("", "")
+                )[1]
+            )
             return
-        gradients = {f"the gradient of {name!r}": p.grad for name, p in self._module.named_parameters()}
+        gradients = {
+            f"the gradient of {name!r}": p.grad
+            for name, p in self._module.named_parameters()
+        }
         where = self._difference(self._weights() | gradients)
-        raise RuntimeError(f"The workers' replicas are no longer equal: {self.found}. {where or ''}{_CAUSES}")
+        raise RuntimeError(
+            f"The workers' replicas are no longer equal: {self.found}. "
+            f"{where or ''}{_CAUSES}"
+        )
 
     def compare(self) -> None:
         """Compare all weights and extra states. Collective, before a checkpoint.
@@ -208,30 +269,48 @@ class Replicas(Guard):
         if not self._pieces:
             return
         if (where := self._difference(self._weights())) is not None:
-            raise RuntimeError(f"No checkpoint was written: the workers' weights differ. {where}{_CAUSES}")
+            raise RuntimeError(
+                "No checkpoint was written: the workers' weights differ. "
+                f"{where}{_CAUSES}"
+            )
         tensors: dict[str, Any] = {}
         for name, stateful in self._extra.items():
             shared_state(stateful, name, tensors, rank=self._rank)
         if (where := self._difference(tensors)) is not None:
             raise RuntimeError(
-                "No checkpoint was written: extra_state differs between workers, and each tensor would be one worker's. "
-                f"{where}Update it alike on all workers, without `if rank == 0`. State that differs is PerWorker(object)."
+                "No checkpoint was written: extra_state differs between workers, and "
+                "each tensor would be one worker's. "
+                f"{where}Update it alike on all workers, without `if rank == 0`. State "
+                "that differs is PerWorker(object)."
             )
 
     def _weights(self) -> dict[str, Tensor | None]:
-        return {f"the weight {name!r}": p for name, p in self._module.named_parameters()}
+        return {
+            f"the weight {name!r}": p for name, p in self._module.named_parameters()
+        }
 
     def _difference(self, named: Mapping[str, Tensor | None]) -> str | None:
-        """Return a sentence on the first tensor that differs between the workers that have it, or None. Collective."""
-        own = {name: sum_of(bits_of(t)).item() for name, t in named.items() if t is not None and _is_dense(t)}
+        """Return a sentence on the first tensor that differs between the workers
+        that have it, or None. Collective.
+        """
+        own = {
+            name: sum_of(bits_of(t)).item()
+            for name, t in named.items()
+            if t is not None and _is_dense(t)
+        }
         difference = first_difference(own, self._workers, self._group)
         return (
             None
             if difference is None
-            else f"First difference: {difference[0]} (its bits have the sums {difference[1]}). "
+            else f"First difference: {difference[0]} (its bits have the sums "
+            f"{difference[1]}). "
         )
 
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether a tensor is a plain one with memory of its own."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.numel() > 0
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.numel() > 0
+    )

@@ -1,4 +1,6 @@
-"""The stage that reports the metrics of a run: at intervals, after evaluations, and with checkpoints."""
+"""The stage that reports the metrics of a run: at intervals, after evaluations, and
+with checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from .stage import BoundaryFlags, IntervalTimer, RunAtBoundary, Stage
 
 
 class Reporting(Stage):
-    """Reports metrics at an interval, with checkpoints, and after evaluations if the backend's policy includes them.
+    """Reports metrics at an interval, with checkpoints, and after evaluations if the
+    backend's policy includes them.
 
     Args:
         backend: Receives the reports.
@@ -24,16 +27,26 @@ class Reporting(Stage):
         checkpointing: Saves the checkpoints.
     """
 
-    def __init__(self, backend: Backend, every_s: float, evaluation: Evaluation, checkpointing: Checkpointing) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        every_s: float,
+        evaluation: Evaluation,
+        checkpointing: Checkpointing,
+    ) -> None:
         self._backend = backend
         self._evaluation = evaluation
         self._checkpointing = checkpointing
         self.timer = IntervalTimer(every_s)
         self._examples = 0
         self.reported_step = -1
-        """Number of the optimizer step that was reported last; −1 before the first report of this start."""
+        """Number of the optimizer step that was reported last; −1 before the first
+        report of this start.
+        """
         self.probed: tuple[float, float] | None = None
-        """σ² and μ² of the last probe, for steps that have one gradient sample at S = 1."""
+        """σ² and μ² of the last probe, for steps that have one gradient sample at S
+        = 1.
+        """
 
     def flags(self) -> int:
         return BoundaryFlags.REPORT if self.timer.due else BoundaryFlags.NONE
@@ -41,12 +54,18 @@ class Reporting(Stage):
     def act(self, run: RunAtBoundary, flags: int) -> str | None:
         if run.reported:
             return None
-        policy, evaluated = self._backend.report_policy, self._evaluation.evaluated_step == run.state.iterations
+        policy, evaluated = (
+            self._backend.report_policy,
+            self._evaluation.evaluated_step == run.state.iterations,
+        )
         save = self._checkpointing.saves_with_report(flags) or (
             evaluated and policy.evaluations and policy.save_evaluations
         )
-        # With a report at an interval the run would wait for a worker that is still uploading.
-        due = flags & (BoundaryFlags.REPORT | BoundaryFlags.BUSY) == BoundaryFlags.REPORT
+        # With a report at an interval the run would wait for a worker that is still
+        # uploading.
+        due = (
+            flags & (BoundaryFlags.REPORT | BoundaryFlags.BUSY) == BoundaryFlags.REPORT
+        )
         if save or due or (evaluated and policy.evaluations):
             self.report(run, save=save)
         return None
@@ -55,7 +74,8 @@ class Reporting(Stage):
         """Report the state of the run, with a checkpoint if ``save``. Collective.
 
         Returns:
-            The folder in which the checkpoint was written; None without one. The backend may have moved it.
+            The folder in which the checkpoint was written; None without one. The
+            backend may have moved it.
         """
         folder = self._checkpointing.save(run) if save else None
         self._backend.report(run.step_report(), folder)
@@ -70,7 +90,25 @@ class Reporting(Stage):
         """Count the examples of an optimizer step."""
         self._examples += examples
 
-    def metrics(self, step: StepResult, plan: StepPlan, *, loss: float, lr: float, progress: float) -> dict[str, Any]:
-        """Return :func:`.step_metrics`, with the examples per second since the last report."""
+    def metrics(
+        self,
+        step: StepResult,
+        plan: StepPlan,
+        *,
+        loss: float,
+        lr: float,
+        progress: float,
+    ) -> dict[str, Any]:
+        """Return :func:`.step_metrics`, with the examples per second since the last
+        report.
+        """
         per_s = self._examples / max(self.timer.elapsed, 1e-9)
-        return step_metrics(step, plan, loss=loss, lr=lr, progress=progress, examples_per_s=per_s, probed=self.probed)
+        return step_metrics(
+            step,
+            plan,
+            loss=loss,
+            lr=lr,
+            progress=progress,
+            examples_per_s=per_s,
+            probed=self.probed,
+        )

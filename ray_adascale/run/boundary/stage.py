@@ -1,4 +1,6 @@
-"""Values and interfaces of a step boundary: the stages that act there, and what a stage reads of the run."""
+"""Values and interfaces of a step boundary: the stages that act there, and what a
+stage reads of the run.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,16 @@ from ...optim.schedule import BaseSchedule, EffectiveSchedule
 
 @dataclass
 class LoopState:
-    """Numbers and metrics of the loop itself, stored in a checkpoint's state under these names.
+    """Numbers and metrics of the loop itself, stored in a checkpoint's state under
+    these names.
 
     Attributes:
-        iterations: Optimizer steps, including steps that were skipped for a non-finite gradient.
+        iterations: Optimizer steps, including steps that were skipped for a non-finite
+            gradient.
         progress: Σ r over the steps.
         nonfinite: Consecutive skipped steps up to now.
-        attempt: Number of this start of the run, from 0: that of its trace. On other workers than rank 0, which store and
-            observe nothing, it may be too low.
+        attempt: Number of this start of the run, from 0: that of its trace. On other
+            workers than rank 0, which store and observe nothing, it may be too low.
         recorded: The user's metrics, each as last recorded.
         metrics: The last step's metrics and the user's.
         stopped: The reason for the end of the loop, or None.
@@ -58,10 +62,12 @@ class StepReport:
 
 
 class BoundaryFlags:
-    """Actions that are due at a step boundary: the bits of one number, which is summed over the workers.
+    """Actions that are due at a step boundary: the bits of one number, which is summed
+    over the workers.
 
-    Rank 0 alone measures intervals: if each worker went by its own clock, workers would wait in different collectives. So only
-    rank 0 sends the bits below BUSY, and each worker may send BUSY.
+    Rank 0 alone measures intervals: if each worker went by its own clock, workers would
+    wait in different collectives. So only rank 0 sends the bits below BUSY, and each
+    worker may send BUSY.
     """
 
     NONE: Final = 0
@@ -78,7 +84,9 @@ class BoundaryFlags:
 
     @classmethod
     def from_sum(cls, total: float) -> int:
-        """Return the flags of all workers together, from the sum of each worker's number."""
+        """Return the flags of all workers together, from the sum of each worker's
+        number.
+        """
         busy, bits = divmod(int(total), cls.BUSY)
         return bits | (cls.BUSY if busy else cls.NONE)
 
@@ -145,7 +153,9 @@ class HasState(Protocol):
 
 
 class Stage:
-    """Base class of the objects that act at step boundaries, on all workers together and in one fixed order."""
+    """Base class of the objects that act at step boundaries, on all workers together
+    and in one fixed order.
+    """
 
     timer: IntervalTimer = NEVER
     """From its end on the stage is asked for its :meth:`flags`."""
@@ -155,7 +165,9 @@ class Stage:
         return math.inf
 
     def flags(self) -> int:
-        """Return this worker's :class:`BoundaryFlags`. Of other workers than rank 0 only BUSY counts."""
+        """Return this worker's :class:`BoundaryFlags`. Of other workers than rank 0
+        only BUSY counts.
+        """
         return BoundaryFlags.NONE
 
     def act(self, run: RunAtBoundary, flags: int) -> str | None:
@@ -170,7 +182,9 @@ class Stage:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this stage's part of a checkpoint: JSON values, the same on all workers."""
+        """Return this stage's part of a checkpoint: JSON values, the same on all
+        workers.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -185,7 +199,8 @@ class Stages:
         rank: This worker's.
 
     Attributes:
-        sent: The flags of all workers in the steps that were read since the stages last acted.
+        sent: The flags of all workers in the steps that were read since the stages last
+            acted.
     """
 
     def __init__(self, stages: Sequence[Stage], rank: int) -> None:
@@ -202,11 +217,14 @@ class Stages:
         return flags & self._counted
 
     def due(self, tau: float) -> bool:
-        """Return whether a stage may have to act by τ, or by the flags that were read."""
+        """Return whether a stage may have to act by τ, or by the flags that were
+        read.
+        """
         return tau >= self._next_tau or bool(self.sent & ~BoundaryFlags.BUSY)
 
     def act(self, run: RunAtBoundary, tau: float) -> str | None:
-        """Let the stages act at τ, if one may have to, until one returns a reason to end the run. Collective.
+        """Let the stages act at τ, if one may have to, until one returns a reason to
+        end the run. Collective.
 
         From T on they don't act: the loop ends the run.
         """

@@ -1,7 +1,9 @@
-"""The state of a run: saved in a checkpoint, loaded on any number of workers, logged at a start.
+"""The state of a run: saved in a checkpoint, loaded on any number of workers, logged at
+a start.
 
-τ and the averages are the optimizer's state. The schedule is a function of τ. The data's position is a number of examples.
-The loop itself has a few numbers, its :class:`LoopState`.
+τ and the averages are the optimizer's state. The schedule is a function of τ. The
+data's position is a number of examples. The loop itself has a few numbers, its
+:class:`LoopState`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ from ..._warn import warn_at_user, warn_on_first_worker
 from ...batch import StepPlan
 from ...checkpoint.files import put_together
 from ...checkpoint.model import frozen_names, load_model, model_state, shared_state
-from ...checkpoint.optimizer import hyperparameters, load_hyperparameters, load_optimizer, optimizer_tensors
+from ...checkpoint.optimizer import (
+    hyperparameters,
+    load_hyperparameters,
+    load_optimizer,
+    optimizer_tensors,
+)
 from ...checkpoint.per_worker import PerWorker
 from ...checkpoint.rng import capture_rng, empty_rng, restore_rng
 from ...data.source import BatchSource
@@ -38,7 +45,9 @@ from .stage import HasState, LoopState
 _log = logging.getLogger(__name__)
 
 INTERRUPTED = "interrupted"
-"""The reason for the end of a start that a later start resumes. Its checkpoint is that of a running run."""
+"""The reason for the end of a start that a later start resumes. Its checkpoint is
+that of a running run.
+"""
 
 _EXTRA = "extra/"
 _JSON = "__json__"
@@ -62,8 +71,10 @@ class TrainState:
         recipe: The recipe's fingerprint, or None.
         rank: This worker's number.
         device: The device of this worker.
-        frozen: Names of the parameters that the program had frozen when the run was built.
-        groups: The parameter groups when the run was built, see :func:`.changes.groups_of`.
+        frozen: Names of the parameters that the program had frozen when the run was
+            built.
+        groups: The parameter groups when the run was built, see
+            :func:`.changes.groups_of`.
         extra: The user's objects with ``state_dict`` and ``load_state_dict``, by name.
     """
 
@@ -85,7 +96,8 @@ class TrainState:
     extra: Mapping[str, Any]
 
     def content(self, plan: StepPlan) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return this worker's share of a checkpoint's tensors, which are the live ones, and the state beside them.
+        """Return this worker's share of a checkpoint's tensors, which are the live
+        ones, and the state beside them.
 
         The state consists of JSON values, the same on all workers.
 
@@ -93,15 +105,31 @@ class TrainState:
             plan: The batch of the next step.
         """
         out = optimizer_tensors(self.optimizer, self.parameter_names)
-        out.update({f"adascale/{key}": value for key, value in self.optimizer.statistics_state().items()})
-        out.update({f"rng/{self.rank}/{key}": value for key, value in capture_rng(self.device).items()})
+        out.update(
+            {
+                f"adascale/{key}": value
+                for key, value in self.optimizer.statistics_state().items()
+            }
+        )
+        out.update(
+            {
+                f"rng/{self.rank}/{key}": value
+                for key, value in capture_rng(self.device).items()
+            }
+        )
         if (place := self.source.own_state()) is not None:
             out[f"data/{self.rank}/place"] = place
         base = self.base_schedule
         assert isinstance(base.lr_curve, LRCurves)
         out["schedule/lr_curve"] = torch.from_numpy(base.lr_curve.rows)
-        out["schedule/lr_groups"] = torch.tensor(base.lr_curve.groups, dtype=torch.float64)
-        of_parts = {key: value for part in self.parts for key, value in part.state_dict().items()}
+        out["schedule/lr_groups"] = torch.tensor(
+            base.lr_curve.groups, dtype=torch.float64
+        )
+        of_parts = {
+            key: value
+            for part in self.parts
+            for key, value in part.state_dict().items()
+        }
         return out, {
             **vars(self.loop),
             **of_parts,
@@ -119,12 +147,16 @@ class TrainState:
             "recipe": self.recipe,
             "rule": name_of(self.optimizer.rule),
             **self.users_state(out),
-            "frozen": {"at_first": sorted(self.frozen), "changed": sorted(self.frozen ^ frozen_names(self.module))},
+            "frozen": {
+                "at_first": sorted(self.frozen),
+                "changed": sorted(self.frozen ^ frozen_names(self.module)),
+            },
             "versions": {"ray_adascale": __version__, "torch": torch.__version__},
         }
 
     def users_state(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Return the states of the model and of ``extra``, and add this worker's share of their tensors.
+        """Return the states of the model and of ``extra``, and add this worker's share
+        of their tensors.
 
         Raises:
             TypeError: A checkpoint can't hold a value in them. The message names it.
@@ -135,24 +167,30 @@ class TrainState:
             key = self._own(name) if own else f"{_EXTRA}{name}"
             state = shared_state(stateful, key, tensors, rank=self.rank)
             if own:  # its JSON, too, is this worker's
-                tensors[f"{key}/{_JSON}"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+                tensors[f"{key}/{_JSON}"] = torch.tensor(
+                    list(json.dumps(state).encode()), dtype=torch.uint8
+                )
             else:
                 shared[name] = state
-        return {"model": model_state(self.module, tensors, rank=self.rank), "extra": shared}
+        return {
+            "model": model_state(self.module, tensors, rank=self.rank),
+            "extra": shared,
+        }
 
     def load(self, folder: Path, *, accept_changes: bool) -> int:
         """Load a checkpoint into a run that was just built. Not collective.
 
         Args:
             folder: The folder of the checkpoint.
-            accept_changes: Use the program's base batch, T, LR curve and hyperparameters, if they are not the checkpoint's.
+            accept_changes: Use the program's base batch, T, LR curve and
+                hyperparameters, if they are not the checkpoint's.
 
         Returns:
             Number of workers that wrote the checkpoint.
 
         Raises:
-            ValueError: They are not the checkpoint's, and the change was not accepted. Or the optimizer's class or the data are
-                others.
+            ValueError: They are not the checkpoint's, and the change was not accepted.
+                Or the optimizer's class or the data are others.
             CheckpointError: The checkpoint can't be read, or does not fit the model.
         """
         whole = checkpoint.Saved(folder)
@@ -166,15 +204,21 @@ class TrainState:
         self._load_requires_grad(saved)
         load_optimizer(whole, self.optimizer, self.parameter_names)
         if of_schedule:  # the new settings apply from this τ on
-            self.schedule.load_state_dict({"calls": self.schedule.due(saved["effective_steps"])})
-            ratio = saved["plan"]["base_batch_size"] / self.base_schedule.base_batch_size
+            self.schedule.load_state_dict(
+                {"calls": self.schedule.due(saved["effective_steps"])}
+            )
+            ratio = (
+                saved["plan"]["base_batch_size"] / self.base_schedule.base_batch_size
+            )
             statistics = of_other_base_batch(statistics, ratio)
         else:
             self.schedule.load_state_dict(saved["schedule"])
         load_hyperparameters(self.optimizer, kept)
         self.optimizer.load_statistics_state(statistics)
         workers: int = saved["plan"]["workers"]
-        if workers == self.world_size and (place := whole.tensors(f"data/{self.rank}/")):
+        if workers == self.world_size and (
+            place := whole.tensors(f"data/{self.rank}/")
+        ):
             self.source.load_own_state(place["place"])
         self.source.load_state_dict(saved["data"])
         if self.scaler is not None and saved["scaler"]:
@@ -192,19 +236,29 @@ class TrainState:
         return workers
 
     def _load_requires_grad(self, saved: Mapping[str, Any]) -> None:
-        """Freeze and unfreeze what the loop had before the checkpoint, except where the program itself was changed since."""
-        before, changed = set(saved["frozen"]["at_first"]), set(saved["frozen"]["changed"])
+        """Freeze and unfreeze what the loop had before the checkpoint, except where
+        the program itself was changed since.
+        """
+        before, changed = (
+            set(saved["frozen"]["at_first"]),
+            set(saved["frozen"]["changed"]),
+        )
         for name, p in self.module.named_parameters():
             if (key := unwrapped_name(name)) in changed:
                 p.requires_grad_(key in before)
         if changed:
-            self.optimizer.set_plan(self.optimizer.plan)  # watches the gradients of what is trainable now
+            # watches the gradients of what is trainable now
+            self.optimizer.set_plan(self.optimizer.plan)
         edited = before ^ self.frozen
         if self.rank == 0 and changed - edited:
-            _log.info("requires_grad is the checkpoint's, as set in the loop, of %s", listed(sorted(changed - edited)))
+            _log.info(
+                "requires_grad is the checkpoint's, as set in the loop, of %s",
+                listed(sorted(changed - edited)),
+            )
         if self.rank == 0 and edited - changed:
             warn_at_user(
-                "requires_grad is the program's, other than in the checkpoint and in the program that began the run, of "
+                "requires_grad is the program's, other than in the checkpoint and in "
+                "the program that began the run, of "
                 f"{listed(sorted(edited - changed))}"
             )
 
@@ -216,29 +270,43 @@ class TrainState:
         loaded = set(saved)
         for name, stateful in self.extra.items():
             prefix = f"{self._own(name)}/"
-            if isinstance(stateful, PerWorker) and workers == self.world_size and f"{prefix}{_JSON}" in whole.index:
-                tensors = {f"{prefix}{key}": value for key, value in whole.tensors(prefix).items()}
+            if (
+                isinstance(stateful, PerWorker)
+                and workers == self.world_size
+                and f"{prefix}{_JSON}" in whole.index
+            ):
+                tensors = {
+                    f"{prefix}{key}": value
+                    for key, value in whole.tensors(prefix).items()
+                }
                 text = bytes(tensors[f"{prefix}{_JSON}"].tolist())
                 stateful.load_state_dict(put_together(json.loads(text), tensors))
                 loaded.add(name)
         for name, state in saved.items():
             if name not in self.extra:
                 warn_on_first_worker(
-                    f"The checkpoint's extra_state {name!r} is not loaded: the run has none of this name."
+                    f"The checkpoint's extra_state {name!r} is not loaded: the run has "
+                    "none of this name."
                 )
                 continue
             prefix = f"{_EXTRA}{name}/"
-            tensors = {f"{prefix}{key}": value for key, value in whole.tensors(prefix).items()}
+            tensors = {
+                f"{prefix}{key}": value for key, value in whole.tensors(prefix).items()
+            }
             self.extra[name].load_state_dict(put_together(state, tensors))
         missing = sorted(self.extra.keys() - loaded)
         if missing and self.rank == 0:
             of = "" if workers == self.world_size else f" of {workers} workers"
             warn_at_user(
-                f"The checkpoint {whole.folder.name}{of} has no extra_state {', '.join(map(repr, missing))} for "
-                f"{'this run' if not of else f'{self.world_size} workers'}: it begins as built."
+                f"The checkpoint {whole.folder.name}{of} has no extra_state "
+                f"{', '.join(map(repr, missing))} for "
+                f"{'this run' if not of else f'{self.world_size} workers'}: it begins "
+                "as built."
             )
 
-    def _check_accepted(self, whole: checkpoint.Saved, changed: Sequence[str], accept: bool) -> None:
+    def _check_accepted(
+        self, whole: checkpoint.Saved, changed: Sequence[str], accept: bool
+    ) -> None:
         """Warn of accepted changes.
 
         Raises:
@@ -246,26 +314,42 @@ class TrainState:
         """
         if not changed:
             return
-        what = f"The run was changed since its checkpoint {whole.folder.name}: {'; '.join(changed)}."
+        what = (
+            f"The run was changed since its checkpoint {whole.folder.name}: "
+            f"{'; '.join(changed)}."
+        )
         if not accept:
             raise ValueError(
-                f"{what} Restore the settings, start a new run under another name, or accept them with "
-                "AdaScaleConfig(accept_changes=True), which is --accept-changes on the command line."
+                f"{what} Restore the settings, start a new run under another name, or "
+                "accept them with "
+                "AdaScaleConfig(accept_changes=True), which is --accept-changes on the "
+                "command line."
             )
         tau = whole.state["effective_steps"]
-        warn_on_first_worker(f"{what} Accepted: it goes on at effective step {tau:.1f} with the new settings.")
+        warn_on_first_worker(
+            f"{what} Accepted: it goes on at effective step {tau:.1f} with the new "
+            "settings."
+        )
 
 
 def load_rng(saved: checkpoint.Saved, rank: int, device: torch.device) -> None:
     """Load the state of a worker's random number generators."""
     prefix = f"rng/{rank}/"
-    rng = {key: value for key, value in empty_rng(device).items() if f"{prefix}{key}" in saved.index}
+    rng = {
+        key: value
+        for key, value in empty_rng(device).items()
+        if f"{prefix}{key}" in saved.index
+    }
     saved.load({f"{prefix}{key}": value for key, value in rng.items()})
     restore_rng(rng, device)
 
 
 def log_start(
-    train_state: TrainState, plan: StepPlan, folder: Path | None, workers_before: int | None, checkpoint_every_s: float
+    train_state: TrainState,
+    plan: StepPlan,
+    folder: Path | None,
+    workers_before: int | None,
+    checkpoint_every_s: float,
 ) -> None:
     """Log that a run begins, or where it resumes.
 
@@ -273,14 +357,16 @@ def log_start(
         train_state: The state of the run, loaded from the checkpoint if there is one.
         plan: The batch of the next step.
         folder: The checkpoint; None if the run begins.
-        workers_before: Number of workers that wrote the checkpoint; None if the run begins.
+        workers_before: Number of workers that wrote the checkpoint; None if the run
+            begins.
         checkpoint_every_s: Seconds between checkpoints.
     """
     workers = f"{plan.workers} worker{'' if plan.workers == 1 else 's'}"
     total = train_state.base_schedule.total_steps
     if folder is None:
         _log.info(
-            "Started on %s: batch %d at base batch %d, so S = %g; T = %d effective steps; rule %s.",
+            "Started on %s: batch %d at base batch %d, so S = %g; T = %d effective "
+            "steps; rule %s.",
             workers,
             plan.global_batch_size,
             plan.base_batch_size,
@@ -292,7 +378,8 @@ def log_start(
     loop = train_state.loop
     if loop.stopped is not None:
         _log.warning(
-            "The run in %s has ended before: %s, at optimizer step %d. Nothing is left to do.",
+            "The run in %s has ended before: %s, at optimizer step %d. Nothing is left "
+            "to do.",
             folder.name,
             loop.stopped,
             loop.iterations,
@@ -301,7 +388,8 @@ def log_start(
     if workers_before not in (None, plan.workers):
         workers += f" (before: {workers_before}; S is {plan.scale:g} now)"
     _log.info(
-        "Resumed from %s: optimizer step %d, effective step %.2f of %d, %s. Steps taken after this checkpoint "
+        "Resumed from %s: optimizer step %d, effective step %.2f of %d, %s. Steps "
+        "taken after this checkpoint "
         "are taken again: at most those of %g s and of the writing of a checkpoint.",
         folder.name,
         loop.iterations,

@@ -1,4 +1,6 @@
-"""What is looked at in each step: who runs the backward passes, the modes of the modules, the learning rates, the losses."""
+"""What is looked at in each step: who runs the backward passes, the modes of the
+modules, the learning rates, the losses.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ _EQUAL_STEPS = 10
 
 
 class OnlyRunsBackward(Guard):
-    """Raises if a step begins with gradients, where nothing is measured, so that a hook on two parameters alone notices passes.
+    """Raises if a step begins with gradients, where nothing is measured, so that a hook
+    on two parameters alone notices passes.
 
     Args:
         optimizer: The optimizer of the run.
@@ -36,7 +39,8 @@ class OnlyRunsBackward(Guard):
 
 
 class TrainMode(Guard):
-    """Warns once if all modules of the model are in eval mode. A model with a part in train mode was set so on purpose.
+    """Warns once if all modules of the model are in eval mode. A model with a part in
+    train mode was set so on purpose.
 
     Args:
         module: The bare model.
@@ -49,13 +53,20 @@ class TrainMode(Guard):
     def backward(self, batch: MicroBatch, loss: Tensor) -> None:
         """Look at the modes."""
         self._steps += batch.pass_index == 0
-        if self._module.training or self.retired or any(part.training for part in self._module.modules()):
+        if (
+            self._module.training
+            or self.retired
+            or any(part.training for part in self._module.modules())
+        ):
             return
         self.retired = True
         warn_on_first_worker(
-            f"All modules of the model are in eval mode in step {self._steps} of this start: dropout is off, and batch norm "
-            "uses its running statistics. If an evaluation of the loop called model.eval(), call model.train() after it. Models "
-            "from a hub are in eval mode at first: call model.train() before the loop. To train in eval mode on purpose, "
+            f"All modules of the model are in eval mode in step {self._steps} of this "
+            "start: dropout is off, and batch norm "
+            "uses its running statistics. If an evaluation of the loop called "
+            "model.eval(), call model.train() after it. Models "
+            "from a hub are in eval mode at first: call model.train() before the loop. "
+            "To train in eval mode on purpose, "
             "ignore this warning."
         )
 
@@ -76,7 +87,8 @@ class ScheduledRates(Guard):
 
 
 class EqualLosses(Guard):
-    """Warns if the loss was the same on all workers in ten steps in a row, so that they compute with equal data.
+    """Warns if the loss was the same on all workers in ten steps in a row, so that they
+    compute with equal data.
 
     With one pass a step the gradient samples show it.
 
@@ -101,6 +113,7 @@ class EqualLosses(Guard):
         if self._in_a_row == _EQUAL_STEPS:
             self.retired = True
             warn_on_first_worker(
-                f"The loss was the same on all workers in {_EQUAL_STEPS} steps in a row: they compute with equal data, so more "
+                f"The loss was the same on all workers in {_EQUAL_STEPS} steps in a "
+                "row: they compute with equal data, so more "
                 f"workers don't help. {OWN_EXAMPLES}"
             )

@@ -1,4 +1,6 @@
-"""What is looked at in the first steps of a start: the first micro-batch, its loss, the model's buffers, the user's own state."""
+"""What is looked at in the first steps of a start: the first micro-batch, its loss,
+the model's buffers, the user's own state.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,16 @@ from ..observe.advice import sum_advice
 from ..observe.step import Step
 from .guard import Guard
 
-OWN_EXAMPLES = "Give each rank its own examples, or seed its generators by torch.distributed.get_rank()."
+OWN_EXAMPLES = (
+    "Give each rank its own examples, or seed its generators by "
+    "torch.distributed.get_rank()."
+)
 _FIRST_STEPS = 3
 
 
 class FirstMicroBatch(Guard):
-    """Warns if the first micro-batch shows that the run differs from the base run. Retires after its backward pass begins.
+    """Warns if the first micro-batch shows that the run differs from the base run.
+    Retires after its backward pass begins.
 
     Args:
         module: The bare model.
@@ -52,42 +58,64 @@ class FirstMicroBatch(Guard):
         """Look at the loss and at the buffers."""
         if self.retired:
             return
-        warn_of_micro_batch(self._module, loss, batch.examples, self._plan.base_batch_size)
+        warn_of_micro_batch(
+            self._module, loss, batch.examples, self._plan.base_batch_size
+        )
         warn_of_written_buffers(self._module, self._buffers)
         self._buffers = {}
         self.retired = True
 
 
 def warn_of_equal_batches(batch: Any, world_size: int, device: torch.device) -> None:
-    """Warn if the data of several workers begin with the same micro-batch of unequal examples. Collective."""
+    """Warn if the data of several workers begin with the same micro-batch of unequal
+    examples. Collective.
+    """
     if world_size == 1:
         return
     tensors = _tensors_of(batch)
     unequal = any(t.dim() > 0 and bool((t != t[:1]).any()) for t in tensors)
-    own = torch.tensor(digest_of(*tensors) if unequal else -1, dtype=torch.int64, device=device)
+    own = torch.tensor(
+        digest_of(*tensors) if unequal else -1, dtype=torch.int64, device=device
+    )
     digests = [torch.empty_like(own) for _ in range(world_size)]
     dist.all_gather(digests, own)
     found = [int(digest) for digest in digests]
-    equal = [rank for rank in range(world_size) if found[rank] >= 0 and found.count(found[rank]) > 1]
+    equal = [
+        rank
+        for rank in range(world_size)
+        if found[rank] >= 0 and found.count(found[rank]) > 1
+    ]
     if equal:
         warn_on_first_worker(
-            f"The data of ranks {', '.join(map(str, equal))} begin with the same micro-batch: they read the same examples, so "
+            f"The data of ranks {', '.join(map(str, equal))} begin with the same "
+            "micro-batch: they read the same examples, so "
             f"more workers don't help. {OWN_EXAMPLES}"
         )
 
 
 def _tensors_of(batch: Any) -> list[Tensor]:
     """Return the tensors and arrays of a batch."""
-    parts = (part.data if isinstance(part, PackedSequence) else part for part in leaves(batch))
-    arrays = (torch.from_numpy(x) if isinstance(x, np.ndarray) and x.dtype.kind in "biuf" else x for x in parts)
+    parts = (
+        part.data if isinstance(part, PackedSequence) else part
+        for part in leaves(batch)
+    )
+    arrays = (
+        torch.from_numpy(x)
+        if isinstance(x, np.ndarray) and x.dtype.kind in "biuf"
+        else x
+        for x in parts
+    )
     return [x for x in arrays if isinstance(x, Tensor)]
 
 
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def warn_of_micro_batch(module: nn.Module, loss: Tensor, examples: int, base_batch_size: int) -> None:
-    """Warn if batch norm, or a loss that is a sum, makes the run differ from the base run.
+def warn_of_micro_batch(
+    module: nn.Module, loss: Tensor, examples: int, base_batch_size: int
+) -> None:
+    """Warn if batch norm, or a loss that is a sum, makes the run differ from the base
+    run.
 
     Args:
         module: The bare model.
@@ -95,38 +123,65 @@ def warn_of_micro_batch(module: nn.Module, loss: Tensor, examples: int, base_bat
         examples: Examples of the micro-batch.
         base_batch_size: B0.
     """
-    norms = [name for name, part in module.named_modules() if isinstance(part, _BATCH_NORM) and part.training]
+    norms = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, _BATCH_NORM) and part.training
+    ]
     if norms and examples < base_batch_size:
         warn_on_first_worker(
-            f"Batch norm ({norms[0]!r}) computes its statistics over {examples} examples, and over {base_batch_size} in the "
-            f"base run, so weights and accuracy may differ. Use per_worker_batch_size={base_batch_size} if it fits, "
-            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or a norm of single examples (GroupNorm)."
+            f"Batch norm ({norms[0]!r}) computes its statistics over {examples} "
+            f"examples, and over {base_batch_size} in the "
+            "base run, so weights and accuracy may differ. Use "
+            f"per_worker_batch_size={base_batch_size} if it fits, "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or a norm of single "
+            "examples (GroupNorm)."
         )
     if examples != base_batch_size and (summed := sum_advice(loss, examples)):
         warn_on_first_worker(summed)
 
 
 def written_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the buffers that a forward pass may change, by name, without those of batch norm."""
+    """Return copies of the buffers that a forward pass may change, by name, without
+    those of batch norm.
+    """
     norms = (*_BATCH_NORM, nn.SyncBatchNorm)
-    parts = ((prefix, part) for prefix, part in module.named_modules() if not isinstance(part, norms))
-    return {f"{prefix}.{name}": b.clone() for prefix, part in parts for name, b in part.named_buffers(recurse=False)}
+    parts = (
+        (prefix, part)
+        for prefix, part in module.named_modules()
+        if not isinstance(part, norms)
+    )
+    return {
+        f"{prefix}.{name}": b.clone()
+        for prefix, part in parts
+        for name, b in part.named_buffers(recurse=False)
+    }
 
 
 def warn_of_written_buffers(module: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Warn if a forward pass has changed a buffer: it is computed from a part of the step's batch."""
+    """Warn if a forward pass has changed a buffer: it is computed from a part of the
+    step's batch.
+    """
     after = written_buffers(module)
-    changed = [name.lstrip(".") for name, b in before.items() if name in after and not torch.equal(b, after[name])]
+    changed = [
+        name.lstrip(".")
+        for name, b in before.items()
+        if name in after and not torch.equal(b, after[name])
+    ]
     if changed:
         warn_on_first_worker(
-            f"The forward pass changes the buffer {changed[0]!r} in each micro-batch; the base run changes it once a step. On "
-            "several workers only rank 0's micro-batches change it, as in DistributedDataParallel. If it counts or averages "
-            "examples, sum over the workers in forward() (torch.distributed.all_reduce), and use one pass a step."
+            f"The forward pass changes the buffer {changed[0]!r} in each micro-batch; "
+            "the base run changes it once a step. On "
+            "several workers only rank 0's micro-batches change it, as in "
+            "DistributedDataParallel. If it counts or averages "
+            "examples, sum over the workers in forward() "
+            "(torch.distributed.all_reduce), and use one pass a step."
         )
 
 
 class ExtraStateHint(Guard):
-    """Warns once if ``extra_state`` changes between a step and the next pass, in the first steps of a start.
+    """Warns once if ``extra_state`` changes between a step and the next pass, in the
+    first steps of a start.
 
     The step may have written a checkpoint, which holds the state before the change.
 
@@ -149,28 +204,40 @@ class ExtraStateHint(Guard):
         if self.retired or self._after_step is None:
             return
         now = self._digests()
-        changed = [name for name, digest in now.items() if digest != self._after_step[name]]
+        changed = [
+            name for name, digest in now.items() if digest != self._after_step[name]
+        ]
         self._after_step = None
         self._steps_left -= 1
         self.retired = bool(changed) or self._steps_left == 0
         if changed:
             warn_on_first_worker(
-                f"extra_state {changed[0]!r} has changed between run.step() and the next micro-batch, after a checkpoint that "
-                "run.step() may have written: a resumed run would differ. Change it in after_step=, which is called once a step "
+                f"extra_state {changed[0]!r} has changed between run.step() and the "
+                "next micro-batch, after a checkpoint that "
+                "run.step() may have written: a resumed run would differ. Change it in "
+                "after_step=, which is called once a step "
                 "before its checkpoint (a teacher by beta ** gain)."
             )
 
     def _digests(self) -> dict[str, int]:
-        """Return a digest of a few elements of each state: an update of a teacher changes all of them."""
+        """Return a digest of a few elements of each state: an update of a teacher
+        changes all of them.
+        """
         digests = {}
         for name, owner in self._extra.items():
-            tensors = [tensor for tensor in _tensors_of(owner.state_dict()) if type(tensor) is Tensor]
+            tensors = [
+                tensor
+                for tensor in _tensors_of(owner.state_dict())
+                if type(tensor) is Tensor
+            ]
             digests[name] = digest_of(*(tensor.reshape(-1)[:256] for tensor in tensors))
         return digests
 
 
 class ZeroGradient(Guard):
-    """Warns if the first step's gradient is zero. Where one worker can tell by itself, it has raised before."""
+    """Warns if the first step's gradient is zero. Where one worker can tell by
+    itself, it has raised before.
+    """
 
     def read(self, step: Step) -> None:
         """Warn if this is the first step."""

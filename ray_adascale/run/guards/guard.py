@@ -1,7 +1,8 @@
-"""The guards of a run: objects that look at it for mistakes of the program around it, and change nothing.
+"""The guards of a run: objects that look at it for mistakes of the program around it,
+and change nothing.
 
-A run without its guards takes the same steps. So the loop calls them in one line at each moment, and what they look for stands in
-their own files.
+A run without its guards takes the same steps. So the loop calls them in one line at
+each moment, and what they look for stands in their own files.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from ..observe.step import Step
 
 
 class Guard:
-    """Base class of the guards. Each method is a moment of a step, in order; a guard has those that it looks at."""
+    """Base class of the guards. Each method is a moment of a step, in order; a guard
+    has those that it looks at.
+    """
 
     retired = False
-    """Whether it has seen what it looks for, or would have seen it by now. It is then not called any more."""
+    """Whether it has seen what it looks for, or would have seen it by now. It is
+    then not called any more.
+    """
 
     def begin(self, batch: MicroBatch) -> None:
         """A pass begins, before its forward pass."""
@@ -28,17 +33,22 @@ class Guard:
         """The backward pass of a micro-batch is about to run."""
 
     def step(self) -> None:
-        """The optimizer is about to step. The host has the numbers of the step before."""
+        """The optimizer is about to step. The host has the numbers of the step
+        before.
+        """
 
     def read(self, step: Step) -> None:
         """The host has the numbers of a step."""
 
     def ended(self) -> None:
-        """A step has ended, with the evaluation, the report and the checkpoint that were due."""
+        """A step has ended, with the evaluation, the report and the checkpoint that
+        were due.
+        """
 
 
 class Guards:
-    """All guards of a run. Its methods are those of :class:`Guard`, for the guards that have them, in order.
+    """All guards of a run. Its methods are those of :class:`Guard`, for the guards that
+    have them, in order.
 
     Args:
         guards: The guards.
@@ -58,7 +68,11 @@ class Guards:
 
     def _that_have(self, moment: str) -> list[Any]:
         default = getattr(Guard, moment)
-        return [guard for guard in self._guards if getattr(type(guard), moment) is not default]
+        return [
+            guard
+            for guard in self._guards
+            if getattr(type(guard), moment) is not default
+        ]
 
     def begin(self, batch: MicroBatch) -> None:
         for guard in self._at_begin:

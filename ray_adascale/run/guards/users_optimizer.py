@@ -1,4 +1,6 @@
-"""The user's own optimizer in a run: nobody else steps it, gives it groups, or replaces the parameters that it has."""
+"""The user's own optimizer in a run: nobody else steps it, gives it groups, or
+replaces the parameters that it has.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from ..._warn import warn_on_first_worker
 from ...optim.adascale import AdaScale
 
 LOOP = (
-    "Loop over the run, not over a loader (for batch in run), and write run.backward(loss) in place of loss.backward()."
+    "Loop over the run, not over a loader (for batch in run), and write "
+    "run.backward(loss) in place of loss.backward()."
 )
 
 
@@ -33,13 +36,21 @@ class UsersOptimizer:
         run_is_stepping: Whether the run steps the optimizer now.
     """
 
-    def __init__(self, users: Optimizer, optimizer: AdaScale, module: nn.Module, names: dict[Tensor, str]) -> None:
+    def __init__(
+        self,
+        users: Optimizer,
+        optimizer: AdaScale,
+        module: nn.Module,
+        names: dict[Tensor, str],
+    ) -> None:
         self._users = users
         self._module = module
         self._names = names
         self.run_is_stepping = False
         self._refuse_groups()
-        self._before_the_loop = optimizer.register_step_post_hook(_warn_of_steps_outside())
+        self._before_the_loop = optimizer.register_step_post_hook(
+            _warn_of_steps_outside()
+        )
 
     def _refuse_groups(self) -> None:
         self._users.add_param_group = _refuse_group  # type: ignore[method-assign]
@@ -59,42 +70,56 @@ class UsersOptimizer:
         finally:
             steps.remove()
             parameters.remove()
-            vars(self._users).pop("add_param_group", None)  # which an inner loop has restored
+            # which an inner loop has restored
+            vars(self._users).pop("add_param_group", None)
 
     def _check_step(self, *_: Any) -> None:
         if not self.run_is_stepping:
             raise RuntimeError(
-                "optimizer.step() was called in the loop beside run.step(): the weights would move twice, once without the "
-                "gain. Remove optimizer.step() and optimizer.zero_grad(): run.step() does both, in a step's last pass."
+                "optimizer.step() was called in the loop beside run.step(): the "
+                "weights would move twice, once without the "
+                "gain. Remove optimizer.step() and optimizer.zero_grad(): run.step() "
+                "does both, in a step's last pass."
             )
 
-    def _check_parameter(self, owner: nn.Module, name: str, new: nn.Parameter | None) -> None:
+    def _check_parameter(
+        self, owner: nn.Module, name: str, new: nn.Parameter | None
+    ) -> None:
         old = dict(owner.named_parameters(recurse=False)).get(name)
         if old is not None and old is not new and old in self._names:
             _refuse_replaced([self._names[old]])
 
 
 def _warn_of_steps_outside() -> Callable[..., None]:
-    """Return a hook that warns if the user's optimizer steps before there is any loop over the run."""
+    """Return a hook that warns if the user's optimizer steps before there is any
+    loop over the run.
+    """
     steps = itertools.count(1)
 
     def stepped(*_: object) -> None:
         if next(steps) == 5:
-            warn_on_first_worker(f"optimizer.step() has run 5 times, and no loop over the run has begun. {LOOP}")
+            warn_on_first_worker(
+                "optimizer.step() has run 5 times, and no loop over the run has "
+                f"begun. {LOOP}"
+            )
 
     return stepped
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:
     raise RuntimeError(
-        "optimizer.add_param_group() was called on the optimizer of a run. A resume would not have the group. Give the optimizer "
-        "all groups when it is built, and freeze what is to be trained later: part.requires_grad_(False)."
+        "optimizer.add_param_group() was called on the optimizer of a run. A resume "
+        "would not have the group. Give the optimizer "
+        "all groups when it is built, and freeze what is to be trained later: "
+        "part.requires_grad_(False)."
     )
 
 
 def _refuse_replaced(names: list[str]) -> None:
     raise RuntimeError(
-        f"The program has replaced {listed(names)} of the model since the run was built, and the optimizer would go on to step "
-        "the old values. Leave assign=True out of load_state_dict(), or write in place of module.weight = ...: "
+        f"The program has replaced {listed(names)} of the model since the run was "
+        "built, and the optimizer would go on to step "
+        "the old values. Leave assign=True out of load_state_dict(), or write in place "
+        "of module.weight = ...: "
         "with torch.no_grad(): module.weight.copy_(...)."
     )

@@ -22,7 +22,8 @@ class Eta:
     Attributes:
         steps: Optimizer steps left, not rounded; ∞ if unknown.
         seconds: Seconds left; ∞ if unknown.
-        rough: Whether the estimate has no forecast, and assumes that the mean gain so far stays.
+        rough: Whether the estimate has no forecast, and assumes that the mean gain so
+            far stays.
     """
 
     steps: float
@@ -30,17 +31,29 @@ class Eta:
     rough: bool
 
     def __str__(self) -> str:
-        """Return "1:05 left"; "~1:05 left" for a rough estimate; "? left" if unknown."""
-        return f"{'~' if self.rough and math.isfinite(self.seconds) else ''}{clock_time(self.seconds)} left"
+        """Return "1:05 left"; "~1:05 left" for a rough estimate; "? left" if
+        unknown.
+        """
+        return (
+            f"{'~' if self.rough and math.isfinite(self.seconds) else ''}{clock_time(self.seconds)} "
+            "left"
+        )
 
     def as_metrics(self) -> dict[str, Any]:
         """Return the estimate as metrics under the keys :data:`LEFT`."""
-        return {"steps_left": self.steps, "seconds_left": self.seconds, "left_is_rough": self.rough}
+        return {
+            "steps_left": self.steps,
+            "seconds_left": self.seconds,
+            "left_is_rough": self.rough,
+        }
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, Any]) -> Eta:
         """Return the estimate from the metrics of :meth:`as_metrics`."""
-        steps, seconds = metrics.get("steps_left", math.inf), metrics.get("seconds_left", math.inf)
+        steps, seconds = (
+            metrics.get("steps_left", math.inf),
+            metrics.get("seconds_left", math.inf),
+        )
         return cls(steps, seconds, bool(metrics.get("left_is_rough", True)))
 
 
@@ -56,11 +69,21 @@ def clock_time(seconds: float) -> str:
         return "?"
     minutes, seconds = divmod(max(round(seconds), 0), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+    return (
+        f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+    )
 
 
-def steps_left(forecast: PredictedRun | None, *, tau: float, total_steps: float, taken: int, scale: float) -> float:
-    """Return the optimizer steps left at τ: the forecast's, or (T − τ)/r̄ without a forecast; ∞ if unknown.
+def steps_left(
+    forecast: PredictedRun | None,
+    *,
+    tau: float,
+    total_steps: float,
+    taken: int,
+    scale: float,
+) -> float:
+    """Return the optimizer steps left at τ: the forecast's, or (T − τ)/r̄ without a
+    forecast; ∞ if unknown.
 
     Args:
         forecast: The replay of the whole run, see :func:`forecast_run`.
@@ -78,7 +101,8 @@ def steps_left(forecast: PredictedRun | None, *, tau: float, total_steps: float,
 
 
 class EtaTracker(Listener):
-    """Estimates the steps and the time left after each step, from the forecast and the pace of this start.
+    """Estimates the steps and the time left after each step, from the forecast and the
+    pace of this start.
 
     Args:
         forecast: The forecast of the whole run; None without one.
@@ -97,10 +121,16 @@ class EtaTracker(Listener):
         self._since = time.monotonic()
 
     def after_step(self, step: Step) -> None:
-        """Update :attr:`eta`, unknown after a skipped step. With a forecast, add the remaining steps to the trace's row."""
+        """Update :attr:`eta`, unknown after a skipped step. With a forecast, add the
+        remaining steps to the trace's row.
+        """
         scale, taken = step.plan.scale, step.metrics["optimizer_steps"]
         left = steps_left(
-            self._forecast, tau=step.result.effective_steps, total_steps=step.total_steps, taken=taken, scale=scale
+            self._forecast,
+            tau=step.result.effective_steps,
+            total_steps=step.total_steps,
+            taken=taken,
+            scale=scale,
         )
         if self._forecast is not None:
             step.row["steps_left"] = round(left, 1)
@@ -108,19 +138,28 @@ class EtaTracker(Listener):
         self._timed += 1
         if self._timed == self._FIRST:
             self._since = time.monotonic()
-        self.eta = UNKNOWN if step.result.skipped else Eta(left, left * self.seconds_per_step if left else 0.0, rough)
+        self.eta = (
+            UNKNOWN
+            if step.result.skipped
+            else Eta(left, left * self.seconds_per_step if left else 0.0, rough)
+        )
 
     @property
     def seconds_per_step(self) -> float:
-        """Seconds per optimizer step of this start, with all work between steps; ∞ while unknown."""
+        """Seconds per optimizer step of this start, with all work between steps; ∞
+        while unknown.
+        """
         elapsed = time.monotonic() - self._since
         if self._timed > self._FIRST:
             return elapsed / (self._timed - self._FIRST)
         return elapsed / self._timed if 0 < self._timed < self._FIRST else math.inf
 
 
-def forecast_run(recipe: Recipe | None, config: AdaScaleConfig, scale: float, workers: int = 1) -> PredictedRun | None:
-    """Return the forecast of a run; None at S = 1, without a recipe that has noise, and for a rule with Adam's metric.
+def forecast_run(
+    recipe: Recipe | None, config: AdaScaleConfig, scale: float, workers: int = 1
+) -> PredictedRun | None:
+    """Return the forecast of a run; None at S = 1, without a recipe that has noise, and
+    for a rule with Adam's metric.
 
     Args:
         recipe: The recipe. The noise of all its seeds counts.

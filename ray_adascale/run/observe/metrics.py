@@ -1,4 +1,6 @@
-"""The metrics of an optimizer step: their keys and values, the user's metrics, and their text."""
+"""The metrics of an optimizer step: their keys and values, the user's metrics, and
+their text.
+"""
 
 from __future__ import annotations
 
@@ -26,27 +28,47 @@ METRICS = {
     "optimizer_steps": "updates of the weights so far: `step` without the skipped steps",
     "world_size": "number of workers",
 }
-"""The keys of every report and their meaning, beside the user's. Over effective steps ``lr`` is the same curve at every scale."""
+"""The keys of every report and their meaning, beside the user's. Over effective
+steps ``lr`` is the same curve at every scale.
+"""
 
 
 SHORT_STEP = "short_step"
-"""The key of True in the trace's row of a step with fewer passes than declared, as at the end of a client's epoch."""
+"""The key of True in the trace's row of a step with fewer passes than declared, as
+at the end of a client's epoch.
+"""
 
 
 SKIPPED = "skipped"
-"""The key of True in the trace's row of a step that was skipped, because its gradient was not finite."""
+"""The key of True in the trace's row of a step that was skipped, because its
+gradient was not finite.
+"""
 
 
 CLIPPED = "clipped"
-"""The key of True in the trace's row of a step that was clipped at a multiple of the expected norm."""
+"""The key of True in the trace's row of a step that was clipped at a multiple of the
+expected norm.
+"""
 
 
 EVERY = "every"
 """The key of k in the rows of a trace that has a row for every k-th step."""
 
 
-COUNTERS = ("step", "attempt", "position", "rule", "optimizer", "untrained", "total_steps", "steps_left", EVERY)
-"""The keys of a row, beside :data:`METRICS`, that the run writes itself, and that are no curves: its position and its kind."""
+COUNTERS = (
+    "step",
+    "attempt",
+    "position",
+    "rule",
+    "optimizer",
+    "untrained",
+    "total_steps",
+    "steps_left",
+    EVERY,
+)
+"""The keys of a row, beside :data:`METRICS`, that the run writes itself, and that
+are no curves: its position and its kind.
+"""
 
 
 OWN_KEYS = frozenset(
@@ -66,8 +88,8 @@ OWN_KEYS = frozenset(
     }
     - {"loss"}
 )
-"""The keys that the package writes into rows, reports and messages. The user's metrics have other names; only ``loss`` may be
-replaced."""
+"""The keys that the package writes into rows, reports and messages. The user's metrics
+have other names; only ``loss`` may be replaced."""
 
 
 def step_metrics(
@@ -89,7 +111,8 @@ def step_metrics(
         lr: lr(⌊τ⌋) of the schedule, before the gain.
         progress: Σ r.
         examples_per_s: Over all workers.
-        probed: σ² and μ² of the last probe, for steps that have one gradient sample; None without one.
+        probed: σ² and μ² of the last probe, for steps that have one gradient sample;
+            None without one.
     """
     sigma2, mu2 = step.total_moments()
     if math.isnan(sigma2) and probed is not None:
@@ -112,12 +135,16 @@ def step_metrics(
     }
 
 
-def plain_numbers(metrics: Mapping[str, Any], *, of_step: bool = False) -> dict[str, Any]:
-    """Return the user's metrics with one-element tensors and NumPy scalars as Python numbers.
+def plain_numbers(
+    metrics: Mapping[str, Any], *, of_step: bool = False
+) -> dict[str, Any]:
+    """Return the user's metrics with one-element tensors and NumPy scalars as Python
+    numbers.
 
     Args:
         metrics: The metrics.
-        of_step: Whether they are of one step, so that a ``loss`` among them is a training loss.
+        of_step: Whether they are of one step, so that a ``loss`` among them is a
+            training loss.
 
     Raises:
         ValueError: A name is one of :data:`OWN_KEYS`, or an evaluation's is "loss".
@@ -127,16 +154,25 @@ def plain_numbers(metrics: Mapping[str, Any], *, of_step: bool = False) -> dict[
     for key, value in metrics.items():
         size = math.prod(getattr(value, "shape", ()))
         if size != 1:
-            raise TypeError(f"Invalid metric {key!r}: a {type(value).__name__} of {size} numbers. Must be one number.")
+            raise TypeError(
+                f"Invalid metric {key!r}: a {type(value).__name__} of {size} numbers. "
+                "Must be one number."
+            )
         out[key] = value = value.item() if hasattr(value, "item") else value
         if key in OWN_KEYS or (key == "loss" and not of_step):
-            raise ValueError(f"Invalid metric {key!r}: the run reports it. Choose another name, such as 'val_{key}'.")
+            raise ValueError(
+                f"Invalid metric {key!r}: the run reports it. Choose another name, "
+                f"such as 'val_{key}'."
+            )
         if not isinstance(value, bool | int | float | str):
-            raise TypeError(f"Invalid metric {key!r} of type {type(value).__name__}. Must be a number or a string.")
+            raise TypeError(
+                f"Invalid metric {key!r} of type {type(value).__name__}. Must be a "
+                "number or a string."
+            )
     return out
 
 
-# ---- progress as text ------------------------------------------------------------------------------------------------
+# ---- progress as text ----------------------------------------------------------------
 
 
 def tau_of(metrics: Mapping[str, Any], total_steps: float) -> str:
@@ -148,8 +184,10 @@ def state_of(metrics: Mapping[str, Any]) -> str:
     """Return steps, gain and scale, LR, loss, throughput and workers as text."""
     workers = metrics["world_size"]
     return (
-        f"step {metrics['optimizer_steps']:,}  gain {metrics['gain']:.2f} of {metrics['scale']:g}  "
-        f"lr {metrics['lr']:.3g}  loss {metrics['loss']:.4g}  {metrics['examples_per_s']:,.0f} examples/s  "
+        f"step {metrics['optimizer_steps']:,}  gain {metrics['gain']:.2f} of "
+        f"{metrics['scale']:g}  "
+        f"lr {metrics['lr']:.3g}  loss {metrics['loss']:.4g}  "
+        f"{metrics['examples_per_s']:,.0f} examples/s  "
         f"{workers} worker{'s' if workers != 1 else ''}"
     )
 
@@ -157,11 +195,14 @@ def state_of(metrics: Mapping[str, Any]) -> str:
 def values_of(metrics: Mapping[str, Any]) -> str:
     """Return the user's metrics as text."""
     return ", ".join(
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in metrics.items()
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in metrics.items()
     )
 
 
 def format_metrics(metrics: Mapping[str, Any], total_steps: float, left: Eta) -> str:
-    """Return one line of text: τ/T, steps, gain and scale, LR, loss, throughput, workers and time left."""
+    """Return one line of text: τ/T, steps, gain and scale, LR, loss, throughput,
+    workers and time left.
+    """
     share = min(metrics["effective_steps"] / total_steps, 1)
     return f"{tau_of(metrics, total_steps)} {share:4.0%}  {state_of(metrics)}  {left}"

@@ -37,7 +37,8 @@ class Position(NamedTuple):
     Attributes:
         steps: Optimizer steps of the run so far.
         phase: What the worker does.
-        since: Time at which the phase began, in seconds of ``time.monotonic()`` on the worker.
+        since: Time at which the phase began, in seconds of ``time.monotonic()`` on the
+            worker.
     """
 
     steps: int
@@ -49,17 +50,20 @@ class Pulse:
     """The position of a worker. Its main thread writes it, and any thread may read it.
 
     Args:
-        timeout_s: The limit of a step in seconds; None: ten times the slowest of the last 20 steps of this start, at least 120.
+        timeout_s: The limit of a step in seconds; None: ten times the slowest of the
+            last 20 steps of this start, at least 120.
 
     Attributes:
-        limit_s: Seconds that the present step may take; None before the first step of this start has ended.
+        limit_s: Seconds that the present step may take; None before the first step of
+            this start has ended.
     """
 
     def __init__(self, timeout_s: float | None = None) -> None:
         self._timeout_s = timeout_s
         self._spent = 0.0  # in timed phases of the present step
         self._last: deque[float] = deque(maxlen=_LAST_STEPS)
-        self._position: tuple[int, Phase, float] = 0, Phase.START, time.monotonic()  # replaced as a whole
+        # replaced as a whole
+        self._position: tuple[int, Phase, float] = 0, Phase.START, time.monotonic()
         self.limit_s: float | None = None
 
     @property

@@ -15,20 +15,24 @@ _UNKNOWN = StepResult()
 
 @dataclass
 class Step:
-    """One optimizer step of a run: first what is known as it is taken, and once the host has its numbers those as well.
+    """One optimizer step of a run: first what is known as it is taken, and once the
+    host has its numbers those as well.
 
     Attributes:
-        number: Optimizer steps of the run so far, including this step and skipped steps.
+        number: Optimizer steps of the run so far, including this step and skipped
+            steps.
         plan: What the step consists of.
         total_steps: T.
         tau_before: τ before the step.
         lr: lr(⌊τ⌋) of the first parameter group, before the gain.
         position: Examples of the run so far.
-        flags: This worker's flags, if it is the only one. Flags of several workers arrive with the step's numbers.
+        flags: This worker's flags, if it is the only one. Flags of several workers
+            arrive with the step's numbers.
         user_metrics: The user's metrics of this step.
         recorded: The user's metrics so far.
         result: The step's numbers; those of a fresh run until the host has them.
-        metrics: The metrics to report: the run's, and the user's as last recorded. A listener may add keys.
+        metrics: The metrics to report: the run's, and the user's as last recorded. A
+            listener may add keys.
         row: The step's row in the trace. A listener may add keys.
     """
 
@@ -47,7 +51,9 @@ class Step:
 
 
 class Listener:
-    """Base class of the objects that observe a run on rank 0. A listener decides nothing and waits for no other worker."""
+    """Base class of the objects that observe a run on rank 0. A listener decides
+    nothing and waits for no other worker.
+    """
 
     def after_step(self, step: Step) -> None:
         """Process an optimizer step. Called for each step, in order."""
@@ -64,7 +70,11 @@ class Listener:
         """
 
     def after_loop(self) -> None:
-        """Process the end of the loop for this start, also by ``break`` or by an exception."""
+        """Process the end of the loop for this start, also by ``break`` or by an
+        exception.
+        """
 
     def failed(self) -> None:
-        """Process the failure of the run on this worker, under an ``AdaScaleTrainer``."""
+        """Process the failure of the run on this worker, under an
+        ``AdaScaleTrainer``.
+        """

@@ -1,14 +1,17 @@
-"""The trace: one JSON line for each optimizer step, in files that survive a kill of the process.
+"""The trace: one JSON line for each optimizer step, in files that survive a kill of the
+process.
 
-Each start of a run writes a file of its own, ``trace/0000.jsonl`` and so on in the run's folder, and changes no other. So an
-earlier start that lives on, as on a machine that is cut off, spoils nothing. :func:`read_trace` joins the files: a start that
-resumes takes the steps after its checkpoint again, and from its first row on its rows count.
+Each start of a run writes a file of its own, ``trace/0000.jsonl`` and so on in the
+run's folder, and changes no other. So an earlier start that lives on, as on a machine
+that is cut off, spoils nothing. :func:`read_trace` joins the files: a start that
+resumes takes the steps after its checkpoint again, and from its first row on its rows
+count.
 
-Rows are appended while the run trains, and all of them before a checkpoint, so that none is missing after a crash. What a crash
-can damage is the last line of a file.
+Rows are appended while the run trains, and all of them before a checkpoint, so that
+none is missing after a crash. What a crash can damage is the last line of a file.
 
-A run of more than 40,000 base steps writes only every k-th row, and the first and the last of each start. The stride k follows
-from T alone.
+A run of more than 40,000 base steps writes only every k-th row, and the first and the
+last of each start. The stride k follows from T alone.
 """
 
 from __future__ import annotations
@@ -37,28 +40,38 @@ COLUMNS = {
     "attempt": "number of the start, from 0: a restart or a resume is another start",
     "position": "examples that the run has used so far, over all workers",
     **METRICS,
-    "steps_left": "optimizer steps to T by the forecast; only with a recipe that has noise",
+    "steps_left": "optimizer steps to T by the forecast; only with a recipe that has "
+    "noise",
     "rule": "the scaling rule",
     "optimizer": "class of the optimizer, in the first row alone",
     "untrained": "metrics of the untrained model, in the first row alone",
-    CLIPPED: "true if the gradient was clipped at a multiple of the expected norm; else missing",
-    SKIPPED: "true if the gradient was not finite, so that weights and τ stayed; else missing",
-    SHORT_STEP: "true for a step with fewer passes than declared, in the adapters alone; else missing",
-    EVERY: "k if T is above 40,000, and a row is written for every k-th step only; else missing",
+    CLIPPED: "true if the gradient was clipped at a multiple of the expected norm; "
+    "else missing",
+    SKIPPED: "true if the gradient was not finite, so that weights and τ stayed; else "
+    "missing",
+    SHORT_STEP: "true for a step with fewer passes than declared, in the adapters "
+    "alone; else missing",
+    EVERY: "k if T is above 40,000, and a row is written for every k-th step only; "
+    "else missing",
 }
-"""The keys of a row and their meaning. Metrics of ``evaluate`` and ``run.record`` stand in the row of the step before them."""
+"""The keys of a row and their meaning. Metrics of ``evaluate`` and ``run.record``
+stand in the row of the step before them.
+"""
 
 
 class Trace(Listener):
     """Writes the trace of one start of a run.
 
-    A failing trace never ends a run. If rows can't be written, as on a full disk, a warning says so, and they are written later.
+    A failing trace never ends a run. If rows can't be written, as on a full disk, a
+    warning says so, and they are written later.
 
     Args:
         run: The run's folder. The file's folder in it is made if missing.
         total_steps: T.
-        attempt: Earlier starts of the run that are known. There may be more, which have left a file.
-        store: Stores the files of an ended or failed run elsewhere. Default: they stay where they are.
+        attempt: Earlier starts of the run that are known. There may be more, which have
+            left a file.
+        store: Stores the files of an ended or failed run elsewhere. Default: they stay
+            where they are.
 
     Attributes:
         number: Number of the file.
@@ -66,7 +79,12 @@ class Trace(Listener):
     """
 
     def __init__(
-        self, run: Path, total_steps: int, attempt: int = 0, *, store: Callable[[], object] = lambda: None
+        self,
+        run: Path,
+        total_steps: int,
+        attempt: int = 0,
+        *,
+        store: Callable[[], object] = lambda: None,
     ) -> None:
         self._run = run
         self._store = store
@@ -74,10 +92,13 @@ class Trace(Listener):
         while total_steps > _MOST_ROWS * self._every:
             self._every *= 2
         self.number = attempt
-        self._size: int | None = None  # bytes of the file that are whole rows; None before it is made
-        self._row: dict[str, Any] | None = None  # the last step's, while metrics may be recorded for it
+        # bytes of the file that are whole rows; None before it is made
+        self._size: int | None = None
+        # the last step's, while metrics may be recorded for it
+        self._row: dict[str, Any] | None = None
         self.first: dict[str, Any] = {}
-        self._left_out: dict[str, Any] = {}  # the user's metrics of rows left out since the last one that stays
+        # the user's metrics of rows left out since the last one that stays
+        self._left_out: dict[str, Any] = {}
         self._first = True
         self._pending: list[bytes] = []
         self._last = b""  # the end of a thinned trace: the next write replaces it
@@ -86,7 +107,9 @@ class Trace(Listener):
         store()  # also where it is kept
 
     def after_step(self, step: Step) -> None:
-        """Add the previous step's row, and keep this step's row for metrics that are recorded for it."""
+        """Add the previous step's row, and keep this step's row for metrics that are
+        recorded for it.
+        """
         self._add()
         self._row = step.row
         if step.number == 1:
@@ -105,7 +128,9 @@ class Trace(Listener):
         self._write()
 
     def save(self) -> None:
-        """Write the rows so far, whatever the stride, so that they survive a power cut. Called before a checkpoint."""
+        """Write the rows so far, whatever the stride, so that they survive a power
+        cut. Called before a checkpoint.
+        """
         self._add(last=True)
         self._write(sync=True)
 
@@ -130,7 +155,11 @@ class Trace(Listener):
         if self._every > 1:
             whole = row | self._left_out | row | {EVERY: self._every}
             if not self._first and row["step"] % self._every:
-                self._left_out |= {k: value for k, value in row.items() if k not in OWN_KEYS and k != "loss"}
+                self._left_out |= {
+                    k: value
+                    for k, value in row.items()
+                    if k not in OWN_KEYS and k != "loss"
+                }
                 self._last = _line(whole) if last else b""
                 return
             row, self._left_out = whole, {}
@@ -144,7 +173,8 @@ class Trace(Listener):
             if self._size is None:
                 self._make()
             with self._path.open("r+b") as file:
-                file.truncate(self._size)  # of a write that failed halfway, or with a last row
+                # of a write that failed halfway, or with a last row
+                file.truncate(self._size)
                 file.seek(0, os.SEEK_END)
                 file.write(lines + self._last)
                 if sync:
@@ -153,7 +183,8 @@ class Trace(Listener):
         except OSError as e:
             if not self._failing:
                 warn_at_user(
-                    f"The run's trace can't be written now: {e}. Training goes on; the rows are kept, and written later.",
+                    f"The run's trace can't be written now: {e}. Training goes on; the "
+                    "rows are kept, and written later.",
                     RuntimeWarning,
                 )
             self._failing = True
@@ -170,7 +201,9 @@ class Trace(Listener):
     def _make(self) -> None:
         """Make this start's file, under a number above those of all other starts."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self.number = max([self.number, *(int(file.stem) + 1 for file in files_of(self._run))])
+        self.number = max(
+            [self.number, *(int(file.stem) + 1 for file in files_of(self._run))]
+        )
         while self._size is None:
             try:
                 self._path.open("xb").close()
@@ -180,25 +213,32 @@ class Trace(Listener):
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the rows of a run, in the order of the steps: of a step that was taken again only the last start's.
+    """Return the rows of a run, in the order of the steps: of a step that was taken
+    again only the last start's.
 
     Args:
         path: The run's folder. Or the file of one start.
 
     Raises:
-        ValueError: There is no trace, or a line before the last one of a file is no row: the file is damaged, or no trace.
+        ValueError: There is no trace, or a line before the last one of a file is no
+            row: the file is damaged, or no trace.
     """
     path = Path(path).expanduser()
     files = [path] if path.is_file() else files_of(path)
     if not files:
         if (path / SEARCH).is_file():
             raise ValueError(
-                f"Invalid run {str(path)!r}: a search, whose trials keep no trace of their steps. Give the folder of a run, as "
-                "`ray-adascale train` makes; for the base run, one at the recipe's base batch."
+                f"Invalid run {str(path)!r}: a search, whose trials keep no trace of "
+                "their steps. Give the folder of a run, as "
+                "`ray-adascale train` makes; for the base run, one at the recipe's "
+                "base batch."
             )
-        what = f"no {TRACE}/*.jsonl in it" if path.is_dir() else "no such file or folder"
+        what = (
+            f"no {TRACE}/*.jsonl in it" if path.is_dir() else "no such file or folder"
+        )
         raise ValueError(
-            f"Invalid run {str(path)!r}: {what}. Give the folder of a run (its name under the storage path)."
+            f"Invalid run {str(path)!r}: {what}. Give the folder of a run (its name "
+            "under the storage path)."
         )
     return joined(files)
 
@@ -215,14 +255,20 @@ def joined(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def faults_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return what a trace lacks, a phrase each; empty if it has a row for each step, or each k-th one."""
+    """Return what a trace lacks, a phrase each; empty if it has a row for each step,
+    or each k-th one.
+    """
     found, before = [], 0
     for row in rows:
         now = row["step"]
         if now <= before:
             found.append(f"step {now:,} comes after step {before:,}")
         elif now - before > row.get(EVERY, 1):
-            steps = f"steps {before + 1:,} to {now - 1:,} are" if now - before > 2 else f"step {now - 1:,} is"
+            steps = (
+                f"steps {before + 1:,} to {now - 1:,} are"
+                if now - before > 2
+                else f"step {now - 1:,} is"
+            )
             found.append(f"{steps} missing")
         before = max(before, now)
     return found
@@ -243,12 +289,16 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
-        # No proper prefix of a JSON object is JSON, so a torn row is never read as a shorter row.
+        # No proper prefix of a JSON object is JSON, so a torn row is never read as a
+        # shorter row.
         row = None
         with contextlib.suppress(ValueError):
             row = json.loads(line)
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
         elif number < len(lines):
-            raise ValueError(f"Line {number} of {path} is not a trace row. Only the last line of a trace may be torn.")
+            raise ValueError(
+                f"Line {number} of {path} is not a trace row. Only the last line of a "
+                "trace may be torn."
+            )
     return rows

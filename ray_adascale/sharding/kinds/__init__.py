@@ -15,7 +15,8 @@ from .zero2 import ShardedDataParallel, Zero2
 
 
 def kind_of(optimizer: Optimizer, model: nn.Module | None = None) -> Kind:
-    """Return the kind of sharding of an optimizer's gradients. This is the only place that asks for it.
+    """Return the kind of sharding of an optimizer's gradients. This is the only place
+    that asks for it.
 
     Args:
         optimizer: The user's, or an OSS.
@@ -24,7 +25,8 @@ def kind_of(optimizer: Optimizer, model: nn.Module | None = None) -> Kind:
     if isinstance(optimizer, OSS) and optimizer.reducer() is not None:
         return Zero2(optimizer, model)
     if any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"]):
-        from .fsdp2 import FullyShard  # here, since DTensor takes half a second to import
+        # here, since DTensor takes half a second to import
+        from .fsdp2 import FullyShard
 
         return FullyShard(optimizer, model)
     if isinstance(model, DistributedDataParallel):
@@ -33,7 +35,13 @@ def kind_of(optimizer: Optimizer, model: nn.Module | None = None) -> Kind:
 
 
 def shard(
-    name: str, module: nn.Module, optimizer: Optimizer, device: torch.device, *, workers: int, find_unused: bool
+    name: str,
+    module: nn.Module,
+    optimizer: Optimizer,
+    device: torch.device,
+    *,
+    workers: int,
+    find_unused: bool,
 ) -> tuple[nn.Module, Optimizer]:
     """Wrap a bare model and its optimizer for a kind of sharding. Collective.
 
@@ -43,13 +51,15 @@ def shard(
         optimizer: The user's.
         device: The device.
         workers: Number of workers.
-        find_unused: Whether DistributedDataParallel looks for parameters that a pass does not use.
+        find_unused: Whether DistributedDataParallel looks for parameters that a pass
+            does not use.
 
     Returns:
         The model to call, and the optimizer with this worker's state.
     """
     if name == "fsdp2":
-        from .fsdp2 import shard_model  # here, since DTensor takes most of a second to import
+        # here, since DTensor takes most of a second to import
+        from .fsdp2 import shard_model
 
         shard_model(module, optimizer, device)
         return module, optimizer
@@ -60,4 +70,6 @@ def shard(
         optimizer = OSS.wrap(optimizer)
     if workers == 1:
         return module, optimizer
-    return data_parallel(module, device, find_unused=find_unused, workers=workers), optimizer
+    return data_parallel(
+        module, device, find_unused=find_unused, workers=workers
+    ), optimizer

@@ -1,6 +1,8 @@
-"""torch's DistributedDataParallel: each worker has the whole weights and, after a step's last pass, the whole gradient.
+"""torch's DistributedDataParallel: each worker has the whole weights and, after a
+step's last pass, the whole gradient.
 
-It is ``sharding="none"`` with several workers. With the state of the optimizer in an OSS it is ``sharding="oss"``.
+It is ``sharding="none"`` with several workers. With the state of the optimizer in an
+OSS it is ``sharding="oss"``.
 """
 
 from __future__ import annotations
@@ -23,9 +25,12 @@ from .kind import Kind, Wanted
 _requires_grad = attrgetter("requires_grad")
 
 _NOT_CALLED = (
-    "run.model(...) was not called in the last pass of a step, so the workers would not exchange gradients. Call run.model(...) "
-    "in place of the bare model, also in a loss that has the model. Only its forward() counts: let forward() call the model's "
-    "other methods, or use AdaScaleConfig(sharding='zero2'), which reduces gradients whichever method is called."
+    "run.model(...) was not called in the last pass of a step, so the workers would "
+    "not exchange gradients. Call run.model(...) "
+    "in place of the bare model, also in a loss that has the model. Only its forward() "
+    "counts: let forward() call the model's "
+    "other methods, or use AdaScaleConfig(sharding='zero2'), which reduces gradients "
+    "whichever method is called."
 )
 
 
@@ -39,14 +44,18 @@ class DataParallel(Kind):
         self._called = False
         self._without_traffic = ExitStack()
 
-    # ---- before the first step -----------------------------------------------------------------------------------
+    # ---- before the first step -------------------------------------------------------
 
     def observe(self, listener: PassListener, wanted: Wanted) -> GradientObserver:
         if wanted.precondition is not None:
             self.state.check_precondition()
         reducing = None if self.model is None else _Reducing(self.model)
         return HookObserver(
-            self.groups, listener, local=wanted.local, precondition=wanted.precondition, reducing=reducing
+            self.groups,
+            listener,
+            local=wanted.local,
+            precondition=wanted.precondition,
+            reducing=reducing,
         )
 
     def drive(self, module: nn.Module) -> None:
@@ -56,7 +65,7 @@ class DataParallel(Kind):
         self._trainable_when_built = [*map(_requires_grad, self._all)]
         self.model.register_forward_pre_hook(self._on_forward)
 
-    # ---- a pass --------------------------------------------------------------------------------------------------
+    # ---- a pass ----------------------------------------------------------------------
 
     def begin_pass(self, *, last: bool) -> None:
         self._called = False
@@ -75,7 +84,10 @@ class DataParallel(Kind):
             return
         changed = []
         for (name, _), now, built in zip(
-            self._module.named_parameters(), trainable, self._trainable_when_built, strict=True
+            self._module.named_parameters(),
+            trainable,
+            self._trainable_when_built,
+            strict=True,
         ):
             unfrozen = now and not built
             frozen = built and not now
@@ -83,9 +95,13 @@ class DataParallel(Kind):
                 changed.append(name)
         if changed:
             raise RuntimeError(
-                f"The loop has frozen or unfrozen {listed(changed)}. DistributedDataParallel reduces gradients of what was "
-                "trainable when the run was built. Use AdaScaleConfig(sharding='zero2'), which follows. Or build the run with "
-                "all of them trainable and find_unused_parameters=True, and freeze layers afterwards."
+                f"The loop has frozen or unfrozen {listed(changed)}. "
+                "DistributedDataParallel reduces gradients of what was "
+                "trainable when the run was built. Use "
+                "AdaScaleConfig(sharding='zero2'), which follows. Or build the run "
+                "with "
+                "all of them trainable and find_unused_parameters=True, and freeze "
+                "layers afterwards."
             )
 
     def end_pass(self) -> None:
@@ -93,46 +109,67 @@ class DataParallel(Kind):
 
 
 class _Reducing:
-    """How a DistributedDataParallel reduces gradients, for an observer that looks on. It holds the model weakly."""
+    """How a DistributedDataParallel reduces gradients, for an observer that looks
+    on. It holds the model weakly.
+    """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = weakref.ref(model)
 
     def in_one_round(self) -> bool:
-        # A communication hook may start further collectives when the first ones have ended (PowerSGD does), at a time that
-        # differs between workers. AdaScale's must then come after DDP's wait, or workers may differ in their order. torch has no
+        # A communication hook may start further collectives when the first ones have
+        # ended (PowerSGD does), at a time that differs between workers. AdaScale's must
+        # then come after DDP's wait, or workers may differ in their order. torch has no
         # public name for the hooks that were passed to register_comm_hook.
         model = self._model()
         return model is None or not model._comm_hooks
 
     def check_unused(self, unused: Sequence[Tensor]) -> None:
         model = self._model()
-        if model is None or not model.require_backward_grad_sync or model.find_unused_parameters or model.static_graph:
+        if (
+            model is None
+            or not model.require_backward_grad_sync
+            or model.find_unused_parameters
+            or model.static_graph
+        ):
             return
-        # DDP would wait for their gradients, leave others unreduced, and raise in the next forward pass.
+        # DDP would wait for their gradients, leave others unreduced, and raise in the
+        # next forward pass.
         raise RuntimeError(
-            f"A step's last backward pass gave no gradient to {_names(model, unused)}. DistributedDataParallel then leaves other "
-            "gradients unreduced. Use AdaScaleConfig(find_unused_parameters=True), in a loop of your own the argument of "
-            "DistributedDataParallel; or sharding='zero2', which needs none; or freeze them before the run."
+            f"A step's last backward pass gave no gradient to {_names(model, unused)}. "
+            "DistributedDataParallel then leaves other "
+            "gradients unreduced. Use AdaScaleConfig(find_unused_parameters=True), in "
+            "a loop of your own the argument of "
+            "DistributedDataParallel; or sharding='zero2', which needs none; or freeze "
+            "them before the run."
         )
 
     def check_cast(self, params: Sequence[Tensor]) -> None:
         if (model := self._model()) is not None:
             raise RuntimeError(
-                f"The loop has cast or moved {_names(model, params)}. DistributedDataParallel would leave their gradients "
-                "unreduced. Cast and move the model before the run, or DistributedDataParallel, is built; or use "
+                f"The loop has cast or moved {_names(model, params)}. "
+                "DistributedDataParallel would leave their gradients "
+                "unreduced. Cast and move the model before the run, or "
+                "DistributedDataParallel, is built; or use "
                 "sharding='zero2', which follows."
             )
 
 
 def _names(model: DistributedDataParallel, params: Sequence[Tensor]) -> str:
-    return listed([name for name, p in model.module.named_parameters() if any(p is one for one in params)])
+    return listed(
+        [
+            name
+            for name, p in model.module.named_parameters()
+            if any(p is one for one in params)
+        ]
+    )
 
 
-# ---- wrapping a model ------------------------------------------------------------------------------------------------
+# ---- wrapping a model ----------------------------------------------------------------
 
-# References to process groups, held until the process ends. In torch 2.13 a DistributedDataParallel that outlives
-# destroy_process_group() and holds the last reference to its gloo group sometimes hangs in its destructor.
+# References to process groups, held until the process ends. In torch 2.13 a
+# DistributedDataParallel that outlives destroy_process_group() and holds the last
+# reference to its gloo group sometimes hangs in its destructor.
 _KEPT: list[dist.ProcessGroup | None] = []
 
 
@@ -155,7 +192,9 @@ def data_parallel(
 
 
 class _EveryParameter(nn.Module):
-    """A stand-in for the model: its forward pass uses every parameter, with gradients of zero."""
+    """A stand-in for the model: its forward pass uses every parameter, with
+    gradients of zero.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -167,12 +206,16 @@ class _EveryParameter(nn.Module):
 
 
 def _settle_buckets(model: DistributedDataParallel) -> None:
-    """Make DDP regroup its buckets now, in an order that depends on the parameters alone.
+    """Make DDP regroup its buckets now, in an order that depends on the parameters
+    alone.
 
-    DDP regroups them once, after its first backward pass, by the order in which gradients were computed. So the first step after
-    a start would sum over workers in another order than the same step of a run that was never stopped, which from three workers
-    on changes the last bit. A backward pass through a stand-in makes DDP regroup them now. The model itself can't be used,
-    because it needs the user's loss. The stand-in's gradients come in reverse order of the parameters, as those of most models.
+    DDP regroups them once, after its first backward pass, by the order in which
+    gradients were computed. So the first step after a start would sum over workers in
+    another order than the same step of a run that was never stopped, which from three
+    workers on changes the last bit. A backward pass through a stand-in makes DDP
+    regroup them now. The model itself can't be used, because it needs the user's loss.
+    The stand-in's gradients come in reverse order of the parameters, as those of most
+    models.
     """
     module = model.module
     model.module = _EveryParameter(module)

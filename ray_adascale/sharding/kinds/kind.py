@@ -1,4 +1,6 @@
-"""What a kind of sharding does in a step: the interface, which is also what a worker does that has all gradients itself."""
+"""What a kind of sharding does in a step: the interface, which is also what a worker
+does that has all gradients itself.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from .state import state_of
 Preconditioner = Callable[[Tensor, Tensor], Tensor]
 
 NOT_REACHED = (
-    "In run.backward(loss): no gradient has reached a parameter of the model. Compute the loss from run.model(...), and give the "
+    "In run.backward(loss): no gradient has reached a parameter of the model. Compute "
+    "the loss from run.model(...), and give the "
     "run the model that is to be trained."
 )
 
@@ -43,14 +46,17 @@ class Wanted:
 
 
 class Kind:
-    """A worker that has all gradients itself: it is alone, or the loop lets something reduce them that is not known here.
+    """A worker that has all gradients itself: it is alone, or the loop lets something
+    reduce them that is not known here.
 
-    Base class of the kinds of sharding. Its methods are in the order of a step. A loop of the user's runs its passes itself, and
-    calls none of :meth:`drive` to :meth:`after_last_pass`.
+    Base class of the kinds of sharding. Its methods are in the order of a step. A loop
+    of the user's runs its passes itself, and calls none of :meth:`drive` to
+    :meth:`after_last_pass`.
 
     Args:
         optimizer: Steps with the gradients: the user's, or an OSS.
-        model: The model as the loop calls it, wrapped for this kind of sharding, if it is known.
+        model: The model as the loop calls it, wrapped for this kind of sharding, if it
+            is known.
 
     Attributes:
         state: Who has the optimizer's state.
@@ -61,7 +67,9 @@ class Kind:
     sharded = False
     """Whether each worker has only its share of the reduced gradient."""
     in_place = True
-    """Whether this worker's part of the reduced gradient is in the parameters' ``.grad``."""
+    """Whether this worker's part of the reduced gradient is in the parameters'
+    ``.grad``.
+    """
     fuses = True
     """Whether torch's fused optimizers can step the tensors with a tensor as LR."""
 
@@ -71,9 +79,10 @@ class Kind:
         self._reached = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "model": None}  # which has process groups and hooks of this process
+        # which has process groups and hooks of this process
+        return {**self.__dict__, "model": None}
 
-    # ---- parameters ----------------------------------------------------------------------------------------------
+    # ---- parameters ------------------------------------------------------------------
 
     @property
     def params(self) -> list[Tensor]:
@@ -86,13 +95,20 @@ class Kind:
     @property
     def device(self) -> torch.device:
         """Device of the statistics."""
-        return next((p.device for group in self.optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+        return next(
+            (
+                p.device
+                for group in self.optimizer.param_groups
+                for p in group["params"]
+            ),
+            torch.device("cpu"),
+        )
 
     def local(self, tensor: Tensor) -> Tensor:
         """Return this worker's part of a parameter or of its gradient."""
         return tensor
 
-    # ---- before the first step -----------------------------------------------------------------------------------
+    # ---- before the first step -------------------------------------------------------
 
     def check(self) -> None:
         """Check that the gradients can be measured.
@@ -113,7 +129,9 @@ class Kind:
         """
         if wanted.precondition is not None:
             self.state.check_precondition()
-        return HookObserver(self.groups, listener, local=wanted.local, precondition=wanted.precondition)
+        return HookObserver(
+            self.groups, listener, local=wanted.local, precondition=wanted.precondition
+        )
 
     def drive(self, module: nn.Module) -> None:
         """Prepare for a loop that calls :meth:`begin_pass` and the following methods.
@@ -122,13 +140,16 @@ class Kind:
             module: The bare model.
         """
 
-    # ---- a pass --------------------------------------------------------------------------------------------------
+    # ---- a pass ----------------------------------------------------------------------
 
     def begin_pass(self, *, last: bool) -> None:
-        """Begin a pass, before its forward pass. The last one of a step reduces gradients."""
+        """Begin a pass, before its forward pass. The last one of a step reduces
+        gradients.
+        """
 
     def check_last_pass(self) -> None:
-        """Check, before the step's last backward pass, that it will reduce the gradients of all trainable parameters.
+        """Check, before the step's last backward pass, that it will reduce the
+        gradients of all trainable parameters.
 
         Raises:
             RuntimeError: It will not.
@@ -138,7 +159,8 @@ class Kind:
         """End a pass, after its backward pass or an exception in it."""
 
     def after_last_pass(self) -> None:
-        """Called after the step's last backward pass, before the loop sees the gradients.
+        """Called after the step's last backward pass, before the loop sees the
+        gradients.
 
         Raises:
             RuntimeError: The first step has no gradient at all.
@@ -150,25 +172,37 @@ class Kind:
 
     def accumulated(self) -> Sequence[Tensor | None]:
         """Return the gradients that this worker's passes have left on it."""
-        return [p.grad for group in self.optimizer.param_groups for p in group["params"]]
+        return [
+            p.grad for group in self.optimizer.param_groups for p in group["params"]
+        ]
 
-    # ---- the gradients of the step -------------------------------------------------------------------------------
+    # ---- the gradients of the step ---------------------------------------------------
 
     def join(self) -> None:
-        """Take part in the other workers' reduction, if no backward pass has reached a parameter here. Collective."""
+        """Take part in the other workers' reduction, if no backward pass has reached
+        a parameter here. Collective.
+        """
 
     def gradients(self) -> Sequence[Tensor | None]:
-        """Return the tensors in which this worker's part of the step's gradients is, as the loop may change them."""
+        """Return the tensors in which this worker's part of the step's gradients is,
+        as the loop may change them.
+        """
         return self.accumulated()
 
     def numbers(self) -> list[Tensor]:
-        """Return the numbers of the step's gradients that this worker has: plain tensors in the memory of :meth:`gradients`."""
+        """Return the numbers of the step's gradients that this worker has: plain
+        tensors in the memory of :meth:`gradients`.
+        """
         grads = [grad for grad in self.gradients() if grad is not None]
-        return [grad if type(grad) is Tensor and not grad.requires_grad else grad.detach() for grad in grads]
+        return [
+            grad if type(grad) is Tensor and not grad.requires_grad else grad.detach()
+            for grad in grads
+        ]
 
     @without_gradients
     def finite(self, group: dist.ProcessGroup | None, *, several: bool) -> Tensor:
-        """Return a number that is finite if the step's gradient is, ``[1]``. Collective, if the gradient is sharded.
+        """Return a number that is finite if the step's gradient is, ``[1]``.
+        Collective, if the gradient is sharded.
 
         Args:
             group: The workers.
@@ -179,7 +213,9 @@ class Kind:
             return torch.ones(1, dtype=torch.float64, device=self.device)
         return finite_check(grads, self.device)
 
-    def clip_norm(self, params: list[Tensor], max_norm: float, norm_type: float, **of_oss: Any) -> Tensor:
+    def clip_norm(
+        self, params: list[Tensor], max_norm: float, norm_type: float, **of_oss: Any
+    ) -> Tensor:
         """Clip the whole gradient to a norm. Collective, if the gradient is sharded.
 
         Args:
@@ -194,7 +230,7 @@ class Kind:
         """Clip each element of the gradient."""
         self.state.clip_value(params, clip_value)
 
-    # ---- the step ------------------------------------------------------------------------------------------------
+    # ---- the step --------------------------------------------------------------------
 
     def before_step(self) -> None:
         """Called before the optimizer steps."""
@@ -205,17 +241,23 @@ class Kind:
         return self.state.stepped
 
     def discard(self) -> None:
-        """Forget gradients that a skipped step leaves elsewhere than in the parameters' ``.grad``."""
+        """Forget gradients that a skipped step leaves elsewhere than in the
+        parameters' ``.grad``.
+        """
 
-    # ---- a checkpoint --------------------------------------------------------------------------------------------
+    # ---- a checkpoint ----------------------------------------------------------------
 
     def fragments(self) -> list[Fragment]:
-        """Return the parameters, or this worker's parts of them, that have state here, in the order of :attr:`stepped`."""
+        """Return the parameters, or this worker's parts of them, that have state
+        here, in the order of :attr:`stepped`.
+        """
         return self.state.fragments()
 
 
 def finite_everywhere(check: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return a number that is finite if ``check`` is on all workers: all of them must skip a step, or none. Collective."""
+    """Return a number that is finite if ``check`` is on all workers: all of them
+    must skip a step, or none. Collective.
+    """
     flag = check.isfinite().float()
     dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
     return 1 / flag.double()

@@ -1,4 +1,6 @@
-"""Who has the state of an optimizer: each worker all of it, or, with an OSS, the state of its share of the parameters."""
+"""Who has the state of an optimizer: each worker all of it, or, with an OSS, the
+state of its share of the parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,15 @@ from ..oss import OSS, ReducerListener
 
 
 class WholeState:
-    """Each worker has all state, or that of its shards of the parameters (``fully_shard``). It steps by the optimizer itself.
+    """Each worker has all state, or that of its shards of the parameters
+    (``fully_shard``). It steps by the optimizer itself.
 
     Args:
         optimizer: The optimizer.
 
     Attributes:
-        stepped: The optimizer whose ``step`` moves this worker's weights, and which has the state.
+        stepped: The optimizer whose ``step`` moves this worker's weights, and which has
+            the state.
     """
 
     shared = False
@@ -45,10 +49,15 @@ class WholeState:
     def listen(self, listener: ReducerListener) -> None:
         """Tell the listener when a ShardedDataParallel is made over the optimizer."""
 
-    def clip_norm(self, params: list[Tensor], max_norm: float, norm_type: float, **of_oss: Any) -> Tensor:
+    def clip_norm(
+        self, params: list[Tensor], max_norm: float, norm_type: float, **of_oss: Any
+    ) -> Tensor:
         """Clip the whole gradient to a norm; return the norm of before."""
         if any(given is not None for given in of_oss.values()):
-            raise ValueError("filter_params_fn and process_group are for sharded optimizers: AdaScale(OSS(...)).")
+            raise ValueError(
+                "filter_params_fn and process_group are for sharded optimizers: "
+                "AdaScale(OSS(...))."
+            )
         norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
         if is_dtensor(norm):
             return cast(Any, norm).full_tensor()
@@ -59,7 +68,9 @@ class WholeState:
         torch.nn.utils.clip_grad_value_(params, clip_value)
 
     def fragments(self) -> list[Fragment]:
-        """Return the parameters that have state on this worker, in the order of :attr:`stepped`."""
+        """Return the parameters that have state on this worker, in the order of
+        :attr:`stepped`.
+        """
         params = [p for group in self.stepped.param_groups for p in group["params"]]
         return [Fragment(p, 0, 0, p.numel(), p, 0) for p in params]
 
@@ -89,14 +100,17 @@ class SharedState:
 
     def check_precondition(self) -> None:
         raise ValueError(
-            "precondition= needs the optimizer state of all parameters on every worker, which OSS splits. Leave it out, or train "
+            "precondition= needs the optimizer state of all parameters on every "
+            "worker, which OSS splits. Leave it out, or train "
             "with DistributedDataParallel."
         )
 
     def listen(self, listener: ReducerListener) -> None:
         self.oss.reducer_listeners.add(listener)
 
-    def clip_norm(self, params: list[Tensor], max_norm: float, norm_type: float, **of_oss: Any) -> Tensor:
+    def clip_norm(
+        self, params: list[Tensor], max_norm: float, norm_type: float, **of_oss: Any
+    ) -> Tensor:
         return self.oss.clip_grad_norm(max_norm, norm_type, **of_oss)
 
     def clip_value(self, params: list[Tensor], clip_value: float) -> None:
@@ -112,4 +126,6 @@ class SharedState:
 
 def state_of(optimizer: Optimizer) -> WholeState | SharedState:
     """Return who has an optimizer's state. This is the only place that asks."""
-    return SharedState(optimizer) if isinstance(optimizer, OSS) else WholeState(optimizer)
+    return (
+        SharedState(optimizer) if isinstance(optimizer, OSS) else WholeState(optimizer)
+    )

@@ -1,4 +1,6 @@
-"""attach: S, n and T for a loop that others own, the recipe's checks, and what it can't be right with."""
+"""attach: S, n and T for a loop that others own, the recipe's checks, and what it
+can't be right with.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
-from ray_adascale import OSS, AdaScale, AdaScaleConfig, TauSchedule, attach, record_recipe
+from ray_adascale import (
+    OSS,
+    AdaScale,
+    AdaScaleConfig,
+    TauSchedule,
+    attach,
+    record_recipe,
+)
 
-from ...integrations.problem import BATCH, Notes, assert_same_run, by_run, dataset, loss_of, make, settings
+from ...integrations.problem import (
+    BATCH,
+    Notes,
+    assert_same_run,
+    by_run,
+    dataset,
+    loss_of,
+    make,
+    settings,
+)
 from ...optim.test_tau_schedule import Timms
 from ...samples_of import regression
 
@@ -24,7 +42,10 @@ from ...samples_of import regression
 def test_scale_and_samples_follow_from_the_clients_batch() -> None:
     model, optimizer, scheduler = make(100)
     adascale, schedule = attach(
-        model, optimizer, scheduler, settings(100, per_worker_batch_size=2 * BATCH, accumulation=3)
+        model,
+        optimizer,
+        scheduler,
+        settings(100, per_worker_batch_size=2 * BATCH, accumulation=3),
     )
     assert isinstance(adascale, AdaScale)
     assert isinstance(schedule, TauSchedule)
@@ -39,7 +60,11 @@ def test_epochs_are_counted_by_the_datasets_length() -> None:
     model, optimizer, _ = make(100)
     scheduler = LambdaLR(optimizer, lambda epoch: 0.5**epoch)
     config = AdaScaleConfig(
-        base_batch_size=8, total_epochs=3, scheduler_unit="epoch", dataset_length=100, accumulation=2
+        base_batch_size=8,
+        total_epochs=3,
+        scheduler_unit="epoch",
+        dataset_length=100,
+        accumulation=2,
     )
     _, schedule = attach(model, optimizer, scheduler, config)
     assert schedule.base_schedule.total_steps == 37
@@ -70,10 +95,15 @@ def test_a_loop_by_hand_is_the_run_that_run_makes(pool: Any) -> None:
         assert_same_run(ours, theirs)
 
 
-def test_several_processes_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_without_a_process_group_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     model, optimizer, scheduler = make(10)
-    with pytest.raises(RuntimeError, match=r"4 processes.*no process group.*after init_process_group\(\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"4 processes.*no process group.*after init_process_group\(\)",
+    ):
         attach(model, optimizer, scheduler, settings(10, accumulation=2))
 
 
@@ -98,7 +128,10 @@ def sharded() -> list[str]:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     said = []
-    for shard in (fully_shard, lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu"))):
+    for shard in (
+        fully_shard,
+        lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu")),
+    ):
         model = shard(make(10)[0].float())
         optimizer = SGD(model.parameters(), lr=0.1)
         try:
@@ -118,7 +151,9 @@ def test_the_curve_must_be_the_recipes() -> None:
     recipe = record_recipe(regression, {}, base_batch_size=4, total_steps=12)
     built = regression({"total_steps": 12})
     config = AdaScaleConfig(per_worker_batch_size=4, accumulation=2)
-    adascale, schedule = attach(built.model, built.optimizer, built.scheduler, config, recipe)
+    adascale, schedule = attach(
+        built.model, built.optimizer, built.scheduler, config, recipe
+    )
     assert schedule.base_schedule.total_steps == recipe.total_steps
     assert [*schedule.base_schedule.lr_curve] == recipe.lr_curve
     assert adascale.scale == 2.0
@@ -135,7 +170,13 @@ def test_the_recipes_settings_are_compared_with_what_the_client_is_said_to_do() 
     built = regression({"total_steps": 12})
     config = AdaScaleConfig(per_worker_batch_size=4, accumulation=2)
     with pytest.warns(UserWarning, match="found with precision='fp32'"):
-        attach(built.model, built.optimizer, built.scheduler, replace(config, precision="bf16"), recipe)
+        attach(
+            built.model,
+            built.optimizer,
+            built.scheduler,
+            replace(config, precision="bf16"),
+            recipe,
+        )
 
 
 def test_a_loop_that_cannot_cut_its_batches_says_so() -> None:
@@ -144,23 +185,39 @@ def test_a_loop_that_cannot_cut_its_batches_says_so() -> None:
         with pytest.raises(ValueError, match=r"ray_adascale\.Run"):
             attach(model, optimizer, scheduler, settings(10, **more))
     for name, chosen in (("target_efficiency", 0.5), ("batch_schedule", "0:4,50%:16")):
-        with pytest.raises(ValueError, match=rf"{name}=.*{chosen}.*\): .*data loader decides.*ray_adascale\.Run"):
+        with pytest.raises(
+            ValueError,
+            match=rf"{name}=.*{chosen}.*\): .*data loader decides.*ray_adascale\.Run",
+        ):
             attach(model, optimizer, scheduler, settings(10, **{name: chosen}))
-    with pytest.raises(ValueError, match=r"grad_clip='2x'\): here the loop clips.*ray_adascale\.Run"):
+    with pytest.raises(
+        ValueError, match=r"grad_clip='2x'\): here the loop clips.*ray_adascale\.Run"
+    ):
         attach(model, optimizer, scheduler, settings(10, grad_clip="2x"))
     with pytest.raises(ValueError, match="sharding='zero2'"):
-        attach(model, optimizer, scheduler, settings(10, accumulation=2, sharding="zero2"))
+        attach(
+            model, optimizer, scheduler, settings(10, accumulation=2, sharding="zero2")
+        )
 
 
-def test_several_passes_say_that_the_loop_divides_the_loss(caplog: pytest.LogCaptureFixture) -> None:
-    """A step of the base batch in four passes has the gradient of that batch; nothing shows that it is four times too large."""
+def test_several_passes_say_that_the_loop_divides_the_loss(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A step of the base batch in four passes has the gradient of that batch;
+    nothing shows that it is four times too large.
+    """
     caplog.set_level(logging.INFO, logger="ray_adascale")
     plain, sgd, _ = make(40)
     x, y = dataset(BATCH).tensors
     loss_of(plain, (x, y)).backward()
     sgd.step()
     model, optimizer, scheduler = make(40)
-    adascale, _ = attach(model, optimizer, scheduler, settings(40, per_worker_batch_size=BATCH // 4, accumulation=4))
+    adascale, _ = attach(
+        model,
+        optimizer,
+        scheduler,
+        settings(40, per_worker_batch_size=BATCH // 4, accumulation=4),
+    )
     for part in zip(x.chunk(4), y.chunk(4), strict=True):
         (loss_of(model, part) / 4).backward()
     adascale.step()
@@ -168,13 +225,19 @@ def test_several_passes_say_that_the_loop_divides_the_loss(caplog: pytest.LogCap
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
     (line,) = caplog.messages
-    assert line == "Each step has 4 backward passes: the loop or its library must divide each loss by them."
+    assert (
+        line
+        == "Each step has 4 backward passes: the loop or its library must divide each "
+        "loss by them."
+    )
     attach(*make(40), settings(40))
     assert len(caplog.messages) == 1
 
 
 def test_sums_over_tokens_have_the_gain_of_their_weights() -> None:
-    """As in the guide: each sum is divided by the step's tokens, and the weights are set before the last pass."""
+    """As in the guide: each sum is divided by the step's tokens, and the weights are
+    set before the last pass.
+    """
     tokens = [1, 3, 2, 10]
     x, y = dataset(sum(tokens)).tensors
     parts = [*zip(x.split(tokens), y.split(tokens), strict=True)]
@@ -201,14 +264,20 @@ def test_sums_over_tokens_have_the_gain_of_their_weights() -> None:
     assert adascale.gain() == pytest.approx(expected, rel=1e-4)
     adascale.sample_weights = weights[:3]
     adascale.zero_grad()
-    with pytest.raises(RuntimeError, match="Set a weight for each pass before the step's last backward pass"):
+    with pytest.raises(
+        RuntimeError,
+        match="Set a weight for each pass before the step's last backward pass",
+    ):
         for part in parts:
             loss_of(model, part).backward()
     adascale.sample_weights = None
     adascale.zero_grad()
     for part in parts:
         loss_of(model, part).backward()
-    with pytest.raises(RuntimeError, match=r"sample_weights was set after the step's last.*count its tokens"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"sample_weights was set after the step's last.*count its tokens",
+    ):
         adascale.sample_weights = weights
     model.zero_grad()  # a loop that leaves the step out
     adascale.sample_weights = weights
@@ -216,7 +285,9 @@ def test_sums_over_tokens_have_the_gain_of_their_weights() -> None:
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("told", [1, 3])
-def test_passes_that_the_loop_accumulates_without_a_word_are_refused_at_the_base_batch(told: int, zeros: bool) -> None:
+def test_passes_that_the_loop_accumulates_without_a_word_are_refused_at_the_base_batch(
+    told: int, zeros: bool
+) -> None:
     model, optimizer, scheduler = make(40)
     adascale, _ = attach(model, optimizer, scheduler, settings(40, accumulation=told))
     x, y = dataset(BATCH).tensors
@@ -231,7 +302,10 @@ def test_passes_that_the_loop_accumulates_without_a_word_are_refused_at_the_base
     loss_of(model, (x, y)).backward()  # gradients that are thrown away
     step(told)
     if told == 1:
-        with pytest.raises(RuntimeError, match=r"3 backward passes .*accumulation=3\).*gradient_accumulation_steps=3"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"3 backward passes .*accumulation=3\).*gradient_accumulation_steps=3",
+        ):
             step(3)
     assert adascale.steps == 2
 
@@ -247,13 +321,19 @@ def test_the_passes_of_a_run_of_one_pass_are_watched_at_its_beginning_only() -> 
     assert not next(model.parameters())._backward_hooks
 
 
-# ---- loops that save and resume ------------------------------------------------------------------------------------------
+# ---- loops that save and resume ------------------------------------------------------
 
 
-def timms_loop(checkpoint: dict[str, Any], updates: int) -> tuple[AdaScale, TauSchedule, list[Any]]:
-    """timm's train.py, in the documented order: scheduler and attach() above resume_checkpoint() and CheckpointSaver()."""
+def timms_loop(
+    checkpoint: dict[str, Any], updates: int
+) -> tuple[AdaScale, TauSchedule, list[Any]]:
+    """timm's train.py, in the documented order: scheduler and attach() above
+    resume_checkpoint() and CheckpointSaver().
+    """
     model, optimizer, _ = make(40)
-    adascale, schedule = attach(model, optimizer, Timms(optimizer), settings(40, accumulation=2))
+    adascale, schedule = attach(
+        model, optimizer, Timms(optimizer), settings(40, accumulation=2)
+    )
     start = 0
     if checkpoint:  # resume_checkpoint(model, path, optimizer=optimizer)
         model.load_state_dict(checkpoint["state_dict"])
@@ -263,11 +343,19 @@ def timms_loop(checkpoint: dict[str, Any], updates: int) -> tuple[AdaScale, TauS
     x, y = dataset(160).tensors
     for update in range(start, updates):
         for i in (2 * update, 2 * update + 1):
-            (loss_of(model, (x[i * BATCH : (i + 1) * BATCH], y[i * BATCH : (i + 1) * BATCH])) / 2).backward()
+            (
+                loss_of(
+                    model,
+                    (x[i * BATCH : (i + 1) * BATCH], y[i * BATCH : (i + 1) * BATCH]),
+                )
+                / 2
+            ).backward()
         adascale.step()
         adascale.zero_grad()
         schedule.step_update(update + 1)
-    checkpoint.update(state_dict=model.state_dict(), optimizer=adascale.state_dict(), updates=updates)
+    checkpoint.update(
+        state_dict=model.state_dict(), optimizer=adascale.state_dict(), updates=updates
+    )
     return adascale, schedule, [p.tolist() for p in model.parameters()]
 
 
@@ -277,25 +365,42 @@ def test_timms_loop_resumes_in_the_documented_order() -> None:
     timms_loop(saved, 7)
     resumed, schedule, again = timms_loop(saved, 12)
     assert again == weights
-    assert resumed.effective_steps == schedule.effective_steps == whole.effective_steps > 12
+    assert (
+        resumed.effective_steps
+        == schedule.effective_steps
+        == whole.effective_steps
+        > 12
+    )
 
 
 @pytest.mark.filterwarnings("ignore:AdaScale is derived for SGD")
 @pytest.mark.parametrize("kind", [SGD, torch.optim.AdamW, torch.optim.Adagrad])
-def test_an_optimizer_with_state_of_earlier_steps_needs_a_starting_step(kind: Any) -> None:
+def test_an_optimizer_with_state_of_earlier_steps_needs_a_starting_step(
+    kind: Any,
+) -> None:
     model, _, _ = make(40)
-    optimizer = kind(model.parameters(), lr=0.05, **({"momentum": 0.9} if kind is SGD else {}))
+    optimizer = kind(
+        model.parameters(), lr=0.05, **({"momentum": 0.9} if kind is SGD else {})
+    )
     scheduler = LambdaLR(optimizer, lambda step: 0.9**step)
-    attach(model, optimizer, scheduler, settings(40))  # fresh: Adagrad has state all the same
+    # fresh: Adagrad has state all the same
+    attach(model, optimizer, scheduler, settings(40))
     loss_of(model, dataset(4).tensors).backward()
     optimizer.step()
     optimizer.zero_grad()
-    with pytest.raises(ValueError, match=r"has state of earlier steps.*τ would begin at 0.*starting_step="):
+    with pytest.raises(
+        ValueError,
+        match=r"has state of earlier steps.*τ would begin at 0.*starting_step=",
+    ):
         attach(model, optimizer, scheduler, settings(40))
-    adascale, schedule = attach(model, optimizer, scheduler, settings(40), starting_step=3)
+    adascale, schedule = attach(
+        model, optimizer, scheduler, settings(40), starting_step=3
+    )
     assert adascale.effective_steps == 3
     assert schedule.get_last_lr() == [0.05 * 0.9**3]
-    with pytest.raises(ValueError, match="Invalid starting_step=40: the run has 40 effective steps"):
+    with pytest.raises(
+        ValueError, match="Invalid starting_step=40: the run has 40 effective steps"
+    ):
         attach(model, optimizer, scheduler, settings(40), starting_step=40)
 
 
@@ -316,9 +421,13 @@ def test_a_scheduler_like_timms_that_was_stepped_is_refused() -> None:
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimization as its users copy it: two steps of its own around a second backward pass."""
+    """Sharpness-aware minimization as its users copy it: two steps of its own around
+    a second backward pass.
+    """
 
-    def __init__(self, params: Any, base: Any, rho: float = 0.05, **settings: Any) -> None:
+    def __init__(
+        self, params: Any, base: Any, rho: float = 0.05, **settings: Any
+    ) -> None:
         super().__init__(params, {"rho": rho, **settings})
         self.base_optimizer = base(self.param_groups, **settings)
         self.param_groups = self.base_optimizer.param_groups
@@ -363,14 +472,16 @@ def test_an_optimizer_whose_own_steps_go_past_the_wrapper_is_warned_of() -> None
     model, sam = built()
     with pytest.warns(UserWarning, match="not with SAM"):
         adascale, schedule = attach(model, sam, None, config)
-    advice = (
-        r"inner, schedule = attach\(model, optimizer\.base_optimizer, \.\.\.\); optimizer\.base_optimizer = inner\."
-    )
-    with pytest.warns(UserWarning, match=rf"SGD\.step\(\) has run 5 times.*τ stays at 0, .*{advice}") as told:
+    advice = r"inner, schedule = attach\(model, optimizer\.base_optimizer, \.\.\.\); optimizer\.base_optimizer = inner\."
+    with pytest.warns(
+        UserWarning, match=rf"SGD\.step\(\) has run 5 times.*τ stays at 0, .*{advice}"
+    ) as told:
         sam_steps(adascale, model, 8)  # type: ignore[arg-type]
     assert len(told) == 1
     model, sam = built()
-    with pytest.warns(UserWarning, match=rf"step\(\) of the AdaScale around it not once.*{advice}"):
+    with pytest.warns(
+        UserWarning, match=rf"step\(\) of the AdaScale around it not once.*{advice}"
+    ):
         sam_steps(AdaScale(sam, num_gradients_to_accumulate=2), model, 8)  # type: ignore[arg-type]
     model, sam = built()
     expected = sam_steps(sam, model, 8)
@@ -385,21 +496,34 @@ def test_a_loop_that_steps_the_bare_optimizer_is_told() -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     attach(model, optimizer, None, AdaScaleConfig(base_batch_size=10, total_steps=8))
     model(torch.ones(2, 3)).sum().backward()
-    with pytest.warns(UserWarning, match=r"SGD\.step\(\) has run 5 times.*Call step\(\) of what attach"):
+    with pytest.warns(
+        UserWarning,
+        match=r"SGD\.step\(\) has run 5 times.*Call step\(\) of what attach",
+    ):
         [optimizer.step() for _ in range(6)]
 
 
 def test_a_loop_whose_loss_is_of_another_model_is_told() -> None:
     model, other = nn.Linear(3, 1), nn.Linear(3, 1)
-    adascale, _ = attach(model, SGD(model.parameters(), lr=0.1), None, AdaScaleConfig(base_batch_size=2, total_steps=8))
+    adascale, _ = attach(
+        model,
+        SGD(model.parameters(), lr=0.1),
+        None,
+        AdaScaleConfig(base_batch_size=2, total_steps=8),
+    )
     other(torch.ones(2, 3)).sum().backward()
-    with pytest.warns(UserWarning, match=r"finds no gradient\. Compute the loss from the model that attach"):
+    with pytest.warns(
+        UserWarning,
+        match=r"finds no gradient\. Compute the loss from the model that attach",
+    ):
         adascale.step()
     adascale.step()  # once
 
 
 def test_an_epoch_is_that_of_a_run_with_drop_last() -> None:
-    """62 steps before, in place of 60, and a recipe was refused with the advice to use the same dataset."""
+    """62 steps before, in place of 60, and a recipe was refused with the advice to
+    use the same dataset.
+    """
     model, optimizer, _ = make(100)
     settings = {"base_batch_size": 16, "total_epochs": 10, "dataset_length": 100}
     totals = []
@@ -412,16 +536,25 @@ def test_an_epoch_is_that_of_a_run_with_drop_last() -> None:
 
 
 def test_networks_that_train_in_turn_have_a_clock_each() -> None:
-    """The loop of a Wasserstein GAN, with two steps of the critic for one of the generator, is the plain one at S = 1."""
+    """The loop of a Wasserstein GAN, with two steps of the critic for one of the
+    generator, is the plain one at S = 1.
+    """
 
     def trained(attached: bool) -> list[torch.Tensor]:
         torch.manual_seed(1)
-        generator, critic = nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+        generator, critic = (
+            nn.Linear(2, 3),
+            nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)),
+        )
         steppers: list[Any] = []
         for network, steps in ((generator, 4), (critic, 8)):
-            optimizer: torch.optim.Optimizer = torch.optim.RMSprop(network.parameters(), lr=0.01)
+            optimizer: torch.optim.Optimizer = torch.optim.RMSprop(
+                network.parameters(), lr=0.01
+            )
             if attached:
-                config = AdaScaleConfig(base_batch_size=8, total_steps=steps, rule="unscaled")
+                config = AdaScaleConfig(
+                    base_batch_size=8, total_steps=steps, rule="unscaled"
+                )
                 optimizer, _ = attach(network, optimizer, None, config)
             steppers.append(optimizer)
         noise = torch.Generator().manual_seed(2)
@@ -429,15 +562,24 @@ def test_networks_that_train_in_turn_have_a_clock_each() -> None:
             stepper = steppers[step % 3 != 2]
             real, fake = torch.ones(8, 3), generator(torch.randn(8, 2, generator=noise))
             loss = (
-                -critic(fake).mean() if stepper is steppers[0] else critic(fake.detach()).mean() - critic(real).mean()
+                -critic(fake).mean()
+                if stepper is steppers[0]
+                else critic(fake.detach()).mean() - critic(real).mean()
             )
             for each in steppers:
                 each.zero_grad()
             loss.backward()
             stepper.step()
-        return [p.detach() for network in (generator, critic) for p in network.parameters()]
+        return [
+            p.detach() for network in (generator, critic) for p in network.parameters()
+        ]
 
     assert all(map(torch.equal, trained(True), trained(False)))
     two: Any = [SGD(nn.Linear(1, 1).parameters(), lr=0.1) for _ in range(2)]
-    with pytest.raises(ValueError, match=r"as a GAN's, have a clock each: one attach\(\) for each network"):
-        attach(nn.Linear(1, 1), two, None, AdaScaleConfig(base_batch_size=1, total_steps=1))
+    with pytest.raises(
+        ValueError,
+        match=r"as a GAN's, have a clock each: one attach\(\) for each network",
+    ):
+        attach(
+            nn.Linear(1, 1), two, None, AdaScaleConfig(base_batch_size=1, total_steps=1)
+        )

@@ -1,4 +1,5 @@
-"""LocalBackend: which checkpoint a start begins from, which are kept, and who does what where there are several workers.
+"""LocalBackend: which checkpoint a start begins from, which are kept, and who does what
+where there are several workers.
 
 A function whose name starts with an underscore runs on each rank of the pool.
 """
@@ -25,7 +26,11 @@ Pool = Callable[[int], ProcessPool]
 
 def outcome(**metrics: Any) -> StepReport:
     schedule = BaseSchedule(
-        base_batch_size=4, total_steps=9, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
+        base_batch_size=4,
+        total_steps=9,
+        scheduler_unit=None,
+        base_steps_per_epoch=None,
+        lr_curve=[[0.1]],
     )
     return StepReport(metrics=metrics, effective_steps=1.0, schedule=schedule)
 
@@ -57,7 +62,11 @@ def latest(backend: LocalBackend) -> str | None:
 
 def test_without_a_folder_nothing_is_kept_and_nothing_found(tmp_path: Path) -> None:
     backend = LocalBackend(device="cpu")
-    assert (backend.rank, backend.world_size, backend.device) == (0, 1, torch.device("cpu"))
+    assert (backend.rank, backend.world_size, backend.device) == (
+        0,
+        1,
+        torch.device("cpu"),
+    )
     assert not backend.keeps_checkpoints
     assert latest(backend) is None
     assert backend.trace_folder() is None
@@ -87,7 +96,10 @@ def test_old_checkpoints_go_and_wrecks_do_not_count(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "checkpoint_0000000002", {"x": torch.ones(1)})
     checkpoint.save(tmp_path / "checkpoint_0000000004", {"x": torch.ones(1)})
     LocalBackend(tmp_path).report(outcome(), tmp_path / "checkpoint_0000000004")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint_0000000002", "checkpoint_0000000004"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "checkpoint_0000000002",
+        "checkpoint_0000000004",
+    ]
 
 
 @pytest.mark.parametrize("keep", [0, -1])
@@ -96,20 +108,28 @@ def test_a_run_that_keeps_no_checkpoint_is_refused(keep: int) -> None:
         LocalBackend(keep=keep)
 
 
-def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(
+    tmp_path: Path,
+) -> None:
     """Not at the first checkpoint, or with the whole run lost at its end."""
     (tmp_path / "file").write_text("no folder")
     for folder in (tmp_path / "file" / "runs", Path("/proc/nope")):
-        with pytest.raises(ValueError, match=r"Invalid folder .* Name a folder that can be written"):
+        with pytest.raises(
+            ValueError, match=r"Invalid folder .* Name a folder that can be written"
+        ):
             LocalBackend(folder, device="cpu")
     LocalBackend(tmp_path / "new" / "runs", device="cpu")
-    assert list((tmp_path / "new" / "runs").iterdir()) == []  # nothing stays of the attempt
+    # nothing stays of the attempt
+    assert list((tmp_path / "new" / "runs").iterdir()) == []
 
 
 def test_the_last_report_is_a_copy() -> None:
     metrics = {"loss": 1.0}
     backend = LocalBackend(device="cpu")
-    backend.report(StepReport(metrics=metrics, effective_steps=1.0, schedule=outcome().schedule), None)
+    backend.report(
+        StepReport(metrics=metrics, effective_steps=1.0, schedule=outcome().schedule),
+        None,
+    )
     metrics["loss"] = 2.0  # the next step's
     assert backend.metrics == {"loss": 1.0}
 
@@ -134,7 +154,10 @@ def test_where_all_are_damaged_the_run_does_not_begin_anew(tmp_path: Path) -> No
         damage(save(backend, step))
     with (
         pytest.warns(RuntimeWarning, match="Skipped"),
-        pytest.raises(CheckpointError, match=f"None of the 2 checkpoints in {tmp_path} can be used"),
+        pytest.raises(
+            CheckpointError,
+            match=f"None of the 2 checkpoints in {tmp_path} can be used",
+        ),
     ):
         latest(backend)
 
@@ -188,7 +211,9 @@ def _on_two_workers(folder: str) -> tuple[list[Any], list[str]]:
     return told, [str(w.message) for w in caught]
 
 
-def test_rank_0_looks_and_takes_away_and_all_know_what_it_found(pool: Pool, tmp_path: Path) -> None:
+def test_rank_0_looks_and_takes_away_and_all_know_what_it_found(
+    pool: Pool, tmp_path: Path
+) -> None:
     (found, warned), (same, silent) = pool(2).run(_on_two_workers, str(tmp_path))
     assert found[:3] == [None, "checkpoint_0000000001", "checkpoint_0000000002"]
     assert f"None of the 1 checkpoints in {tmp_path} can be used" in found[3]
@@ -197,19 +222,27 @@ def test_rank_0_looks_and_takes_away_and_all_know_what_it_found(pool: Pool, tmp_
     assert silent == []
 
 
-# ---- the device ------------------------------------------------------------------------------------------------------
+# ---- the device ----------------------------------------------------------------------
 
 
 class Cuda:
-    """torch.cuda with a number of visible devices, of which none is in use yet unless ``current`` says so."""
+    """torch.cuda with a number of visible devices, of which none is in use yet
+    unless ``current`` says so.
+    """
 
-    def __init__(self, patched: pytest.MonkeyPatch, visible: int, current: int | None = None) -> None:
+    def __init__(
+        self, patched: pytest.MonkeyPatch, visible: int, current: int | None = None
+    ) -> None:
         self.chosen: list[int] = []
         patched.setattr(torch.cuda, "is_available", lambda: visible > 0)
         patched.setattr(torch.cuda, "device_count", lambda: visible)
         patched.setattr(torch.cuda, "is_initialized", lambda: current is not None)
         patched.setattr(torch.cuda, "current_device", lambda: current or 0)
-        patched.setattr(torch.cuda, "set_device", lambda device: self.chosen.append(torch.device("cuda", device).index))
+        patched.setattr(
+            torch.cuda,
+            "set_device",
+            lambda device: self.chosen.append(torch.device("cuda", device).index),
+        )
         patched.delenv("LOCAL_RANK", raising=False)
         patched.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -223,7 +256,8 @@ class Cuda:
         (2, 1, None, None, "cuda:1"),
         (4, 3, 1, None, "cuda:3"),  # the program chose it
         (4, 3, 1, "cuda:2", "cuda:2"),
-        (2, 0, 1, None, "cuda:1"),  # in use by default, by a tensor.cuda() before: nobody chose it
+        # in use by default, by a tensor.cuda() before: nobody chose it
+        (2, 0, 1, None, "cuda:1"),
         (2, None, 1, "cpu", "cpu"),
         (0, None, None, None, "cpu"),
     ],
@@ -241,7 +275,8 @@ def test_a_worker_has_a_gpu_of_its_own_unless_another_was_chosen(
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     found = LocalBackend(device=asked).device
     assert found == torch.device(device)
-    # NCCL's object collectives use the current device. No GPU is touched for a run on the CPU.
+    # NCCL's object collectives use the current device. No GPU is touched for a run on
+    # the CPU.
     assert cuda.chosen == ([] if device == "cpu" else [found.index])
 
 
@@ -266,12 +301,18 @@ def test_one_visible_gpu_for_each_process(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("visible", [1, 2])
-def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, visible: int) -> None:
+def test_more_processes_than_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, visible: int
+) -> None:
     cuda = Cuda(monkeypatch, visible=visible)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ValueError, match=rf"LOCAL_RANK is 2, .* {visible} CUDA device.*--nproc-per-node"):
+    with pytest.raises(
+        ValueError,
+        match=rf"LOCAL_RANK is 2, .* {visible} CUDA device.*--nproc-per-node",
+    ):
         LocalBackend()
-    assert LocalBackend(device="cuda:0").device == torch.device("cuda", 0)  # several may share one, with gloo
+    # several may share one, with gloo
+    assert LocalBackend(device="cuda:0").device == torch.device("cuda", 0)
     assert LocalBackend(device="cpu").device == torch.device("cpu")
     assert cuda.chosen == [0]
 
@@ -283,5 +324,8 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert cuda.chosen == []
     Cuda(monkeypatch, visible=0)
     for asked in ("cuda", "cuda:0"):
-        with pytest.raises(ValueError, match=rf"Invalid device='{asked}': torch finds no CUDA device .* Use 'cpu'"):
+        with pytest.raises(
+            ValueError,
+            match=rf"Invalid device='{asked}': torch finds no CUDA device .* Use 'cpu'",
+        ):
             LocalBackend(device=asked)

@@ -1,4 +1,6 @@
-"""Checkpoints on their way to disk: what workers must agree on, and what is left where one can't take part."""
+"""Checkpoints on their way to disk: what workers must agree on, and what is left
+where one can't take part.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,18 @@ from ray_adascale.run.boundary.checkpointing import Boundary, Saver
 from ray_adascale.run.boundary.stage import StepReport
 
 SCHEDULE = BaseSchedule(
-    base_batch_size=4, total_steps=9, scheduler_unit=None, base_steps_per_epoch=None, lr_curve=[[0.1]]
+    base_batch_size=4,
+    total_steps=9,
+    scheduler_unit=None,
+    base_steps_per_epoch=None,
+    lr_curve=[[0.1]],
 )
 
 
 def outcome(metrics: dict[str, float], effective_steps: float = 1.0) -> StepReport:
-    return StepReport(metrics=metrics, effective_steps=effective_steps, schedule=SCHEDULE)
+    return StepReport(
+        metrics=metrics, effective_steps=effective_steps, schedule=SCHEDULE
+    )
 
 
 def content() -> Any:
@@ -47,7 +55,9 @@ class Uploading(LocalBackend):
         return self.going
 
 
-def test_one_is_in_flight_until_it_is_handed_over_and_busy_until_it_is_uploaded(tmp_path: Path) -> None:
+def test_one_is_in_flight_until_it_is_handed_over_and_busy_until_it_is_uploaded(
+    tmp_path: Path,
+) -> None:
     backend = Uploading(tmp_path)
     saver = Saver(backend)
     assert not saver.in_flight
@@ -65,14 +75,20 @@ def test_one_is_in_flight_until_it_is_handed_over_and_busy_until_it_is_uploaded(
     assert len(backend.reported) == 1
     # The next one hands over the one before it.
     saver.begin(Boundary(2, 2.0, 0.1), content, outcome({"loss": 2.0}, 2.0))
-    assert saver.save(Boundary(3, 3.0, 0.1), content) == tmp_path / "checkpoint_0000000003"
+    assert (
+        saver.save(Boundary(3, 3.0, 0.1), content) == tmp_path / "checkpoint_0000000003"
+    )
     assert [row["loss"] for row in backend.reported] == [1.0, 2.0]
 
 
 def test_nothing_is_made_where_none_is_kept() -> None:
     saver = Saver(LocalBackend(device="cpu"))
-    assert saver.save(Boundary(1, 1.0, 0.1), lambda: pytest.fail("not asked for")) is None
-    saver.begin(Boundary(1, 1.0, 0.1), lambda: pytest.fail("not asked for"), outcome({}))
+    assert (
+        saver.save(Boundary(1, 1.0, 0.1), lambda: pytest.fail("not asked for")) is None
+    )
+    saver.begin(
+        Boundary(1, 1.0, 0.1), lambda: pytest.fail("not asked for"), outcome({})
+    )
     assert not saver.in_flight
 
 
@@ -103,14 +119,27 @@ def full(folder: str, error: OSError | None, workers: int) -> str:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_disk_without_room_for_a_folder_is_named_by_every_worker(tmp_path: Path, pool: Any, workers: int) -> None:
+def test_a_disk_without_room_for_a_folder_is_named_by_every_worker(
+    tmp_path: Path, pool: Any, workers: int
+) -> None:
     run = pool(2).run if workers == 2 else lambda fn, *args: [fn(*args)]
-    said = run(full, str(tmp_path), OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "x")), workers)
+    said = run(
+        full,
+        str(tmp_path),
+        OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "x")),
+        workers,
+    )
     for text in said:
-        assert re.match(rf"CheckpointError: No checkpoint was saved\. rank {workers - 1}: OSError: .*No space", text)
-        assert re.search(rf"the disk of {tmp_path} is full: [\d,.]+ of [\d,.]+ MB are free", text)
+        assert re.match(
+            rf"CheckpointError: No checkpoint was saved\. rank {workers - 1}: OSError: .*No space",
+            text,
+        )
+        assert re.search(
+            rf"the disk of {tmp_path} is full: [\d,.]+ of [\d,.]+ MB are free", text
+        )
     assert len(said) == workers
-    assert run(full, str(tmp_path), None, workers) == ["saved"] * workers  # the collectives are in step again
+    # the collectives are in step again
+    assert run(full, str(tmp_path), None, workers) == ["saved"] * workers
 
 
 def disagree(folder: str, step: int, tau: float, broken: bool) -> str:
@@ -122,7 +151,9 @@ def disagree(folder: str, step: int, tau: float, broken: bool) -> str:
         return content()
 
     try:
-        Saver(LocalBackend(folder, device="cpu")).save(Boundary(7 + step * rank, 1.5 + tau * rank, 0.1), mine)
+        Saver(LocalBackend(folder, device="cpu")).save(
+            Boundary(7 + step * rank, 1.5 + tau * rank, 0.1), mine
+        )
     except Exception as e:
         return f"{type(e).__name__}: {e}"
     return "saved"
@@ -136,14 +167,18 @@ def disagree(folder: str, step: int, tau: float, broken: bool) -> str:
         ((0, 1e-15, False), ["rank 1: τ=1.500000000000001, lr=0.1, step=7"] * 2),
         (
             (0, 0.0, True),
-            ["CheckpointError: No checkpoint was saved. rank 1: MemoryError: no room", "MemoryError: no room"],
+            [
+                "CheckpointError: No checkpoint was saved. rank 1: MemoryError: no room",
+                "MemoryError: no room",
+            ],
         ),
     ],
 )
 def test_workers_that_are_not_at_one_place_write_nothing(
     tmp_path: Path, pool: Any, arguments: Any, said: list[str]
 ) -> None:
-    # The folder's name comes from the step: those that differ in it must still meet in the comparison.
+    # The folder's name comes from the step: those that differ in it must still meet in
+    # the comparison.
     found = pool(2).run(disagree, str(tmp_path), *arguments)
     for one, expected in zip(found, said, strict=True):
         assert expected in one

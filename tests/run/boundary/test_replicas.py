@@ -1,4 +1,6 @@
-"""The workers' copies of weights and gradients are compared: faults that are planted on one of two workers are found."""
+"""The workers' copies of weights and gradients are compared: faults that are planted
+on one of two workers are found.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ STEPS, FAULT = 8, 3  # the fault is in this step, counted from 1
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
-    return TensorDataset(torch.randn(64, 6, generator=generator), torch.randn(64, 2, generator=generator))
+    return TensorDataset(
+        torch.randn(64, 6, generator=generator), torch.randn(64, 2, generator=generator)
+    )
 
 
 def network(width: int = 8) -> nn.Sequential:
@@ -31,15 +35,36 @@ def network(width: int = 8) -> nn.Sequential:
 
 
 def make_run(
-    model: nn.Module, *, optimizer: Any = None, dataset: Any = None, folder: str | None = None, **settings: Any
+    model: nn.Module,
+    *,
+    optimizer: Any = None,
+    dataset: Any = None,
+    folder: str | None = None,
+    **settings: Any,
 ) -> Run:
     if optimizer is None:
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-    extra = {key: settings.pop(key) for key in ("extra_state", "after_step", "evaluate", "sampler") if key in settings}
-    defaults: dict[str, Any] = {"base_batch_size": 4, "per_worker_batch_size": 4, "total_steps": 60}
+        optimizer = torch.optim.SGD(
+            [p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9
+        )
+    extra = {
+        key: settings.pop(key)
+        for key in ("extra_state", "after_step", "evaluate", "sampler")
+        if key in settings
+    }
+    defaults: dict[str, Any] = {
+        "base_batch_size": 4,
+        "per_worker_batch_size": 4,
+        "total_steps": 60,
+    }
     config = AdaScaleConfig(**(defaults | settings))
     return Run(
-        model, optimizer, None, data() if dataset is None else dataset, config, backend=LocalBackend(folder), **extra
+        model,
+        optimizer,
+        None,
+        data() if dataset is None else dataset,
+        config,
+        backend=LocalBackend(folder),
+        **extra,
     )
 
 
@@ -47,8 +72,12 @@ def mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (model(x) - y).square().mean()
 
 
-def outcome(run: Run, before: Callable[[Run, int], object], loss: Callable[..., Tensor] = mse) -> tuple[int, str]:
-    """Return the steps that were taken and the error, or "" without one; ``before`` is called before each step's passes."""
+def outcome(
+    run: Run, before: Callable[[Run, int], object], loss: Callable[..., Tensor] = mse
+) -> tuple[int, str]:
+    """Return the steps that were taken and the error, or "" without one; ``before``
+    is called before each step's passes.
+    """
     steps, first = 0, True
     try:
         for x, y in run:
@@ -64,27 +93,41 @@ def outcome(run: Run, before: Callable[[Run, int], object], loss: Callable[..., 
     return steps, ""
 
 
-# ---- sums of bits ----------------------------------------------------------------------------------------------------
+# ---- sums of bits --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.uint8, torch.bool]
+    "dtype",
+    [
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.complex64,
+        torch.uint8,
+        torch.bool,
+    ],
 )
 def test_each_bit_counts_and_no_order_does(dtype: torch.dtype) -> None:
     tensor = (torch.arange(60).view(3, 4, 5) % 7).to(dtype)
     before = sum_of(bits_of(tensor))
     assert before.dtype is torch.float64
-    assert sum_of(bits_of(tensor.permute(2, 0, 1))) == before  # another layout of the same numbers
+    # another layout of the same numbers
+    assert sum_of(bits_of(tensor.permute(2, 0, 1))) == before
     assert sum_of(bits_of(tensor.transpose(0, 2).contiguous())) == before
-    assert sum_of(bits_of(tensor[:, ::2])) == sum_of(bits_of(tensor[:, ::2].contiguous()))
+    assert sum_of(bits_of(tensor[:, ::2])) == sum_of(
+        bits_of(tensor[:, ::2].contiguous())
+    )
     for byte in range(tensor.element_size()):
         for bit in range(1 if dtype is torch.bool else 8):
             other = tensor.clone()
-            other.view(-1).view(torch.uint8)[37 * tensor.element_size() + byte] ^= 1 << bit
+            other.view(-1).view(torch.uint8)[37 * tensor.element_size() + byte] ^= (
+                1 << bit
+            )
             assert sum_of(bits_of(other)) != before, (byte, bit)
 
 
-# ---- planted faults --------------------------------------------------------------------------------------------------
+# ---- planted faults ------------------------------------------------------------------
 
 
 def _flip(run: Run, step: int) -> None:
@@ -95,26 +138,39 @@ def _flip(run: Run, step: int) -> None:
 
 def _one_bit(sharding: str, fused: bool | None, width: int = 8) -> tuple[int, str]:
     net = network(width)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.8 / width, momentum=0.9, fused=fused)
+    optimizer = torch.optim.SGD(
+        net.parameters(), lr=0.8 / width, momentum=0.9, fused=fused
+    )
     return outcome(make_run(net, optimizer=optimizer, sharding=sharding), _flip)
 
 
 @pytest.mark.also_simulated("none-True")
 @pytest.mark.parametrize("fused", [None, True])
 @pytest.mark.parametrize("sharding", ["none", "oss", "zero2"])
-def test_one_bit_of_one_weight_is_found_within_two_steps(pool: Any, sharding: str, fused: bool | None) -> None:
+def test_one_bit_of_one_weight_is_found_within_two_steps(
+    pool: Any, sharding: str, fused: bool | None
+) -> None:
     for steps, error in pool(2).run(_one_bit, sharding, fused):
         assert steps <= FAULT + 1
         assert "replicas are no longer equal: the workers' weights differ" in error
-        if sharding == "none":  # else the step after has copied the owner's weights to all
-            assert re.search("First difference: the weight '2.weight' .*on rank 0 and .* on rank 1", error)
+        # else the step after has copied the owner's weights to all
+        if sharding == "none":
+            assert re.search(
+                "First difference: the weight '2.weight' .*on rank 0 and .* on rank 1",
+                error,
+            )
 
 
-def test_one_bit_of_weights_that_are_compared_in_pieces_is_found_once_its_piece_comes(pool: Any) -> None:
+def test_one_bit_of_weights_that_are_compared_in_pieces_is_found_once_its_piece_comes(
+    pool: Any,
+) -> None:
     """108,002 weights are two pieces, and the flipped one is in the second."""
     for steps, error in pool(2).run(_one_bit, "none", None, 12_000):
         assert steps <= FAULT + 2
-        assert re.search("First difference: the weight '2.weight' .*on rank 0 and .* on rank 1", error)
+        assert re.search(
+            "First difference: the weight '2.weight' .*on rank 0 and .* on rank 1",
+            error,
+        )
 
 
 def _unreduced(sharding: str, fused: bool | None, width: int) -> tuple[int, str]:
@@ -129,7 +185,9 @@ def _unreduced(sharding: str, fused: bool | None, width: int) -> tuple[int, str]
         return result
 
     net = network(width)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1 / width, momentum=0.9, fused=fused)
+    optimizer = torch.optim.SGD(
+        net.parameters(), lr=0.1 / width, momentum=0.9, fused=fused
+    )
     run = make_run(net, optimizer=optimizer, sharding=sharding)
     run.model.register_comm_hook(None, hook)  # type: ignore[operator]
 
@@ -140,7 +198,8 @@ def _unreduced(sharding: str, fused: bool | None, width: int) -> tuple[int, str]
     return outcome(run, before)
 
 
-@pytest.mark.parametrize("width", [8, 120_000])  # of a million weights workers share the norm's work
+# of a million weights workers share the norm's work
+@pytest.mark.parametrize("width", [8, 120_000])
 @pytest.mark.parametrize("fused", [None, True])
 @pytest.mark.parametrize("sharding", ["none", "oss"])
 def test_a_rank_that_skips_one_reduction_is_found_within_two_steps(
@@ -152,7 +211,9 @@ def test_a_rank_that_skips_one_reduction_is_found_within_two_steps(
 
 
 class Projection(nn.Module):
-    """Makes a random projection in its first forward pass, with each worker's own stream."""
+    """Makes a random projection in its first forward pass, with each worker's own
+    stream.
+    """
 
     def __init__(self, statistics: bool) -> None:
         super().__init__()
@@ -183,7 +244,9 @@ def _drawn_buffer(sharding: str, statistics: bool) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("sharding", ["none", "oss", "zero2", "fsdp2"])
-def test_a_buffer_that_each_worker_draws_for_itself_is_warned_of_within_two_steps(pool: Any, sharding: str) -> None:
+def test_a_buffer_that_each_worker_draws_for_itself_is_warned_of_within_two_steps(
+    pool: Any, sharding: str
+) -> None:
     told, others = pool(2).run(_drawn_buffer, sharding, False)
     assert others == []
     ((step, text),) = told
@@ -195,7 +258,10 @@ def test_a_buffer_that_each_worker_draws_for_itself_is_warned_of_within_two_step
 def _no_fault(sharding: str, settings: dict[str, Any]) -> tuple[int, str]:
     net = network().to(settings.pop("dtype", torch.float32))
     x, y = (t.to(next(net.parameters()).dtype) for t in data().tensors)
-    return outcome(make_run(net, sharding=sharding, dataset=TensorDataset(x, y), **settings), lambda *_: None)
+    return outcome(
+        make_run(net, sharding=sharding, dataset=TensorDataset(x, y), **settings),
+        lambda *_: None,
+    )
 
 
 @pytest.mark.parametrize("sharding", ["none", "oss", "zero2", "fsdp2"])
@@ -204,11 +270,13 @@ def _no_fault(sharding: str, settings: dict[str, Any]) -> tuple[int, str]:
     [{}, {"accumulation": 2}, {"dtype": torch.float64}, {"dtype": torch.bfloat16}],
     ids=["plain", "passes", "fp64", "bf16"],
 )
-def test_equal_replicas_are_no_error(pool: Any, sharding: str, settings: dict[str, Any]) -> None:
+def test_equal_replicas_are_no_error(
+    pool: Any, sharding: str, settings: dict[str, Any]
+) -> None:
     assert pool(3).run(_no_fault, sharding, settings) == [(STEPS, "")] * 3
 
 
-# ---- at a checkpoint -------------------------------------------------------------------------------------------------
+# ---- at a checkpoint -----------------------------------------------------------------
 
 
 def _frozen_differs(folder: str, sharding: str) -> str:
@@ -230,7 +298,9 @@ def _frozen_differs(folder: str, sharding: str) -> str:
 
 
 @pytest.mark.parametrize("sharding", ["none", "oss", "zero2"])
-def test_a_checkpoint_of_unequal_weights_is_refused(pool: Any, tmp_path: Path, sharding: str) -> None:
+def test_a_checkpoint_of_unequal_weights_is_refused(
+    pool: Any, tmp_path: Path, sharding: str
+) -> None:
     for error in pool(2).run(_frozen_differs, str(tmp_path), sharding):
         assert "No checkpoint was written: the workers' weights differ" in error
         assert "First difference: the weight '0.bias' " in error
@@ -272,7 +342,11 @@ def _average(folder: str, updated: str, given: str) -> str:
 @pytest.mark.parametrize(
     ("updated", "given", "message"),
     [
-        ("rank 0", "everywhere", "First difference: average/weight .*Update it alike on all workers"),
+        (
+            "rank 0",
+            "everywhere",
+            "First difference: average/weight .*Update it alike on all workers",
+        ),
         ("rank 0", "rank 0", ""),
         ("everywhere", "everywhere", ""),
     ],
@@ -285,14 +359,18 @@ def test_an_average_that_only_one_worker_updates_is_refused(
         assert re.search(message, error)
 
 
-# ---- the data --------------------------------------------------------------------------------------------------------
+# ---- the data ------------------------------------------------------------------------
 
 
 def _drawn_by(first_epoch: int, fused: bool) -> tuple[int, str]:
     """From an epoch on each rank's sampler draws otherwise."""
 
     def indices(epoch: int) -> list[int]:
-        return torch.randperm(64)[:16].roll(dist.get_rank() if epoch >= first_epoch else 0).tolist()
+        return (
+            torch.randperm(64)[:16]
+            .roll(dist.get_rank() if epoch >= first_epoch else 0)
+            .tolist()
+        )
 
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=fused)
@@ -304,13 +382,19 @@ def _drawn_by(first_epoch: int, fused: bool) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_samplers_that_differ_between_workers_are_refused_in_the_epoch_in_which_they_do(pool: Any, fused: bool) -> None:
+def test_samplers_that_differ_between_workers_are_refused_in_the_epoch_in_which_they_do(
+    pool: Any, fused: bool
+) -> None:
     for steps, error in pool(2).run(_drawn_by, 1, fused):
         assert 2 < steps <= 4  # two steps are an epoch
-        assert re.search(r"Invalid sampler: .*indices yields in epoch 1 \[.*\] .*on rank 0 and \[.*on rank 1", error)
+        assert re.search(
+            r"Invalid sampler: .*indices yields in epoch 1 \[.*\] .*on rank 0 and \[.*on rank 1",
+            error,
+        )
     for _, error in pool(2).run(_drawn_by, 0, fused):
         assert re.search(
-            r"different runs\. The order that the sampler draws, which .* \(seed, epoch\) alone, is \[0, ", error
+            r"different runs\. The order that the sampler draws, which .* \(seed, epoch\) alone, is \[0, ",
+            error,
         )
 
 
@@ -326,11 +410,16 @@ class Batches:
 
 def _streams(lengths: tuple[int, int]) -> list[str]:
     rank, (x, y) = dist.get_rank(), data().tensors
-    dataset = [(x[i : i + 4], y[i : i + 4]) for i in range(4 * rank, 4 * rank + 4 * lengths[rank], 4)]
+    dataset = [
+        (x[i : i + 4], y[i : i + 4])
+        for i in range(4 * rank, 4 * rank + 4 * lengths[rank], 4)
+    ]
     net = network()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        assert outcome(make_run(net, dataset=Batches(dataset), sharding="none"), lambda *_: None) == (STEPS, "")
+        assert outcome(
+            make_run(net, dataset=Batches(dataset), sharding="none"), lambda *_: None
+        ) == (STEPS, "")
     return [str(w.message) for w in found]
 
 
@@ -342,7 +431,9 @@ def _streams(lengths: tuple[int, int]) -> list[str]:
         ((2, 9), "2 batches on rank 0 and 4 batches so far"),
     ],
 )
-def test_streams_of_unequal_length_are_warned_of_once(pool: Any, lengths: tuple[int, int], said: str) -> None:
+def test_streams_of_unequal_length_are_warned_of_once(
+    pool: Any, lengths: tuple[int, int], said: str
+) -> None:
     first, second = pool(2).run(_streams, lengths)
     assert len(first) == 1, first
     warning = first[0]

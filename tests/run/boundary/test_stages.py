@@ -24,7 +24,11 @@ from ray_adascale.run.boundary.reporting import Reporting
 from ray_adascale.run.boundary.stage import BoundaryFlags
 
 NOTHING = BoundaryFlags.NONE
-REPORT, CHECKPOINT, POLL = BoundaryFlags.REPORT, BoundaryFlags.CHECKPOINT, BoundaryFlags.POLL
+REPORT, CHECKPOINT, POLL = (
+    BoundaryFlags.REPORT,
+    BoundaryFlags.CHECKPOINT,
+    BoundaryFlags.POLL,
+)
 STOP, STALLED, BUSY = BoundaryFlags.STOP, BoundaryFlags.STALLED, BoundaryFlags.BUSY
 
 
@@ -79,18 +83,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def checkpointing(backend: LocalBackend) -> Checkpointing:
     state: Any = None
     replicas: Any = SimpleNamespace(compare=lambda: None)
-    return Checkpointing(backend, state, replicas, None, every_s=300.0, process_group=None)
+    return Checkpointing(
+        backend, state, replicas, None, every_s=300.0, process_group=None
+    )
 
 
 def evaluating(metric: dict[str, float] | None = None, **settings: Any) -> Evaluation:
     evaluate = None if metric is None else lambda _: metric
-    return Evaluation(evaluate, nn.Linear(1, 1), **{"every": 4.0, "early_stop": None, **settings})
+    return Evaluation(
+        evaluate, nn.Linear(1, 1), **{"every": 4.0, "early_stop": None, **settings}
+    )
 
 
 def test_each_stage_is_due_after_its_own_interval(clock: list[float]) -> None:
     backend, run = Told(), FakeRun(Told())
     saving = checkpointing(backend)
-    stages = [Preemption(backend), saving, Reporting(backend, 10.0, evaluating(), saving)]
+    stages = [
+        Preemption(backend),
+        saving,
+        Reporting(backend, 10.0, evaluating(), saving),
+    ]
 
     def flags() -> int:
         return stages[0].flags() | stages[1].flags() | stages[2].flags()
@@ -116,11 +128,15 @@ def test_a_worker_without_a_best_evaluation_of_its_own_ends_with_the_others() ->
     stage = evaluating(early_stop=EarlyStop(patience=10, metric="error", mode="min"))
     stage.after_record({"error": math.nan}, 4.0)
     assert (stage.best, stage.stalled) == (None, None)
-    assert stage.act(FakeRun(Told()), STALLED) == "no better error for 10 effective steps"  # type: ignore[arg-type]
+    assert (
+        stage.act(FakeRun(Told()), STALLED) == "no better error for 10 effective steps"
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("mode", "worse"), [("min", 0.6), ("max", 0.4)])
-def test_a_run_has_stalled_once_its_best_evaluation_is_patience_ago(mode: Any, worse: float) -> None:
+def test_a_run_has_stalled_once_its_best_evaluation_is_patience_ago(
+    mode: Any, worse: float
+) -> None:
     stage = evaluating(early_stop=EarlyStop(patience=10, metric="error", mode=mode))
     stage.after_record({"other": 1.0}, 1.0)
     assert (stage.best, stage.stalled) == (None, None)
@@ -151,7 +167,9 @@ def test_a_run_has_stalled_once_its_best_evaluation_is_patience_ago(mode: Any, w
         (NOTHING, False, ReportPolicy(save_evaluations=True), []),
     ],
 )
-def test_when_a_boundary_is_reported(flags: int, evaluated: bool, policy: ReportPolicy, reports: list[bool]) -> None:
+def test_when_a_boundary_is_reported(
+    flags: int, evaluated: bool, policy: ReportPolicy, reports: list[bool]
+) -> None:
     class Backend(Told):
         def report(self, report: Any, folder: Any) -> None:
             made.append(folder is not None)
@@ -196,7 +214,8 @@ def test_a_checkpoint_in_the_background_is_begun_when_due_and_finished_when_nobo
     assert calls == ["begin", "finish"]
     flying[0], run.reported = False, True
     stage.act(run, CHECKPOINT)  # type: ignore[arg-type]
-    assert calls == ["begin", "finish"]  # a preemption notice has saved a checkpoint at this boundary
+    # a preemption notice has saved a checkpoint at this boundary
+    assert calls == ["begin", "finish"]
 
 
 def test_examples_a_second_count_from_the_last_report(clock: list[float]) -> None:

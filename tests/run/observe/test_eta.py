@@ -1,4 +1,6 @@
-"""What is left of a run, against numbers worked by hand, and in a run that is stopped and resumed."""
+"""What is left of a run, against numbers worked by hand, and in a run that is
+stopped and resumed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from ray_adascale.forecast.replay import Forecaster
 from ray_adascale.recipe import Recipe
 from ray_adascale.run.base.base_run import record_recipe
 from ray_adascale.run.observe import eta as module
-from ray_adascale.run.observe.eta import Eta, EtaTracker, clock_time, forecast_run, steps_left
+from ray_adascale.run.observe.eta import (
+    Eta,
+    EtaTracker,
+    clock_time,
+    forecast_run,
+    steps_left,
+)
 from ray_adascale.run.observe.step import Listener, Step
 
 from ...samples_of import recipe, regression, step_of
@@ -38,7 +46,11 @@ def test_without_a_forecast_the_mean_gain_stays() -> None:
     assert steps_left(None, tau=25, scale=4, **given) == pytest.approx(30)  # r̄ = 2.5
     assert steps_left(None, tau=0, scale=4, **given) == math.inf
     assert steps_left(None, tau=25, scale=1, **given) == 75
-    assert steps_left(None, tau=101, scale=4, **given) == steps_left(None, tau=101, scale=1, **given) == 0
+    assert (
+        steps_left(None, tau=101, scale=4, **given)
+        == steps_left(None, tau=101, scale=1, **given)
+        == 0
+    )
 
 
 def test_seconds_leave_the_first_steps_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +78,7 @@ def test_in_words() -> None:
     assert clock_time(3661) == "1:01:01"
 
 
-# ---- in a run --------------------------------------------------------------------------------------------------------
+# ---- in a run ------------------------------------------------------------------------
 
 
 class Watched(LocalBackend, Listener):
@@ -86,14 +98,20 @@ class Watched(LocalBackend, Listener):
 
 @pytest.fixture(scope="module")
 def found() -> Recipe:
-    return record_recipe(regression, {}, base_batch_size=8, total_steps=400, seed=1, probe_every=5)
+    return record_recipe(
+        regression, {}, base_batch_size=8, total_steps=400, seed=1, probe_every=5
+    )
 
 
 def make(backend: LocalBackend, recipe: Recipe | None, scale: int) -> tuple[Run, Any]:
     seed_everything(3)
     built = regression({})
-    settings: dict[str, Any] = {} if recipe is not None else {"base_batch_size": 8, "total_steps": 400}
-    config = AdaScaleConfig(per_worker_batch_size=scale * 8 // 2, accumulation=2, seed=3, **settings)
+    settings: dict[str, Any] = (
+        {} if recipe is not None else {"base_batch_size": 8, "total_steps": 400}
+    )
+    config = AdaScaleConfig(
+        per_worker_batch_size=scale * 8 // 2, accumulation=2, seed=3, **settings
+    )
     return Run.of(built, config, recipe=recipe, backend=backend), built.loss_fn
 
 
@@ -106,7 +124,9 @@ def drive(run: Run, loss_fn: Any, until: float = math.inf) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The batch of")
-def test_a_run_tells_what_is_left_from_its_first_step_on(found: Recipe, tmp_path: Path) -> None:
+def test_a_run_tells_what_is_left_from_its_first_step_on(
+    found: Recipe, tmp_path: Path
+) -> None:
     backend = Watched(tmp_path / "whole")
     run, loss_fn = make(backend, found, 8)
     drive(run, loss_fn)
@@ -118,7 +138,9 @@ def test_a_run_tells_what_is_left_from_its_first_step_on(found: Recipe, tmp_path
             assert math.isfinite(eta.seconds)
     assert backend.seen[-1].steps == backend.seen[-1].seconds == 0
     rows = read_trace(tmp_path / "whole")
-    assert [row["steps_left"] for row in rows] == [round(eta.steps, 1) for eta in backend.seen]
+    assert [row["steps_left"] for row in rows] == [
+        round(eta.steps, 1) for eta in backend.seen
+    ]
 
     # Stopped amid the run and resumed, it tells the same.
     drive(*make(LocalBackend(tmp_path / "parts"), found, 8), until=200)
@@ -129,7 +151,9 @@ def test_a_run_tells_what_is_left_from_its_first_step_on(found: Recipe, tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:The batch of")
-def test_without_a_forecast_it_is_rough_and_at_the_base_batch_exact(found: Recipe, tmp_path: Path) -> None:
+def test_without_a_forecast_it_is_rough_and_at_the_base_batch_exact(
+    found: Recipe, tmp_path: Path
+) -> None:
     backend = Watched(tmp_path)
     run, loss_fn = make(backend, None, 8)
     drive(run, loss_fn, until=100)

@@ -38,10 +38,22 @@ def step(pulse: Pulse, clock: Clock, number: int, **seconds: float) -> None:
     pulse.end_step(number)
 
 
-def test_the_limit_is_ten_times_the_slowest_of_the_last_steps_without_what_is_no_step(clock: Clock) -> None:
+def test_the_limit_is_ten_times_the_slowest_of_the_last_steps_without_what_is_no_step(
+    clock: Clock,
+) -> None:
     pulse = Pulse()
     assert pulse.limit_s is None  # the first step compiles
-    step(pulse, clock, 1, START=500.0, DATA=1.0, PASS=10.0, REDUCTION=5.0, BOUNDARY=900.0, BETWEEN=900.0)
+    step(
+        pulse,
+        clock,
+        1,
+        START=500.0,
+        DATA=1.0,
+        PASS=10.0,
+        REDUCTION=5.0,
+        BOUNDARY=900.0,
+        BETWEEN=900.0,
+    )
     assert pulse.limit_s == 160.0
     for number in range(2, 21):
         step(pulse, clock, number, DATA=0.0, PASS=1.0)
@@ -84,14 +96,26 @@ def test_a_run_enters_each_phase_in_order(monkeypatch: pytest.MonkeyPatch) -> No
 
     model = nn.Linear(3, 2)
     config = AdaScaleConfig(
-        base_batch_size=4, total_steps=2, scheduler_unit="step", per_worker_batch_size=2, accumulation=2
+        base_batch_size=4,
+        total_steps=2,
+        scheduler_unit="step",
+        per_worker_batch_size=2,
+        accumulation=2,
     )
     data = TensorDataset(torch.randn(16, 3), torch.zeros(16, dtype=torch.long))
-    run = Run(model, torch.optim.SGD(model.parameters(), lr=0.1), None, data, config, backend=Watching())
+    run = Run(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        None,
+        data,
+        config,
+        backend=Watching(),
+    )
     for x, y in run:
         run.backward(F.cross_entropy(run.model(x), y))
         run.step()
     assert len(watched) == 1
     one = ["DATA", "PASS", "DATA", "PASS", "REDUCTION", "BOUNDARY", "BETWEEN"]
-    assert [name for _, name in seen] == ["BOUNDARY", *one, *one, "BOUNDARY"]  # first the untrained model
+    # first the untrained model
+    assert [name for _, name in seen] == ["BOUNDARY", *one, *one, "BOUNDARY"]
     assert [number for number, name in seen if name == "BETWEEN"] == [1, 2]

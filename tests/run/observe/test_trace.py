@@ -33,12 +33,22 @@ def steps_of(run: Path) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore:Step 4 was skipped")
-def test_each_column_of_a_run_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of steps that are skipped or clipped, beside the user's metrics, and of a long run."""
+def test_each_column_of_a_run_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of steps that are skipped or clipped, beside the user's metrics, and of a
+    long run.
+    """
     monkeypatch.setattr(observe_trace, "_MOST_ROWS", 20)
     x = torch.randn(64, 4)
     model = torch.nn.Linear(4, 1)
-    config = AdaScaleConfig(base_batch_size=8, total_steps=30, accumulation=2, grad_clip="1x", evaluate_every=10)
+    config = AdaScaleConfig(
+        base_batch_size=8,
+        total_steps=30,
+        accumulation=2,
+        grad_clip="1x",
+        evaluate_every=10,
+    )
     run = Run(
         model,
         torch.optim.SGD(model.parameters(), lr=0.01),
@@ -49,16 +59,26 @@ def test_each_column_of_a_run_is_explained(tmp_path: Path, monkeypatch: pytest.M
         backend=LocalBackend(tmp_path),
     )
     for i, (inputs, targets) in enumerate(run):
-        run.backward((run.model(inputs) - targets).square().mean() * (math.inf if i == 6 else 1))
+        run.backward(
+            (run.model(inputs) - targets).square().mean() * (math.inf if i == 6 else 1)
+        )
         run.step()
     keys = {key for row in read_trace(tmp_path) for key in row}
     assert {"skipped", "clipped", "own", "loss"} <= keys
     assert keys - {"own"} <= set(COLUMNS)
-    assert set(COLUMNS) - keys <= {"steps_left", "short_step"}  # of a recipe's forecast, and of the adapters
+    # of a recipe's forecast, and of the adapters
+    assert set(COLUMNS) - keys <= {"steps_left", "short_step"}
 
 
 def test_rows_come_back_as_they_went_in(tmp_path: Path) -> None:
-    row = {"step": 1, "loss": 0.1, "skipped": False, "note": "μ²\n", "lr": [0.1, 1e-300], "attempt": None}
+    row = {
+        "step": 1,
+        "loss": 0.1,
+        "skipped": False,
+        "note": "μ²\n",
+        "lr": [0.1, 1e-300],
+        "attempt": None,
+    }
     trace = Trace(tmp_path / "deep" / "run", 10)
     trace.after_step(step_of(row=row))
     trace.after_record({"accuracy": 0.5})
@@ -72,7 +92,9 @@ def test_rows_come_back_as_they_went_in(tmp_path: Path) -> None:
     assert "accuracy" not in second
 
 
-def test_rows_reach_the_file_after_a_second_and_on_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_reach_the_file_after_a_second_and_on_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = [100.0]
     monkeypatch.setattr(observe_trace.time, "monotonic", lambda: clock[0])
     trace = Trace(tmp_path, 10)
@@ -85,15 +107,18 @@ def test_rows_reach_the_file_after_a_second_and_on_flush(tmp_path: Path, monkeyp
     assert steps_of(tmp_path) == [1, 2, 3, 4, 5]
 
 
-# ---- several starts --------------------------------------------------------------------------------------------------
+# ---- several starts ------------------------------------------------------------------
 
 
-def test_of_a_step_that_was_taken_again_the_last_starts_row_counts(tmp_path: Path) -> None:
+def test_of_a_step_that_was_taken_again_the_last_starts_row_counts(
+    tmp_path: Path,
+) -> None:
     first = Trace(tmp_path, 100)
     take_steps(first, 1, 10, start=0)
     first.save()
     second = Trace(tmp_path, 100, attempt=1)  # from a checkpoint of step 5
-    first_again = Trace(tmp_path, 100, attempt=1)  # the second died before its first step
+    # the second died before its first step
+    first_again = Trace(tmp_path, 100, attempt=1)
     assert steps_of(tmp_path) == list(range(1, 11))  # what is known of the run as yet
     take_steps(first_again, 6, 8, start=2)
     first_again.save()
@@ -111,8 +136,11 @@ def test_of_a_step_that_was_taken_again_the_last_starts_row_counts(tmp_path: Pat
     assert steps_of(tmp_path) == [1, 2]
 
 
-def test_starts_of_the_same_moment_have_a_file_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observe_trace, "files_of", lambda _: [])  # neither sees the other's
+def test_starts_of_the_same_moment_have_a_file_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # neither sees the other's
+    monkeypatch.setattr(observe_trace, "files_of", lambda _: [])
     traces = [Trace(tmp_path, 100), Trace(tmp_path, 100)]
     assert [trace.number for trace in traces] == [0, 1]
     assert len(list(tmp_path.glob("trace/*.jsonl"))) == 2
@@ -125,7 +153,8 @@ def test_a_line_that_a_kill_has_torn_is_left_out(tmp_path: Path, lost: int) -> N
     killed.save()
     file = tmp_path / TRACE / "0000.jsonl"
     file.write_bytes(file.read_bytes()[:-lost])
-    assert steps_of(tmp_path) == [1, 2, 3][: 3 if lost == 1 else 2]  # without its line break only, a row is whole
+    # without its line break only, a row is whole
+    assert steps_of(tmp_path) == [1, 2, 3][: 3 if lost == 1 else 2]
     again = Trace(tmp_path, 100)
     take_steps(again, 3, 4)
     again.save()
@@ -146,7 +175,9 @@ def test_a_damaged_line_elsewhere_is_named(tmp_path: Path, bad: bytes) -> None:
 
 
 def test_a_trace_of_the_first_version_is_read_for_ever() -> None:
-    """Never make it anew: it stands for old traces. An evaluation at step 2, a restart before step 3."""
+    """Never make it anew: it stands for old traces. An evaluation at step 2, a
+    restart before step 3.
+    """
     found = read_trace(Path(__file__).parents[2] / "samples" / "trace_v1.jsonl")
     assert [row["step"] for row in found] == [1, 2, 3]
     assert [row["attempt"] for row in found] == [0, 0, 1]
@@ -156,7 +187,7 @@ def test_a_trace_of_the_first_version_is_read_for_ever() -> None:
     assert found[2]["position"] == 24
 
 
-# ---- long runs -------------------------------------------------------------------------------------------------------
+# ---- long runs -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("total_steps", "k"), [(400, 1), (401, 2), (1300, 4)])
@@ -171,27 +202,38 @@ def test_a_long_run_writes_every_kth_row_the_first_and_the_last(
     trace.after_record({"accuracy": 0.6})
     take_steps(trace, 15, 18)
     trace.save()  # at a checkpoint
-    assert steps_of(tmp_path) == [step for step in range(1, 19) if step % k == 0 or step in (1, 18)]
+    assert steps_of(tmp_path) == [
+        step for step in range(1, 19) if step % k == 0 or step in (1, 18)
+    ]
     take_steps(trace, 19, 21)
     trace.save()
     trace.save()
     found = read_trace(tmp_path)
-    assert [row["step"] for row in found] == [step for step in range(1, 22) if step % k == 0 or step in (1, 21)]
+    assert [row["step"] for row in found] == [
+        step for step in range(1, 22) if step % k == 0 or step in (1, 21)
+    ]
     assert faults_of(found) == []
     assert all(row.get("every", 1) == k for row in found)
     at = {row["step"]: row for row in found}
     # The user's metrics of a row that is left out are in the next one; its loss is not.
     assert at[16].get("accuracy") == {1: None, 2: None, 4: 0.6}[k]
     if k > 1:
-        assert at[14 if k == 2 else 16] == {"step": 14 if k == 2 else 16, "loss": 1 / (14 if k == 2 else 16)} | {
+        assert at[14 if k == 2 else 16] == {
+            "step": 14 if k == 2 else 16,
+            "loss": 1 / (14 if k == 2 else 16),
+        } | {
             "accuracy": 0.6,
             "note": "x",
             "every": k,
         }
 
 
-def test_a_million_steps_take_what_the_docs_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/guides/checkpoints.md: at most 16 MB. Rows as long as a run's; one in fifty is enough to tell."""
+def test_a_million_steps_take_what_the_docs_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/guides/checkpoints.md: at most 16 MB. Rows as long as a run's; one in
+    fifty is enough to tell.
+    """
     row = dict.fromkeys(METRICS, 123456.123456789) | {"attempt": 3, "position": 10**9}
     monkeypatch.setattr(observe_trace, "_MOST_ROWS", observe_trace._MOST_ROWS // 50)
     trace = Trace(tmp_path, 1_000_000 // 50)
@@ -200,7 +242,7 @@ def test_a_million_steps_take_what_the_docs_say(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / TRACE / "0000.jsonl").stat().st_size * 50 < 16e6
 
 
-# ---- storage that can't be written -----------------------------------------------------------------------------------
+# ---- storage that can't be written ---------------------------------------------------
 
 
 def _on_a_full_disk(folder: str) -> tuple[list[str], list[int], list[int]]:
@@ -211,7 +253,8 @@ def _on_a_full_disk(folder: str) -> tuple[list[str], list[int], list[int]]:
     trace.save()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = (run / TRACE / "0000.jsonl").stat().st_size
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 40, before[1]))  # a write fails halfway
+    # a write fails halfway
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 40, before[1]))
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -225,8 +268,11 @@ def _on_a_full_disk(folder: str) -> tuple[list[str], list[int], list[int]]:
     return [str(warning.message) for warning in said], meanwhile, steps_of(run)
 
 
-def test_a_full_disk_ends_neither_the_run_nor_the_trace(tmp_path: Path, pool: Any) -> None:
-    ((said, meanwhile, steps),) = pool(1).run(_on_a_full_disk, str(tmp_path))  # not here: stdout may be a file
+def test_a_full_disk_ends_neither_the_run_nor_the_trace(
+    tmp_path: Path, pool: Any
+) -> None:
+    # not here: stdout may be a file
+    ((said, meanwhile, steps),) = pool(1).run(_on_a_full_disk, str(tmp_path))
     assert len(said) == 1
     assert "trace can't be written now: " in said[0]
     assert "File too large" in said[0]
@@ -234,7 +280,9 @@ def test_a_full_disk_ends_neither_the_run_nor_the_trace(tmp_path: Path, pool: An
     assert steps == list(range(1, 504))  # without a gap, and without the torn line
 
 
-def test_a_start_in_a_folder_that_cannot_be_written_yet_loses_no_row(tmp_path: Path) -> None:
+def test_a_start_in_a_folder_that_cannot_be_written_yet_loses_no_row(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "run"
     folder.touch()  # no folder can be made
     with pytest.warns(RuntimeWarning, match="trace can't be written now"):
@@ -260,16 +308,27 @@ def test_the_trace_of_a_failed_run_is_stored_with_its_last_row(tmp_path: Path) -
     assert stored == [[], [1, 2, 3, 4]]
 
 
-# ---- runs ------------------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------
 
 
 def started(folder: Path | None, total_steps: int = 9) -> Run:
     torch.manual_seed(1)
     net = torch.nn.Linear(2, 1)
-    config = AdaScaleConfig(base_batch_size=2, total_steps=total_steps, per_worker_batch_size=2, accumulation=2, seed=3)
+    config = AdaScaleConfig(
+        base_batch_size=2,
+        total_steps=total_steps,
+        per_worker_batch_size=2,
+        accumulation=2,
+        seed=3,
+    )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     return Run(
-        net, optimizer, None, list(torch.randn(64, 2)), config, backend=LocalBackend(folder, device="cpu", keep=9)
+        net,
+        optimizer,
+        None,
+        list(torch.randn(64, 2)),
+        config,
+        backend=LocalBackend(folder, device="cpu", keep=9),
     )
 
 
@@ -282,7 +341,9 @@ def steps(run: Run, count: int) -> None:
             break
 
 
-def test_a_trace_is_kept_where_checkpoints_are_and_an_ended_run_leaves_it_alone(tmp_path: Path) -> None:
+def test_a_trace_is_kept_where_checkpoints_are_and_an_ended_run_leaves_it_alone(
+    tmp_path: Path,
+) -> None:
     steps(started(None), 100)
     assert list(tmp_path.iterdir()) == []
     for _ in range(2):
@@ -306,7 +367,9 @@ def test_a_killed_run_has_the_rows_up_to_its_checkpoint_and_of_all_steps_but_the
     tmp_path: Path, saves: bool
 ) -> None:
     for _ in range(1 if saves else 2):
-        died = multiprocessing.get_context("fork").Process(target=_die_after, args=(tmp_path, 5, saves))
+        died = multiprocessing.get_context("fork").Process(
+            target=_die_after, args=(tmp_path, 5, saves)
+        )
         died.start()
         died.join(60)
         assert died.exitcode == 3
@@ -315,7 +378,9 @@ def test_a_killed_run_has_the_rows_up_to_its_checkpoint_and_of_all_steps_but_the
 
 
 @pytest.mark.parametrize("way", ["break", "raise"])
-def test_the_trace_of_a_loop_that_is_left_has_its_last_step(tmp_path: Path, way: str) -> None:
+def test_the_trace_of_a_loop_that_is_left_has_its_last_step(
+    tmp_path: Path, way: str
+) -> None:
     run = started(tmp_path)
     with pytest.raises(KeyError) if way == "raise" else nullcontext():
         for x in run:
@@ -335,7 +400,10 @@ def test_a_run_beside_an_older_start_and_over_a_read_only_minute_has_the_rows_of
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rows(folder: Path) -> list[dict[str, Any]]:
-        return [{k: v for k, v in row.items() if k not in ("attempt", "examples_per_s")} for row in read_trace(folder)]
+        return [
+            {k: v for k, v in row.items() if k not in ("attempt", "examples_per_s")}
+            for row in read_trace(folder)
+        ]
 
     def read_only(*_: Any, **__: Any) -> Any:
         raise OSError(30, "Read-only file system")
@@ -344,10 +412,13 @@ def test_a_run_beside_an_older_start_and_over_a_read_only_minute_has_the_rows_of
     older = started(tmp_path, 60)
     steps(older, 10)
     older.save_checkpoint()
-    assert steps_of(tmp_path) == list(range(1, 11))  # in the file before the checkpoint is whole
+    # in the file before the checkpoint is whole
+    assert steps_of(tmp_path) == list(range(1, 11))
     steps(older, 2)
-    for _ in range(2):  # the second start from this checkpoint, after one that made two steps
-        with monkeypatch.context() as minute:  # the restart falls into it, and so do some steps
+    # the second start from this checkpoint, after one that made two steps
+    for _ in range(2):
+        # the restart falls into it, and so do some steps
+        with monkeypatch.context() as minute:
             minute.setattr(Trace, "_make", read_only)
             with pytest.warns(RuntimeWarning, match="Read-only file system"):
                 run = started(tmp_path, 60)
