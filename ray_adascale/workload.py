@@ -245,6 +245,7 @@ class Workload(RunInputs):
         metric: The metric that a search optimises: ``"loss"`` (the training loss) or a
             key of the dict from ``evaluate``.
         mode: Whether a small (``"min"``) or a large (``"max"``) metric is better.
+            Required, unless the metric is ``"loss"``: of that a small one is better.
         collate_fn: Makes a batch of a list of examples, as in
             ``torch.utils.data.DataLoader``; torch's by default.
         extra_state: Further objects for the checkpoints, by name, such as an average of
@@ -267,7 +268,7 @@ class Workload(RunInputs):
         metadata=by(must_be("a function", callable))
     )
     metric: str = field(default="loss", metadata=by(_METRIC))
-    mode: Literal["min", "max"] = "min"
+    mode: Literal["min", "max"] | None = None
     config_reads: ConfigAccessLog | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -286,6 +287,23 @@ class Workload(RunInputs):
                 "function from the model to a dict "
                 "with that key, or use metric='loss'."
             )
+        if self.metric != "loss" and self.mode is None:
+            raise ValueError(
+                f"Missing mode for metric={self.metric!r}. Write mode='max' if a large "
+                "one is better, as of an accuracy, or mode='min' if a small one is. A "
+                "wrong guess would select the worst trial."
+            )
+        if self.metric == "loss" and self.mode == "max":
+            raise ValueError(
+                "Invalid mode='max' with metric='loss': the largest loss would be the "
+                "best. Name the key of evaluate's dict that counts, as in "
+                "metric='accuracy', or leave mode out."
+            )
+
+    @property
+    def better(self) -> Literal["min", "max"]:
+        """The mode; "min" for the loss."""
+        return "min" if self.mode is None else self.mode
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return ``loss_fn(model, batch)``. An exception gets a note on the batch,
@@ -311,7 +329,7 @@ def with_unit(config: AdaScaleConfig, workload: Workload) -> AdaScaleConfig:
         )
     stop = config.early_stop
     if stop is not None and stop.metric is None:
-        stop = replace(stop, metric=workload.metric, mode=workload.mode)
+        stop = replace(stop, metric=workload.metric, mode=workload.better)
     return replace(config, scheduler_unit=unit, early_stop=stop)
 
 

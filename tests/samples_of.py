@@ -101,6 +101,7 @@ def regression(config: dict[str, Any]) -> Workload:
         loss_fn=loss_fn,
         evaluate=evaluate,
         metric="error",
+        mode="min",
     )
 
 

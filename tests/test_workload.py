@@ -135,6 +135,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
         ({"collate_fn": 3}, "Invalid collate_fn"),
         ({"metric": "accuracy"}, "Invalid metric='accuracy' without evaluate"),
         ({"metric": ""}, "Invalid metric=''"),
+        (
+            {"metric": "accuracy", "evaluate": lambda model: {"accuracy": 1.0}},
+            r"Missing mode for metric='accuracy'\. Write mode='max' if a large",
+        ),
+        (
+            {"mode": "max", "evaluate": lambda model: {"accuracy": 1.0}},
+            "Invalid mode='max' with metric='loss'",
+        ),
         ({"mode": "maximise"}, "Invalid mode='maximise'"),
     ],
 )

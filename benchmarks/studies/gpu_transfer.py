@@ -200,6 +200,7 @@ class Study:
             loss_fn=mean_loss,
             evaluate=evaluate,
             metric="bits",
+            mode="min",
             extra_state=None if curve is None else {"curve": curve},
         )
 

@@ -84,7 +84,7 @@ def smiles(
         "loss_fn": loss_fn,
         "evaluate": evaluate,
     }
-    return made(config, optimizer, metric="bits", **parts)
+    return made(config, optimizer, metric="bits", mode="min", **parts)
 
 
 def bits_of_a_character() -> float:
@@ -250,7 +250,7 @@ def flights(config: dict[str, Any], width: int, most: int = 20_000) -> Workload:
         "loss_fn": loss_fn,
         "evaluate": evaluate,
     }
-    return made(config, optimizer, metric="error", **parts)
+    return made(config, optimizer, metric="error", mode="min", **parts)
 
 
 def variance_of_delays() -> float:

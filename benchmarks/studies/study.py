@@ -132,7 +132,7 @@ def text(
         "loss_fn": loss_fn,
         "evaluate": evaluate,
     }
-    return made(config, optimizer, schedule, metric="bits", **parts)
+    return made(config, optimizer, schedule, metric="bits", mode="min", **parts)
 
 
 class Transformer(nn.Module):
@@ -214,7 +214,7 @@ def tabular(config: dict[str, Any]) -> Workload:
         "loss_fn": loss_fn,
         "evaluate": evaluate,
     }
-    return made(config, optimizer, metric="error", **parts)
+    return made(config, optimizer, metric="error", mode="min", **parts)
 
 
 def bits_without_context() -> float:

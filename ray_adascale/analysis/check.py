@@ -84,7 +84,7 @@ def check_workload(
                         )
                     ]
                 if not evaluates:
-                    built = replace(built, evaluate=None, metric="loss")
+                    built = replace(built, evaluate=None, metric="loss", mode=None)
                 doing = "The preparation of a run"
                 run = Run.of(built, settings, recipe=recipe, backend=LocalBackend())
                 doing = "The evaluation of the untrained model"

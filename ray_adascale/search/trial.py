@@ -279,7 +279,7 @@ class InOneProcess(TrialSetup):
         seed_everything(self.config.seed)
         with annotate_exceptions():
             workload = build(self.workload, hyperparameters, self.config)
-            collected = Collected(workload.metric, workload.mode)
+            collected = Collected(workload.metric, workload.better)
             backend = _TuneBackend(collected, checkpoints=self.checkpoints)
             run = make_run(workload, self.config, collected, backend)
         with annotate_exceptions(lambda: (0, run.state.iterations)):

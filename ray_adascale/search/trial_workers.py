@@ -188,7 +188,7 @@ def _train(given: dict[str, Any]) -> dict[str, Any]:
         workload = build_on_worker(
             setup.workload, given["hyperparameters"], setup.config, backend.rank
         )
-        collected = Collected(workload.metric, workload.mode)
+        collected = Collected(workload.metric, workload.better)
         if backend.rank == 0:
             backend.collected = collected
         run = make_run(workload, setup.config, collected, backend)

@@ -178,6 +178,7 @@ def test_the_untrained_model_is_evaluated(metrics: Any, level: str, words: str) 
             workload(config),
             evaluate=lambda _: calls.append(1) or metrics,
             metric="accuracy",
+            mode="max",
         )
 
     assert any(

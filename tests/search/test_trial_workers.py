@@ -51,6 +51,7 @@ def make_workload(metric: str) -> Workload:
             "error": model.weight.double().sub(1).square().sum().item()
         },
         metric=metric,
+        mode="min",
     )
 
 

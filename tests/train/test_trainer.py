@@ -89,6 +89,7 @@ def workload(config: dict[str, Any]) -> Workload:
         loss_fn=loss_fn,
         evaluate=lambda model: {"spread": float(model[0].weight.std())},
         metric="spread",
+        mode="min",
     )
 
 

@@ -175,7 +175,7 @@ def record_recipe(
     return freeze(
         BaseResult(
             metric=built.metric,
-            mode=built.mode,
+            mode=built.better,
             score=float(summary[built.metric]),
             schedule=run.base_schedule,
             noise=noise,

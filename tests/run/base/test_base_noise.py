@@ -53,6 +53,7 @@ def workload(config: dict[str, Any]) -> Workload:
         loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
         evaluate=lambda model: {"nll": F.cross_entropy(model(x), y).item()},
         metric="nll",
+        mode="min",
     )
 
 
