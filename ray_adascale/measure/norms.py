@@ -8,7 +8,7 @@ bytes, for one call; a CPU takes each norm while the gradient is in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,34 @@ _SHARED = 1 << 20
 _vector_norm = torch.linalg.vector_norm
 
 
+def stored_numbers(gradient: Tensor) -> Tensor:
+    """Return the numbers of a gradient: the nonzero rows of a sparse one, each once.
+
+    They are in the gradient's own memory, unless it is sparse and has a row twice.
+    """
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def with_dense_gradients(params: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters with a gradient, for torch's functions that clip. In place
+    of a parameter with a sparse gradient, which these can't clip, it returns a tensor
+    whose gradient is the :func:`stored_numbers`, in the same memory.
+    """
+    found = []
+    for p in params:
+        if p.grad is None:
+            continue
+        if p.grad.is_sparse:
+            p.grad = p.grad.coalesce()
+            numbers = stored_numbers(p.grad)
+            if not numbers.numel():  # without a largest element
+                continue
+            p = torch.empty_like(numbers)
+            p.grad = numbers
+        found.append(p)
+    return found
+
+
 def take_norm(tensor: Tensor) -> Tensor:
     """Return the Euclidean norm as a 0-dim tensor, float32 at least, on the tensor's
     device; no host synchronization.
@@ -46,8 +74,7 @@ def take_norm(tensor: Tensor) -> Tensor:
         # of nearly all tensors; for a small one the checks below take longer than the
         # norm
         return _vector_norm(tensor)
-    if tensor.is_sparse:
-        tensor = tensor.coalesce().values()
+    tensor = stored_numbers(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.dtype is not torch.float32 and tensor.dtype is not torch.float64:

@@ -24,7 +24,7 @@ from torch.optim import SGD, Optimizer
 from .. import _hooks
 from .._torch import called_to_make_state
 from ..chain import OptimizerChain, check_sizes, empty_copy, parts_of
-from ..measure.norms import take_norm
+from ..measure.norms import stored_numbers, take_norm, with_dense_gradients
 from .buckets import Bucket, Fragment
 from .collect_state import EVERYONE, collect_state
 from .collectives import gather_shards, norm_over_workers
@@ -551,7 +551,10 @@ class OSS(Optimizer):
             reducer.finish_reduction()
         shared = reducer is not None and self.world_size > 1
         if process_group is None and not shared:
-            grads = [p.grad for p in params if p.grad is not None and p in counted]
+            grads = [
+                cast(Tensor, p.grad)
+                for p in with_dense_gradients(p for p in params if p in counted)
+            ]
             total = torch.nn.utils.get_total_norm(grads, norm_type)
         else:
             device, group = params[0].device, process_group or self.group
@@ -573,8 +576,9 @@ class OSS(Optimizer):
                 "backward() and step(); for the norm alone, clip_grad_norm(math.inf) "
                 "there."
             )
+        clipped = [f.tensor for f in self.fragments] if shared else params
         torch.nn.utils.clip_grads_with_norm_(
-            [f.tensor for f in self.fragments] if shared else params, max_norm, total
+            with_dense_gradients(clipped), max_norm, total
         )
         return total
 
@@ -594,15 +598,18 @@ class OSS(Optimizer):
                 )
             reducer.finish_reduction()
         shared = reducer is not None and self.world_size > 1
-        torch.nn.utils.clip_grad_value_(
-            [f.tensor for f in self.fragments] if shared else self._params(), clip_value
-        )
+        clipped = [f.tensor for f in self.fragments] if shared else self._params()
+        torch.nn.utils.clip_grad_value_(with_dense_gradients(clipped), clip_value)
 
     def _own_gradients(self, of: set[Tensor]) -> list[Tensor]:
         """Return this worker's shares of the gradients of some parameters."""
         mine = [f for f in self.fragments if f.param in of]
         if self.reducer() is None:
-            return [f.of(f.param.grad) for f in mine if f.param.grad is not None]
+            return [
+                stored_numbers(f.of(f.param.grad))
+                for f in mine
+                if f.param.grad is not None
+            ]
         return [f.tensor.grad for f in mine if f.tensor.grad is not None]
 
     # ---- state -----------------------------------------------------------------------

@@ -8,6 +8,7 @@ float64; where all is float64 it is 1e-12.
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ray_adascale import AdaScale
+from ray_adascale import OSS, AdaScale
 
 from ..classifier import backward, batches, make_model, ready, sample_gradient, weights
 from ..model.reference_run import ReferenceAdaScale
@@ -93,6 +94,36 @@ def test_sparse_gradients_count_like_dense_ones() -> None:
                 adascale.zero_grad()
         gains.append(adascale.gain())
     assert gains[0] == pytest.approx(gains[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_sparse_gradients_are_clipped_like_dense_ones(
+    norm_type: float, sharded: bool
+) -> None:
+    found = []
+    for sparse in (False, True):
+        torch.manual_seed(3)
+        table = nn.Embedding(10, 4, sparse=sparse, dtype=torch.float64)
+        unused = nn.Embedding(5, 4, sparse=sparse, dtype=torch.float64)
+        params = [*table.parameters(), *unused.parameters()]
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(params, lr=0.1)
+        if sharded:
+            optimizer = OSS.wrap(optimizer)
+        adascale = AdaScale(optimizer)
+        # a row twice, and an empty gradient
+        empty = unused(torch.tensor([], dtype=torch.int64)).sum()
+        (table(torch.tensor([1, 1, 3])).square().sum() + empty).backward()
+        norm = adascale.clip_grad_norm(0.5, norm_type)
+        of_clipped = adascale.clip_grad_norm(math.inf, norm_type)
+        adascale.clip_grad_value(0.05)
+        grad = table.weight.grad
+        assert grad is not None
+        if sparse:
+            grad = grad.to_dense()
+        found.append([norm, of_clipped, *grad.flatten()])
+    assert found[0][1] == pytest.approx(0.5, rel=1e-5)
+    torch.testing.assert_close(*map(torch.tensor, found))
 
 
 def test_norms_of_large_tensors_are_exact_where_one_float32_sum_is_not() -> None:

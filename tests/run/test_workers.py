@@ -94,7 +94,10 @@ def whole(module: nn.Module) -> Tensor:
 
 
 def train(
-    run: Run, loss: Callable[[Run, Tensor, Tensor], Tensor], before: Any = None
+    run: Run,
+    loss: Callable[[Run, Tensor, Tensor], Tensor],
+    before: Any = None,
+    after_backward: Callable[[Run], None] = lambda run: None,
 ) -> tuple[int, str, list[float]]:
     """Return the steps that were taken, the error, or "" without one, and the
     weights; ``before(step)`` precedes each pass.
@@ -105,6 +108,7 @@ def train(
             if before is not None:
                 before(steps + 1)
             run.backward(loss(run, x, y))
+            after_backward(run)
             steps += run.step()
             if steps == STEPS:
                 break
@@ -301,13 +305,22 @@ def _raising(sharding: str) -> None:
 class Words(nn.Module):
     """A table of words with sparse gradients, and a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sparse: bool = True) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.table, self.last = nn.EmbeddingBag(12, 4, sparse=True), nn.Linear(4, 2)
+        self.table = nn.EmbeddingBag(12, 4, sparse=sparse)
+        self.last = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.table(x))
+
+
+def words() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    return TensorDataset(
+        torch.randint(0, 12, (64, 3), generator=generator),
+        torch.randn(64, 2, generator=generator),
+    )
 
 
 def _sparse(
@@ -320,11 +333,6 @@ def _sparse(
         optimizer = OptimizerChain(
             [optimizer, torch.optim.SGD(net.last.parameters(), lr=0.1, momentum=0.9)]
         )
-    generator = torch.Generator().manual_seed(3)
-    words = TensorDataset(
-        torch.randint(0, 12, (64, 3), generator=generator),
-        torch.randn(64, 2, generator=generator),
-    )
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="AdaScale is derived for SGD|rule=.auto. is"
@@ -332,7 +340,7 @@ def _sparse(
         run = make_run(
             net,
             optimizer,
-            words,
+            words(),
             sharding=sharding,
             accumulation=accumulation,
             **settings,
@@ -361,6 +369,39 @@ def _sparse_refused(sharding: str, chained: bool) -> Any:
         return _sparse(sharding, chained)
     except ValueError as error:
         return 0, str(error), []
+
+
+def _clipped(sharding: str, how: str, sparse: bool, accumulation: int = 1) -> Any:
+    net = Words(sparse=sparse)
+    run = make_run(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        words(),
+        sharding=sharding,
+        accumulation=accumulation,
+        grad_clip=0.05 if how == "setting" else None,
+    )
+
+    def loss(run: Run, x: Tensor, y: Tensor) -> Tensor:
+        return (run.model(x) - y).square().mean()
+
+    def clip(run: Run) -> None:
+        if how == "norm":
+            run.clip_grad_norm_(0.05)
+        elif how == "value":
+            run.clip_grad_value_(0.01)
+
+    return train(run, loss, None, clip)
+
+
+@pytest.mark.parametrize("how", ["setting", "norm", "value"])
+@pytest.mark.parametrize("sharding", ["auto", "none", "oss"])
+def test_sparse_gradients_are_clipped_like_dense_ones(
+    pool: Any, sharding: str, how: str
+) -> None:
+    results = pool(2).run(_clipped, sharding, how, True)
+    assert_trained(results, _clipped("auto", how, False, 2))
+    assert_trained([_clipped("auto", how, True, 2)], results[0])
 
 
 # ---- equal data on each worker -------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..._torch import is_dtensor
+from ...measure.norms import with_dense_gradients
 from ..buckets import Fragment
 from ..oss import OSS, ReducerListener
 
@@ -58,14 +59,16 @@ class WholeState:
                 "filter_params_fn and process_group are for sharded optimizers: "
                 "AdaScale(OSS(...))."
             )
-        norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        norm = torch.nn.utils.clip_grad_norm_(
+            with_dense_gradients(params), max_norm, norm_type
+        )
         if is_dtensor(norm):
             return cast(Any, norm).full_tensor()
         return norm
 
     def clip_value(self, params: list[Tensor], clip_value: float) -> None:
         """Clip each element of the gradient."""
-        torch.nn.utils.clip_grad_value_(params, clip_value)
+        torch.nn.utils.clip_grad_value_(with_dense_gradients(params), clip_value)
 
     def fragments(self) -> list[Fragment]:
         """Return the parameters that have state on this worker, in the order of
