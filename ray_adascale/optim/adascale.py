@@ -453,11 +453,14 @@ class AdaScale(OptimizerWrapper):
     def sample_weights(self) -> Sequence[float] | None:
         """w of this worker's gradient sample in each pass, where micro-batches are
         unequal; None: all 1/n.
+
+        The weights of all workers and passes of a step add up to 1. A sample of weight
+        0 does not count in n.
         """
         return self._current.weights
 
     @sample_weights.setter
-    def sample_weights(self, weights: Sequence[float] | None) -> None:
+    def sample_weights(self, weights: Iterable[float | Tensor] | None) -> None:
         self._current.set_weights(weights)
 
     # ---- the steps so far ------------------------------------------------------------

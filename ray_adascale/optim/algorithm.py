@@ -17,7 +17,7 @@ from .averaging import Averaging
 from .bias_correction import BiasCorrectionCounters
 from .current_step import CurrentStep
 from .deferred import HostCopy, read, skippable_step, steps_on_device
-from .guards import EqualSamples, check_identity
+from .guards import EqualSamples, check_identity, check_weights
 from .next_state import (
     MOST_SKIPPED,
     AdaScaleState,
@@ -318,14 +318,16 @@ class AdaScaleAlgorithm:
         return self._estimated[1]
 
     def _read(self, of: Estimate, numbers: Mapping[str, list[float]]) -> StepResult:
-        """Return a step from its numbers on the host; raises if its identity does
-        not hold.
+        """Return a step from its numbers on the host; raises if its weights are wrong,
+        or its identity does not hold.
         """
         scale = of.sums.plan.scale
         if of.gains is None:
             return result(of, numbers, self._known_at(scale, of.averages))
         step = result(of, numbers, averaged(numbers))
         self._known = of.averages, scale, step
+        if "weights" in numbers:
+            check_weights(of.sums.plan, numbers["weights"])
         if self._current.observer is not None:
             check_identity(self._current.observer.identity, step)
         return step

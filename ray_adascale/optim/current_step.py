@@ -10,7 +10,7 @@ and checked here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -39,7 +39,14 @@ from .exchange import Numbers, Packed
 from .guards import CLEARED, FOREIGN_PASS, UnchangedGradients
 from .sampling import MeasuredSteps
 from .step_result import StepEnd
-from .step_sums import OWN, StepSums, constant, mean_sq_norm
+from .step_sums import (
+    OWN,
+    StepSums,
+    checked_weights,
+    constant,
+    mean_sq_norm,
+    numbers_of_weights,
+)
 from .workers import Workers
 
 _UNSAMPLED = 3
@@ -101,6 +108,8 @@ class CurrentStep:
         inferred: The passes of a loop that does not tell.
         observer: Measures the norms; None where there is nothing to measure.
         weights: w of this worker's gradient sample in each pass; None: all 1/n.
+        by_units: Whether a loop that tells weights its samples by units. Weights by
+            examples are right by construction, and none is 0.
         step: Its passes up to now.
         replicated: Numbers of the last complete step that each worker took from its own
             copy of the reduced gradient.
@@ -128,6 +137,7 @@ class CurrentStep:
         self.inferred = InferredPasses()
         self.observer: GradientObserver | None = None
         self.weights: Sequence[float] | None = None
+        self.by_units = False
         self.replicated: Tensor | None = None
         self._told = False
         self._unhooked = False
@@ -309,11 +319,12 @@ class CurrentStep:
                 identity.begin(checked)
             self._checked = checked
 
-    def set_weights(self, weights: Sequence[float] | None) -> None:
+    def set_weights(self, weights: Iterable[float | Tensor] | None) -> None:
         """Set w of this worker's gradient sample in each pass; None: all 1/n.
 
         Raises:
             RuntimeError: The step's last pass has ended, with the weights of before.
+            ValueError: A weight is negative or not finite.
         """
         late = (
             weights is not None and self.step.last is not None and not self.step.passing
@@ -323,7 +334,7 @@ class CurrentStep:
                 "sample_weights was set after the step's last backward pass. Set it "
                 "before: count its tokens first."
             )
-        self.weights = weights
+        self.weights = None if weights is None else checked_weights(weights)
 
     # ---- the passes ------------------------------------------------------------------
 
@@ -606,6 +617,8 @@ class CurrentStep:
                 else self._no_norms()
             )
             out["complete"] = constant(float(seen), device)
+            if self._compares_weights:
+                out["weights"] = numbers_of_weights(plan, self.weights, device)
             if self._checked:
                 # DDP and our own reduction take the mean over workers, and passes add
                 # up.
@@ -615,6 +628,13 @@ class CurrentStep:
                 out["samples"] = samples / self.workers.count
         out.update(self._shared)
         self._start()
+
+    @property
+    def _compares_weights(self) -> bool:
+        """Whether the weights of a measured step travel; alike on all workers."""
+        if self._told:
+            return self.by_units
+        return self.workers.reduce or self.weights is not None
 
     def _start(self) -> None:
         step = self.step
@@ -680,6 +700,7 @@ class CurrentStep:
             None if own else packed,
             all_measured=not self._unseen,
             saw_all_passes=seen,
+            weighted="weights" in numbers and self.weights is not None,
             shared_names=tuple(self._shared),
         )
 

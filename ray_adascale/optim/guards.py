@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from .._torch import Versions, versions
 from .._warn import warn_at_user, warn_on_first_worker
+from ..batch import StepPlan
 from ..chain import parts_of
 from ..measure.identity import Identity
 from ..sharding.kinds.state import state_of
@@ -135,6 +136,43 @@ def check_identity(identity: Identity | None, step: StepResult) -> None:
     """
     if identity is not None and not step.skipped:
         identity.check(step.identity)
+
+
+_WEIGHTS = (
+    "Each weight is a micro-batch's share of the units (tokens, examples) of the whole "
+    "step, over all workers and passes: optimizer.sample_weights = [units / "
+    "units_of_the_step for each pass of this worker]. Sum the units over the workers "
+    "(torch.distributed.all_reduce) before the step's last backward pass."
+)
+_SUM_TOLERANCE = 1e-3
+"""Largest difference of the sum of weights from 1: they may be of float32."""
+
+
+def check_weights(plan: StepPlan, weights: Sequence[float]) -> None:
+    """Raise if the weights of a measured step are no shares of it. All workers raise
+    alike. Where they add up to 1, A ≥ C, whatever they are.
+
+    Args:
+        plan: The step's plan.
+        weights: Numbers over all workers: those that have set weights, the sum of the
+            weights, and the samples that count.
+
+    Raises:
+        ValueError: Not all workers have weights, or these don't add up to 1.
+    """
+    workers, total, _ = weights
+    if workers == 0:
+        return
+    if workers != plan.workers:
+        raise ValueError(
+            f"Invalid sample_weights: {workers:g} of {plan.workers} workers have set "
+            f"them for this step. Set them on all workers, or on none. {_WEIGHTS}"
+        )
+    if abs(total - 1) > _SUM_TOLERANCE:
+        raise ValueError(
+            f"Invalid sample_weights: those of all workers and passes add up to "
+            f"{total:g}. Must be 1. {_WEIGHTS}"
+        )
 
 
 # ---- steps of the wrapped optimizer --------------------------------------------------

@@ -78,7 +78,7 @@ class Estimate:
         numbers: What the host reads: "check", which is finite if the gradient is, and
             what a caller has shared. Of a measured step also "moments", σ² and μ² of
             its sample, NaN where there is none; "gains"; "averages"; in some
-            "identity".
+            "identity" and "weights".
     """
 
     sums: StepSums
@@ -125,6 +125,8 @@ def estimate(state: AdaScaleState, sums: StepSums, averaging: Averaging) -> Esti
     identity = sums.identity
     if identity is not None:
         numbers["identity"] = identity
+    if "weights" in sums.numbers:
+        numbers["weights"] = sums.numbers["weights"]
     return Estimate(sums, averages, finite, gains, numbers)
 
 

@@ -4,7 +4,8 @@ and σ² and μ² that follow from them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +25,7 @@ OWN = (
     "loss_scale",
     "check",
     "late",
+    "weights",
 )
 """The names of the statistics' numbers, which a caller can't share."""
 
@@ -37,7 +39,8 @@ def mean_sq_norm(
         plan: The step's plan.
         norms: Squared norm of the gradient of each pass as measured, with the factor
             that its loss carried.
-        weights: w of this worker's gradient sample in each pass. Default: all 1/n.
+        weights: w of this worker's gradient sample in each pass. Default: all 1/n. A
+            sample of weight 0 adds nothing.
 
     Raises:
         RuntimeError: There are more passes than weights.
@@ -53,14 +56,53 @@ def mean_sq_norm(
     parts = []
     for i, measured in enumerate(norms):
         w = 1 / n if weights is None else weights[i]
+        if w == 0:
+            continue
         # The loss, and so the gradient, carried the factor c = n·w_i / divisor: w_i
         # ‖g_i‖² = w_i/c² · ‖c·g_i‖².
         c = n * w / (plan.loss_divisor or plan.passes)
         parts.append(measured * (w / c**2))
+    if not parts:
+        return torch.zeros_like(norms[0])
     total = parts[0]
     for part in parts[1:]:
         total = total + part
     return total
+
+
+def checked_weights(weights: Iterable[float | Tensor]) -> list[float]:
+    """Return weights that a caller gives, as numbers.
+
+    Raises:
+        ValueError: They are no list of numbers, or one is negative or not finite.
+    """
+    try:
+        numbers = [float(w) for w in weights]
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"Invalid sample_weights={weights!r}. Must be a list of numbers, a weight "
+            "for each backward pass of this worker."
+        ) from None
+    for number in numbers:
+        if not 0 <= number < math.inf:
+            raise ValueError(
+                f"Invalid sample_weights={numbers}. Each must be at least 0: the share "
+                "of a micro-batch in the units of the step. A weight of 0 leaves it out."
+            )
+    return numbers
+
+
+def numbers_of_weights(
+    plan: StepPlan, weights: Sequence[float] | None, device: torch.device
+) -> Tensor:
+    """Return what the workers compare of their weights: whether this worker has set
+    any, their sum, and how many samples count because they are not 0; ``[3]``.
+    """
+    if weights is None:
+        return constant(0.0, device).expand(3)
+    of_step = weights[: plan.passes]
+    count = sum(w != 0 for w in of_step)
+    return torch.tensor([1.0, sum(of_step), count], dtype=torch.float64, device=device)
 
 
 _CONSTANTS: dict[tuple[float, torch.device, torch.dtype], Tensor] = {}
@@ -89,11 +131,15 @@ class StepSums:
             "reduced": Σ w_i⟨g_i, v⟩ and ⟨ḡ, v⟩, in a step that is checked. "loss_scale"
             where there is one. Without an observer "check", which is finite if the
             gradients are, in place of "c". "late", likewise, where the loop has changed
-            gradients after the last pass. And what the caller shares, by its names.
+            gradients after the last pass. "weights": :func:`numbers_of_weights`, if the
+            step was measured and its weights can be wrong. And what the caller shares,
+            by its names.
         packed: All numbers in one tensor, where they travelled so; else None.
         all_measured: Whether the norm of every gradient of the step was measured. Else
             "c" has a gradient that "a" lacks.
         saw_all_passes: Whether this worker saw all passes, so that "complete" is not 0.
+        weighted: Whether samples may have the weight 0: n is then the number of those
+            that have not.
         shared_names: The names that a caller has shared.
     """
 
@@ -102,6 +148,7 @@ class StepSums:
     packed: Packed | None = None
     all_measured: bool = False
     saw_all_passes: bool = False
+    weighted: bool = False
     shared_names: tuple[str, ...] = ()
 
     @property
@@ -171,8 +218,14 @@ class StepSums:
         if not self.sampled:
             return (a + c).sum(), None, None
         usable = None if self.saw_all_passes else self.numbers["complete"][0] > 0
+        count: int | Tensor = plan.num_samples
+        if self.weighted:
+            counted = self.numbers["weights"][2]
+            several = counted > 1
+            usable = several if usable is None else usable & several
+            count = counted.clamp(min=2)
         ones = constant(1.0, c.device).expand(num_gains)
         sample = torch.stack(
-            [*gradient_moments(a, c, scale=plan.scale, count=plan.num_samples), ones]
+            [*gradient_moments(a, c, scale=plan.scale, count=count), ones]
         )
         return sample.sum(), sample, usable

@@ -176,7 +176,8 @@ class Passes:
             self._autocast.close()
         if self._batch.pass_index == 0:
             self.loss = self._zero
-        self.loss = torch.add(self.loss, loss.detach(), alpha=self._batch.weight)
+        if self._batch.weight != 0:  # a mean over no unit may be NaN
+            self.loss = torch.add(self.loss, loss.detach(), alpha=self._batch.weight)
 
     def backward(self, loss: Tensor, plan: StepPlan) -> None:
         """Run the backward pass. The loss is weighted by the examples or units of
@@ -192,6 +193,7 @@ class Passes:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         self._current.weights = self._weights
+        self._current.by_units = batch.by_units
         self._current.begin(self._current.current if batch.is_last else None)
         try:
             loss.backward()

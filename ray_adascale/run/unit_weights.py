@@ -44,18 +44,39 @@ class UnitWeights:
         """Yield the micro-batches with their weights. Collective, once a step.
 
         Raises:
-            ValueError: A micro-batch has no unit, or the function returns no number.
+            ValueError: The function returns no number of units, here or on another
+                worker; or the whole step has no unit.
         """
         while True:
             step = [next(batches)]
             while not step[-1].is_last:
                 step.append(next(batches))
-            units = [self._count(micro_batch) for micro_batch in step]
-            total = torch.tensor(math.fsum(units), dtype=torch.float64)
-            if self._workers > 1:
-                dist.all_reduce(total, group=self._group)
+            try:
+                units = [self._count(micro_batch) for micro_batch in step]
+            except Exception:
+                self._sum(math.nan)  # the other workers wait for it
+                raise
+            total = self._sum(math.fsum(units))
+            if math.isnan(total):
+                raise ValueError(
+                    "weight_of has raised an error on another worker, or returned no "
+                    "number of units."
+                )
+            if total == 0:
+                raise ValueError(
+                    "Invalid weight_of: it returned 0 for all micro-batches of a step, "
+                    "on all workers. The mean over no unit is no number: leave out "
+                    "examples without units, or make larger batches."
+                )
             for micro_batch, count in zip(step, units, strict=True):
-                yield replace(micro_batch, weight=count / float(total), by_units=True)
+                yield replace(micro_batch, weight=count / total, by_units=True)
+
+    def _sum(self, units: float) -> float:
+        """Return the sum over the workers. Collective."""
+        total = torch.tensor(units, dtype=torch.float64)
+        if self._workers > 1:
+            dist.all_reduce(total, group=self._group)
+        return float(total)
 
     def _count(self, micro_batch: MicroBatch) -> float:
         found = self._units_of(micro_batch.batch)
@@ -66,11 +87,10 @@ class UnitWeights:
                 f"Invalid weight_of: it returned {kind_of(found)}. Must be the number "
                 "of units of the batch."
             ) from None
-        if not 0 < count < math.inf:
+        if not 0 <= count < math.inf:
             raise ValueError(
                 f"Invalid weight_of: it returned {count:g} for a micro-batch of "
-                f"{micro_batch.examples} examples. Must be "
-                "positive: the mean over no unit is no number. Leave out examples "
-                "without units."
+                f"{micro_batch.examples} examples. Must be the number of its units, at "
+                "least 0."
             )
         return count
