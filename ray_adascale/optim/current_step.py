@@ -664,7 +664,8 @@ class CurrentStep:
         """Return the step's numbers: those that each worker has by itself, and the
         sums of the others. Collective.
         """
-        observer = cast(GradientObserver, self.observer)
+        observer = self.observer
+        assert observer is not None
         own: dict[str, Tensor] = {}
         if observer.shares_norm:
             rank, workers = 0, 1

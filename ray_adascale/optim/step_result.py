@@ -61,8 +61,9 @@ class StepResult:
 
         A group without a sample, added later, counts as zero, as in the gain.
         """
-        if all(math.isnan(x) for x in self.group_sigma2):
+        sampled = [x for x in self.group_sigma2 if not math.isnan(x)]
+        if not sampled:
             return math.nan, math.nan
-        return sum((x for x in self.group_sigma2 if x > 0), 0.0), sum(
-            (x for x in self.group_mu2 if x > 0), 0.0
-        )
+        sigma2 = sum([x for x in sampled if x > 0], 0.0)
+        mu2 = sum([x for x in self.group_mu2 if x > 0], 0.0)
+        return sigma2, mu2

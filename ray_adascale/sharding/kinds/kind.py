@@ -95,14 +95,10 @@ class Kind:
     @property
     def device(self) -> torch.device:
         """Device of the statistics."""
-        return next(
-            (
-                p.device
-                for group in self.optimizer.param_groups
-                for p in group["params"]
-            ),
-            torch.device("cpu"),
-        )
+        for group in self.optimizer.param_groups:
+            if group["params"]:
+                return group["params"][0].device
+        return torch.device("cpu")
 
     def local(self, tensor: Tensor) -> Tensor:
         """Return this worker's part of a parameter or of its gradient."""
