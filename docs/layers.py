@@ -66,8 +66,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "analysis",
             "what a person reads: forecast, report, display",
-            "check batch_size runs forecast throughput report plots describe "
-            "tensorboard display",
+            "check runs forecast throughput report plots describe tensorboard display",
         ),
         Package("compat", "FairScale's and AdaptDL's interfaces", "adaptdl fairscale"),
         Package("", "AdaptDL's scaling rules under AdaptDL's path", "scaling_rules"),

@@ -3,7 +3,6 @@
 """
 
 from ._version import __version__ as __version__
-from .analysis.batch_size import find_batch_size as find_batch_size
 from .analysis.forecast import Forecast as Forecast
 from .analysis.forecast import forecast_recipe as forecast_recipe
 from .analysis.report import write_report as write_report

@@ -98,9 +98,8 @@ class AdaScaleConfig:
         scheduler_unit: What one ``scheduler.step()`` meant in the base run, "step" or
             "epoch". Required with a scheduler, because a wrong guess would give a wrong
             schedule without an error.
-        per_worker_batch_size: Examples per backward pass on one worker;
-            ``ray-adascale check --memory`` and :func:`ray_adascale.find_batch_size`
-            find the largest that fits into memory. Default: the base batch size.
+        per_worker_batch_size: Examples per backward pass on one worker. Default: the
+            base batch size.
         accumulation: Backward passes per optimizer step, on each worker. ``Run``
             divides each loss by this number, so the loop must not. With ``attach`` and
             Lightning's manual optimization the loop must:

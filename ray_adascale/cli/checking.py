@@ -41,7 +41,6 @@ class Check(OfWorkload):
     make one forward and backward pass.
 
     ray-adascale check my/file.py:workload lr=0.1 --storage-path s3://bucket/runs
-    ray-adascale check my/file.py:workload --memory
 
     `tune`, `train` and `resume` make the same check first, without the evaluation, with
     which their runs begin. Hyperparameters that are not given come from the recipe, or
@@ -52,8 +51,6 @@ class Check(OfWorkload):
         recipe: Check that the learning-rate curve is that of this recipe.
         storage_path: Check that files can be written there, a folder or URI.
         param_space: Search space, a dict. Default: param_space beside the workload.
-        memory: Also find the largest micro-batch that fits into the memory of this
-            machine's GPU, by steps of growing size.
         draws: Draw the hyperparameters that are not given from the search space.
         before_start: Print failures, and the warnings that a run does not give itself.
             The run evaluates the untrained model.
@@ -62,7 +59,6 @@ class Check(OfWorkload):
     recipe: str | None = option(None, metavar="FILE")
     storage_path: str | None = None
     param_space: str | None = option(None, metavar="FILE:NAME")
-    memory: bool = False
     draws: bool = option(True, help=argparse.SUPPRESS)
     before_start: bool = option(False, help=argparse.SUPPRESS)
     shown = ("base_batch_size", "total_steps", "total_epochs", "precision", "seed")
@@ -200,7 +196,6 @@ class Check(OfWorkload):
             given,
             self.config,
             recipe,
-            memory=self.memory,
             evaluates=not self.before_start,
             on_draw=lambda at: tell(f"checking at {at}, drawn from the search space"),
         )

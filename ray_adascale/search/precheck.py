@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from ..analysis.batch_size import find_batch_size
 from ..analysis.check import Finding, check_workload
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
@@ -31,7 +30,6 @@ def check_at_draws(
     config: AdaScaleConfig,
     recipe: Recipe | None = None,
     *,
-    memory: bool = False,
     evaluates: bool = True,
     on_draw: Callable[[str], object] = lambda at: None,
 ) -> list[Finding]:
@@ -49,7 +47,6 @@ def check_at_draws(
         given: The hyperparameters that are not drawn.
         config: The settings of the run.
         recipe: The recipe of the run.
-        memory: Find the largest batch that fits into the memory of the GPU.
         evaluates: Evaluate the untrained model.
         on_draw: Called with the values of a draw, in words, before they are tried.
     """
@@ -84,8 +81,6 @@ def check_at_draws(
         failed = " ".join(
             finding.text for finding in found if finding.level == "failed"
         )
-        if not failed and memory:
-            found.append(_memory(workload, drawn, config, recipe))
         if not failed or not at:
             break
         failures[at], found = failed, []
@@ -100,26 +95,6 @@ def check_at_draws(
         *(Finding("warning", alone.format(*failure)) for failure in failures.items()),
         *found,
     ]
-
-
-def _memory(
-    workload: WorkloadFn,
-    given: Mapping[str, Any],
-    config: AdaScaleConfig,
-    recipe: Recipe | None,
-) -> Finding:
-    """Return the largest batch that fits, in the words of the option that takes it."""
-    try:
-        size = find_batch_size(workload, config, given, recipe=recipe)
-    except Exception as e:
-        notes = "".join(f" {note}" for note in getattr(e, "__notes__", []))
-        return Finding(
-            "failed",
-            f"The search for the largest batch failed. {type(e).__name__}: {e}{notes}",
-        )
-    return Finding(
-        "ok", f"{size} examples a pass fit into memory: --per-worker-batch-size {size}"
-    )
 
 
 def _draws(

@@ -19,7 +19,6 @@ from ray_adascale.analysis.check import Finding
 from ray_adascale.cli import checking
 from ray_adascale.cli.checking import Check
 from ray_adascale.cli.main import main
-from ray_adascale.search import precheck
 
 from ..samples_of import recipe
 
@@ -282,21 +281,6 @@ def test_the_command_prints_each_finding(
     assert warning.startswith("warning The loss looks like a sum over the examples")
     # its own B0 is 8
     assert done.startswith("ok      One forward and backward pass over 8 examples")
-
-
-def test_the_largest_batch_that_fits_is_told_as_the_option_that_takes_it(
-    file: Path, monkeypatch: pytest.MonkeyPatch, cli: Any
-) -> None:
-    words = ["check", f"{file}:workload", "lr=0.1", "width=3", "nested=0"]
-    assert "memory" not in cli(*words).out
-    says = cli(*words, "--memory", code=1).out.splitlines()[-1]
-    assert says.startswith(
-        "failed  The search for the largest batch failed. ValueError: Invalid device "
-        "cpu. Memory is not"
-    )
-    monkeypatch.setattr(precheck, "find_batch_size", lambda *given, **more: 64)
-    fits = "ok      64 examples a pass fit into memory: --per-worker-batch-size 64"
-    assert cli(*words, "--memory").out.splitlines()[-1] == fits
 
 
 @pytest.mark.parametrize("command", ["train", "tune"])
