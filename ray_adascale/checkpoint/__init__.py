@@ -395,7 +395,7 @@ class Saved:
                     else info.empty()
                 )
         self.load({f"{WEIGHTS_PREFIX}{name}": tensor for name, tensor in state.items()})
-        # older checkpoints have tensors only
+        # A checkpoint need not be of a run: it may have tensors only.
         if (rest := self.state.get("model")) is not None:
             extra = {
                 f"{EXTRA_OF_MODEL}{key}": value

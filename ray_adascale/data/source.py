@@ -348,8 +348,7 @@ class MapSource(BatchSource):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        # older checkpoints don't have it
-        if self._sampled is not None and "order" in state_dict:
+        if self._sampled is not None:
             self._sampled.expect(*state_dict["order"])
 
     def _resume(self, position: int) -> None:

@@ -79,7 +79,7 @@ def state_of(
     return AdaScaleState(
         averages.to(before.averages.packed.device),
         last,
-        float(tensors.get("since_sample", tensors["previous_gain"])),
+        float(tensors["since_sample"]),
         averaging.clip_samples and bool((sigma2 >= floor).all() and (mu2 >= 0).all()),
     )
 
@@ -88,7 +88,7 @@ def ended_of(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     """Return the steps that have ended, and the measured steps without a sample, of
     :func:`tensors_of`.
     """
-    return int(tensors.get("ended", tensors["steps"])), int(tensors.get("unsampled", 0))
+    return int(tensors["ended"]), int(tensors["unsampled"])
 
 
 def with_tensors(
@@ -152,8 +152,6 @@ def of_other_base_batch(tensors: dict[str, Tensor], ratio: float) -> dict[str, T
     )
     if old > 0:
         changed |= {
-            k: tensors[k] * new / old
-            for k in ("previous_gain", "since_sample")
-            if k in tensors
+            k: tensors[k] * new / old for k in ("previous_gain", "since_sample")
         }
     return tensors | changed

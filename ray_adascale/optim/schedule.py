@@ -291,7 +291,6 @@ class EffectiveSchedule:
         if self._fresh is None:
             return np.array([self.lrs])
         scheduler = dry_copy(self._fresh)
-        _join_groups(scheduler)
         groups = scheduler.optimizer.param_groups
         calls = self._calls_before(_last_step(total_steps))
         rates = np.empty((calls + 1, len(self.lrs)))
@@ -301,11 +300,7 @@ class EffectiveSchedule:
                 if call:
                     with noted(lambda call=call: self._call_note(call - 1, calls)):  # type: ignore[misc]
                         scheduler.step()
-                rates[call] = (
-                    groups[0]["lr"]
-                    if len(groups) == 1
-                    else [float(group["lr"]) for group in groups]
-                )
+                rates[call] = [float(group["lr"]) for group in groups]
         return rates
 
     def state_dict(self) -> dict[str, int]:
@@ -483,66 +478,6 @@ def dry_copy(scheduler: LRScheduler) -> LRScheduler:
             " keep file handles, locks and the like out of its attributes and its "
             "callable objects."
         ) from error
-
-
-# Attributes of torch's schedulers that have a value for each parameter group.
-_PER_GROUP = (
-    "base_lrs",
-    "max_lrs",
-    "base_momentums",
-    "max_momentums",
-    "lr_lambdas",
-    "_last_lr",
-)
-
-
-def _join_groups(scheduler: LRScheduler) -> None:
-    """Make the groups of a dry copy one, with arrays as values, so that a call costs as
-    much as for one group.
-
-    torch's own schedulers do the same arithmetic for each group, and NumPy's float64 is
-    Python's float. The copy stays as it is where a scheduler is not torch's, or groups
-    differ in other things than numbers.
-    """
-    parts, groups = list(nested_schedulers(scheduler)), scheduler.optimizer.param_groups
-    if any(type(part).__module__ != LRScheduler.__module__ for part in parts):
-        return
-    try:
-        one = {
-            key: _joined([group[key] for group in groups])
-            for key in groups[0]
-            if key != "params"
-        }
-        found = [
-            (part, name)
-            for part in parts
-            for name in _PER_GROUP
-            if getattr(part, name, None)
-        ]
-        values = [_joined(getattr(part, name)) for part, name in found]
-    except (KeyError, TypeError):
-        return
-    groups[:] = [one]
-    for (part, name), value in zip(found, values, strict=True):
-        setattr(part, name, [value])
-
-
-def _joined(values: Sequence[Any]) -> Any:
-    """Return one value for those of all groups: the same, or an array.
-
-    Raises:
-        TypeError: There is none.
-    """
-    first = values[0]
-    if all(
-        value is first
-        or (isinstance(value, int | float | str | tuple) and value == first)
-        for value in values
-    ):
-        return first
-    if all(isinstance(value, int | float) for value in values):
-        return np.array(values, dtype=np.float64)
-    raise TypeError
 
 
 def _restore(group: dict[str, Any], key: str, value: Any) -> None:

@@ -185,8 +185,6 @@ def test_a_resume_tells_of_an_order_that_has_changed(position: int) -> None:
         match=rf"another order of epoch {position // 12} than before the checkpoint",
     ):
         take(other, 2)
-    # an older checkpoint
-    same.load_state_dict({key: value for key, value in state.items() if key != "order"})
 
 
 def test_a_checkpoint_of_another_sampler_is_refused() -> None:
