@@ -1,9 +1,10 @@
 """A workload: handwritten digits, a small convolutional network, momentum SGD and a
 cosine schedule.
 
-    ray-adascale tune  examples/digits.py:workload --base-batch-size 8 --total-steps
-    1800 --num-samples 8 -o recipe.json ray-adascale train examples/digits.py:workload
-    --recipe recipe.json --num-workers 2 --per-worker-batch-size 32
+    ray-adascale tune  examples/digits.py:workload --base-batch-size 8 \
+        --total-steps 1800 --num-samples 8 -o recipe.json
+    ray-adascale train examples/digits.py:workload --recipe recipe.json \
+        --num-workers 2 --per-worker-batch-size 32
 
 ``split=test`` after the workload's name scores on the test split, which the search does
 not use.

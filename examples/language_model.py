@@ -1,9 +1,9 @@
 """A workload: a character-level language model on text that comes with Python.
 
-    ray-adascale tune  examples/language_model.py:workload --base-batch-size 8
-    --total-steps 1500 -o recipe.json ray-adascale train
-    examples/language_model.py:workload --recipe recipe.json --num-workers 2
-    --per-worker-batch-size 64
+    ray-adascale tune  examples/language_model.py:workload --base-batch-size 8 \
+        --total-steps 1500 -o recipe.json
+    ray-adascale train examples/language_model.py:workload --recipe recipe.json \
+        --num-workers 2 --per-worker-batch-size 64
 
     python examples/language_model.py                       # without Ray: the base run, then S = 8 with 4 passes
     python examples/language_model.py --smoke               # short runs

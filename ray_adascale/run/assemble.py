@@ -24,7 +24,6 @@ from ..data import is_map_style, make_source
 from ..data.iterables import known_length
 from ..data.order import ExampleOrder
 from ..data.source import BatchSource, MapSource
-from ..optim.adascale import AdaScale
 from ..optim.schedule import BaseSchedule, EffectiveSchedule
 from ..recipe import Recipe
 from ..workload import RunInputs, Workload
@@ -107,6 +106,62 @@ class RunParts:
     listeners: list[Listener]
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a run is built from: the arguments of ``Run``.
+
+    Attributes:
+        inputs: Model, optimizer, scheduler, dataset and the user's functions.
+        config: The settings, with the recipe's base batch size and T.
+        recipe: The recipe; None without one.
+        backend: The surroundings of the run.
+    """
+
+    inputs: RunInputs
+    config: AdaScaleConfig
+    recipe: Recipe | None
+    backend: Backend
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run.
+
+    Attributes:
+        source: Yields the micro-batches, at first of the follower's plan.
+        follower: Chooses the batches.
+        total_steps: T.
+    """
+
+    source: BatchSource
+    follower: BatchFollower
+    total_steps: int
+
+
+@dataclass(frozen=True)
+class Training:
+    """What moves the weights of a run.
+
+    Attributes:
+        module: The bare model, on the device.
+        wrapped: The model and the optimizer, wrapped for the kind of sharding.
+        schedule: Drives the optimizer's learning rates by τ.
+        base_schedule: The schedule of the base run.
+        clipping: Clips gradients.
+        advice: Doubts about the schedule and the base batch, a sentence each.
+        cpu_group: The workers' process group for tensors on the CPU; None if the
+            default group has them too.
+    """
+
+    module: nn.Module
+    wrapped: Wrapped
+    schedule: EffectiveSchedule
+    base_schedule: BaseSchedule
+    clipping: Clipping
+    advice: list[str]
+    cpu_group: dist.ProcessGroup | None
+
+
 def assemble(
     inputs: RunInputs,
     config: AdaScaleConfig,
@@ -122,89 +177,98 @@ def assemble(
             message names it and a remedy.
     """
     config = read_settings(config).with_recipe(recipe)
-    rank, device = backend.rank, backend.device
-    model, optimizer = inputs.model, inputs.optimizer
-    config = check_built(model, optimizer, config, recipe)
-    warn_of_state_dict_hooks(optimizer)
-    warn_of_modes(optimizer)
+    config = check_built(inputs.model, inputs.optimizer, config, recipe)
+    warn_of_state_dict_hooks(inputs.optimizer)
+    warn_of_modes(inputs.optimizer)
     _check_early_stop(config, inputs.evaluate)
     _check_extra_state(inputs.extra_state or {})
-    source, follower, total_steps = _data_of(inputs, config, backend)
-    plan = follower.plan
-    schedule, base_schedule = _schedules_of(inputs, config, source, total_steps)
+    given = Given(inputs, config, recipe, backend)
+    data = _data_of(given)
+    training = _training_of(given, data)
+    return _loop_of(given, data, training)
+
+
+def _training_of(given: Given, data: RunData) -> Training:
+    """Return model, optimizer and schedules, after a check that all workers have
+    built the same. Collective.
+    """
+    inputs, config, recipe = given.inputs, given.config, given.recipe
+    plan = data.follower.plan
+    schedule, base_schedule = _schedules_of(given, data)
     advice = check_schedule(
         inputs.scheduler, base_schedule, config, recipe, plan.global_batch_size
     )
-
-    module = model.to(device)
-    on_cpu = _cpu_group(plan.workers)
-    check_equal(
-        facts_of(inputs, config, source, base_schedule, recipe), plan.workers, on_cpu
-    )
+    module = inputs.model.to(given.backend.device)
+    cpu_group = _cpu_group(plan.workers)
+    facts = facts_of(inputs, config, data.source, base_schedule, recipe)
+    check_equal(facts, plan.workers, cpu_group)
     wrapped = wrap(
-        module, optimizer, config, plan, device=device, total_steps=total_steps
+        module,
+        inputs.optimizer,
+        config,
+        plan,
+        device=given.backend.device,
+        total_steps=data.total_steps,
     )
-    batch = ChooseBatch(follower, wrapped.optimizer)
+    clipping = Clipping(config, recipe, total_steps=data.total_steps)
+    return Training(
+        module, wrapped, schedule, base_schedule, clipping, advice, cpu_group
+    )
+
+
+def _loop_of(given: Given, data: RunData, training: Training) -> RunParts:
+    """Return the parts of the loop: what acts at step boundaries, what observes and
+    what guards. The newest checkpoint is loaded on the way. Collective.
+    """
+    inputs, config, backend = given.inputs, given.config, given.backend
+    wrapped, cpu_group = training.wrapped, training.cpu_group
+    batch = ChooseBatch(data.follower, wrapped.optimizer)
     evaluation = Evaluation(
         inputs.evaluate,
-        module,
-        every=config.evaluate_every or total_steps / 10,
+        training.module,
+        every=config.evaluate_every or data.total_steps / 10,
         early_stop=config.early_stop,
         metric=inputs.metric if isinstance(inputs, Workload) else None,
     )
-    clipping = Clipping(config, recipe, total_steps=total_steps)
-    parts: list[HasState] = [
-        batch,
-        evaluation,
-        *([] if clipping.expected is None else [clipping.expected]),
-    ]
-    train_state = _train_state_of(
-        inputs,
-        wrapped,
-        module,
-        source,
-        (schedule, base_schedule),
-        parts,
-        recipe,
-        backend,
-    )
-    start = _start_of(inputs.starting_step, train_state, evaluation)
-    plan, trace, listeners = _resume(
-        backend, config, recipe, train_state, (batch, evaluation), plan, start
-    )
+    train_state = _train_state_of(given, data, training, batch, evaluation)
+    plan, trace, listeners = _resume(given, data, train_state, batch, evaluation)
     if trace is not None:  # the metrics are known as the loop begins
         trace.first = {
-            "optimizer": class_name(largest_part(optimizer)),
+            "optimizer": class_name(largest_part(inputs.optimizer)),
             "untrained": evaluation.untrained,
         }
     replicas = Replicas(
-        module,
+        training.module,
         wrapped.optimizer,
         without_own(train_state.extra),
-        source,
+        data.source,
         copies=wrapped.kind.copies,
-        rank=rank,
+        rank=backend.rank,
         workers=plan.workers,
-        device=device,
-        process_group=on_cpu,
-    )
-    guards = _guards_of(
-        module, wrapped.optimizer, schedule, train_state.extra, replicas, plan, device
+        device=backend.device,
+        process_group=cpu_group,
     )
     passes = Passes(
-        module,
+        training.module,
         wrapped.optimizer,
         wrapped.scaler,
-        guarded=optimizer,
+        guarded=inputs.optimizer,
         precision=config.precision,
-        device=device,
+        device=backend.device,
         kind=wrapped.kind,
-        guards=guards,
+        guards=_guards_of(training, train_state.extra, replicas, plan, backend.device),
     )
+    unit_weights = None
+    if inputs.weight_of is not None:
+        unit_weights = UnitWeights(inputs.weight_of, plan.workers, cpu_group)
     # Built last, because their intervals begin now.
-    every_s = config.checkpoint_every_s
     checkpointing = Checkpointing(
-        backend, train_state, replicas, trace, every_s=every_s, process_group=on_cpu
+        backend,
+        train_state,
+        replicas,
+        trace,
+        every_s=config.checkpoint_every_s,
+        process_group=cpu_group,
     )
     reporting = Reporting(backend, config.report_every_s, evaluation, checkpointing)
     stages = (
@@ -220,16 +284,14 @@ def assemble(
         config=config,
         plan=plan,
         train_state=train_state,
-        advice=advice,
+        advice=training.advice,
         model=wrapped.model,
         passes=passes,
         replicas=replicas,
         stages=stages,
         evaluation=evaluation,
-        clipping=clipping,
-        unit_weights=None
-        if inputs.weight_of is None
-        else UnitWeights(inputs.weight_of, plan.workers, on_cpu),
+        clipping=training.clipping,
+        unit_weights=unit_weights,
         checkpointing=checkpointing,
         reporting=reporting,
         listeners=listeners,
@@ -237,9 +299,7 @@ def assemble(
 
 
 def _guards_of(
-    module: nn.Module,
-    optimizer: AdaScale,
-    schedule: EffectiveSchedule,
+    training: Training,
     extra: Mapping[str, Any],
     replicas: Replicas,
     plan: StepPlan,
@@ -250,10 +310,10 @@ def _guards_of(
     """
     guards: list[Guard] = [
         ExtraStateHint(extra),
-        FirstMicroBatch(module, plan, device),
-        OnlyRunsBackward(optimizer),
-        TrainMode(module),
-        ScheduledRates(schedule),
+        FirstMicroBatch(training.module, plan, device),
+        OnlyRunsBackward(training.wrapped.optimizer),
+        TrainMode(training.module),
+        ScheduledRates(training.schedule),
         ZeroGradient(),
     ]
     if plan.workers > 1:
@@ -272,36 +332,37 @@ def _cpu_group(workers: int) -> dist.ProcessGroup | None:
 
 
 def _train_state_of(
-    inputs: RunInputs,
-    wrapped: Wrapped,
-    module: nn.Module,
-    source: BatchSource,
-    schedules: tuple[EffectiveSchedule, BaseSchedule],
-    parts: list[HasState],
-    recipe: Recipe | None,
-    backend: Backend,
+    given: Given,
+    data: RunData,
+    training: Training,
+    batch: ChooseBatch,
+    evaluation: Evaluation,
 ) -> TrainState:
     """Return what a checkpoint of the run holds.
 
     Raises:
         ValueError: The user's own state can't be saved.
     """
-    schedule, base_schedule = schedules
+    inputs, recipe, backend = given.inputs, given.recipe, given.backend
+    wrapped = training.wrapped
+    parts: list[HasState] = [batch, evaluation]
+    if training.clipping.expected is not None:
+        parts.append(training.clipping.expected)
     train_state = TrainState(
-        module=module,
+        module=training.module,
         optimizer=wrapped.optimizer,
         parameter_names=wrapped.parameter_names,
         scaler=wrapped.scaler,
-        schedule=schedule,
-        source=source,
+        schedule=training.schedule,
+        source=data.source,
         loop=LoopState(),
         parts=parts,
-        base_schedule=base_schedule,
+        base_schedule=training.base_schedule,
         world_size=backend.world_size,
         recipe=None if recipe is None else recipe.fingerprint,
         rank=backend.rank,
         device=backend.device,
-        frozen=frozen_names(module),
+        frozen=frozen_names(training.module),
         groups=groups_of(inputs.optimizer, wrapped.parameter_names),
         extra=inputs.extra_state or {},
     )
@@ -311,18 +372,18 @@ def _train_state_of(
 
 
 def _resume(
-    backend: Backend,
-    config: AdaScaleConfig,
-    recipe: Recipe | None,
+    given: Given,
+    data: RunData,
     train_state: TrainState,
-    stages: tuple[ChooseBatch, Evaluation],
-    plan: StepPlan,
-    start: Callable[[], None] | None,
+    batch: ChooseBatch,
+    evaluation: Evaluation,
 ) -> tuple[StepPlan, Trace | None, list[Listener]]:
-    """Load the newest checkpoint, or call ``start``. Return the next batch, and rank
-    0's trace and listeners. Collective.
+    """Load the newest checkpoint, or begin at the starting step. Return the next
+    batch, and rank 0's trace and listeners. Collective.
     """
-    batch, evaluation = stages
+    config, backend, loop = given.config, given.backend, train_state.loop
+    plan = data.follower.plan
+    start = _start_of(given.inputs.starting_step, train_state, evaluation)
     with backend.latest_checkpoint() as folder:
         workers_before = None
         if folder is not None:
@@ -335,21 +396,18 @@ def _resume(
             plan = batch.follower.plan
             set_batch(plan, train_state.optimizer, train_state.source, backend.rank)
         if evaluation.stalled is not None:
-            train_state.loop.stopped = evaluation.stalled
+            loop.stopped = evaluation.stalled
         if backend.rank > 0:
             return plan, None, []
         log_start(train_state, plan, folder, workers_before, config.checkpoint_every_s)
-        trace, loop = None, train_state.loop
+        trace = None
         if loop.stopped is None and (place := backend.trace_folder()) is not None:
             total_steps = train_state.base_schedule.total_steps
             trace = Trace(place, total_steps, loop.attempt, store=backend.store_trace)
             # a start that ended without a checkpoint has left its file
             loop.attempt = trace.number
-        return (
-            plan,
-            trace,
-            _listeners(backend, config, recipe, train_state.base_schedule, plan, trace),
-        )
+        listeners = _listeners(given, train_state.base_schedule, plan, trace)
+        return plan, trace, listeners
 
 
 def _start_of(
@@ -377,12 +435,9 @@ def _start_of(
     return start if step else None
 
 
-def _data_of(
-    inputs: RunInputs, config: AdaScaleConfig, backend: Backend
-) -> tuple[BatchSource, BatchFollower, int]:
-    """Return the source of the data with the first batch, the follower that chooses
-    the batches, and T.
-    """
+def _data_of(given: Given) -> RunData:
+    """Return the data of the run, with the first batch."""
+    inputs, config, backend = given.inputs, given.config, given.backend
     dataset, workers = inputs.train_dataset, backend.world_size
     plan = config.batch.plan(workers)
     if config.batch.halves(plan):
@@ -412,7 +467,7 @@ def _data_of(
     _check_epoch(follower, config, dataset)
     if follower.plan != plan:
         source.set_split(follower.plan.split(backend.rank))
-    return source, follower, total_steps
+    return RunData(source, follower, total_steps)
 
 
 def _tell_of_two_passes(plan: StepPlan, dataset: Any) -> None:
@@ -441,11 +496,12 @@ def _tell_of_two_passes(plan: StepPlan, dataset: Any) -> None:
 
 
 def _schedules_of(
-    inputs: RunInputs, config: AdaScaleConfig, source: BatchSource, total_steps: int
+    given: Given, data: RunData
 ) -> tuple[EffectiveSchedule, BaseSchedule]:
     """Return the schedule that drives the optimizer, and the base run's."""
+    inputs, config, total_steps = given.inputs, given.config, data.total_steps
     base_batch_size = config.batch.base_batch_size
-    per_epoch = source.base_steps_per_epoch(base_batch_size)
+    per_epoch = data.source.base_steps_per_epoch(base_batch_size)
     schedule = EffectiveSchedule(
         inputs.optimizer,
         inputs.scheduler,
@@ -503,15 +559,11 @@ def _check_extra_state(extra: Mapping[str, Any]) -> None:
 
 
 def _listeners(
-    backend: Backend,
-    config: AdaScaleConfig,
-    recipe: Recipe | None,
-    schedule: BaseSchedule,
-    plan: StepPlan,
-    trace: Trace | None,
+    given: Given, schedule: BaseSchedule, plan: StepPlan, trace: Trace | None
 ) -> list[Listener]:
     """Return the listeners of rank 0."""
-    forecast = forecast_run(recipe, config, plan.scale, plan.workers)
+    config = given.config
+    forecast = forecast_run(given.recipe, config, plan.scale, plan.workers)
     tracker = EtaTracker(forecast)
     listeners: list[Listener] = []
     if not config.batch.changes:
@@ -525,7 +577,7 @@ def _listeners(
     listeners.append(tracker)
     if trace is not None:
         listeners.append(trace)
-    return [*listeners, *backend.listeners(tracker)]
+    return [*listeners, *given.backend.listeners(tracker)]
 
 
 def _check_epoch(follower: BatchFollower, config: AdaScaleConfig, dataset: Any) -> None:
