@@ -34,7 +34,7 @@ from ray_adascale import (
     load_weights,
 )
 from ray_adascale._torch import is_dtensor
-from ray_adascale.run.boundary.stage import BoundaryFlags, StepReport
+from ray_adascale.run.boundary.stage import ALWAYS, BoundaryFlags, StepReport
 from ray_adascale.run.boundary.train_state import load_rng
 from ray_adascale.run.observe import trace as observe_trace
 from ray_adascale.run.observe.eta import EtaTracker
@@ -206,8 +206,10 @@ def test_what_is_due_once_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     asked = itertools.count(1)
     due = {3: BoundaryFlags.REPORT}  # at the third step boundary
+    reporting = run.parts.reporting
+    monkeypatch.setattr(reporting, "timer", ALWAYS)  # it is asked in each step
     monkeypatch.setattr(
-        run.parts.reporting, "flags", lambda: due.get(next(asked), BoundaryFlags.NONE)
+        reporting, "flags", lambda: due.get(next(asked), BoundaryFlags.NONE)
     )
     steps = len(drive(run))
     assert steps > 4
