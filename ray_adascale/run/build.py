@@ -139,12 +139,29 @@ def facts_of(
         "starting_step": repr(inputs.starting_step),
         "The number of parameters": str(len(list(inputs.model.parameters()))),
         "evaluate": "None" if inputs.evaluate is None else "given",
-        **{
-            f"The parameter {name!r}": f"{tuple(p.shape)}, {p.dtype}, "
-            f"{'trainable' if p.requires_grad else 'frozen'}"
-            for name, p in inputs.model.named_parameters()
-        },
+        **_order_of(inputs.model, inputs.optimizer),
     }
+
+
+def _order_of(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
+    """Return what the workers exchange by its number: parameters and buffers of the
+    model, and parameters of each group.
+    """
+    facts: dict[str, str] = {}
+    names: dict[Tensor, str] = {}
+    for number, (name, p) in enumerate(model.named_parameters()):
+        names[p] = repr(name)
+        mode = "trainable" if p.requires_grad else "frozen"
+        facts[f"The parameter {name!r}"] = (
+            f"{tuple(p.shape)}, {p.dtype}, number {number}, {mode}"
+        )
+    for number, (name, b) in enumerate(model.named_buffers()):
+        facts[f"The buffer {name!r}"] = f"{tuple(b.shape)}, {b.dtype}, number {number}"
+    for g, group in enumerate(optimizer.param_groups):
+        facts[f"The number of parameters in group {g}"] = str(len(group["params"]))
+        for number, p in enumerate(group["params"]):
+            facts[f"Parameter {number} of group {g}"] = names.get(p, "another model's")
+    return facts
 
 
 def check_equal(
@@ -160,8 +177,8 @@ def check_equal(
         name, values = difference
         raise ValueError(
             f"The workers build different runs. {name} is {values}. Build model, "
-            "optimizer, schedule, data and settings alike on "
-            "all workers."
+            "optimizer, schedule, data and settings alike on all workers, each in the "
+            "same order: that of a set differs between processes."
         )
 
 

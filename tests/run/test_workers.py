@@ -544,7 +544,22 @@ def _built_differently(what: str, sharding: str) -> str:
             hyperparameters["weight_decay"] = 0.1
         if what == "frozen":
             net.first.requires_grad_(False)
-    optimizer = torch.optim.SGD(net.parameters(), **hyperparameters)
+    groups = [list(net.first.parameters()), list(net.last.parameters())]
+    groups[1] += net.aside.parameters()
+    for name in ("a", "b"):
+        net.register_buffer(name, torch.zeros(1))
+    if dist.get_rank() == 1:
+        if what == "order in a group":
+            groups[0].reverse()
+        if what == "groups":
+            groups.reverse()
+        if what == "order of the model":
+            net._modules = dict(reversed(net._modules.items()))
+        if what == "order of the buffers":
+            net._buffers = dict(reversed(net._buffers.items()))
+    optimizer = torch.optim.SGD(
+        [{"params": params} for params in groups], **hyperparameters
+    )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma)
     x, y = data().tensors
     dataset = TensorDataset(*(torch.cat([t, t])[:length] for t in (x, y)))
@@ -592,6 +607,14 @@ def _built_differently(what: str, sharding: str) -> str:
             "The parameter 'first.weight' is .*trainable on rank 0 and .*frozen on "
             "rank 1",
         ),
+        (
+            "order in a group",
+            "Parameter 0 of group 0 is 'first.weight' on rank 0 and 'first.bias' on "
+            "rank 1.*that of a set differs",
+        ),
+        ("groups", "The number of parameters in group 0 is 2 on rank 0 and 4"),
+        ("order of the model", "The parameter 'first.weight' is .*number 0.*number 4"),
+        ("order of the buffers", r"The buffer 'a' is \(1,\), .*number 0.*number 1"),
         ("nothing", ""),
     ],
 )
