@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -237,11 +236,19 @@ def is_sealed(directory: StrPath) -> bool:
 
 
 def delete(directory: StrPath) -> None:
-    """Remove a checkpoint's folder, the manifest first: at any moment the checkpoint
-    is complete or absent.
+    """Remove a checkpoint's files, the manifest first: at any moment the checkpoint
+    is complete or absent. Its folder goes too, unless it has other files.
     """
-    (Path(directory) / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(directory)
+    path = Path(directory)
+    (path / MANIFEST).unlink(missing_ok=True)
+    others = False
+    for file in list(path.iterdir()):
+        if disk.is_own_file(file.name):
+            file.unlink(missing_ok=True)
+        else:
+            others = True
+    if not others:
+        path.rmdir()
 
 
 def in_run(directory: StrPath) -> list[Path]:
@@ -249,11 +256,11 @@ def in_run(directory: StrPath) -> list[Path]:
     first: by start, then by step.
 
     Names may be times, of machines whose clocks differ. A checkpoint without a readable
-    step is placed by its name. Only folders count.
+    step is placed by its name. Folders of other files do not count.
     """
     found: list[tuple[tuple[int, int], Path]] = []
     for path in sorted(Path(directory).glob("checkpoint_*")):
-        if path.is_dir():
+        if path.is_dir() and disk.looks_like_checkpoint(os.listdir(path)):
             try:
                 state = Saved(path).state
                 order = int(state.get("attempt", 0)), int(state["iterations"])

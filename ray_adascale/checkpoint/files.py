@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -42,6 +42,11 @@ it.
 EXTRA_OF_MODEL = "model.extra/"
 """Prefix of the keys of tensors in other values of the model's state dict."""
 _TENSOR = "__tensor__"
+_OWN_FILE = re.compile(
+    r"(manifest|state|tensors)\.json|__\d+_\d+\.distcp"
+    r"|\.(manifest|state|tensors)\.json\.\d+\.tmp"
+)
+"""A file of a checkpoint, or what a kill has left of its atomic write."""
 
 
 class CheckpointError(RuntimeError):
@@ -78,6 +83,23 @@ class TensorShard:
     tensor: Tensor
     offset: int
     numel: int
+
+
+def is_own_file(name: str) -> bool:
+    """Return whether a file in a checkpoint's folder is of the checkpoint, by its
+    name. Others are the user's, and are never deleted.
+    """
+    return _OWN_FILE.fullmatch(name) is not None
+
+
+def looks_like_checkpoint(names: Collection[str]) -> bool:
+    """Return whether a folder is a checkpoint's, perhaps an incomplete or damaged
+    one: it is empty, or has a file of the format.
+
+    Args:
+        names: The names in the folder.
+    """
+    return not names or any(map(is_own_file, names))
 
 
 def check_tensor(key: object, value: object) -> None:

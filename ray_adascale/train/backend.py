@@ -24,7 +24,7 @@ import torch.distributed as dist
 from .. import checkpoint
 from .._files import TRACE, full_disk_note, list_names, scratch_folder, store_patiently
 from .._warn import warn_at_user
-from ..checkpoint.files import MANIFEST, STATE, TENSORS, NotPermitted
+from ..checkpoint.files import MANIFEST, STATE, TENSORS, NotPermitted, is_own_file
 from ..run.boundary.backend import Backend, ReportPolicy
 from ..run.boundary.stage import StepReport
 from ..run.observe.eta import EtaTracker
@@ -36,7 +36,7 @@ from .worker_reports import Heartbeat, LiveMetrics
 
 _log = logging.getLogger(__name__)
 
-_RAYS_NAME = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_")
+_RAYS_NAME = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.\d{6}")
 """The name of a checkpoint's folder in a Ray run: the time."""
 _PREEMPTION_POLL_S = 5.0
 """A poll is a barrier of 3 to 4 ms: below a thousandth of the time. Notices come 30
@@ -175,7 +175,8 @@ class RayTrainBackend(Backend):
         unknown = [
             name
             for name in names
-            if _RAYS_NAME.match(name) and f"{folder}/{name}" not in paths.union(earlier)
+            if _RAYS_NAME.fullmatch(name)
+            and f"{folder}/{name}" not in paths.union(earlier)
         ]
         later = self._later(unknown, {c.path: c.order for c in sealed}, held)
         if later is not None or not candidates:
@@ -238,6 +239,9 @@ class RayTrainBackend(Backend):
                 if self.channel is not None:  # the driver has the run's lock
                     # read-only now; a later start removes it
                     with contextlib.suppress(OSError):
+                        # not a folder of the user's, whatever its name
+                        if not all(map(is_own_file, list_names(path, filesystem))):
+                            continue
                         filesystem.delete_dir(path)
                         _log.info(
                             "Removed %s, which an ended start has left incomplete.",

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,11 +73,15 @@ def test_loading_without_verifying_still_sees_sizes_and_json_digests(one: Path) 
 def test_a_checkpoint_that_is_being_deleted_is_none_any_more(
     one: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(path: Path) -> None:
-        raise KeyboardInterrupt
+    unlink = Path.unlink
+
+    def killed(path: Path, **how: Any) -> None:
+        if path.name != "manifest.json":
+            raise KeyboardInterrupt
+        unlink(path, **how)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", killed)
+        patch.setattr(Path, "unlink", killed)
         with pytest.raises(KeyboardInterrupt):
             checkpoint.delete(one)
     assert (one / "state.json").exists()  # nothing else is gone yet

@@ -371,8 +371,17 @@ def test_a_checkpoint_that_was_stored_and_not_reported_is_used_and_incomplete_on
     next(cut.glob("*.distcp")).unlink()
     half = tmp_path / "checkpoint_2026-11-14_00-00-00.000000"
     half.mkdir()
-    own = tmp_path / "checkpoint_best"  # of the user
-    own.mkdir()
+    users = [
+        tmp_path / "checkpoint_best",
+        Path(f"{half}_export"),
+        Path(f"{half}.aside"),
+        half.with_name("checkpoint_2026-11-16_00-00-00.000000"),
+    ]
+    for folder in users:
+        folder.mkdir()
+    (users[1] / "model.pt").write_text("the user's")
+    (users[-1] / "model.pt").write_text("the user's")
+    (users[-1] / "state.json").write_text("{}")
     assert found() == whole
     assert cut.exists()  # without the driver's lock
     backend.channel = object()
@@ -389,7 +398,8 @@ def test_a_checkpoint_that_was_stored_and_not_reported_is_used_and_incomplete_on
     assert found() == whole
     assert not cut.exists()
     assert not half.exists()
-    assert own.exists()
+    assert all(folder.exists() for folder in users)
+    assert len(os.listdir(users[-1])) == 2
     # A later start has gone on: what an earlier one stored does not count, though it is
     # further.
     reported.append(_Reported(stored(15, 18, attempt=1), 18))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,6 +30,10 @@ _log = logging.getLogger(__name__)
 
 CHECKPOINT = "Checkpoint of optimizer step %d, effective step %.2f."
 """Log message of a checkpoint that is complete and stored."""
+
+
+_NAME = re.compile(r"checkpoint_\d{10,}")
+"""The name of a checkpoint in a LocalBackend's folder: the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +92,8 @@ class Backend(ABC):
 
     @abstractmethod
     def checkpoint_folder(self, step: int) -> Path:
-        """Return an empty or missing folder for this worker's share of the checkpoint
-        after ``step``.
+        """Return a folder without a checkpoint, perhaps a missing one, for this
+        worker's share of the checkpoint after ``step``.
 
         Raises:
             OSError: The folder can't be made on this worker. The caller informs the
@@ -163,7 +167,8 @@ class LocalBackend(Backend):
 
     Args:
         folder: The folder of the checkpoints. A run resumes from the newest complete
-            one. None keeps no checkpoints.
+            one: the last start's, and of these the one of the furthest step. Other
+            files and folders in it are never deleted. None keeps no checkpoints.
         device: Default: a CUDA device if there is one, else the CPU. Of several CUDA
             devices it is the one that the process group is bound to, or that the
             program chose with ``torch.cuda.set_device``, or else number LOCAL_RANK,
@@ -202,36 +207,58 @@ class LocalBackend(Backend):
         self.metrics: dict[str, Any] = {}
         """The last report."""
 
-    def _checkpoints(self) -> list[Path]:
-        return [] if self.folder is None else sorted(self.folder.glob("checkpoint_*"))
-
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:
-        found: list[Any] = [None, None]
-        if self.rank == 0:
-            folders = self._checkpoints()
-            found[0] = checkpoint.latest_valid(folders)
-            sealed = [folder for folder in folders if checkpoint.is_sealed(folder)]
-            if found[0] is None and sealed:
-                found[1] = (
-                    f"None of the {len(sealed)} checkpoints in {self.folder} can be "
-                    "used; see the warnings. Put a good copy "
-                    "back, or delete them to begin anew."
-                )
+        found: list[Path | Exception | None] = [None]
+        if self.rank == 0 and self.folder is not None:
+            try:
+                found[0] = self._newest_usable(self.folder)
+            except (ValueError, checkpoint.CheckpointError, OSError) as e:
+                found[0] = e
         if self.world_size > 1:
             dist.broadcast_object_list(found, src=0)
-        if found[1] is not None:
-            raise checkpoint.NoUsableCheckpoint(found[1])
-        yield found[0]
+        newest = found[0]
+        if isinstance(newest, Exception):
+            raise newest
+        yield newest
+
+    def _newest_usable(self, folder: Path) -> Path | None:
+        """Return the newest checkpoint that verifies; None without any. Called on
+        rank 0.
+
+        Raises:
+            ValueError: Something else has the name of a checkpoint.
+            NoUsableCheckpoint: There are checkpoints, and all are damaged.
+        """
+        for path in folder.iterdir():
+            if _NAME.fullmatch(path.name) and not path.is_dir():
+                raise ValueError(
+                    f"Invalid folder {str(folder)!r}: {path.name} in it is no folder, "
+                    "and has the name of a checkpoint. Move it away or rename it."
+                )
+        checkpoints = checkpoint.in_run(folder)
+        newest = checkpoint.latest_valid(checkpoints)
+        sealed = [path for path in checkpoints if checkpoint.is_sealed(path)]
+        if newest is None and sealed:
+            raise checkpoint.NoUsableCheckpoint(
+                f"None of the {len(sealed)} checkpoints in {folder} can be "
+                "used; see the warnings. Put a good copy "
+                "back, or delete them to begin anew."
+            )
+        return newest
 
     def checkpoint_folder(self, step: int) -> Path:
         assert self.folder is not None
         path = self.folder / f"checkpoint_{step:010d}"
         try:
-            if self.rank == 0 and path.exists():
+            if self.rank == 0 and os.path.lexists(path):
+                if path.is_symlink() or not path.is_dir():
+                    raise checkpoint.CheckpointError(
+                        f"{path} is no folder of this run. Move it away or rename it."
+                    )
                 # a checkpoint of an earlier start: incomplete, or this run could not
                 # load it
-                shutil.rmtree(path)
+                checkpoint.delete(path)
         finally:  # also after an error: the other workers wait here
             if self.world_size > 1:
                 dist.barrier()
@@ -245,16 +272,26 @@ class LocalBackend(Backend):
                 report.metrics.get("optimizer_steps", 0),
                 report.effective_steps,
             )
-            # Incomplete checkpoints, and damaged ones of later steps, don't count among
-            # those to keep.
-            kept = [
-                path
-                for path in self._checkpoints()
-                if path <= folder and checkpoint.is_sealed(path)
-            ][-self.keep :]
-            for old in self._checkpoints():
-                if old not in kept:
+            self._delete_old(folder)
+
+    def _delete_old(self, newest: Path) -> None:
+        """Delete this folder's checkpoints but the newest ones. What else is there is
+        the user's.
+        """
+        checkpoints = checkpoint.in_run(newest.parent)
+        own = [path for path in checkpoints if _NAME.fullmatch(path.name)]
+        # Incomplete checkpoints, and damaged ones of later steps, don't count among
+        # those to keep.
+        until_newest = own[: own.index(newest) + 1]
+        kept = list(filter(checkpoint.is_sealed, until_newest))[-self.keep :]
+        for old in own:
+            if old not in kept and not old.is_symlink():
+                try:
                     checkpoint.delete(old)
+                except OSError as e:
+                    _log.warning(
+                        "The old checkpoint %s could not be deleted: %s.", old, e
+                    )
 
     def trace_folder(self) -> Path | None:
         return self.folder

@@ -9,10 +9,9 @@ All of this is collective, at a step boundary.
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -225,7 +224,8 @@ def _discard(folder: Path) -> None:
     full disk needs the space.
     """
     if not checkpoint.is_sealed(folder):
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            checkpoint.delete(folder)
 
 
 class Checkpointing(Stage):

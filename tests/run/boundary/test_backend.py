@@ -6,6 +6,8 @@ A function whose name starts with an underscore runs on each rank of the pool.
 
 from __future__ import annotations
 
+import os
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +40,7 @@ def outcome(**metrics: Any) -> StepReport:
 def save(backend: LocalBackend, step: int) -> Path:
     folder = backend.checkpoint_folder(step)
     assert folder is not None
-    checkpoint.save(folder, {"x": torch.ones(3)}, {"step": step})
+    checkpoint.save(folder, {"x": torch.ones(3)}, {"iterations": step})
     backend.report(outcome(step=step), folder)
     return folder
 
@@ -100,6 +102,103 @@ def test_old_checkpoints_go_and_wrecks_do_not_count(tmp_path: Path) -> None:
         "checkpoint_0000000002",
         "checkpoint_0000000004",
     ]
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Content of all files by path, and of links what they say."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path).encode()
+        if path.is_symlink()
+        else path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def test_what_the_run_did_not_write_is_never_deleted(tmp_path: Path) -> None:
+    backend = LocalBackend(tmp_path, device="cpu", keep=1)
+    first = save(backend, 1)
+    shutil.copytree(first, tmp_path / "checkpoint_0000000001.aside")
+    shutil.copytree(first, tmp_path / "checkpoint_best")
+    export = tmp_path / "checkpoint_export"
+    export.mkdir()
+    (export / "model.pt").write_text("the user's")
+    (tmp_path / "checkpoint_99999999").write_text("a file")
+    (tmp_path / "checkpoint_00000001").symlink_to("nowhere")
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(first, elsewhere)
+    (tmp_path / "checkpoint_0000000000").symlink_to(elsewhere)
+    (first / "notes.txt").write_text("of the user, among the run's files")
+    left = files_in(tmp_path)
+    for step in (2, 3):
+        save(backend, step)
+    remains = files_in(tmp_path)
+    gone = left.keys() - remains.keys()
+    assert gone == {
+        f"{first.name}/{name}"
+        for name in ("manifest.json", "state.json", "tensors.json", "__0_0.distcp")
+    }
+    assert {name: remains[name] for name in left.keys() - gone} == {
+        name: left[name] for name in left.keys() - gone
+    }
+    assert latest(backend) == "checkpoint_0000000003"
+    anew = save(backend, 1)  # beside the notes
+    assert (anew / "notes.txt").exists()
+    checkpoint.verify(anew)
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_what_stands_in_the_way_of_a_checkpoint_is_named_and_stays(
+    tmp_path: Path, kind: str
+) -> None:
+    backend = LocalBackend(tmp_path, device="cpu")
+    way = tmp_path / "checkpoint_0000000007"
+    if kind == "file":
+        way.write_text("the user's")
+    else:
+        way.symlink_to(tmp_path / "nowhere")
+    before = files_in(tmp_path)
+    with pytest.raises(ValueError, match=f"{way.name} in it is no folder"):
+        latest(backend)
+    with pytest.raises(CheckpointError, match=f"{way} is no folder .* Move it away"):
+        backend.checkpoint_folder(7)
+    assert files_in(tmp_path) == before
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = LocalBackend(tmp_path, device="cpu", keep=1)
+    first = save(backend, 1)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "delete", refuse)
+        save(backend, 2)
+    assert f"The old checkpoint {first} could not be deleted" in caplog.text
+    assert latest(backend) == "checkpoint_0000000002"
+
+
+def test_the_newest_is_of_the_last_start_and_alike_for_all_who_ask(
+    tmp_path: Path,
+) -> None:
+    """A later start went on from an earlier checkpoint, since the newer one was
+    damaged then; its checkpoints are the run.
+    """
+    backend = LocalBackend(tmp_path, device="cpu", keep=5)
+    for attempt, step in ((0, 10), (0, 100), (1, 20), (1, 30)):
+        checkpoint.save(
+            backend.checkpoint_folder(step),
+            {"model/weight": torch.tensor([float(step)])},
+            {"iterations": step, "attempt": attempt},
+        )
+    assert latest(backend) == "checkpoint_0000000030"
+    assert checkpoint.load_weights(tmp_path)["weight"].tolist() == [30.0]
+    keeping = LocalBackend(tmp_path, device="cpu", keep=2)
+    keeping.report(outcome(), tmp_path / "checkpoint_0000000030")
+    assert names(tmp_path) == ["checkpoint_0000000020", "checkpoint_0000000030"]
 
 
 @pytest.mark.parametrize("keep", [0, -1])
