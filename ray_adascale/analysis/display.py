@@ -84,7 +84,7 @@ class RunDisplay:
         self._poll = poll
         self._log = log
         self._handler = _Lines(self)
-        self._level = logging.NOTSET
+        self._talks = contextlib.ExitStack()
         self._label = label
         self._interval_s = interval_s
         self._console = Console(stderr=True) if console is None else console
@@ -135,8 +135,7 @@ class RunDisplay:
             )
             live.start()
         if self._log is not None:
-            self._level = self._log.level
-            self._log.setLevel(min(self._log.getEffectiveLevel(), logging.INFO))
+            self._talks.enter_context(_from_info_on(self._log)())
             self._log.addHandler(self._handler)
         self._thread = threading.Thread(
             target=self._run, args=(live,), name="ray_adascale-display", daemon=True
@@ -149,7 +148,7 @@ class RunDisplay:
         self._thread.join(timeout=5)
         if self._log is not None:
             self._log.removeHandler(self._handler)
-            self._log.setLevel(self._level)
+            self._talks.close()
 
     def show_line(self, text: str) -> None:
         """Show a permanent line."""
@@ -178,6 +177,23 @@ class RunDisplay:
                     if shown != last:
                         _print(self._console, shown)
                     last = shown
+
+
+@functools.cache
+def _from_info_on(log: logging.Logger) -> Callable[[], AbstractContextManager[None]]:
+    """Return the context in which a logger passes messages on from INFO."""
+
+    @shared
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        level = log.level
+        log.setLevel(min(log.getEffectiveLevel(), logging.INFO))
+        try:
+            yield
+        finally:
+            log.setLevel(level)
+
+    return context
 
 
 class _Lines(logging.Handler):

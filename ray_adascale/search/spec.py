@@ -5,6 +5,7 @@ resources, and whether it can work.
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -26,6 +27,20 @@ from ..config import AdaScaleConfig
 from ..run.base.base_run import base_config, kept_settings, workload_name
 from .search import Search
 from .trial import EPOCHS
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A search that has begun.
+
+    Attributes:
+        id: The same in each start of the search, and another one's is another. What is
+            global to a process or a job, such as Tune's registry, has it in the name.
+        earlier: Whether the search was started before.
+    """
+
+    id: str
+    earlier: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,9 +179,9 @@ class SearchSpec:
             "scheduler": _name_of(self.search.scheduler),
         }
 
-    def started_before(self, folder: str) -> bool:
-        """Return whether this search was started in that folder before. If not, write
-        its description to the folder.
+    def begin(self, folder: str) -> Begun:
+        """Return what the search in that folder is known by. If it is new, write its
+        description to the folder.
 
         Raises:
             ValueError: Another search was started there.
@@ -174,8 +189,9 @@ class SearchSpec:
         path = join(folder, SEARCH)
         description, before = self.description(), read_json(path)
         if before is None:
-            write_json(path, description)
-            return False
+            begun = Begun(uuid.uuid4().hex[:8], earlier=False)
+            write_json(path, description | {"id": begun.id})
+            return begun
         for key, now in description.items():
             if key in before and before[key] != now:
                 raise ValueError(
@@ -183,7 +199,7 @@ class SearchSpec:
                     f"{before[key]!r}. Restore it to "
                     "continue, or choose another name."
                 )
-        return True
+        return Begun(before["id"], earlier=True)
 
     # ---- checks ----------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from ray.util.annotations import PublicAPI
 
 from .._errors import check_type
 from .._files import absolute, join, unique_name
+from .._shared import shared
 from .._warn import warn_at_user
 from ..recipe import SHARE, Recipe, Repeat
 from ..run.base.base_run import BaseResult, freeze
@@ -32,7 +33,7 @@ from ..train.run_lock import RunLock
 from ..workload import describe_config, unread_warning
 from .repeats import RepeatPlan, best_mean
 from .search import Search
-from .spec import SearchSpec
+from .spec import Begun, SearchSpec
 from .trial import OBJECTIVE, InOneProcess, TrialSetup, run_repeat, run_trial
 from .watch import Finished, StopOnFatal, Watch, reached_end, watching
 
@@ -136,19 +137,18 @@ def _require(lock: RunLock, name: str) -> None:
 
 def _recipe_of(running: _RunningSearch) -> Recipe:
     """Run the search, and return its recipe."""
-    spec, name, folder = (
-        running.spec,
-        str(running.run_config.name),
-        _folder(running.run_config),
-    )
+    spec, name = running.spec, str(running.run_config.name)
+    folder = _folder(running.run_config)
     search = spec.search
     started = time.monotonic()
     with RunLock(folder, name) as lock:
-        running = replace(running, earlier=spec.started_before(folder))
+        running = replace(running, begun=spec.begin(folder))
         repeated = search.again[0] > 0
         # Before the trials, since it refuses other numbers.
         plan = (
-            RepeatPlan.read(_folder(running.repeats), search, earlier=running.earlier)
+            RepeatPlan.read(
+                _folder(running.repeats), search, earlier=running.begun.earlier
+            )
             if repeated
             else None
         )
@@ -220,21 +220,21 @@ class _RunningSearch:
         run_config: Tune's, for the trials. The repeats have a folder of their own
             beside it.
         at_once: Largest number of trials at a time; None: as many as fit.
-        earlier: Whether the search was started before.
+        begun: The search's id, and whether it was started before.
     """
 
     spec: SearchSpec
     run_config: tune.RunConfig
     at_once: int | None
-    earlier: bool = False
+    begun: Begun = Begun("", earlier=False)
 
     def run_trials(self) -> list[Finished]:
         """Run all trials and return their results."""
         spec, search = self.spec, self.spec.search
         watch = Watch(
             spec.num_trials,
+            begun=self.begun,
             verbose=search.verbose > 0,
-            earlier=self.earlier,
             space=search.param_space,
         )
         # Half as many extra passes as in a repeat, as far as they limit the
@@ -283,9 +283,9 @@ class _RunningSearch:
         planned = plan.planned
         watch = Watch(
             len(planned),
+            begun=self.begun,
             verbose=self.spec.search.verbose > 0,
             what="repeat",
-            earlier=self.earlier,
             describe=lambda config: str(planned[config["repeat"]]),
         )
         setup = self._setup(str(where.name), share=SHARE)
@@ -347,6 +347,9 @@ class _RunningSearch:
             KeyboardInterrupt: The search was interrupted.
         """
         trainable = tune.with_resources(function, self.spec.reserved)
+        # Tune registers it by this name for the whole job, which may have several
+        # searches at a time, and a new process of a trial asks for the name.
+        trainable.__name__ = f"{function.__name__}_{self.begun.id}"
         folder = _folder(run_config)
         with watching(watch):
             if tune.Tuner.can_restore(folder):
@@ -521,6 +524,7 @@ def _warn_where_nothing_fits(resources: Mapping[str, float]) -> None:
         )
 
 
+@shared
 @contextmanager
 def _quiet_tune() -> Iterator[None]:
     """Silence Tune: Watch prints a line about each trial, and the recipe names the

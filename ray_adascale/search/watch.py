@@ -26,6 +26,7 @@ from ..run.boundary.evaluation import MissingMetric
 from ..run.observe.failure import lines_of, was_building
 from ..train.retry import is_nobodys_mistake
 from ..workload import describe_config
+from .spec import Begun
 from .trial import OBJECTIVE
 
 
@@ -155,10 +156,10 @@ class Watch(tune.Callback):
 
     Args:
         total: Number of trials.
+        begun: The search. If it was started before, the earlier start has printed the
+            trials that ended in it.
         verbose: Whether to print.
         what: Their name, "trial" or "repeat".
-        earlier: Whether the search was started before. The earlier start has printed
-            the trials that ended in it.
         describe: Describes a trial's config for people.
         space: The search space. With one, the search ends if its first trials all make
             the same mistake during the build.
@@ -172,9 +173,9 @@ class Watch(tune.Callback):
 
     total: int
     _: KW_ONLY
+    begun: Begun
     verbose: bool
     what: str = "trial"
-    earlier: bool = False
     describe: Callable[[Mapping[str, Any]], str] = describe_config
     space: Mapping[str, Any] | None = None
 
@@ -190,7 +191,12 @@ class Watch(tune.Callback):
     def __reduce__(self) -> Any:
         # Tune pickles its callbacks to restore a search with them. Unpickling gives the
         # watch of the restart.
-        return _live_watch, (self.what,)
+        return _live_watch, (self.key,)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The key of the watch in this process."""
+        return self.begun.id, self.what
 
     def on_trial_start(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
@@ -259,7 +265,7 @@ class Watch(tune.Callback):
             # A scheduler stops a paused trial without a callback, and trials of an
             # earlier start have no callback either.
             error = _cause(trial) if trial.status == "ERROR" else None
-            self._add(Finished.of(trial, error), quiet=self.earlier)
+            self._add(Finished.of(trial, error), quiet=self.begun.earlier)
 
     def _add(self, trial: Finished, *, quiet: bool = False) -> None:
         if trial.trial_id in self.finished or self.fatal is not None:
@@ -372,22 +378,25 @@ def _shared_failure(
     return shared
 
 
-# "trial" or "repeat" -> the watch of the search that runs in this process
-_watching: dict[str, Watch] = {}
+# the watches of the searches that run in this process, in threads perhaps
+_watching: dict[tuple[str, str], Watch] = {}
 
 
-def _live_watch(what: str) -> Watch:
-    return _watching.get(what) or Watch(0, verbose=False, what=what)
+def _live_watch(key: tuple[str, str]) -> Watch:
+    search, what = key
+    return _watching.get(key) or Watch(
+        0, begun=Begun(search, earlier=True), verbose=False, what=what
+    )
 
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
     """Direct Tune's callbacks, restored ones included, to this watch."""
-    _watching[watch.what] = watch
+    _watching[watch.key] = watch
     try:
         yield
     finally:
-        del _watching[watch.what]
+        del _watching[watch.key]
 
 
 class StopOnFatal(tune.Stopper):

@@ -5,12 +5,14 @@ passes that end in an exception.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -65,15 +67,16 @@ def clear(model: nn.Module) -> None:
 # ---- between the passes --------------------------------------------------------------
 
 
+@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize(
     ("change", "error"),
     [(clip, "changed between.*run.is_last_pass"), (clear, "cleared between")],
 )
 def test_a_run_whose_gradients_are_changed_between_passes_is_refused_in_any_step(
-    change: Callable[[nn.Module], None], error: str
+    change: Callable[[nn.Module], None], error: str, every: int
 ) -> None:
     model, steps = make_model(), 0
-    run = run_of(model)
+    run = run_of(model, measure_every=every)
     with pytest.raises(RuntimeError, match=error):
         for x, y in run:
             run.backward(F.cross_entropy(run.model(x), y))
@@ -83,15 +86,16 @@ def test_a_run_whose_gradients_are_changed_between_passes_is_refused_in_any_step
     assert steps == 7
 
 
+@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize(
     ("change", "error"),
     [(clip, "changed between.*optimizer.is_last_pass"), (clear, "cleared")],
 )
 def test_a_loop_whose_gradients_are_changed_between_passes_is_refused_in_any_step(
-    change: Callable[[nn.Module], None], error: str
+    change: Callable[[nn.Module], None], error: str, every: int
 ) -> None:
     model = make_model()
-    ada, data = wrapped(model), iter(batches(80, 4))
+    ada, data = wrapped(model, measure_every=every), iter(batches(80, 4))
 
     def step(change: Callable[[nn.Module], None] | None) -> None:
         for _ in range(4):
@@ -106,6 +110,74 @@ def test_a_loop_whose_gradients_are_changed_between_passes_is_refused_in_any_ste
         step(None)
     with pytest.raises(RuntimeError, match=error):
         step(change)
+
+
+# ---- gradients of no backward pass ---------------------------------------------------
+
+
+def set_by_hand(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Compute the gradient without a backward pass, and set it."""
+    params = list(model.parameters())
+    grads = torch.autograd.grad(F.cross_entropy(model(x), y), params)
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad
+
+
+def steps_by_hand(
+    every: int, fused: bool, sharding: str = "none", by_hand: Any = range(12)
+) -> list[tuple[int, str]]:
+    """Take 12 steps, some with gradients that are set by hand; return the warnings."""
+    model, workers = make_model(), 1
+    if sharding == "oss":
+        inner: Any = OSS(model.parameters(), optim=torch.optim.SGD, lr=0.05)
+    else:
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, fused=fused)
+    wrapped_model: nn.Module = model
+    if dist.is_initialized():
+        workers = dist.get_world_size()
+        wrapped_model = DistributedDataParallel(model)
+    passes = 2 // workers
+    settings = {**OF_A_RUN, "measure_every": every}
+    ada = AdaScale(inner, num_gradients_to_accumulate=passes, **settings)
+    data, found = iter(batches(40, 4)), []
+    for step in range(12):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if step in by_hand:
+                set_by_hand(model, *next(data))
+            else:
+                for _ in range(passes):
+                    x, y = next(data)
+                    (F.cross_entropy(wrapped_model(x), y) / passes).backward()
+            ada.step()
+            ada.zero_grad()
+        found += [(step, str(w.message)) for w in caught]
+    assert ada.steps == 12
+    return found
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("every", [1, 3])
+def test_gradients_that_are_set_by_hand_are_told_once(every: int, fused: bool) -> None:
+    ((step, text),) = steps_by_hand(every, fused)
+    # a step without a sample is followed by one that is measured
+    assert step == (3 if fused else 2)
+    assert "noise of 3 steps in a row" in text
+    assert "no backward pass was seen" in text
+
+
+def test_single_steps_by_hand_are_allowed() -> None:
+    assert steps_by_hand(1, False, by_hand=(0, 1, 5, 7, 8)) == []
+
+
+@pytest.mark.parametrize("sharding", ["none", "oss"])
+def test_workers_are_told_of_gradients_that_are_set_by_hand(
+    pool: Any, sharding: str
+) -> None:
+    first, second = pool(2).run(steps_by_hand, 1, False, sharding)
+    assert [step for step, _ in first] == [2]
+    assert "no backward pass was seen" in first[0][1]
+    assert second == []
 
 
 @pytest.mark.parametrize("client", ["run", "bare"])
