@@ -58,16 +58,37 @@ def without_credentials(text: str) -> str:
     return _CREDENTIALS.sub(r"\1\2***", text)
 
 
+_LOST_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
+"""A URI that was a ``pathlib.Path``."""
+
+
 def absolute(path: str | os.PathLike[str]) -> str:
     """Return a path that holds in any folder, since workers have another working
     directory. A URI is not changed.
 
+    Every path that a user gives comes here, through :func:`on_this_machine` or
+    :func:`fetched` where it is not for any storage. So what one function writes is
+    where another looks for it.
+
     Raises:
-        ValueError: A URI has credentials, which would be stored and printed.
+        ValueError: A URI has credentials, which would be stored and printed, or lacks a
+            slash; or the home folder of ``~user`` is unknown.
     """
     path = os.fspath(path)
+    if _LOST_SLASH.match(path):
+        raise ValueError(
+            f"Invalid path {without_credentials(path)!r}: a URI has two slashes after "
+            "the colon, and pathlib.Path removes one. Give the URI as text."
+        )
     if "://" not in path:
-        return os.path.abspath(os.path.expanduser(path))
+        expanded = os.path.expanduser(path)
+        if expanded.startswith("~"):
+            raise ValueError(
+                f"Invalid path {path!r}: {path.partition('/')[0]!r} has no home folder "
+                f"on this machine. Give the whole path; or ./{path} if the name begins "
+                "with ~."
+            )
+        return os.path.abspath(expanded)
     if _CREDENTIALS.search(path):
         raise ValueError(
             f"Invalid storage path {without_credentials(path)}: credentials in a URI "
@@ -78,6 +99,28 @@ def absolute(path: str | os.PathLike[str]) -> str:
             "your shell's history has."
         )
     return path
+
+
+def on_this_machine(path: str | os.PathLike[str], instead: str) -> Path:
+    """Return the absolute path of a file or a folder on a disk of this machine. A
+    ``file://`` URI is one, too.
+
+    Args:
+        path: As the user gave it.
+        instead: A sentence that says what to do for a URI of another storage.
+
+    Raises:
+        ValueError: It is such a URI.
+    """
+    found = absolute(path)
+    if found.startswith("file:///"):
+        found = unquote(found.removeprefix("file://"))
+    if "://" in found:
+        raise ValueError(
+            f"Invalid path {found!r}: it is written with this machine's file system, "
+            f"which knows no URIs. {instead}"
+        )
+    return Path(found)
 
 
 def join(folder: str, name: str) -> str:
@@ -253,13 +296,18 @@ def store_patiently(
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Check that :func:`write_atomically` can write a file of a recipe's size there.
+    """Check that :func:`write_anywhere` can write a file of a recipe's size there.
     Makes its folder.
 
     Raises:
         OSError: The path is a folder's or may not be written, or the disk is full.
+        ValueError: As for :func:`absolute`.
     """
-    path = Path(path)
+    found = absolute(path)
+    if "://" in found:
+        check_storage(split(found)[0])
+        return
+    path = Path(found)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     check_folder(path.parent)
@@ -303,7 +351,12 @@ def _storage(path: str, system: Any = None) -> tuple[Any, str]:
     """
     if system is not None:
         return system, path
-    import pyarrow.fs  # comes with Ray; the callers need Ray as well
+    try:
+        import pyarrow.fs  # comes with Ray
+    except ImportError:
+        raise ValueError(
+            f"Invalid path {path!r}: URIs need pyarrow: pip install pyarrow."
+        ) from None
 
     system, inside = pyarrow.fs.FileSystem.from_uri(path)
     return system, inside
@@ -324,11 +377,12 @@ def fetched(path: str | os.PathLike[str], *, checkpoints: bool = True) -> Path:
         ValueError: There is nothing at the URI, or it has credentials.
     """
     given = os.fspath(path)
-    if "://" not in given:
+    whole = absolute(given)
+    if "://" not in whole:
         return Path(given).expanduser()
     import pyarrow.fs
 
-    system, inside = _storage(absolute(given))
+    system, inside = _storage(whole)
     info = system.get_file_info(inside)
     if info.type == pyarrow.fs.FileType.NotFound:
         raise ValueError(f"Invalid path {given!r}: no such file or folder.")
@@ -376,6 +430,21 @@ def write_text(path: str, text: str) -> None:
     system.create_dir(inside.rpartition("/")[0], recursive=True)
     with system.open_output_stream(inside) as file:
         file.write(text.encode())
+
+
+def write_anywhere(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file where a user wants it: a path, atomically, or a URI. Makes its
+    folder.
+
+    Raises:
+        ValueError: As for :func:`absolute`.
+    """
+    found = absolute(path)
+    if "://" in found:
+        write_text(found, text)
+        return
+    Path(found).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(found, [text.encode()])
 
 
 def rename_file(path: str, to: str) -> None:

@@ -15,7 +15,6 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -35,7 +34,7 @@ from ._fields import (
     optional,
     within,
 )
-from ._files import write_atomically
+from ._files import fetched, write_anywhere
 from ._version import __version__
 from .gain import plain_noise_scale, whole_number
 
@@ -406,10 +405,12 @@ class Recipe:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the recipe, all of it or nothing. A missing folder is made.
 
+        Args:
+            path: A path, or a URI such as ``s3://bucket/recipe.json``.
+
         Raises:
             RecipeError: A field was changed in place to a value that can't be written.
         """
-        path = Path(path)
         # checks again: the dicts and lists inside are not frozen
         fields = _fields(dataclasses.replace(self))
         document = {
@@ -432,8 +433,7 @@ class Recipe:
                     "\n", "\n  "
                 )
             lines.append(f"  {json.dumps(key)}: {text}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, [("{\n" + ",\n".join(lines) + "\n}\n").encode()])
+        write_anywhere(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
     @classmethod
     def load(
@@ -442,7 +442,7 @@ class Recipe:
         """Read a recipe and check every field.
 
         Args:
-            path: A file that :meth:`save` wrote.
+            path: A file that :meth:`save` wrote, or its URI.
             accept_edits: Accept a recipe that was edited after the search, if its
                 fields are valid.
 
@@ -452,9 +452,8 @@ class Recipe:
                 search.
             OSError: The file can't be read.
         """
-        path = Path(path)
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = json.loads(fetched(path).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise RecipeError(
                 f"{path} is not a recipe: it is not valid JSON ({error})."

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from .._files import write_atomically
+from .._files import fetched, on_this_machine, write_atomically
 from .._version import __version__
 from ..forecast.replay import Forecaster
 from ..optim.rules import RULES
@@ -62,10 +62,11 @@ def write_report(
     if not named:
         raise ValueError("Invalid runs: none given. Give at least one run folder.")
     loaded, failures = [], []
-    for label, run in named:
+    for label, given in named:
+        run = fetched(given, checkpoints=False)
         failure = failure_of(run)
         if failure is not None:
-            failures.append((label or Path(run).expanduser().resolve().name, failure))
+            failures.append((label or run.resolve().name, failure))
         try:
             loaded.append(load_run(run, label=label))
         except ValueError:
@@ -74,7 +75,7 @@ def write_report(
                 # steps
                 raise
     loaded = with_distinct_labels(loaded)
-    output = Path(output).expanduser()
+    output = on_this_machine(output, "Write the page here, and copy it.")
     if output.is_dir():
         raise ValueError(
             f"Invalid output {str(output)!r}: a folder. Name the HTML file."

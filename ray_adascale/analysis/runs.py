@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from .._errors import workers_in_words
-from .._files import ERROR, TRACE
+from .._files import ERROR, TRACE, fetched
 from ..run.observe.metrics import COUNTERS, METRICS, SHORT_STEP
 from ..run.observe.trace import faults_of, read_trace
 
@@ -221,7 +221,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 def _folder_of(run: str | os.PathLike[str]) -> Path:
     """Return a run's folder, also of the file of one start."""
-    path = Path(run).expanduser().resolve()
+    path = fetched(run, checkpoints=False).resolve()
     folder = path.parent if path.is_file() else path
     return folder.parent if folder.name == TRACE else folder
 
@@ -248,6 +248,7 @@ def load_run(run: str | os.PathLike[str], *, label: str | None = None) -> RunTra
     Raises:
         ValueError: There is no trace, it is empty, or it is not the trace of a run.
     """
+    run = fetched(run, checkpoints=False)
     rows = read_trace(run)
     if not rows:
         raise ValueError(

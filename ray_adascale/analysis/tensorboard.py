@@ -12,6 +12,7 @@ import math
 import os
 from pathlib import Path
 
+from .._files import on_this_machine
 from ..run.observe.metrics import COUNTERS, METRICS
 from .runs import RunTrace, is_number, load_run
 
@@ -50,7 +51,7 @@ def write_events(
             "tensorboardX."
         ) from None
     loaded = run if isinstance(run, RunTrace) else load_run(run)
-    target = Path(folder).expanduser() / loaded.label
+    target = on_this_machine(folder, "Write them here, and copy them.") / loaded.label
     with SummaryWriter(str(target), purge_step=0) as writer:
         for row in loaded.rows:
             for key, value in row.items():

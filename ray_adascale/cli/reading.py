@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._files import fetched
+from .._files import absolute, fetched
 from ..config import AdaScaleConfig
 from .command import Command
 from .options import option
@@ -148,7 +148,9 @@ class Report(Command):
                 f"{self.tensorboard}"
             )
         replaced = (
-            ", in place of an earlier page" if Path(self.output).is_file() else ""
+            ", in place of an earlier page"
+            if Path(absolute(self.output)).is_file()
+            else ""
         )
         print(f"Written to {write_report(runs, self.output, recipe=recipe)}{replaced}")
         return 0

@@ -139,6 +139,8 @@ class Train(OnRay, Workers):
         folders = dict.fromkeys([str(Path.cwd()), self.working_dir])
 
         def find(path: str) -> str:
+            if "://" in path:
+                return path
             for folder in folders:
                 if (found := Path(folder, path).expanduser()).is_file():
                     return str(found)
@@ -177,6 +179,8 @@ class Train(OnRay, Workers):
             folder = Path(self.working_dir)  # resumed from elsewhere
 
         def within(path: str) -> str:
+            if "://" in path:
+                return path
             full = _resolved(path)
             return str(
                 full.relative_to(folder) if full.is_relative_to(folder) else full

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._errors import check_count
+from .._files import on_this_machine
 from .._torch import called_to_make_state
 from .._warn import warn_at_user
 from ..batch import StepPlan
@@ -36,6 +37,9 @@ from ..run.observe.trace import Trace, files_of, joined
 
 LOGGED = ("gain", "scale", "effective_steps", "noise_scale", "efficiency")
 """The metrics of a step for the client's log."""
+
+
+_COPY = "Give a folder here, and copy it."
 
 
 def with_clients_batch(
@@ -161,7 +165,9 @@ class StepLog:
     def __init__(self, schedule: TauSchedule, trace: str | Path | None = None) -> None:
         self._schedule, (self._adascale, self._plan) = schedule, parts_of(schedule)
         first = not dist.is_initialized() or dist.get_rank() == 0
-        self._folder = None if trace is None or not first else Path(trace)
+        self._folder = (
+            None if trace is None or not first else on_this_machine(trace, _COPY)
+        )
         # Opened at the first step, because its number shows where the client resumed.
         self._trace: Trace | None = None
         self._progress = 0.0  # Σ r

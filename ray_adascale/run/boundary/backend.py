@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ... import checkpoint
 from ..._errors import check_count
-from ..._files import check_folder
+from ..._files import check_folder, on_this_machine
 from ..observe.eta import EtaTracker
 from ..observe.pulse import Pulse
 from ..observe.step import Listener
@@ -159,6 +159,12 @@ class Backend(ABC):
         return
 
 
+_MOUNT = (
+    "Give a folder, such as one where the storage is mounted. AdaScaleTrainer and "
+    "Ray Train's RunConfig(storage_path=) take a URI."
+)
+
+
 class LocalBackend(Backend):
     """Backend of one process, or of workers started by torchrun on one file system.
 
@@ -166,9 +172,10 @@ class LocalBackend(Backend):
     folder mix their checkpoints. Give each run a folder of its own.
 
     Args:
-        folder: The folder of the checkpoints. A run resumes from the newest complete
-            one: the last start's, and of these the one of the furthest step. Other
-            files and folders in it are never deleted. None keeps no checkpoints.
+        folder: The folder of the checkpoints, on a disk of this machine. A run resumes
+            from the newest complete one: the last start's, and of these the one of the
+            furthest step. Other files and folders in it are never deleted. None keeps
+            no checkpoints.
         device: Default: a CUDA device if there is one, else the CPU. Of several CUDA
             devices it is the one that the process group is bound to, or that the
             program chose with ``torch.cuda.set_device``, or else number LOCAL_RANK,
@@ -193,7 +200,7 @@ class LocalBackend(Backend):
         self.rank = dist.get_rank() if initialized else 0
         self.world_size = dist.get_world_size() if initialized else 1
         self.device = _own_device(device)
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else on_this_machine(folder, _MOUNT)
         self.keeps_checkpoints = self.folder is not None
         if self.folder is not None:
             try:

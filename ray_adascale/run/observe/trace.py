@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..._files import SEARCH, TRACE
+from ..._files import SEARCH, TRACE, fetched
 from ..._warn import warn_at_user
 from .metrics import CLIPPED, EVERY, METRICS, OWN_KEYS, SHORT_STEP, SKIPPED
 from .step import Listener, Step
@@ -217,13 +217,13 @@ def read_trace(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     again only the last start's.
 
     Args:
-        path: The run's folder. Or the file of one start.
+        path: The run's folder, or the file of one start; a path or a URI.
 
     Raises:
         ValueError: There is no trace, or a line before the last one of a file is no
             row: the file is damaged, or no trace.
     """
-    path = Path(path).expanduser()
+    path = fetched(path, checkpoints=False)
     files = [path] if path.is_file() else files_of(path)
     if not files:
         if (path / SEARCH).is_file():
