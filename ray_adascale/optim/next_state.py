@@ -91,7 +91,8 @@ class Estimate:
 def estimate(state: AdaScaleState, sums: StepSums, averaging: Averaging) -> Estimate:
     """Return the gain of a step, and the averages after it. No host synchronization."""
     # σ² and μ² from A and C
-    check, sample, usable = sums.sample(state.averages.count.numel())
+    sample = sums.sample(state.averages.count.numel())
+    check = sample.check
     finite = check < math.inf
     numbers = {
         "check": check,
@@ -101,19 +102,21 @@ def estimate(state: AdaScaleState, sums: StepSums, averaging: Averaging) -> Esti
         return Estimate(sums, state.averages, finite, None, numbers)
     averages = state.averages.to(check.device)
     moments = constant(math.nan, check.device).expand(2)
-    if sample is not None:
-        moments = (
-            sample[:2].reshape(-1) if sample.shape[1] == 1 else sample[:2].sum(dim=1)
-        )
-        if usable is not None:
-            moments = moments.masked_fill(~usable, math.nan)
+    rows = sample.rows
+    if rows is not None:
+        of_groups = rows[:2]
+        if rows.shape[1] == 1:
+            moments = of_groups.reshape(-1)
+        else:
+            moments = of_groups.sum(dim=1)
+        use = finite
+        if sample.valid is not None:
+            moments = moments.masked_fill(~sample.valid, math.nan)
+            use = finite & sample.valid
         if averaging.clip_samples:
-            sample = torch.maximum(sample, averaging.floors(check.device))
-        use = finite if usable is None else finite & usable
+            rows = torch.maximum(rows, averaging.floors(check.device))
         decay = averaging.decay(sums.plan, state.since_sample)
-        averages = averages.update_packed(
-            sample, decay, debias=averaging.debias, use=use
-        )
+        averages = averages.update_packed(rows, decay, debias=averaging.debias, use=use)
     gains = gains_of(
         averages, sums.plan.scale, averaging, non_negative=state.non_negative
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,6 +121,22 @@ def constant(
     return _CONSTANTS[key]
 
 
+class NoiseSample(NamedTuple):
+    """A step's sample of the noise.
+
+    Attributes:
+        check: Finite if the step's gradient is, and else NaN or +∞, 0-dim; ‖ḡ‖² if the
+            step was not measured.
+        rows: σ² and μ², unclipped, and a row of ones, ``[3, num_gains]``; None where the
+            step yields none.
+        valid: Whether the rows are valid, bool, 0-dim; None if they are.
+    """
+
+    check: Tensor
+    rows: Tensor | None = None
+    valid: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class StepSums:
     """What the backward passes of one complete step left, summed over workers.
@@ -187,45 +204,50 @@ class StepSums:
         packed = Packed.of(self.numbers) if self.packed is None else self.packed
         return replace(self, numbers=packed.apart(packed.tensor.cpu()), packed=None)
 
-    def sample(self, num_gains: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def sample(self, num_gains: int) -> NoiseSample:
         """Return the step's sample of the noise. No host synchronization.
 
         Args:
             num_gains: One for each parameter group, or one for all.
-
-        Returns:
-            A number that is finite if the step's gradient is, and else NaN or +∞,
-            0-dim; ‖ḡ‖² if the step was not measured. σ² and μ², unclipped, and a row of
-            ones, ``[3, num_gains]``; None where the step yields none. Whether they are
-            valid, bool, 0-dim; None if they are.
         """
         if "check" in self.numbers:
-            return self.numbers["check"][0], None, None
-        plan, c, groups = self.plan, self.numbers["c"], len(self.numbers["c"])
-        if plan.multiple_of_mean != 1:
-            c = c / plan.multiple_of_mean**2
+            return NoiseSample(self.numbers["check"][0])
+
+        # C, with the mean in place of the sum, and without the loss scale.
+        c = self.numbers["c"]
+        groups = len(c)
+        if self.plan.multiple_of_mean != 1:
+            c = c / self.plan.multiple_of_mean**2
         scale = self.numbers.get("loss_scale")
-        squared = None if scale is None else scale.square()
-        if squared is not None:
+        if scale is not None:
+            squared = scale.square()
             c = c / squared
         if "late" in self.numbers:
             c = c + 0 * self.numbers["late"]
         if not self.measured:
-            return (c[0] if groups == 1 else c.sum()), None, None
-        a = self.numbers["a"] if squared is None else self.numbers["a"] / squared
+            return NoiseSample(c[0] if groups == 1 else c.sum())
+
+        # A likewise.
+        a = self.numbers["a"]
+        if scale is not None:
+            a = a / squared
         if num_gains < groups:
-            a, c = a.sum(dim=0, keepdim=True), c.sum(dim=0, keepdim=True)
+            a = a.sum(dim=0, keepdim=True)
+            c = c.sum(dim=0, keepdim=True)
         if not self.sampled:
-            return (a + c).sum(), None, None
-        usable = None if self.saw_all_passes else self.numbers["complete"][0] > 0
-        count: int | Tensor = plan.num_samples
+            return NoiseSample((a + c).sum())
+
+        # σ² and μ², of the samples that count.
+        valid = None
+        if not self.saw_all_passes:
+            valid = self.numbers["complete"][0] > 0
+        count: int | Tensor = self.plan.num_samples
         if self.weighted:
             counted = self.numbers["weights"][2]
             several = counted > 1
-            usable = several if usable is None else usable & several
+            valid = several if valid is None else valid & several
             count = counted.clamp(min=2)
+        moments = gradient_moments(a, c, scale=self.plan.scale, count=count)
         ones = constant(1.0, c.device).expand(num_gains)
-        sample = torch.stack(
-            [*gradient_moments(a, c, scale=plan.scale, count=count), ones]
-        )
-        return sample.sum(), sample, usable
+        rows = torch.stack([*moments, ones])
+        return NoiseSample(rows.sum(), rows, valid)
