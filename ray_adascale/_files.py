@@ -45,17 +45,58 @@ digits and ``_.-~``.
 """
 
 
-_CREDENTIALS = re.compile(
-    r"(:/{1,2})[^/?#\s@:]*:[^/?#\s@]*(?=@)|([?&][\w-]*(?:key|secret|password|token)[\w-]*=)[^&#\s'\"]*"
-)
-"""In a URI: ``access_key:secret_key@`` before the bucket, or an entry of the query
-such as ``client_secret=...``.
+_URI = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]*):/{1,2}(?P<rest>[^\s'\"<>]+)")
+_USER_INFO = re.compile(r"[^/?#@:]*:.*@")
+"""``access_key:secret_key@`` before a bucket. The secret key may have any character,
+"/" and "@" too.
 """
+_PORT = re.compile(r"[^/?#@:]*:\d+/")
+_BUCKETS = ("s3", "gs", "gcs")
+"""Schemes of URIs without ports."""
+_HARMLESS = {
+    "allow_bucket_creation",
+    "allow_bucket_deletion",
+    "blob_storage_authority",
+    "blob_storage_scheme",
+    "buffer_size",
+    "client_id",
+    "default_block_size",
+    "dfs_storage_authority",
+    "dfs_storage_scheme",
+    "enable_tls",
+    "endpoint_override",
+    "region",
+    "replication",
+    "retry_limit_seconds",
+    "scheme",
+    "tenant_id",
+}
+"""Options in the query of a storage URI that are no secrets. Others may be."""
 
 
 def without_credentials(text: str) -> str:
     """Return a text with the credentials of its URIs left out."""
-    return _CREDENTIALS.sub(r"\1\2***", text)
+    return _URI.sub(_masked, text)
+
+
+def _masked(uri: re.Match[str]) -> str:
+    """Return a URI without its credentials."""
+    rest = uri["rest"]
+    has_port = uri["scheme"].lower() not in _BUCKETS and _PORT.match(rest)
+    user_info = None if has_port else _USER_INFO.match(rest)
+    if user_info is not None:
+        rest = f"***@{rest[user_info.end() :]}"
+    rest, mark, query = rest.partition("?")
+    options = re.sub(r"[^&#,;]+", _masked_option, query)
+    return f"{uri[0][: uri.start('rest') - uri.start()]}{rest}{mark}{options}"
+
+
+def _masked_option(option: re.Match[str]) -> str:
+    """Return an option of a URI's query, without its value if that may be a secret."""
+    name, equals, value = option[0].partition("=")
+    if name in _HARMLESS and "@" not in unquote(value):
+        return option[0]
+    return f"{name}=***" if equals else "***"
 
 
 _LOST_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
@@ -89,7 +130,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
                 "with ~."
             )
         return os.path.abspath(expanded)
-    if _CREDENTIALS.search(path):
+    if without_credentials(path) != path:
         raise ValueError(
             f"Invalid storage path {without_credentials(path)}: credentials in a URI "
             "would be stored with the run and printed. "

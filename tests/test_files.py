@@ -137,6 +137,13 @@ def test_a_path_holds_from_any_folder_and_a_uri_stays(
         "abfs://:hidden@account.dfs.core.windows.net/runs",
         "abfs://container@account/runs?client_secret=hidden&tenant_id=t",
         "abfs://container@account/runs?sas_token=hidden",
+        "s3://AKIA:my/hidden@bucket/runs",
+        "s3://AKIA:/hidden/my+==@bucket/runs?region=x",
+        "s3://AKIA:my@hidden@bucket/runs@2",
+        "s3://AKIA:443/hidden@bucket/runs",
+        "abfs://container@account/runs?sv=2026-01-01&sig=hidden%3D",
+        "abfs://container@account/runs?enable_tls=true&hidden",
+        "s3://bucket/runs?endpoint_override=http%3A%2F%2Fme%3Ahidden%40host",
     ],
 )
 def test_a_uri_with_credentials_is_refused_without_telling_them(uri: str) -> None:
@@ -186,6 +193,8 @@ def test_weights_of_a_uri_with_credentials_are_refused_without_telling_them() ->
         "gs://anonymous@bucket/x",
         "abfs://container@account/x",
         "hdfs://me@host:9000/x",
+        "hdfs://host:9000/run@2?replication=2",
+        "s3://bucket/x?region=eu&endpoint_override=http%3A%2F%2Fhost%3A9000",
     ],
 )
 def test_a_uri_without_credentials_stays(uri: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import checkpoint
 from .._errors import workers_in_words
-from .._files import ERROR, SEARCH, fetched
+from .._files import ERROR, SEARCH, fetched, without_credentials
 from ..recipe import Recipe, RecipeError
 from ..run.base.base_run import RESULT, BaseResult
 from ..run.observe.eta import clock_time
@@ -33,10 +33,13 @@ def describe(path: str | os.PathLike[str]) -> tuple[str, bool]:
         ValueError: The path is none of these.
     """
     local = fetched(path)
+    text, whole = _describe(local)
     if local != Path(path):
-        text, whole = describe(local)
-        return text.replace(str(local), os.fspath(path)), whole
-    path = local
+        text = text.replace(str(local), os.fspath(path))
+    return without_credentials(text), whole
+
+
+def _describe(path: Path) -> tuple[str, bool]:
     if (path / checkpoint.MANIFEST).is_file():
         return _describe_checkpoint(path)
     if path.is_dir() and path.name.startswith("checkpoint_"):

@@ -117,11 +117,17 @@ def key_and_value(text: str) -> tuple[str, Any]:
     no JSON.
 
     Raises:
-        ValueError: The text does not have that form.
+        ValueError: The text does not have that form, or has credentials.
     """
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ValueError(f"Invalid override {text!r}. Must be key=value.")
+    if without_credentials(value) != value:
+        raise ValueError(
+            f"Invalid override {without_credentials(text)!r}: credentials in a URI "
+            "would be stored with the run. Read them from the environment in the "
+            "workload."
+        )
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:

@@ -22,6 +22,7 @@ from .._files import (
     read_text,
     rename_file,
     split,
+    without_credentials,
     write_text,
 )
 
@@ -66,8 +67,8 @@ class RunFolder:
             rename_file(join(self.path, ERROR), join(self.path, "error-earlier.txt"))
 
     def keep_failure(self, text: str) -> str:
-        """Write a failure to the folder, with the options if a failed build has left
-        none. Return the path of the text.
+        """Write a failure to the folder, without credentials, and the options if a
+        failed build has left none. Return the path of the text.
 
         If the folder can't be written, the text goes to a scratch file.
 
@@ -75,6 +76,7 @@ class RunFolder:
             text: The failure in a sentence, on the first line, and its traceback.
         """
         path = join(self.path, ERROR)
+        text = without_credentials(text)
         try:
             if OPTIONS not in list_names(self.path):
                 self.write_options()

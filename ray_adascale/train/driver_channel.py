@@ -19,6 +19,7 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from .._files import without_credentials
 from ..run.observe.failure import is_users
 from .hangs import Beat, Beats, Hang
 
@@ -182,14 +183,15 @@ class DriverClient:
         """Whether the last message could be sent."""
 
     def log(self, level: int, text: str, *, once: bool = False) -> bool:
-        """Send an event, as one line. Return whether it was sent.
+        """Send an event, as one line without credentials. Return whether it was sent.
 
         Args:
             level: A level of ``logging``.
             text: The event.
             once: Log it once in a run, not at each start.
         """
-        return self._send("log", level, " ".join(text.split()), once) is not None
+        line = without_credentials(" ".join(text.split()))
+        return self._send("log", level, line, once) is not None
 
     def put(self, metrics: dict[str, Any]) -> None:
         """Send the newest metrics."""

@@ -20,6 +20,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.train import UserCallback
 
 from .._errors import SettingError
+from .._files import without_credentials
 from ..checkpoint import CheckpointError
 from ..checkpoint.files import NotPermitted
 from ..run.boundary.backend import CHECKPOINT
@@ -139,6 +140,10 @@ def failure_message(error: BaseException, *, lines: bool = True) -> str:
         error: The exception from ``fit()``.
         lines: Add the user's lines in which it was raised.
     """
+    return without_credentials(_failure_message(error, lines=lines))
+
+
+def _failure_message(error: BaseException, *, lines: bool) -> str:
     found = worker_failure(error)
     if found is None:
         return "\n".join(filter(None, [str(error), *getattr(error, "__notes__", ())]))
