@@ -165,7 +165,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "",
             "helpers for torch, files, errors and warnings that several packages use; "
             "the version",
-            "_torch _hooks _files _errors _warn _version",
+            "_torch _hooks _files _shared _errors _warn _version",
         ),
     ],
 ]

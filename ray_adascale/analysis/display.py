@@ -7,13 +7,15 @@ the program or of Ray's workers, scrolls past above it.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -22,6 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from .._shared import shared
 from ..run.observe.eta import LEFT, Eta, clock_time
 from ..run.observe.metrics import METRICS, format_metrics, state_of, tau_of, values_of
 

@@ -84,6 +84,17 @@ class SearchSpec:
         )
 
     @property
+    def processes(self) -> tuple[Mapping[str, float], int]:
+        """The resources of each process of a trial, on one node, and the number of
+        processes.
+        """
+        scaling = self.search.scaling_config
+        if scaling is None:
+            return self.resources, 1
+        count = int(scaling.num_workers)
+        return {key: value / count for key, value in self.resources.items()}, count
+
+    @property
     def reserved(self) -> dict[str, float]:
         """Resources that Ray reserves for the process of a trial."""
         # Workers reserve their own resources. The process that waits for them must not
@@ -209,10 +220,11 @@ class SearchSpec:
             numbers = (
                 self.resources.values() if isinstance(self.resources, Mapping) else ()
             )
-            if not numbers or not all(is_number(v) and v >= 0 for v in numbers):
+            if not all(is_number(v) and v >= 0 for v in numbers) or not any(numbers):
                 raise ValueError(
                     f"Invalid resources_per_trial={resources!r}. Must be a dict, as "
-                    f"{{'CPU': 1, 'GPU': 0.5}}."
+                    "{'CPU': 1, 'GPU': 0.5}, that reserves something: for next to "
+                    "nothing {'CPU': 0.01}."
                 )
             return
         check_type(

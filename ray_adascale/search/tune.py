@@ -27,7 +27,7 @@ from .._shared import shared
 from .._warn import warn_at_user
 from ..recipe import SHARE, Recipe, Repeat
 from ..run.base.base_run import BaseResult, freeze
-from ..train.cluster import quiet_init
+from ..train.cluster import is_local, lacking, quiet_init
 from ..train.pickling import portable
 from ..train.run_lock import RunLock
 from ..workload import describe_config, unread_warning
@@ -114,11 +114,9 @@ def tune_recipe(search: Search) -> Recipe:
         failure_config=tune.FailureConfig(max_failures=search.max_failures),
         verbose=0,
     )
-    running = _RunningSearch(
-        spec=spec, run_config=run_config, at_once=spec.trials_at_once()
-    )
-    _warn_where_nothing_fits(spec.resources)
-    return _recipe_of(running)
+    at_once = spec.trials_at_once()
+    _require_room(spec)
+    return _recipe_of(spec, run_config, at_once)
 
 
 def _require(lock: RunLock, name: str) -> None:
@@ -135,14 +133,21 @@ def _require(lock: RunLock, name: str) -> None:
         )
 
 
-def _recipe_of(running: _RunningSearch) -> Recipe:
+def _recipe_of(
+    spec: SearchSpec, run_config: tune.RunConfig, at_once: int | None
+) -> Recipe:
     """Run the search, and return its recipe."""
-    spec, name = running.spec, str(running.run_config.name)
-    folder = _folder(running.run_config)
     search = spec.search
+    name = str(run_config.name)
+    folder = _folder(run_config)
     started = time.monotonic()
     with RunLock(folder, name) as lock:
-        running = replace(running, begun=spec.begin(folder))
+        running = _RunningSearch(
+            spec=spec,
+            run_config=run_config,
+            at_once=at_once,
+            begun=spec.begin(folder),
+        )
         repeated = search.again[0] > 0
         # Before the trials, since it refuses other numbers.
         plan = (
@@ -226,7 +231,7 @@ class _RunningSearch:
     spec: SearchSpec
     run_config: tune.RunConfig
     at_once: int | None
-    begun: Begun = Begun("", earlier=False)
+    begun: Begun
 
     def run_trials(self) -> list[Finished]:
         """Run all trials and return their results."""
@@ -511,17 +516,28 @@ def _warn_of_lost(failed: list[tuple[str, Finished]], winner: BaseResult) -> Non
         )
 
 
-def _warn_where_nothing_fits(resources: Mapping[str, float]) -> None:
-    """Warn if the present cluster has no room for a single trial."""
-    have = ray.cluster_resources()
-    short = {key: value for key, value in resources.items() if value > have.get(key, 0)}
-    if short:
-        warn_at_user(
-            f"A trial needs {short}, and the cluster has "
-            f"{ ({key: have.get(key, 0) for key in short}) }: the search waits "
-            "until nodes are added. If none will be added, lower the resources of a "
-            "trial."
+def _require_room(spec: SearchSpec) -> None:
+    """Raise if no trial can ever run: the cluster has no room for one, even when it is
+    empty, and no node can join. Warn if nodes may join.
+
+    Raises:
+        ValueError: No trial can ever run.
+    """
+    short = lacking(*spec.processes)
+    if short is None:
+        return
+    given = "resources_per_trial"
+    if spec.search.scaling_config is not None:
+        given = "scaling_config"
+    if is_local():
+        raise ValueError(
+            f"Invalid {given}: a trial needs {short}. No node can join: this process "
+            "started its own local Ray. Ask for less, or give the address of a cluster."
         )
+    warn_at_user(
+        f"A trial needs {short}: the search waits until nodes are added. If none will "
+        f"be added, lower {given}."
+    )
 
 
 @shared

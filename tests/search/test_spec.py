@@ -54,6 +54,7 @@ def spec(**changes: Any) -> SearchSpec:
         ({"config": replace(CONFIG, seed=-1)}, "Invalid seed=-1"),
         ({"max_concurrent_trials": 0}, "Invalid max_concurrent_trials=0"),
         ({"resources_per_trial": {"CPU": -1}}, "Invalid resources_per_trial"),
+        ({"resources_per_trial": {"CPU": 0}}, r"reserves something.*'CPU': 0\.01"),
         ({"config": {"precision": "bf16"}}, "Invalid config of type dict"),
         (
             {"config": replace(CONFIG, rule="linear")},
@@ -237,9 +238,11 @@ def test_only_trials_that_may_be_paused_need_checkpoints() -> None:
 def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None:
     folder = str(tmp_path / "mine")
     space = {"lr": tune.loguniform(0.1, 1), "depth": 2}
-    assert not spec(param_space=space).started_before(folder)
+    begun = spec(param_space=space).begin(folder)
+    assert not begun.earlier
     # The file identifies the search where it goes on.
     assert json.loads((tmp_path / "mine" / "search.json").read_text()) == {
+        "id": begun.id,
         "workload": "tests.samples_of:regression",
         "param_space": {
             "lr": {
@@ -267,14 +270,16 @@ def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None
         "search_alg": "random",
         "scheduler": "asha",
     }
-    assert spec(param_space=space).started_before(folder)
+    again = spec(param_space=space).begin(folder)
+    assert again == replace(begun, earlier=True)
+    assert spec(param_space=space).begin(str(tmp_path / "other")).id != begun.id
     # How many run at once, and what is done with the best, may change.
     assert spec(
         param_space=space,
         max_concurrent_trials=3,
         repeats=2,
         resources_per_trial={"CPU": 2},
-    ).started_before(folder)
+    ).begin(folder)
     for change, told in (
         (
             {"config": replace(CONFIG, total_steps=100)},
@@ -296,14 +301,14 @@ def test_a_search_goes_on_only_as_what_it_was_started_as(tmp_path: Path) -> None
         ),
     ):
         with pytest.raises(ValueError, match=told):
-            spec(**({"param_space": space} | change)).started_before(folder)
+            spec(**({"param_space": space} | change)).begin(folder)
     # A file of an earlier release lacks what is compared since.
     kept = json.loads((tmp_path / "mine" / "search.json").read_text())
     del kept["evaluate_every"]
     (tmp_path / "mine" / "search.json").write_text(json.dumps(kept))
-    assert spec(
-        param_space=space, config=replace(CONFIG, evaluate_every=50)
-    ).started_before(folder)
+    assert spec(param_space=space, config=replace(CONFIG, evaluate_every=50)).begin(
+        folder
+    )
 
 
 def test_search_spaces_are_told_apart() -> None:

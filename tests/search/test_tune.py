@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import threading
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,14 @@ from ray_adascale.forecast.replay import Forecaster
 from ray_adascale.measure.probe import BatchSamples
 from ray_adascale.recipe import probe_steps
 from ray_adascale.run.base.base_run import BaseResult
-from ray_adascale.search.tune import _ranking, _restored, _warn_of
+from ray_adascale.search.spec import SearchSpec
+from ray_adascale.search.tune import (
+    _QUIET,
+    _ranking,
+    _require_room,
+    _restored,
+    _warn_of,
+)
 from ray_adascale.search.watch import Finished, Watch
 from ray_adascale.train.run_lock import LOCK
 from ray_adascale.workload import build
@@ -834,9 +842,7 @@ def repeated_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     ]
     kept = KeptRepeats(trials, {0.1: 0.5, 0.2: 0.4, 0.3: None})
     monkeypatch.setattr("ray_adascale.search.tune.quiet_init", lambda: None)
-    monkeypatch.setattr(
-        "ray_adascale.search.tune._warn_where_nothing_fits", lambda resources: None
-    )
+    monkeypatch.setattr("ray_adascale.search.tune._require_room", lambda spec: None)
     monkeypatch.setattr("ray_adascale.train.run_lock._SETTLE_S", 0.0)
     monkeypatch.setattr(
         "ray_adascale.search.tune.tune.with_parameters", lambda function, **_: function
@@ -1072,3 +1078,82 @@ def test_what_trials_would_warn_of_where_nobody_sees_it_is_said_once_with_the_re
     assert "'momentun' (is 'momentum' meant?) of its config" in texts[1]
     assert set(recipe.hyperparameters) == set(space)  # T and B0 are none
     assert recipe.search["handed"] == ["base_batch_size", "total_steps"]
+
+
+def test_searches_in_threads_keep_their_workloads_and_leave_nothing_behind(
+    ray_session: None, tmp_path: Path
+) -> None:
+    """The second search begins while the first one's trial fails, after which Tune
+    starts a new process for the first one's next trial.
+    """
+    scores: dict[str, Any] = {}
+    before = {name: os.environ.get(name) for name in _QUIET}
+
+    def search(name: str, level: int, values: list[float]) -> None:
+        began = tmp_path / "began"
+
+        def workload(config: dict[str, Any]) -> Workload:
+            def evaluate(model: nn.Module) -> dict[str, float]:
+                if level == 200:
+                    began.touch()
+                deadline = time.monotonic() + 60
+                while not began.exists() and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                sick = level == 100 and config["lr"] == 0.1
+                return {"level": math.nan if sick else level + config["lr"]}
+
+            return replace(
+                linear({"lr": config["lr"]}),
+                evaluate=evaluate,
+                metric="level",
+                mode="max",
+            )
+
+        recipe = tune_recipe(
+            Search(
+                workload,
+                {"lr": tune.grid_search(values)},
+                config=replace(CONFIG, total_steps=20),
+                num_samples=1,
+                confirm=False,
+                name=name,
+                storage_path=tmp_path,
+                verbose=0,
+                max_concurrent_trials=1,
+            )
+        )
+        scores[name] = recipe.score
+
+    threads = [
+        threading.Thread(target=search, args=("first", 100, [0.1, 0.3])),
+        threading.Thread(target=search, args=("second", 200, [0.4])),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert scores == {"first": 100.3, "second": 200.4}
+    assert {name: os.environ.get(name) for name in _QUIET} == before
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        {"resources_per_trial": {"CPU": 1000}},
+        {"resources_per_trial": {"CPU": 0.01, "TPU": 1}},
+        {"scaling_config": ScalingConfig(num_workers=1000), "scheduler": None},
+    ],
+)
+def test_trials_that_can_never_run_are_refused_where_no_node_can_join(
+    ray_session: None,
+    needs: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = replace(CONFIG, base_batch_size=1000)
+    search = Search(linear, {}, config=config, storage_path=tmp_path, **needs)
+    with pytest.raises(ValueError, match=r"Invalid \w+: a trial needs .* room for 0"):
+        tune_recipe(search)
+    monkeypatch.setattr("ray_adascale.search.tune.is_local", lambda: False)
+    with pytest.warns(UserWarning, match="waits until nodes are added"):
+        _require_room(SearchSpec(search))

@@ -18,12 +18,14 @@ from ray_adascale.recipe import NoiseProbe
 from ray_adascale.run.base.base_run import BaseResult
 from ray_adascale.run.observe.failure import was_building
 from ray_adascale.search.repeats import best_mean
+from ray_adascale.search.spec import Begun
 from ray_adascale.search.trial import PlannedRepeat
 from ray_adascale.search.watch import Finished, Watch
 
 from ..samples_of import schedule
 
 T = 200
+NEW = Begun("a", earlier=False)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, None])
@@ -31,7 +33,7 @@ def test_trials_that_ran_when_a_search_was_interrupted_have_not_ended(
     number: signal.Signals | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     interrupted, before_term = number is not None, signal.getsignal(signal.SIGTERM)
-    watch = Watch(2, verbose=True)
+    watch = Watch(2, begun=NEW, verbose=True)
     trial = SimpleNamespace(
         trial_id="a",
         config={"lr": 0.1},
@@ -119,6 +121,7 @@ def test_repeats_have_a_line_each_and_trials_the_best_so_far(
     planned = plan(1)
     watch = Watch(
         2,
+        begun=NEW,
         verbose=True,
         what="repeat",
         describe=lambda config: str(planned[config["repeat"]]),
@@ -132,7 +135,7 @@ def test_repeats_have_a_line_each_and_trials_the_best_so_far(
         "repeat 2 of 2: failed at lr=0.1, seed 5: FloatingPointError: error is nan",
     ]
 
-    watch = Watch(3, verbose=True)
+    watch = Watch(3, begun=NEW, verbose=True)
     for i, score in enumerate((0.3, None, 0.4)):
         watch._add(replace(repeated(i, score), config={"lr": i}))
     assert watch.display is not None
@@ -206,7 +209,7 @@ def test_a_mistake_waits_for_the_trials_that_began_with_it(
 
 
 def test_a_value_that_no_recipe_can_keep_ends_the_search_as_its_trial_begins() -> None:
-    watch = Watch(2, verbose=False)
+    watch = Watch(2, begun=NEW, verbose=False)
     watch.on_trial_start(1, [], SimpleNamespace(config={"lr": 0.1, "act": "relu"}))
     assert watch.fatal is None
     watch.on_trial_start(2, [], SimpleNamespace(config={"lr": 0.1, "act": abs}))
@@ -222,7 +225,7 @@ def watch_failures(
     later: Sequence[Any] = (),
 ) -> Watch:
     """A watch that saw these trials begin at once, and then fail in turn."""
-    watch = Watch(len(what), verbose=False, space=space)
+    watch = Watch(len(what), begun=NEW, verbose=False, space=space)
     monkeypatch.setattr("ray_adascale.search.watch._cause", lambda trial: trial.error)
     trials = [
         SimpleNamespace(
