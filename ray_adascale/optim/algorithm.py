@@ -17,7 +17,7 @@ from .averaging import Averaging
 from .bias_correction import BiasCorrectionCounters
 from .current_step import CurrentStep
 from .deferred import HostCopy, read, skippable_step, steps_on_device
-from .guards import EqualSamples, check_identity, check_weights
+from .guards import EqualSamples, UnsampledSteps, check_identity, check_weights
 from .next_state import (
     MOST_SKIPPED,
     AdaScaleState,
@@ -108,6 +108,7 @@ class AdaScaleAlgorithm:
         self._plan = current.plan  # of the last step
         self._declared = current.declared  # of full steps then
         self._equal_samples = EqualSamples()
+        self._unsampled_steps = UnsampledSteps()
 
     @property
     def rule(self) -> ScalingRule:
@@ -364,6 +365,9 @@ class AdaScaleAlgorithm:
             self._skip(step.shared)
             return
         self._equal_samples.read(step)
+        current = self._current
+        if current.observer is not None:
+            self._unsampled_steps.read(step, of.sums, current.unseen, current.kind)
         if output is None:
             self.state = next_state(self.state, of.averages, step, step.gain, step.gain)
         else:

@@ -23,11 +23,9 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import (
     Versions,
     count_of_writes,
-    unwrapped_name,
     versions,
     without_gradients,
 )
-from .._warn import warn_on_first_worker
 from ..batch import StepPlan
 from ..measure.autograd import on_pass
 from ..measure.identity import Identity, due
@@ -48,9 +46,6 @@ from .step_sums import (
     numbers_of_weights,
 )
 from .workers import Workers
-
-_UNSAMPLED = 3
-"""Measured steps in a row without a sample before a warning."""
 
 
 @dataclass(eq=False)
@@ -113,6 +108,7 @@ class CurrentStep:
         step: Its passes up to now.
         replicated: Numbers of the last complete step that each worker took from its own
             copy of the reduced gradient.
+        unseen: Parameters of the last step whose gradients were not measured.
         skipped_by_scaler: Whether a GradScaler left out the last complete step, as the
             clearing of its gradients shows.
     """
@@ -147,8 +143,7 @@ class CurrentStep:
         self._shared: dict[str, Tensor] = {}
         self._measured_steps = 0  # of this start
         self._wanted: Wanted | None = None  # of the observer
-        # parameters of the last step whose gradients were not measured
-        self._unseen: Sequence[Tensor] = ()
+        self.unseen: Sequence[Tensor] = ()
         self.declared = StepPlan(workers=workers.count)
         self.step = Progress()
         self._next(0, 0)
@@ -160,7 +155,7 @@ class CurrentStep:
             "observer": None,
             "step": None,
             "_notice": (),
-            "_unseen": (),
+            "unseen": (),
             "_shared": {},
         }
         return {**self.__dict__, **gone}
@@ -449,10 +444,10 @@ class CurrentStep:
                 step.norms.append(self._no_norms())
             if step.last is not None:
                 self._finish(step.last)
-            elif step.measured and (self._told or self._measured_steps):
+            elif self._told or self._measured_steps:
                 # A loop that does not tell: not in its first step, where DDP may
                 # rebuild its buckets.
-                self._unchanged.note(self.kind.accumulated())
+                self._unchanged.note(self.kind.accumulated(), one=not step.measured)
             if self._told:
                 self.observer.ignore(False)
         step.passing = False
@@ -593,8 +588,6 @@ class CurrentStep:
         self._forget()
         self._shared = {}
         self._next(self.ended + 1, unsampled)
-        if self.unsampled == _UNSAMPLED:
-            self._warn_of_unseen(_UNSAMPLED)
         if self.observer is not None:
             self._watch()
             if not self._told:
@@ -692,14 +685,14 @@ class CurrentStep:
             # scale(1) is the loss scale as a tensor; get_scale() would wait for the
             # device.
             own["loss_scale"] = self._grad_scaler.scale(constant(1.0, self.device))
-        self._unseen = ()
+        self.unseen = ()
         if self.step.measured:
-            self._unseen = observer.find_unseen()
+            self.unseen = observer.find_unseen()
         return StepSums(
             plan,
             {**own, **numbers},
             None if own else packed,
-            all_measured=not self._unseen,
+            all_measured=not self.unseen,
             saw_all_passes=seen,
             weighted="weights" in numbers and self.weights is not None,
             shared_names=tuple(self._shared),
@@ -719,7 +712,7 @@ class CurrentStep:
         1 and S = 1, or its hooks did not run.
         """
         if self.observer is not None:
-            self._unseen = self.observer.find_unseen()
+            self.unseen = self.observer.find_unseen()
         return StepSums(
             plan,
             {
@@ -740,29 +733,6 @@ class CurrentStep:
             "unknown. Make two backward passes of half the size: AdaScale(..., "
             "num_gradients_to_accumulate=2), or "
             "AdaScaleConfig(accumulation=2, per_worker_batch_size=half of it)."
-        )
-
-    def _warn_of_unseen(self, steps: int) -> None:
-        """Warn of the parameters that keep steps from being measured, if there are
-        such.
-        """
-        if not self._unseen:
-            return
-        names: dict[Tensor, str] = {}
-        if self.kind.model is not None:
-            names = {
-                p: unwrapped_name(name)
-                for name, p in self.kind.model.named_parameters()
-            }
-        listing = ", ".join(
-            names.get(p, f"one of shape {tuple(p.shape)}") for p in self._unseen[:3]
-        )
-        warn_on_first_worker(
-            f"The noise of {steps} steps in a row could not be measured, and the gain "
-            "stays as it was: gradients of "
-            f"{len(self._unseen)} parameters were not seen ({listing}). Build AdaScale "
-            "after the model is on its device and in "
-            "its dtype, and call the model's forward() rather than its parts."
         )
 
 

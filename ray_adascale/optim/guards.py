@@ -12,13 +12,15 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._torch import Versions, versions
+from .._torch import Versions, unwrapped_name, versions
 from .._warn import warn_at_user, warn_on_first_worker
 from ..batch import StepPlan
 from ..chain import parts_of
 from ..measure.identity import Identity
+from ..sharding.kinds.kind import Kind
 from ..sharding.kinds.state import state_of
 from .step_result import StepResult
+from .step_sums import StepSums
 
 # ---- the passes ----------------------------------------------------------------------
 
@@ -34,10 +36,21 @@ class UnchangedGradients:
     def __init__(self) -> None:
         self.told = False
         self._left: Versions | None = None
+        self._noted = slice(None)
 
-    def note(self, gradients: Sequence[Tensor | None]) -> None:
-        """Note the gradients that a pass has left."""
-        self._left = versions(gradients)
+    def note(self, gradients: Sequence[Tensor | None], *, one: bool) -> None:
+        """Note the gradients that a pass has left.
+
+        Args:
+            gradients: Of all parameters.
+            one: Note the first one alone, which costs less: a loop that clears or clips
+                does so with all.
+        """
+        self._noted = slice(None)
+        if one:
+            first = next((i for i, g in enumerate(gradients) if g is not None), 0)
+            self._noted = slice(first, first + 1)
+        self._left = versions(gradients[self._noted])
 
     def check(self, gradients: Callable[[], Sequence[Tensor | None]]) -> None:
         """Check, as the next pass begins, that they are the same.
@@ -50,7 +63,7 @@ class UnchangedGradients:
         """
         if self._left is None:
             return
-        now = versions(gradients())
+        now = versions(gradients()[self._noted])
         if now == self._left:
             return
         for then, after in zip(self._left, now, strict=True):
@@ -128,6 +141,66 @@ class EqualSamples:
                 "or passes help nothing. Do all workers read the same examples, with "
                 "equal seeds?"
             )
+
+
+_UNSAMPLED = 3
+"""Steps in a row without a sample before a warning."""
+
+
+class UnsampledSteps:
+    """Warns once if several steps in a row that were to be measured have no sample."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+        self._warned = False
+
+    def read(
+        self, step: StepResult, sums: StepSums, unseen: Sequence[Tensor], kind: Kind
+    ) -> None:
+        """Look at a step that was taken, in a loop whose gradients are observed.
+
+        Args:
+            step: The step.
+            sums: Its sums.
+            unseen: Parameters whose gradients were not measured.
+            kind: Has the model, for the names of its parameters.
+        """
+        if self._warned or sums.plan.num_samples == 1:
+            return
+        if not math.isnan(step.sigma2):
+            self._in_a_row = 0
+            return
+        if not (sums.measured or sums.unobserved):
+            return  # a step between two measured ones
+        self._in_a_row += 1
+        if self._in_a_row < _UNSAMPLED:
+            return
+        self._warned = True
+        warn_on_first_worker(
+            f"The noise of {_UNSAMPLED} steps in a row could not be measured, and the "
+            f"gain stays as it was: {_why_unsampled(unseen, kind)}"
+        )
+
+
+def _why_unsampled(unseen: Sequence[Tensor], kind: Kind) -> str:
+    if not unseen:
+        return (
+            "no backward pass was seen in them. Gradients that the loop computes by "
+            "torch.autograd.grad() or torch.func.grad(), or sets by hand (p.grad = "
+            "...), are no samples of a micro-batch. Call loss.backward() once for each "
+            "micro-batch."
+        )
+    names: dict[Tensor, str] = {}
+    if kind.model is not None:
+        names = {p: unwrapped_name(name) for name, p in kind.model.named_parameters()}
+    listing = ", ".join(
+        names.get(p, f"one of shape {tuple(p.shape)}") for p in unseen[:3]
+    )
+    return (
+        f"gradients of {len(unseen)} parameters were not seen ({listing}). Build "
+        "AdaScale after the model is on its device and in its dtype, and call the "
+        "model's forward() rather than its parts."
+    )
 
 
 def check_identity(identity: Identity | None, step: StepResult) -> None:

@@ -174,6 +174,11 @@ class StepSums:
         return "a" in self.numbers
 
     @property
+    def unobserved(self) -> bool:
+        """Whether no observer has seen the step's gradients."""
+        return "check" in self.numbers
+
+    @property
     def sampled(self) -> bool:
         """Whether the step yields a sample of the noise."""
         return self.measured and self.all_measured and self.plan.num_samples > 1
@@ -210,7 +215,7 @@ class StepSums:
         Args:
             num_gains: One for each parameter group, or one for all.
         """
-        if "check" in self.numbers:
+        if self.unobserved:
             return NoiseSample(self.numbers["check"][0])
 
         # C, with the mean in place of the sum, and without the loss scale.
