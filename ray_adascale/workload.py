@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
@@ -314,6 +316,21 @@ class Workload(RunInputs):
 
 
 WorkloadFn: TypeAlias = Callable[[dict[str, Any]], Workload]
+
+
+def code_of(function: Any) -> Any:
+    """Return what has the code of a function: the function within decorators, a
+    ``functools.partial`` or a bound method; of an object that is called its class.
+    """
+    while True:
+        inner = inspect.unwrap(function)
+        if isinstance(inner, functools.partial):
+            inner = inner.func
+        inner = getattr(inner, "__func__", inner)
+        if inner is function:
+            break
+        function = inner
+    return function if hasattr(function, "__qualname__") else type(function)
 
 
 def with_unit(config: AdaScaleConfig, workload: Workload) -> AdaScaleConfig:

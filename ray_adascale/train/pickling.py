@@ -10,7 +10,9 @@ import importlib
 import inspect
 import io
 import operator
+import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -19,6 +21,7 @@ from ray import cloudpickle
 from ray.util import inspect_serializability
 
 from .._files import scratch_folder
+from ..workload import code_of
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
@@ -61,8 +64,31 @@ def _resolved(path: str) -> Path:
     return Path(path).resolve()
 
 
+_OF_PYTHON = tuple(
+    f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")
+)
+"""Where the standard library is, which every worker has."""
+
+
 def _installed(path: str) -> bool:
-    return not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
+    parts = Path(path).parts
+    return path.startswith(_OF_PYTHON) or not {
+        "site-packages",
+        "dist-packages",
+    }.isdisjoint(parts)
+
+
+def _pieces(function: Any) -> Iterator[Any]:
+    """Yield the functions and classes that a function consists of: those that are the
+    arguments of a ``functools.partial``, too.
+    """
+    inner = inspect.unwrap(function)
+    while isinstance(inner, functools.partial):
+        for argument in (*inner.args, *inner.keywords.values()):
+            if callable(argument):
+                yield from _pieces(argument)
+        inner = inspect.unwrap(inner.func)
+    yield code_of(inner)
 
 
 def pickle_by_value(function: _F) -> _F:
@@ -71,15 +97,16 @@ def pickle_by_value(function: _F) -> _F:
 
     Workers import an installed package as usual.
     """
-    module = sys.modules.get(function.__module__)
-    path = getattr(module, "__file__", None)
-    # __main__ is pickled by value anyway
-    if module is None or path is None or module.__name__ == "__main__":
-        return function
-    in_package = "." in module.__name__ or hasattr(module, "__path__")
-    if not _installed(path) and not in_package:
-        cloudpickle.register_pickle_by_value(module)
-        _by_value.add(module.__name__)
+    for piece in _pieces(function):
+        module = sys.modules.get(piece.__module__)
+        path = getattr(module, "__file__", None)
+        # __main__ is pickled by value anyway
+        if module is None or path is None or module.__name__ == "__main__":
+            continue
+        in_package = "." in module.__name__ or hasattr(module, "__path__")
+        if not _installed(path) and not in_package:
+            cloudpickle.register_pickle_by_value(module)
+            _by_value.add(module.__name__)
     return function
 
 
@@ -124,10 +151,10 @@ def portable(function: _F) -> _F:
     there. If a worker has the same files in the same folder, that folder goes to the
     front of its ``sys.path``. Otherwise a new folder with the files does.
     """
-    inner: Any = inspect.unwrap(function)
-    path, name = getattr(inner, "__globals__", {}).get("__file__"), function.__module__
-    if path is None or _installed(path) or _is_ours(name):
+    code = next(filter(_is_users, _pieces(function)), None)
+    if code is None:
         return pickle_by_value(function)
+    path, name = str(_file_of(code)), code.__module__
     packaged = "." in name or hasattr(sys.modules.get(name), "__path__")
     folder = (
         _imported_from(name, _resolved(path)) if packaged else _resolved(path).parent
@@ -159,6 +186,20 @@ def portable(function: _F) -> _F:
             pickle_by_value(function), str(folder), tuple(sorted(neighbours.items()))
         ),
     )
+
+
+def _file_of(code: Any) -> str | None:
+    """Return the file of a function or a class."""
+    if hasattr(code, "__globals__"):
+        found = code.__globals__.get("__file__")
+    else:
+        found = getattr(sys.modules.get(code.__module__), "__file__", None)
+    return None if found is None else str(found)
+
+
+def _is_users(code: Any) -> bool:
+    path = _file_of(code)
+    return path is not None and not _installed(path) and not _is_ours(code.__module__)
 
 
 def _is_ours(name: str) -> bool:

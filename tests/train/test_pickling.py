@@ -176,6 +176,65 @@ def test_a_package_goes_to_the_workers_as_a_whole(
     assert float(at_worker(sent, cwd="/")) == 4.5
 
 
+WRAPPED = """
+import functools
+import w_rates
+
+class Workload:
+    def __call__(self, config):
+        return w_rates.RATE
+
+    def built(self, config):
+        return w_rates.RATE
+
+def of_a_path(config, path, rate):
+    return rate()
+
+def rate():
+    return w_rates.RATE
+
+partial = functools.partial(of_a_path, path="/data", rate=rate)
+twice = functools.partial(partial, path="/other")
+piece = functools.partial(map, rate)
+instance = Workload()
+method = instance.built
+of_instance = functools.partial(Workload())
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["partial", "twice", "instance", "method", "of_instance"]
+)
+def test_partials_methods_and_objects_go_with_the_users_file_and_pythons_stay(
+    write: Any, tmp_path: Path, name: str
+) -> None:
+    write("w_project/w_rates.py", "RATE = 0.5\n")
+    file = write("w_project/w_wrapped.py", WRAPPED)
+    workload = resolve(f"{file}:{name}")
+    assert pickling_problem(workload) is None
+    sent = cloudpickle.dumps({"workload": portable(workload)})
+    by_value = cloudpickle.list_registry_pickle_by_value()
+    assert "functools" not in by_value
+    # Others of this process can be pickled still.
+    cloudpickle.dumps([functools.partial(print), lambda: functools.reduce])
+    (tmp_path / "w_project").rename(tmp_path / "gone")
+    assert float(at_worker(sent, cwd="/")) == 0.5
+    for module in ("w_wrapped", "w_rates"):
+        if module in by_value:
+            cloudpickle.unregister_pickle_by_value(sys.modules[module])
+
+
+def test_a_function_that_a_partial_of_a_library_is_given_goes_along(
+    write: Any, tmp_path: Path
+) -> None:
+    write("w_project/w_rates.py", "RATE = 0.5\n")
+    file = write("w_project/w_wrapped.py", WRAPPED)
+    sent = cloudpickle.dumps({"workload": portable(resolve(f"{file}:piece"))})
+    (tmp_path / "w_project").rename(tmp_path / "gone")
+    printed = at_worker(sent, "print(f)", cwd="/")
+    assert printed
+
+
 def test_the_function_itself_stays_what_it_is() -> None:
     sent = portable(regression)
     assert sent.__qualname__ == "regression"

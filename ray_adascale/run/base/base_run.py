@@ -26,7 +26,7 @@ from ...checkpoint.rng import seed_everything
 from ...config import AdaScaleConfig, read_settings
 from ...optim.schedule import BaseSchedule
 from ...recipe import SETTINGS, NoiseProbe, Recipe, Repeat
-from ...workload import Workload, WorkloadFn, build, injected_settings
+from ...workload import Workload, WorkloadFn, build, code_of, injected_settings
 from ..boundary.backend import Backend
 from ..loop import Run
 from ..observe.advice import class_name
@@ -348,13 +348,13 @@ def workload_name(workload: Any) -> str:
     """Return ``"package.module:name"``, or ``"path/to/file.py:name"`` for a function
     in a plain file.
     """
-    name = getattr(workload, "__qualname__", None) or type(workload).__qualname__
-    module = getattr(workload, "__module__", None) or "?"
+    code = code_of(workload)
+    name, module = code.__qualname__, code.__module__
     if "." in module:
         return f"{module}:{name}"
     try:
-        file = inspect.getsourcefile(workload)
-    except TypeError:  # a callable object
+        file = inspect.getsourcefile(code)
+    except TypeError:  # of a module without a file
         file = None
     if file is None or not Path(file).is_file():
         return f"{module}:{name}"
