@@ -79,6 +79,8 @@ _LENGTHS: dict[type[L.LRScheduler], str] = {
     L.LinearLR: "total_iters",
     L.ConstantLR: "total_iters",
 }
+TRAINING_STEPS = "num_training_steps"
+"""The argument of transformers' schedules."""
 _SLACK = 0.02
 """Share of T. A smaller difference depends on whether a curve ends at its last step
 or after it.
@@ -122,6 +124,12 @@ def other_length(scheduler: L.LRScheduler | None, schedule: BaseSchedule) -> str
                 if ends < calls
                 else "so the run ends before it"
             )
+            if name == TRAINING_STEPS and late > 0:
+                fix += (
+                    " If its lengths were multiplied by the number of processes "
+                    "(accelerator.num_processes), leave that out: Accelerate calls a "
+                    "scheduler once a process, and AdaScale once a base step."
+                )
             return (
                 f"{kind.__name__} has {name} at {ends:g} {unit}, and the run has "
                 f"{length}, {then}. {fix}"
@@ -152,6 +160,12 @@ def _own_ends(
     elif isinstance(scheduler, L.ChainedScheduler):
         for part in scheduler._schedulers:
             yield from _own_ends(part, begins)
+    elif isinstance(scheduler, L.LambdaLR):
+        for function in scheduler.lr_lambdas:
+            # of transformers.get_scheduler: a partial with the lengths
+            length = getattr(function, "keywords", {}).get(TRAINING_STEPS)
+            if isinstance(length, int | float):
+                yield type(scheduler), TRAINING_STEPS, begins + length
     elif type(scheduler) in _LENGTHS:
         length = getattr(scheduler, name := _LENGTHS[type(scheduler)])
         yield (

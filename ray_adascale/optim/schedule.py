@@ -37,6 +37,12 @@ _ORDER_WARNINGS = (
 )
 
 
+_COMPARED = 2000
+"""Calls of a scheduler that are made twice, to see that its functions depend on their
+argument alone. A call takes some microseconds.
+"""
+
+
 class LRCurves(Sequence[list[float]]):
     """``curves[group][call]``: learning rates after ``call`` scheduler calls. Groups
     with proportional curves share one.
@@ -290,9 +296,26 @@ class EffectiveSchedule:
         """Return the learning rates of the base run, of shape ``(calls, groups)``."""
         if self._fresh is None:
             return np.array([self.lrs])
-        scheduler = dry_copy(self._fresh)
-        groups = scheduler.optimizer.param_groups
         calls = self._calls_before(_last_step(total_steps))
+        rates = self._dry_run(self._fresh, calls)
+        again = self._dry_run(self._fresh, min(calls, _COMPARED))
+        alike = np.isclose(again, rates[: len(again)], rtol=0, atol=0, equal_nan=True)
+        differs = np.flatnonzero(~alike.all(axis=1))
+        if len(differs):
+            call = int(differs[0])
+            raise ValueError(
+                f"The {type(self._fresh).__name__} gives another learning rate when it "
+                f"is asked again: {rates[call].tolist()} and {again[call].tolist()} "
+                f"after {call} calls. A function of a scheduler must depend on its "
+                "argument alone: not on a count of its own calls, on random numbers or "
+                "on what the loop changes."
+            )
+        return rates
+
+    def _dry_run(self, fresh: LRScheduler, calls: int) -> np.ndarray:
+        """Return the learning rates of a copy after 0 ... ``calls`` calls."""
+        scheduler = dry_copy(fresh)
+        groups = scheduler.optimizer.param_groups
         rates = np.empty((calls + 1, len(self.lrs)))
         with warnings.catch_warnings():
             _ignore_order_warnings()

@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -611,6 +612,11 @@ def _warmed_up(optimizer: Optimizer, warmup: int, t_max: int) -> L.SequentialLR:
     return L.SequentialLR(optimizer, parts, milestones=[warmup])
 
 
+def _linear(step: int, *, num_training_steps: int) -> float:
+    """A schedule as transformers' get_scheduler makes it."""
+    return max(0.0, 1 - step / num_training_steps)
+
+
 def _to_zero(optimizer: Optimizer, end: int, power: float = 1.0) -> L.LambdaLR:
     return L.LambdaLR(optimizer, lambda call: (1 - min(call / end, 1.0)) ** power)
 
@@ -687,6 +693,19 @@ def _to_zero(optimizer: Optimizer, end: int, power: float = 1.0) -> L.LambdaLR:
             r"ConstantLR has total_iters at 500 steps",
         ),
         (
+            lambda o: L.LambdaLR(o, partial(_linear, num_training_steps=1200)),
+            300,
+            "step",
+            r"num_training_steps at 1200 steps.*300 steps.*multiplied by the number of "
+            r"processes \(accelerator\.num_processes\), leave that out",
+        ),
+        (
+            lambda o: L.LambdaLR(o, partial(_linear, num_training_steps=200)),
+            300,
+            "step",
+            r"num_training_steps at 200 steps.*300 steps.*stays constant",
+        ),
+        (
             lambda o: _to_zero(o, 600),
             3000,
             "step",
@@ -725,6 +744,11 @@ def test_a_schedule_made_for_another_length_is_told_with_both_numbers(
         (lambda o: L.MultiStepLR(o, []), 400, "step"),
         (lambda o: L.CosineAnnealingWarmRestarts(o, 30), 300, "step"),
         (lambda o: L.LambdaLR(o, lambda call: 1.0), 300, "step"),
+        (
+            lambda o: L.LambdaLR(o, partial(_linear, num_training_steps=302)),
+            300,
+            "step",
+        ),
         (lambda o: L.LinearLR(o, 0.1, total_iters=5), 300, "step"),
         (lambda o: L.StepLR(o, 30), 200, "epoch"),  # a trial of 20 epochs
         # whose value has a warning of its own
@@ -759,3 +783,19 @@ def test_a_scheduler_that_ends_before_the_run_is_named_with_the_length_to_make_i
             "In call 33 of OneCycleLR.step(), of 39 that are due. Make the scheduler "
             "for the length"
         )
+
+
+@pytest.mark.parametrize("kind", ["counts its calls", "draws", "reads what changes"])
+def test_a_function_that_depends_on_more_than_its_argument_is_refused(
+    kind: str,
+) -> None:
+    calls = itertools.count()
+    factor = {
+        "counts its calls": lambda _: 0.99 ** next(calls),
+        "draws": lambda _: float(torch.rand(())),
+        "reads what changes": lambda call: 1.0 if call < 5 else 0.5 ** next(calls),
+    }[kind]
+    optimizer = sgd()
+    schedule = EffectiveSchedule(optimizer, L.LambdaLR(optimizer, factor), unit="step")
+    with pytest.raises(ValueError, match="must depend on its argument alone"):
+        schedule.curve(40)
