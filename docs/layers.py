@@ -124,9 +124,9 @@ TORCH_LAYERS: list[list[Package]] = [
             "how weights move, and at which learning rate",
             "tau_schedule curves schedule scheduler_checks adascale algorithm "
             "step_result current_step "
-            "guards workers averaging next_state saved_state effective_average "
+            "guards workers next_state saved_state effective_average "
             "rules betas bias_correction deferred wrapper grad_scaler adam_metric "
-            "step_sums exchange sampling",
+            "step_sums sampling",
         ),
         Package("", "the batch of a step", "batch"),
         Package(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_adascale.optim import algorithm, deferred
-from ray_adascale.optim.exchange import Numbers
+from ray_adascale.optim.step_sums import Numbers
 
 
 class HostReads(TorchDispatchMode):

@@ -4,8 +4,9 @@ the batch. ``algorithm`` has the algorithm.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,17 +19,32 @@ from .._errors import check_count
 from .._torch import called_to_make_state, uncompiled
 from .._warn import warn_at_user
 from ..batch import StepPlan
+from ..gain import count_decay
 from ..sharding.kinds import kind_of
 from .algorithm import AdaScaleAlgorithm
-from .averaging import Averaging, CountDecay, Smoothing, check_averaging
 from .current_step import CurrentStep
-from .next_state import AdaScaleState
+from .next_state import AdaScaleState, Averaging, Smoothing
 from .rules import AdaScaleRule, ScalingRule
 from .sampling import MeasuredSteps
 from .saved_state import check_tensors, with_tensors, without_tensors
 from .step_result import StepEnd, StepResult
 from .workers import Workers
 from .wrapper import OptimizerWrapper, check_parameters
+
+
+@dataclass(frozen=True)
+class CountDecay:
+    """FairScale's θ = max(1 − n/1000, 0), with n = workers × ``passes``. A shortened
+    step has the θ of a full one.
+
+    Attributes:
+        passes: Backward passes of a full step.
+    """
+
+    passes: int
+
+    def __call__(self, plan: StepPlan) -> float:
+        return count_decay(plan.workers * self.passes)
 
 
 class AdaScale(OptimizerWrapper):
@@ -618,3 +634,40 @@ class AdaScale(OptimizerWrapper):
                 "a step boundary, after step() (or zero_grad()) and before the next "
                 "backward pass."
             )
+
+
+def check_averaging(
+    clip: str,
+    smoothing: Smoothing | None,
+    window: float | None,
+    total_steps: float | None,
+    variance_floor: float,
+) -> None:
+    """Check the arguments of :class:`ray_adascale.AdaScale` that concern the averages.
+
+    Raises:
+        ValueError: An argument is out of its range, or contradicts another.
+    """
+    if clip not in ("samples", "averages"):
+        raise ValueError(f"Invalid {clip=}. Must be 'samples' or 'averages'.")
+    if window is not None and (smoothing is not None or total_steps is None):
+        raise ValueError(
+            f"averaging_window={window} needs total_steps, and excludes smoothing (got "
+            f"{smoothing=})."
+        )
+    if (
+        window is not None
+        and total_steps is not None
+        and not (0 < window < math.inf and 0 < total_steps < math.inf)
+    ):
+        raise ValueError(
+            f"Invalid averaging_window={window}, {total_steps=}. Both must be positive "
+            "and finite."
+        )
+    if smoothing is not None and not callable(smoothing) and not 0 <= smoothing < 1:
+        raise ValueError(f"Invalid {smoothing=}. Must be in [0, 1).")
+    if not 0 <= variance_floor < math.inf:
+        raise ValueError(
+            f"Invalid {variance_floor=}. Must be a number ≥ 0, the lower bound on each "
+            "σ²; 0 for none."
+        )

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..gain import Average, advanced
-from .averaging import Averaging
 from .bias_correction import BiasCorrectionCounters
 from .current_step import CurrentStep
 from .deferred import HostCopy, read, skippable_step, steps_on_device
@@ -21,6 +20,7 @@ from .guards import EqualSamples, UnsampledSteps, check_identity, check_weights
 from .next_state import (
     MOST_SKIPPED,
     AdaScaleState,
+    Averaging,
     Estimate,
     RuleOutput,
     apply_rule,

@@ -33,12 +33,13 @@ from ..measure.norms import take_norm
 from ..measure.observers import GradientObserver
 from ..sharding.kinds import kind_of
 from ..sharding.kinds.kind import Kind, Preconditioner, Wanted
-from .exchange import Numbers, Packed
 from .guards import CLEARED, FOREIGN_PASS, UnchangedGradients
 from .sampling import MeasuredSteps
 from .step_result import StepEnd
 from .step_sums import (
     OWN,
+    Numbers,
+    Packed,
     StepSums,
     checked_weights,
     constant,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from .exchange import Numbers, Packed
+from .step_sums import Numbers, Packed
 
 # These classes only, since a subclass may override step(). Adagrad's kernel was never
 # tried on a GPU.

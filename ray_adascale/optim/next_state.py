@@ -17,22 +17,99 @@ four functions, in this order:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from ..gain import Average, advanced, gain_of_sums
-from .averaging import Averaging
-from .exchange import Numbers
+from ..batch import StepPlan
+from ..gain import Average, advanced, gain_of_sums, plain_effective_decay
 from .rules import RuleInput, ScalingRule
 from .step_result import StepResult
-from .step_sums import StepSums, constant
+from .step_sums import Numbers, StepSums, constant
 
 _NO_SAMPLE = (math.nan, math.nan)
 MOST_SKIPPED = 50
 """Most steps in a row that may be skipped."""
+
+
+_FLOORS: dict[tuple[float, torch.device], Tensor] = {}  # to make a tensor is a launch
+
+Smoothing = float | Callable[[StepPlan], float]
+"""θ of a moving average over steps: a constant, or a function of the step's plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging:
+    """Settings of the moving averages of σ² and μ².
+
+    Attributes:
+        smoothing: θ of a moving average over steps.
+        window: Width of averages over effective time, in effective steps; None for
+            averages over steps.
+        debias: Debiased moving average, else the paper's.
+        clip_samples: Enforce σ², μ² ≥ 0 on each sample, and not only on the averages
+            when they are read.
+        variance_floor: Lower bound on σ².
+    """
+
+    smoothing: Smoothing
+    window: float | None
+    debias: bool
+    clip_samples: bool
+    variance_floor: float
+
+    def theta(self, plan: StepPlan) -> float:
+        """Return θ of the moving average over steps, for a step of this plan."""
+        return self.smoothing(plan) if callable(self.smoothing) else self.smoothing
+
+    def decay(self, plan: StepPlan, since_sample: float) -> float:
+        """Return θ for a sample of a step of this plan.
+
+        Args:
+            plan: The plan.
+            since_sample: Effective steps since the last sample.
+        """
+        return (
+            self.theta(plan)
+            if self.window is None
+            else plain_effective_decay(since_sample, self.window)
+        )
+
+    def floors(self, device: torch.device) -> Tensor:
+        """Return the lower bounds on σ², μ² and the weight of a sample, ``[3, 1]``,
+        on a device.
+        """
+        key = self.variance_floor, device
+        if key not in _FLOORS:
+            _FLOORS[key] = torch.tensor(
+                [[self.variance_floor], [0.0], [1.0]],
+                dtype=torch.float64,
+                device=device,
+            )
+        return _FLOORS[key]
+
+    def with_gain(self, averages: Average, plan: StepPlan) -> Average:
+        """Return averages with one more gain, of a new parameter group, which starts
+        without a sample.
+
+        FairScale has a single count for the plain means of ``debias=False``, also for a
+        group that comes later: its first sample is then divided by the number of all
+        steps, or, if the average moves already, added to σ² = 0 and μ² = 1.
+
+        Args:
+            averages: They are left unchanged.
+            plan: Plan of a full step.
+        """
+        out = Average.empty((2, averages.count.numel() + 1), averages.packed.device)
+        out.packed[:, :-1], out.count[:-1] = averages.packed, averages.count
+        count = int(averages.count.max())
+        if not self.debias and self.window is None and count > 0:
+            out.count[-1], out.weight[-1] = count, 1.0
+            if count + 1 >= 1 / (1 - self.theta(plan)):
+                out.total[1, -1] = 1.0
+        return out
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..gain import Average
-from .averaging import Averaging
-from .next_state import AdaScaleState, means_of
+from .next_state import AdaScaleState, Averaging, means_of
 
 _AVERAGES = ("total", "weight", "count")
 

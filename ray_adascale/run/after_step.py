@@ -16,15 +16,14 @@ class AfterStep:
     has a parameter of that name.
 
     Args:
-        function: The user's; None for none.
+        function: The user's.
         module: The bare model.
     """
 
-    def __init__(
-        self, function: Callable[..., object] | None, module: nn.Module
-    ) -> None:
-        self._function, self._module = function, module
-        self._gives_gain = function is not None and _takes_gain(function)
+    def __init__(self, function: Callable[..., object], module: nn.Module) -> None:
+        self._function = function
+        self._module = module
+        self._gives_gain = _takes_gain(function)
 
     def __call__(self, optimizer: AdaScale, before: StepResult) -> None:
         """Call the function after a step.
@@ -34,13 +33,9 @@ class AfterStep:
                 if the function gets the gain.
             before: The step before.
         """
-        if self._function is None:
-            return
         if self._gives_gain:
-            self._function(
-                self._module,
-                gain=optimizer.last_step.effective_steps - before.effective_steps,
-            )
+            advance = optimizer.last_step.effective_steps - before.effective_steps
+            self._function(self._module, gain=advance)
         else:
             self._function(self._module)
 

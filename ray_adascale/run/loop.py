@@ -178,7 +178,9 @@ class Run:
         """The objects that make up this run."""
         self._passes = parts.passes
         self._guards = parts.passes.guards
-        self._after_step = AfterStep(inputs.after_step, self.module)
+        self._after_step: AfterStep | None = None
+        if inputs.after_step is not None:
+            self._after_step = AfterStep(inputs.after_step, self.module)
         self._skipped = SkippedSteps(
             self.module,
             own.loop,
@@ -522,7 +524,8 @@ class Run:
         self._passes.end_step()
         self.source.commit()
         self.state.iterations += 1
-        self._after_step(self.optimizer, before)
+        if self._after_step is not None:
+            self._after_step(self.optimizer, before)
         self.parts.reporting.count(self.plan.global_batch_size)
         return Step(
             number=self.state.iterations,

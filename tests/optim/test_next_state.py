@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ray_adascale.batch import StepPlan
-from ray_adascale.optim.averaging import Averaging
 from ray_adascale.optim.next_state import (
     AdaScaleState,
+    Averaging,
     apply_rule,
     averaged,
     estimate,

@@ -9,10 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_adascale.batch import StepPlan
-from ray_adascale.optim.averaging import Averaging
-from ray_adascale.optim.exchange import Packed
-from ray_adascale.optim.next_state import AdaScaleState, estimate
-from ray_adascale.optim.step_sums import StepSums
+from ray_adascale.optim.next_state import AdaScaleState, Averaging, estimate
+from ray_adascale.optim.step_sums import Packed, StepSums
 
 
 def f64(*numbers: float) -> Tensor:
