@@ -251,6 +251,16 @@ def delete(directory: StrPath) -> None:
         path.rmdir()
 
 
+def start_of(path: StrPath) -> int:
+    """Return the number of the start that wrote a run's checkpoint; -1 where it can't
+    be read.
+    """
+    try:
+        return int(Saved(path).state["attempt"])
+    except (CheckpointError, LookupError, TypeError, ValueError):
+        return -1
+
+
 def in_run(directory: StrPath) -> list[Path]:
     """Return the checkpoints in a run's folder, a LocalBackend's or Ray Train's, oldest
     first: by start, then by step.

@@ -288,8 +288,13 @@ class LocalBackend(Backend):
         checkpoints = checkpoint.in_run(newest.parent)
         own = [path for path in checkpoints if _NAME.fullmatch(path.name)]
         # Incomplete checkpoints, and damaged ones of later steps, don't count among
-        # those to keep.
-        until_newest = own[: own.index(newest) + 1]
+        # those to keep. Those of a later start do: then this start is a late one.
+        place = own.index(newest)
+        start = checkpoint.start_of(newest)
+        of_later_starts = [
+            path for path in own[place + 1 :] if checkpoint.start_of(path) > start
+        ]
+        until_newest = [*own[: place + 1], *of_later_starts]
         kept = list(filter(checkpoint.is_sealed, until_newest))[-self.keep :]
         for old in own:
             if old not in kept and not old.is_symlink():
