@@ -78,6 +78,7 @@ def save(
     *,
     process_group: dist.ProcessGroup | None = None,
     background: bool = False,
+    shared: bool = False,
 ) -> Save:
     """Write a checkpoint. Collective: every rank of the group calls this, or one
     process without a group.
@@ -98,6 +99,8 @@ def save(
         background: Copy this rank's share to the CPU, and let a thread write the copy.
             The tensors may change after the call. The checkpoint is complete once all
             ranks have called :meth:`Save.finish`, which raises the threads' errors.
+        shared: The folder is one for all ranks: rank 0 looks for the files of all
+            before it writes the manifest.
 
     Raises:
         TypeError: A value is not a dense tensor, or a value in ``state`` is not a JSON
@@ -106,7 +109,7 @@ def save(
             a key, shards are missing or overlap, or a rank could not write. Every rank
             names all ranks that failed, with the causes.
     """
-    saving = Save(directory, tensors, state, process_group)
+    saving = Save(directory, tensors, state, process_group, shared=shared)
     if background:
         saving.start()
         return saving
@@ -128,9 +131,12 @@ class Save:
         tensors: Mapping[str, Tensor | TensorShard],
         state: Mapping[str, Any] | None,
         process_group: dist.ProcessGroup | None,
+        *,
+        shared: bool = False,
     ) -> None:
         from . import dcp
 
+        self._shared = shared
         self._ranks = ranks = Ranks(process_group, Path(directory))
         self._writer = writer = dcp.Writer(Path(directory), state)
         self._planner = planner = dcp.ShardSavePlanner(tensors)
@@ -197,6 +203,8 @@ class Save:
 
         def seal(results: list[list[Any]]) -> list[None]:
             assert self._metadata is not None
+            if self._shared:
+                self._writer.check_there(results)
             self._writer.finish(self._metadata, results)
             return [None] * self._ranks.count
 

@@ -300,6 +300,23 @@ class Writer(FileSystemWriter):
         ]
         return _done(results)
 
+    def check_there(self, results: list[list[WriteResult]]) -> None:
+        """Check that the files of all ranks are in this folder. Called on rank 0.
+
+        Raises:
+            CheckpointError: A file is missing or has another size.
+        """
+        for rank, written in enumerate(results):
+            for result in written:
+                if isinstance(result.storage_data, FileDigest):
+                    try:
+                        disk.check_size(self._directory, result.storage_data)
+                    except CheckpointError as e:
+                        raise CheckpointError(
+                            f"{e} Rank {rank} has written it: the folder is not shared "
+                            "by all machines, or was changed meanwhile."
+                        ) from e
+
     def finish(self, metadata: meta.Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index and then the manifest. Called on rank 0, once every rank
         has written.

@@ -9,7 +9,9 @@ import logging
 import math
 import re
 import shutil
+import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -17,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.fs
+import ray
 import ray.train
 import ray.train.torch
 import torch.distributed as dist
 
 from .. import checkpoint
+from .._errors import SettingError
 from .._files import TRACE, full_disk_note, list_names, scratch_folder, store_patiently
 from .._warn import warn_at_user
 from ..checkpoint.files import MANIFEST, STATE, TENSORS, NotPermitted, is_own_file
@@ -32,12 +36,17 @@ from ..run.observe.pulse import Pulse
 from ..run.observe.step import Listener
 from .driver_channel import DriverClient
 from .ray_record import sealed_checkpoints
+from .run_lock import LOCK
 from .worker_reports import Heartbeat, LiveMetrics
 
 _log = logging.getLogger(__name__)
 
 _RAYS_NAME = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.\d{6}")
 """The name of a checkpoint's folder in a Ray run: the time."""
+_LOOKS, _LOOK_AGAIN_S = 20, 0.5
+"""How often a worker looks for the driver's files, which NFS may have cached, and
+seconds between two looks.
+"""
 _PREEMPTION_POLL_S = 5.0
 """A poll is a barrier of 3 to 4 ms: below a thousandth of the time. Notices come 30
 s or more ahead.
@@ -88,6 +97,29 @@ class RayTrainBackend(Backend):
         self._uploading = threading.Event()
         # the end of a run stores it, and a thread with a checkpoint
         self._storing_trace = threading.Lock()
+
+    def check_shared(self) -> None:
+        """Check that this worker sees the driver's lock in the run's folder.
+
+        Raises:
+            ValueError: It does not, so the storage path is not shared.
+        """
+        folder, filesystem = (
+            self._storage.experiment_fs_path,
+            self._storage.storage_filesystem,
+        )
+        for _ in range(_LOOKS):
+            if LOCK in list_names(folder, filesystem):
+                return
+            time.sleep(_LOOK_AGAIN_S)
+        raise SettingError(
+            f"Invalid {{}}: node {ray.util.get_node_ip_address()} "
+            f"({socket.gethostname()}) does not see the driver's files in {folder}. "
+            "Name a folder that all nodes share, such as one on NFS, or a URI such as "
+            "s3://bucket/runs.",
+            "RunConfig",
+            storage_path=folder.rpartition("/")[0],
+        )
 
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:

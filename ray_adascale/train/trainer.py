@@ -119,6 +119,7 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
                 lambda: None if run is None else (began, run.state.iterations)
             )
         )
+        backend.check_shared()
         workload = build_on_worker(
             job["workload"], job["hyperparameters"], config, backend.rank, job["recipe"]
         )

@@ -545,3 +545,25 @@ def test_checkpoints_of_the_loops_own_do_not_keep_the_run_from_beginning(
     )
     with pytest.warns(RuntimeWarning), damaged, backend.latest_checkpoint():
         pass
+
+
+def test_a_storage_path_that_this_node_does_not_share_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the first checkpoint, with a restart for each try."""
+    monkeypatch.setattr(worker, "_LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    backend = object.__new__(worker.RayTrainBackend)
+    backend._storage = SimpleNamespace(
+        storage_filesystem=pyarrow.fs.LocalFileSystem(),
+        experiment_fs_path=str(tmp_path / "runs" / "x"),
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"Invalid RunConfig\(storage_path='.*/runs'\): node 10\.0\.0\.7 .* does "
+        "not see the driver's files in .*/runs/x. Name a folder that all nodes share",
+    ):
+        backend.check_shared()
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    (tmp_path / "runs" / "x" / "lock.json").write_text("{}")
+    backend.check_shared()

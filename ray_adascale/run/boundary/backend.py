@@ -4,16 +4,19 @@ train/backend.py has the backend for Ray.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import re
+import socket
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +34,10 @@ _log = logging.getLogger(__name__)
 CHECKPOINT = "Checkpoint of optimizer step %d, effective step %.2f."
 """Log message of a checkpoint that is complete and stored."""
 
+
+_CACHED_S = 10.0
+"""Seconds for which rank 0 looks for a file that another machine has written."""
+_LOOK_AGAIN_S = 0.5
 
 _NAME = re.compile(r"checkpoint_\d{10,}")
 """The name of a checkpoint in a LocalBackend's folder: the step."""
@@ -69,6 +76,8 @@ class Backend(ABC):
         preemption_poll_s: Seconds between calls of :meth:`preemption_notice`; inf for
             never.
         keeps_checkpoints: Whether checkpoints are kept.
+        shares_folder: Whether all workers write a checkpoint to one folder, so that
+            rank 0 must find the files of the others there.
     """
 
     rank: int
@@ -77,6 +86,7 @@ class Backend(ABC):
     report_policy: ReportPolicy = ReportPolicy()
     preemption_poll_s: float = math.inf
     keeps_checkpoints: bool = True
+    shares_folder: bool = False
 
     @abstractmethod
     def latest_checkpoint(self) -> Any:
@@ -167,6 +177,7 @@ _MOUNT = (
 
 class LocalBackend(Backend):
     """Backend of one process, or of workers started by torchrun on one file system.
+    Workers on several machines need a folder that these share.
 
     The folder has no lock, unlike that of an ``AdaScaleTrainer``: two runs in one
     folder mix their checkpoints. Give each run a folder of its own.
@@ -187,6 +198,8 @@ class LocalBackend(Backend):
         ValueError: Files can't be written in the folder, ``keep`` is out of range, or
             the CUDA device is not there.
     """
+
+    shares_folder = True
 
     def __init__(
         self,
@@ -216,6 +229,8 @@ class LocalBackend(Backend):
 
     @contextmanager
     def latest_checkpoint(self) -> Iterator[Path | None]:
+        if self.world_size > 1:
+            self._check_shared()
         found: list[Path | Exception | None] = [None]
         if self.rank == 0 and self.folder is not None:
             try:
@@ -228,6 +243,34 @@ class LocalBackend(Backend):
         if isinstance(newest, Exception):
             raise newest
         yield newest
+
+    def _check_shared(self) -> None:
+        """Check that rank 0 finds a file of each worker in the folder. Collective.
+
+        Raises:
+            ValueError: The folder is not shared, on all workers.
+        """
+        token = _Token(self.rank, socket.gethostname(), str(self.folder))
+        tokens: list[Any] = [None] * self.world_size
+        with contextlib.ExitStack() as written:
+            if self.folder is not None:
+                path = self.folder / token.name
+                written.callback(path.unlink, missing_ok=True)
+                with contextlib.suppress(OSError):  # rank 0 does not find it
+                    path.touch()
+            dist.all_gather_object(tokens, token)
+            missing = [_not_found(self.folder, tokens) if self.rank == 0 else []]
+            dist.broadcast_object_list(missing, src=0)
+        if missing[0]:
+            first, others = tokens[0], missing[0]
+            where = ", ".join(
+                f"{t.folder!r} of rank {t.rank} on {t.host}" for t in others
+            )
+            raise ValueError(
+                f"Invalid folder {first.folder!r}: rank 0 on {first.host} does not see "
+                f"what was written to {where}. No checkpoint of several workers could "
+                "be loaded. Name a folder that all machines share, such as one on NFS."
+            )
 
     def _newest_usable(self, folder: Path) -> Path | None:
         """Return the newest checkpoint that verifies; None without any. Called on
@@ -307,6 +350,33 @@ class LocalBackend(Backend):
 
     def trace_folder(self) -> Path | None:
         return self.folder
+
+
+class _Token(NamedTuple):
+    """A file that a worker writes to the folder as it starts."""
+
+    rank: int
+    host: str
+    folder: str
+
+    @property
+    def name(self) -> str:
+        return f".ray_adascale-{self.host}-{self.rank}.token"
+
+
+def _not_found(folder: Path | None, tokens: Sequence[_Token]) -> list[_Token]:
+    """Return the tokens that are not in a folder. What NFS has cached may be some
+    seconds old.
+    """
+    waited = 0.0
+    while True:
+        names = [] if folder is None else os.listdir(folder)
+        # None on all workers keeps no checkpoints
+        missing = [t for t in tokens if t.name not in names and t.folder != str(None)]
+        if not missing or waited >= _CACHED_S:
+            return missing
+        time.sleep(_LOOK_AGAIN_S)
+        waited += _LOOK_AGAIN_S
 
 
 def _own_device(device: str | torch.device | None) -> torch.device:

@@ -191,7 +191,11 @@ class Saver:
             Ranks(self._group).exchange(begin, _same_position)
             assert folder is not None
             return folder, checkpoint.save(
-                folder, *made, process_group=self._group, background=background
+                folder,
+                *made,
+                process_group=self._group,
+                background=background,
+                shared=self._backend.shares_folder,
             )
         except BaseException as failure:
             if folder is not None:

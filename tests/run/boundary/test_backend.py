@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ray_adascale import CheckpointError, LocalBackend, checkpoint
 from ray_adascale.optim.schedule import BaseSchedule
+from ray_adascale.run.boundary import backend as backend_of_a_run
 from ray_adascale.run.boundary.stage import StepReport
 
 from ...pool import ProcessPool
@@ -319,6 +320,52 @@ def test_rank_0_looks_and_takes_away_and_all_know_what_it_found(
     assert same == found
     assert len(warned) == 1
     assert silent == []
+
+
+def _on_machines_of_their_own(folder: str) -> str:
+    """Each rank has a disk of its own under the same name; or they share one."""
+    rank = dist.get_rank()
+    backend_of_a_run._CACHED_S = 0.0
+    backend = LocalBackend(f"{folder}/{rank}", device="cpu")
+    backend.folder = Path(folder) / str(rank)
+    try:
+        latest(backend)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_is_not_shared_is_refused_at_the_start_by_all(
+    pool: Pool, tmp_path: Path
+) -> None:
+    first, second = pool(2).run(_on_machines_of_their_own, str(tmp_path))
+    assert first == second
+    assert f"does not see what was written to '{tmp_path}/1' of rank 1 on " in first
+    assert "Name a folder that all machines share" in first
+    assert not list(tmp_path.rglob(".*"))  # no token stays
+
+
+def _saved_apart(folder: str) -> tuple[str, list[str]]:
+    own = Path(folder) / str(dist.get_rank())
+    try:
+        checkpoint.save(
+            own,
+            {f"x/{dist.get_rank()}": torch.ones(3)},
+            shared=True,
+        )
+    except CheckpointError as error:
+        return str(error), sorted(path.name for path in own.iterdir())
+    return "", []
+
+
+def test_a_checkpoint_whose_files_are_on_several_disks_is_none(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """The shared disk was unmounted on one machine since the start."""
+    for said, left in pool(2).run(_saved_apart, str(tmp_path)):
+        assert "__1_0.distcp is missing" in said
+        assert "Rank 1 has written it: the folder is not shared" in said
+        assert "manifest.json" not in left
 
 
 # ---- the device ----------------------------------------------------------------------
