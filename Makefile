@@ -10,7 +10,7 @@ DEMO ?= runs/demo
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(if $(TMPDIR),$(TMPDIR),/tmp)/ray_adascale-pycache
 
-.PHONY: help setup demo quick test test-ray test-pool test-simulated test-plain test-docs test-gpu gpu-evidence test-all test-oldest test-clients-newest docs check format bench \
+.PHONY: help setup demo quick test test-ray test-pool test-simulated test-plain test-docs test-release test-gpu gpu-evidence test-all test-oldest test-clients-newest docs check format bench \
 	dist clean
 
 .DEFAULT_GOAL := help
@@ -58,6 +58,9 @@ test-plain: $(STAMP)  ## the tests that need none of these
 
 test-docs: $(STAMP)  ## pages, examples and benchmarks, run small
 	$(LANE)=docs
+
+test-release: $(STAMP)  ## kept studies and pictures, also the slow ones: before a release; test-docs has them where their files change
+	$(BIN)/python -m pytest -q --lane=release
 
 # The Python that is given, else that of .venv, else python3. It needs torch, numpy, pytest and pytest-timeout, and no Ray; nothing is
 # installed, because a machine with a GPU usually has a torch that fits it.

@@ -1,11 +1,13 @@
 """Fixtures for all tests, and the lanes in which `make test` and `make test-docs` run
 them.
 
-Each test belongs to one lane: "gpu" and "docs" by their markers, else "ray" where it
+Each test belongs to one lane: "gpu", "docs" and "release" by their markers, else "ray" where it
 starts Ray, else "simulated" where it runs on the simulated GPU, else "pool" where it
 runs functions on gloo processes, else "plain". ``pytest --lane=pool`` runs the tests of
 one lane. It imports no file without such tests, since an import of Ray Train or of a
-client library takes seconds. The lane "gpu" must run where Ray is not installed.
+client library takes seconds. The lane "gpu" must run where Ray is not installed. A test
+of "release" is one of "docs" too where the files that it is about have changed
+(tests/release.py).
 
 ``@pytest.mark.also_simulated`` on a test (or a file) that uses ``pool`` adds the same
 test on the simulated GPU. With patterns, it adds only the cases whose parameters,
@@ -36,6 +38,7 @@ os.environ.update(
 import pytest
 import torch
 
+from . import release
 from .pool import RESTARTED, ProcessPool
 
 # pytest explains the failed assertions of these modules, as it does those of test
@@ -51,6 +54,7 @@ torch.set_num_threads(1)
 
 # Whether a file may hold tests of a lane, by its text; of "plain" every file may.
 _MENTIONS = {
+    "release": re.compile(r"\bmark\.release\b"),
     "gpu": re.compile(r"\bmark\.gpu\b"),
     "docs": re.compile(r"\bmark\.docs\b"),
     "ray": re.compile(r"\bmark\.ray\b|\bray_session\b"),
@@ -74,6 +78,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @functools.cache
 def _may_hold(path: Path, lane: str) -> bool:
     text = path.read_text(encoding="utf-8")
+    if _MENTIONS["release"].search(text) is not None:  # all tests of the file
+        return lane in ("release", "docs")
     whole = _WHOLE_FILE.search(text)
     if whole is not None:
         return lane == whole[1] or (
@@ -118,6 +124,23 @@ def _left_out(item: pytest.Item) -> bool:
         return False
     case = "-".join(part for part in item.callspec.id.split("-") if part != "simulated")  # type: ignore[attr-defined]
     return not any(fnmatch.fnmatchcase(case, pattern) for pattern in marker.args)
+
+
+def _watched(item: pytest.Item) -> tuple[str, ...]:
+    """The patterns of ``@pytest.mark.release``; empty without it."""
+    marker = item.get_closest_marker("release")
+    return () if marker is None else marker.args
+
+
+def _is_of(lane: str, item: pytest.Item) -> bool:
+    watched = _watched(item)
+    if watched:
+        return lane == "release" or (
+            lane == "docs"
+            and item.get_closest_marker("slow") is None
+            and release.changed(item.path, watched)
+        )
+    return _lane_of(item) == lane
 
 
 def _lane_of(item: pytest.Item) -> str:
@@ -166,10 +189,16 @@ def pytest_collection_modifyitems(
             )
     lane = config.getoption("--lane")
     if lane is not None:
-        config.hook.pytest_deselected(
-            items=[item for item in items if _lane_of(item) != lane]
-        )
-        items[:] = [item for item in items if _lane_of(item) == lane]
+        others = [item for item in items if not _is_of(lane, item)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    option = session.config.option
+    whole = option.lane == "release" and not (option.keyword or option.markexpr)
+    if whole and exitstatus == 0:
+        release.keep({item.path: _watched(item) for item in session.items})
 
 
 class _Pools(dict[int, ProcessPool]):

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from tests.project.benchmarks import ROOT, load
+from tests.release import STUDIES
 
 pytest.importorskip("mlxtend")
 
-pytestmark = [pytest.mark.docs]
+pytestmark = pytest.mark.release(STUDIES)
 
 
 @pytest.fixture(scope="module")

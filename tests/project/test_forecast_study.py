@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.project.benchmarks import ROOT, STUDIES, module
+from tests.release import STUDIES as STUDY_FILES
 
-pytestmark = pytest.mark.docs
+pytestmark = pytest.mark.release(STUDY_FILES)
 
 forecast = module("forecast")
 

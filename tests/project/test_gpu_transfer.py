@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from tests.project.benchmarks import BENCHMARKS, STUDIES, module
+from tests.release import STUDIES as STUDY_FILES
 
-pytestmark = pytest.mark.docs
+pytestmark = pytest.mark.release(STUDY_FILES, "benchmarks/gpu_evidence.py")
 
 SCRIPT = STUDIES / "gpu_transfer.py"
 study = module("gpu_transfer")

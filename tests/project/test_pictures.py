@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [
-    pytest.mark.docs,
+    pytest.mark.release("docs/make_pictures.py", "docs/pictures/*"),
     pytest.mark.filterwarnings(
         "ignore:The batch of .* exceeds the gradient noise scale"
     ),

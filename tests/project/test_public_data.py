@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from tests.project.benchmarks import ROOT, load, module
+from tests.release import STUDIES
 
 pytestmark = [
-    pytest.mark.docs,
+    pytest.mark.release(STUDIES),
     pytest.mark.filterwarnings(
         "ignore:The batch of .* exceeds the gradient noise scale"
     ),

