@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,8 @@ from ray_adascale import AdaScaleConfig, LocalBackend, Run
 def test_many_groups_share_a_curve_in_a_checkpoint_and_at_the_start(
     tmp_path: Path,
 ) -> None:
-    """A hundred groups with learning rates of their own, as of layer-wise decay: 77
-    MB and 46 s before.
-    """
-    total = 100_000
+    """A hundred groups with learning rates of their own, as of layer-wise decay."""
+    total = 10_000
     model = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(100)])
 
     def run() -> Run:
@@ -40,14 +37,12 @@ def test_many_groups_share_a_curve_in_a_checkpoint_and_at_the_start(
             backend=LocalBackend(tmp_path),
         )
 
-    began = time.process_time()
     built = run()
-    assert time.process_time() - began < 5  # 1.5 s on an idle core
     folder = built.save_checkpoint()
     assert folder is not None
-    # 0.8 MB of them are the curve, and 0.2 MB the settings of the groups, which a
-    # resume compares.
-    assert sum(file.stat().st_size for file in folder.iterdir()) < 1.1 * 2**20
+    # 0.1 MB of them are the curve, and 0.2 MB the settings of the groups, which a
+    # resume compares. A curve of each group would be 8 MB.
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 0.4 * 2**20
     (row,) = built.base_schedule.lr_curve.rows  # type: ignore[attr-defined]
     assert row.tolist() == pytest.approx(
         [0.05 * (1 + math.cos(math.pi * t / total)) for t in range(total)], abs=1e-10
