@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,6 +24,7 @@ from ._errors import SettingError, kind_of, noted
 from ._fields import MAYBE_FUNCTION, by, check_fields, hinting, integer, must_be
 from ._torch import leaves
 from ._warn import warn_at_user
+from .checkpoint.rng import seed_everything
 from .config import AdaScaleConfig
 from .data.iterables import own_sampler
 from .data.sampling import ExampleSampler
@@ -260,6 +262,8 @@ class Workload(RunInputs):
             weights up to there; see :class:`ray_adascale.Run`.
         config_reads: The keys of the config that the function has read. ``build`` sets
             it, so that a run can warn about hyperparameters that are never read.
+        seeds_itself: Whether the function has set torch's seed to another one than the
+            run's. ``build_seeded`` sets it.
 
     Raises:
         ValueError: A field can't work. The message names it, with what to do.
@@ -272,6 +276,7 @@ class Workload(RunInputs):
     metric: str = field(default="loss", metadata=by(_METRIC))
     mode: Literal["min", "max"] | None = None
     config_reads: ConfigAccessLog | None = field(default=None, repr=False)
+    seeds_itself: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -423,6 +428,27 @@ def build(
             f"ray_adascale.Workload.{hint}"
         )
     workload.config_reads = reads
+    return workload
+
+
+SEEDS_ITSELF = (
+    "The workload calls torch.manual_seed while it is built, so its first weights are "
+    "the same with each AdaScaleConfig(seed=...): the scores of a search's repeats, "
+    "and the forecast's interval, differ less than those of real seeds. Leave the call "
+    "out: the seed is set before the workload is built."
+)
+
+
+def build_seeded(
+    workload_fn: WorkloadFn,
+    hyperparameters: Mapping[str, Any],
+    config: AdaScaleConfig,
+    recipe: Recipe | None = None,
+) -> Workload:
+    """Seed all generators and build the workload, see :func:`build`."""
+    seed_everything(config.seed)
+    workload = build(workload_fn, hyperparameters, config, recipe)
+    workload.seeds_itself = torch.initial_seed() != config.seed
     return workload
 
 

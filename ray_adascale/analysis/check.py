@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from .._torch import leaves
 from ..batch import BatchSettings
-from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig, read_settings
 from ..data.head import examples_of
 from ..recipe import Recipe
@@ -21,7 +20,13 @@ from ..run.loop import Run
 from ..run.observe.advice import sum_advice
 from ..run.observe.failure import annotate_exceptions, lines_of, raised_when
 from ..run.observe.metrics import values_of
-from ..workload import Workload, WorkloadFn, build, unread_warning
+from ..workload import (
+    SEEDS_ITSELF,
+    Workload,
+    WorkloadFn,
+    build_seeded,
+    unread_warning,
+)
 
 _EXAMPLES = 8
 """Most examples of the pass: a batch of a large model would take minutes on a CPU."""
@@ -71,8 +76,9 @@ def check_workload(
         try:
             with annotate_exceptions():
                 settings = _at_base_batch(config, recipe)
-                seed_everything(settings.seed)
-                built = build(workload, hyperparameters, settings, recipe)
+                built = build_seeded(workload, hyperparameters, settings, recipe)
+                if built.seeds_itself:
+                    found.append(Finding("warning", SEEDS_ITSELF))
                 if built.train_dataset is None or hasattr(
                     built.train_dataset, "iter_torch_batches"
                 ):

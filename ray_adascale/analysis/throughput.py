@@ -15,12 +15,11 @@ import torch
 
 from .._errors import check_count
 from .._warn import warn_at_user
-from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig, read_settings
 from ..forecast.throughput import Measurement, Throughput
 from ..run.loop import Run
 from ..run.observe.trace import read_trace
-from ..workload import WorkloadFn, build
+from ..workload import WorkloadFn, build_seeded
 
 _WIDE = 1.5
 """Ratio of the quartiles of the measured steps from which on a warning is given."""
@@ -158,8 +157,7 @@ def _time_alone(
     seconds: float,
 ) -> Measurement:
     """Measure a step of this number of passes on one worker."""
-    seed_everything(config.seed)
-    built = build(workload, hyperparameters, config)
+    built = build_seeded(workload, hyperparameters, config)
     # the search has checked a recipe's hyperparameters already
     built.config_reads = None
     settings = AdaScaleConfig(

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from .. import checkpoint
 from .._files import scratch_folder, store_patiently
-from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import NoiseProbe
 from ..run.base.base_noise import NoiseRecorder, noise_steps
@@ -34,7 +33,14 @@ from ..run.boundary.backend import Backend, ReportPolicy
 from ..run.boundary.stage import StepReport
 from ..run.loop import Run
 from ..run.observe.failure import annotate_exceptions
-from ..workload import ConfigAccessLog, Workload, WorkloadFn, build, describe_config
+from ..workload import (
+    SEEDS_ITSELF,
+    ConfigAccessLog,
+    Workload,
+    WorkloadFn,
+    build_seeded,
+    describe_config,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -252,7 +258,10 @@ def make_run(
         config,
         backend=backend,
     )
-    collected.advice, collected.momentum = run.advice, momentum_of(workload.optimizer)
+    collected.advice = list(run.advice)
+    if workload.seeds_itself:
+        collected.advice.append(SEEDS_ITSELF)
+    collected.momentum = momentum_of(workload.optimizer)
     return run
 
 
@@ -276,9 +285,8 @@ class InOneProcess(TrialSetup):
         # a stopped trial leaves reference cycles behind, which may hold its model
         gc.collect()
         torch.set_num_threads(self.threads)
-        seed_everything(self.config.seed)
         with annotate_exceptions():
-            workload = build(self.workload, hyperparameters, self.config)
+            workload = build_seeded(self.workload, hyperparameters, self.config)
             collected = Collected(workload.metric, workload.better)
             backend = _TuneBackend(collected, checkpoints=self.checkpoints)
             run = make_run(workload, self.config, collected, backend)

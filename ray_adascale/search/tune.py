@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,13 +31,14 @@ from ..run.base.base_run import BaseResult, freeze
 from ..train.cluster import is_local, lacking, quiet_init
 from ..train.pickling import portable
 from ..train.run_lock import RunLock
-from ..workload import describe_config, unread_warning
+from ..workload import SEEDS_ITSELF, describe_config, unread_warning
 from .repeats import RepeatPlan, best_mean
 from .search import Search
 from .spec import Begun, SearchSpec
 from .trial import OBJECTIVE, InOneProcess, TrialSetup, run_repeat, run_trial
 from .watch import Finished, StopOnFatal, Watch, reached_end, watching
 
+_REGISTERING = threading.Lock()
 _QUIET = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
 """Tune's new output prints a banner even at verbose=0; the old output does not. Ray
 prints errors that are never fetched.
@@ -311,6 +313,9 @@ class _RunningSearch:
             Repeat(seed=repeat.seed, score=outcome.score, noise=outcome.noise)
             for repeat, outcome in best
         ]
+        # a trial may have the very seed that its workload sets
+        if any(SEEDS_ITSELF in outcome.advice for _, outcome in best):
+            warn_at_user(SEEDS_ITSELF)
         return (best[0][0] if best else planned[0]).candidate, repeats, failed
 
     def _setup(self, name: str, *, share: float) -> TrialSetup:
@@ -351,10 +356,14 @@ class _RunningSearch:
             ValueError: Every trial would repeat the same mistake.
             KeyboardInterrupt: The search was interrupted.
         """
-        trainable = tune.with_resources(function, self.spec.reserved)
-        # Tune registers it by this name for the whole job, which may have several
-        # searches at a time, and a new process of a trial asks for the name.
-        trainable.__name__ = f"{function.__name__}_{self.begun.id}"
+        # Tune's registry is of the whole job, which may have several searches at a
+        # time, and a new process of a trial asks it by the name. It is not made for
+        # threads.
+        trainable = f"{function.__name__}_{self.begun.id}"
+        with _REGISTERING:
+            tune.register_trainable(
+                trainable, tune.with_resources(function, self.spec.reserved)
+            )
         folder = _folder(run_config)
         with watching(watch):
             if tune.Tuner.can_restore(folder):
@@ -400,7 +409,7 @@ def _folder(run_config: tune.RunConfig) -> str:
     return join(str(run_config.storage_path), str(run_config.name))
 
 
-def _restored(run_config: tune.RunConfig, trainable: Any) -> tune.Tuner:
+def _restored(run_config: tune.RunConfig, trainable: str) -> tune.Tuner:
     """Return the tuner of an earlier start."""
     folder = _folder(run_config)
     if "://" not in folder or folder.partition("?")[0].endswith(f"/{run_config.name}"):
@@ -471,7 +480,8 @@ def _warn_of(
     best may lie beyond.
     """
     for advice in winner.advice:
-        warn_at_user(advice)
+        if advice != SEEDS_ITSELF:  # that follows from the repeats
+            warn_at_user(advice)
     # A hyperparameter that some configs don't need, such as one of two optimizers', is
     # read by others.
     unread = {

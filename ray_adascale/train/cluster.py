@@ -15,7 +15,7 @@ from .._errors import workers_in_words
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
-from ..workload import Workload, WorkloadFn, build
+from ..workload import Workload, WorkloadFn, build_seeded
 
 WORKER_TIMEOUT_S = 300
 """Time limit for workers that wait for a hanging one. Ray's default is half an hour,
@@ -152,8 +152,7 @@ def build_on_worker(
     """Build the workload with the same weights on every worker. Later random numbers
     (dropout) differ between workers.
     """
-    seed_everything(config.seed)
-    workload = build(function, hyperparameters, config, recipe)
+    workload = build_seeded(function, hyperparameters, config, recipe)
     if rank > 0:
         seed_everything(config.seed + rank)
     return workload

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from ray_adascale import AdaScaleConfig, CheckpointError, Workload
+from ray_adascale.analysis.check import check_workload
 from ray_adascale.recipe import NoiseProbe
 from ray_adascale.run.base.base_run import RESULT, BaseResult, base_config
 from ray_adascale.run.boundary.evaluation import MissingMetric
@@ -41,6 +42,7 @@ from ray_adascale.search.trial import (
     run_repeat,
     run_trial,
 )
+from ray_adascale.workload import SEEDS_ITSELF
 
 from ..samples_of import regression, schedule
 
@@ -288,6 +290,26 @@ def test_a_score_of_an_earlier_evaluation_is_told(started: Tune) -> None:
         run_trial({}, setup(workload, evaluate_every=10.0))
     (advice,) = BaseResult.from_json(started.told[-1][RESULT]).advice
     assert advice.startswith("evaluate did not return 'error' at the end")
+
+
+@pytest.mark.parametrize("seed", [None, 0, 7])
+def test_a_workload_that_sets_the_seed_itself_is_told(
+    started: Tune, seed: int | None
+) -> None:
+    def workload(config: dict[str, Any]) -> Workload:
+        if seed is not None:
+            torch.manual_seed(seed)
+        with torch.random.fork_rng():
+            torch.manual_seed(5)  # draws of its own leave the seed as it is
+        return regression(config)
+
+    run_trial({}, setup(workload))
+    advice = BaseResult.from_json(started.told[-1][RESULT]).advice
+    assert advice == ([SEEDS_ITSELF] if seed == 7 else [])
+    findings = check_workload(
+        workload, {}, AdaScaleConfig(base_batch_size=8, total_steps=40)
+    )
+    assert (SEEDS_ITSELF in [each.text for each in findings]) == (seed == 7)
 
 
 def test_a_trial_is_the_same_whatever_ran_in_its_process_before(started: Tune) -> None:

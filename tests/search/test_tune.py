@@ -48,7 +48,7 @@ from ray_adascale.search.tune import (
 )
 from ray_adascale.search.watch import Finished, Watch
 from ray_adascale.train.run_lock import LOCK
-from ray_adascale.workload import build
+from ray_adascale.workload import SEEDS_ITSELF, build
 
 from ..live_lock import OWNER, locked_elsewhere
 from ..samples_of import measured_steps, schedule
@@ -799,6 +799,7 @@ class KeptRepeats:
     ) -> None:
         self.trials = trials
         self._scores = scores  # of all repeats of an LR; None: they fail
+        self.advice: list[str] = []  # of all repeats
         self._repeats: dict[str, list[Finished]] = {}
 
     def fit(
@@ -821,7 +822,7 @@ class KeptRepeats:
                 error = FloatingPointError("error is nan") if score is None else None
                 repeats.append(
                     replace(
-                        ended(score, error),
+                        ended(score, error, advice=self.advice),
                         trial_id=f"r{index}",
                         config={"repeat": index},
                     )
@@ -887,6 +888,14 @@ def test_a_continued_search_credits_its_repeats_to_the_trials_that_were_repeated
         first.repeats,
     )
     assert again.search["best_trial"] == first.search["best_trial"] == "t1"
+
+
+def test_a_search_says_that_its_repeats_had_the_same_first_weights(
+    repeated_search: Any,
+) -> None:
+    repeated_search.kept.advice = [SEEDS_ITSELF]
+    with pytest.warns(UserWarning, match="calls torch.manual_seed while it is built"):
+        repeated_search()
 
 
 def test_a_search_warns_of_failed_trials_that_could_have_won(
@@ -1104,6 +1113,7 @@ def test_searches_in_threads_keep_their_workloads_and_leave_nothing_behind(
 
             return replace(
                 linear({"lr": config["lr"]}),
+                scheduler=None,
                 evaluate=evaluate,
                 metric="level",
                 mode="max",
@@ -1125,7 +1135,7 @@ def test_searches_in_threads_keep_their_workloads_and_leave_nothing_behind(
         scores[name] = recipe.score
 
     threads = [
-        threading.Thread(target=search, args=("first", 100, [0.1, 0.3])),
+        threading.Thread(target=search, args=("first", 100, [0.1, 0.2, 0.3])),
         threading.Thread(target=search, args=("second", 200, [0.4])),
     ]
     for thread in threads:

@@ -21,12 +21,19 @@ from torch.optim import Optimizer
 
 from ..._errors import SettingError, check_count
 from ..._version import __version__
+from ..._warn import warn_at_user
 from ...chain import largest_part
-from ...checkpoint.rng import seed_everything
 from ...config import AdaScaleConfig, read_settings
 from ...optim.schedule import BaseSchedule
 from ...recipe import SETTINGS, NoiseProbe, Recipe, Repeat
-from ...workload import Workload, WorkloadFn, build, code_of, injected_settings
+from ...workload import (
+    SEEDS_ITSELF,
+    Workload,
+    WorkloadFn,
+    build_seeded,
+    code_of,
+    injected_settings,
+)
 from ..boundary.backend import Backend
 from ..loop import Run
 from ..observe.advice import class_name
@@ -144,8 +151,9 @@ def record_recipe(
     if probe_every is not None:
         probe_every = check_count("probe_every", probe_every)
     base = base_config(config, base_batch_size, total_steps, total_epochs, seed)
-    seed_everything(seed)
-    built = build(workload, hyperparameters, base)
+    built = build_seeded(workload, hyperparameters, base)
+    if built.seeds_itself:
+        warn_at_user(SEEDS_ITSELF)
     run = Run.of(built, base, backend=backend)
     if run.effective_steps > 0:
         raise ValueError(
