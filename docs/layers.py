@@ -96,7 +96,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "run.observe",
             "what only observes a run",
-            "advice trace failure pulse metrics eta step",
+            "advice trace failure pulse metrics eta step verdict",
         ),
     ],
     [

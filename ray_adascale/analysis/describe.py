@@ -161,6 +161,11 @@ def _describe_run(path: Path) -> tuple[str, bool]:
     for name in run.metrics:
         values = run.column(name)
         lines.append(f"  {name:<12} {values[values == values][-1]:.4g}")
+    verdict = run.verdict()
+    if verdict is not None:
+        first, *others = verdict.lines
+        lines.append(f"  verdict      {first}")
+        lines += [f"    {line}" for line in others]
     lines += [f"  τ = {tau:<8,.0f} {what}" for tau, what in run.events]
     if path.is_dir():
         found = checkpoint.in_run(path)

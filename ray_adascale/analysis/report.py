@@ -124,6 +124,11 @@ def _render(
             for key, run in zip(keys, runs, strict=True)
             for tau, what in run.events
         ],
+        verdicts=[
+            (key, verdict.lines)
+            for key, run in zip(keys, runs, strict=True)
+            if (verdict := run.verdict(recipe)) is not None and verdict.compares
+        ],
         comparisons=[(keys[i], cells) for i, cells in _comparisons(runs, recipe)],
         figures=figures,
         recipe=recipe,
@@ -148,20 +153,13 @@ def _outcome(run: RunTrace, metrics: Iterable[str]) -> list[str]:
         f"{position:,}" if isinstance(position, int) else "",
         f"{last['effective_steps']:,.0f}",
         f"{run.mean_gain:.2f}",
-        f"{run.mean_gain / _mean_scale(run):.0%}",
+        f"{run.efficiency:.0%}",
         _four_digits(losses.mean()) if len(losses) else "",
         f"{run.noise_scale:,.3g}" if math.isfinite(run.noise_scale) else "",
         *(_newest(run.column(key)) for key in metrics),
         run.rows[0].get("optimizer", ""),
         last.get("rule", ""),
     ]
-
-
-def _mean_scale(run: RunTrace) -> float:
-    """Return the mean S over the optimizer steps."""
-    scales, steps = run.column("scale"), run.steps_by_row
-    known = np.isfinite(scales)
-    return float(np.average(scales[known], weights=steps[known]))
 
 
 def _scales_in_words(run: RunTrace) -> str:
@@ -171,7 +169,7 @@ def _scales_in_words(run: RunTrace) -> str:
     scales = run.whole_steps.column("scale")
     if not run.changed_its_batch:
         return _changes(scales.tolist())
-    return f"{scales[0]:.3g} … {scales[-1]:.3g}, mean {_mean_scale(run):.3g}"
+    return f"{scales[0]:.3g} … {scales[-1]:.3g}, mean {run.mean_scale:.3g}"
 
 
 def _changes(values: list[Any]) -> str:

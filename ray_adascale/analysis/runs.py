@@ -13,8 +13,10 @@ import numpy as np
 
 from .._errors import workers_in_words
 from .._files import ERROR, TRACE, fetched
-from ..run.observe.metrics import COUNTERS, METRICS, SHORT_STEP
+from ..recipe import Recipe
+from ..run.observe.metrics import CLIPPED, COUNTERS, METRICS, NORM_BATCH, SHORT_STEP
 from ..run.observe.trace import faults_of, read_trace
+from ..run.observe.verdict import BaseFigures, RunFigures, Verdict, base_of
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,16 @@ class RunTrace:
         )
 
     @property
+    def clipped_share(self) -> float:
+        """The share of clipped steps among the rows kept."""
+        return sum(bool(row.get(CLIPPED)) for row in self.rows) / len(self.rows)
+
+    @property
     def clipped(self) -> str:
         """The share of the steps that were clipped at a multiple of the expected
         norm, of the rows kept; empty if none was.
         """
-        share = sum(bool(row.get("clipped")) for row in self.rows) / len(self.rows)
+        share = self.clipped_share
         return (
             f"{100 * share:.2g} % of the steps, at a multiple of the expected norm"
             if share
@@ -126,6 +133,44 @@ class RunTrace:
             for key, value in self.rows[0].get("untrained", {}).items()
             if is_number(value)
         }
+
+    def verdict(self, recipe: Recipe | None = None) -> Verdict | None:
+        """Return the comparison with the base runs of a recipe, if the run has reached
+        its T; None without one.
+
+        Args:
+            recipe: The recipe. Default: that of the run, by its trace.
+        """
+        first, last = self.rows[0], self.last
+        base = base_of(first) if recipe is None else BaseFigures.of(recipe)
+        if base is None or last["effective_steps"] < base.total_steps * (1 - 1e-9):
+            return None
+        values = [row[base.metric] for row in self.rows if base.metric in row]
+        taken = last.get("step", last["optimizer_steps"])
+        position = last.get("position")
+        figures = RunFigures(
+            value=values[-1] if values and is_number(values[-1]) else None,
+            progress=last["effective_steps"] / base.total_steps,
+            steps=last["optimizer_steps"],
+            examples=position if isinstance(position, int) else None,
+            efficiency=self.efficiency,
+            clipped=self.clipped_share,
+            skipped=self.skipped_steps / taken,
+            norm_batch=first.get(NORM_BATCH),
+        )
+        return Verdict(base=base, run=figures)
+
+    @property
+    def mean_scale(self) -> float:
+        """The mean S over the optimizer steps."""
+        scales, steps = self.column("scale"), self.steps_by_row
+        known = np.isfinite(scales)
+        return float(np.average(scales[known], weights=steps[known]))
+
+    @property
+    def efficiency(self) -> float:
+        """The mean gain divided by the mean scale."""
+        return self.mean_gain / self.mean_scale
 
     @property
     def whole_steps(self) -> RunTrace:

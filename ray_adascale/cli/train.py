@@ -282,6 +282,9 @@ class Train(OnRay, Workers):
                 "such metric to be compared by"
             )
         print(_summary(result, time.monotonic() - started))
+        verdict = result.return_value.get("verdict")
+        if verdict is not None:
+            print(verdict)
         print(f"Checkpoint: {join(run.path, Path(result.checkpoint.path).name)}")
         return 0
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -48,7 +48,12 @@ from .build import (
 )
 from .clipping import Clipping
 from .guards.each_step import EqualLosses, OnlyRunsBackward, ScheduledRates, TrainMode
-from .guards.first_steps import ExtraStateHint, FirstMicroBatch, ZeroGradient
+from .guards.first_steps import (
+    BATCH_NORM,
+    ExtraStateHint,
+    FirstMicroBatch,
+    ZeroGradient,
+)
 from .guards.guard import Guard, Guards
 from .observe.advice import (
     NoiseWarning,
@@ -57,9 +62,10 @@ from .observe.advice import (
     warn_of_state_dict_hooks,
 )
 from .observe.eta import EtaTracker, forecast_run
-from .observe.metrics import METRICS
+from .observe.metrics import BASE, METRICS, NORM_BATCH
 from .observe.step import Listener
 from .observe.trace import Trace
+from .observe.verdict import BaseFigures
 from .passes import Passes
 from .unit_weights import UnitWeights
 
@@ -87,6 +93,7 @@ class RunParts:
         checkpointing: The stage that saves checkpoints.
         reporting: The stage that reports.
         listeners: The listeners, in order. Workers other than rank 0 have none.
+        base: The base runs of the recipe, for the verdict; None without a recipe.
     """
 
     backend: Backend
@@ -104,6 +111,7 @@ class RunParts:
     checkpointing: Checkpointing
     reporting: Reporting
     listeners: list[Listener]
+    base: BaseFigures | None
 
 
 @dataclass(frozen=True)
@@ -232,11 +240,17 @@ def _loop_of(given: Given, data: RunData, training: Training) -> RunParts:
     )
     train_state = _train_state_of(given, data, training, batch, evaluation)
     plan, trace, listeners = _resume(given, data, train_state, batch, evaluation)
+    base = None if given.recipe is None else BaseFigures.of(given.recipe)
     if trace is not None:  # the metrics are known as the loop begins
         trace.first = {
             "optimizer": class_name(largest_part(inputs.optimizer)),
             "untrained": evaluation.untrained,
         }
+        if base is not None:
+            trace.first |= {
+                BASE: asdict(base),
+                NORM_BATCH: norm_batch(training.module, plan),
+            }
     replicas = Replicas(
         training.module,
         wrapped.optimizer,
@@ -295,7 +309,16 @@ def _loop_of(given: Given, data: RunData, training: Training) -> RunParts:
         checkpointing=checkpointing,
         reporting=reporting,
         listeners=listeners,
+        base=base,
     )
+
+
+def norm_batch(module: nn.Module, plan: StepPlan) -> int | None:
+    """Return the examples of a micro-batch, if the model has batch norm over it; None
+    if it has none.
+    """
+    has_norm = any(isinstance(part, BATCH_NORM) for part in module.modules())
+    return plan.largest_pass if has_norm else None
 
 
 def _guards_of(

@@ -29,15 +29,17 @@ from ..optim.step_sums import constant
 from ..recipe import Recipe
 from ..workload import RunInputs, Workload, with_unit
 from .after_step import AfterStep
-from .assemble import assemble
+from .assemble import assemble, norm_batch
 from .boundary.backend import Backend, LocalBackend
 from .boundary.checkpointing import warns_if_alone
 from .boundary.stage import BoundaryFlags, Stages, StepReport
+from .boundary.train_state import INTERRUPTED
 from .build import set_batch
 from .observe.advice import UnreadHyperparameters
 from .observe.metrics import SKIPPED, plain_numbers
 from .observe.pulse import Phase, Pulse
 from .observe.step import Step
+from .observe.verdict import RunFigures, Verdict
 from .skipped import SkippedSteps
 
 _log = logging.getLogger(__name__)
@@ -333,18 +335,43 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """Return the last report's metrics, the number of skipped steps, the reason for
-        the end, and the seconds of this loop.
+        the end, the seconds of this loop, and at the end of a run with a recipe its
+        ``verdict`` in words.
 
         A step is skipped if its gradient is not finite. Metrics of ``evaluate`` are
         this worker's: reports have rank 0's.
         """
         self._read_step()
+        verdict = self.verdict
         return {
             **self.state.metrics,
             "skipped_steps": self.state.iterations - self.optimizer.steps,
             "stopped": self.stopped,
             "loop_seconds": self._loop_seconds,
+            **({} if verdict is None else {"verdict": str(verdict)}),
         }
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The comparison with the base runs of the recipe; None without a recipe, and
+        before the end.
+        """
+        base, state = self.parts.base, self.state
+        if base is None or self.stopped in (None, INTERRUPTED):
+            return None
+        steps = max(state.iterations, 1)
+        value = state.recorded.get(base.metric)
+        figures = RunFigures(
+            value=value if isinstance(value, int | float) else None,
+            progress=self.effective_steps / self.total_steps,
+            steps=self.optimizer.steps,
+            examples=self.source.position,
+            efficiency=state.progress / state.scales if state.scales else 1.0,
+            clipped=state.clipped / steps,
+            skipped=(state.iterations - self.optimizer.steps) / steps,
+            norm_batch=norm_batch(self.module, self.plan),
+        )
+        return Verdict(base=base, run=figures)
 
     # ---- the loop --------------------------------------------------------------------
 
@@ -524,6 +551,7 @@ class Run:
         self._passes.end_step()
         self.source.commit()
         self.state.iterations += 1
+        self.state.scales += self.plan.scale
         if self._after_step is not None:
             self._after_step(self.optimizer, before)
         self.parts.reporting.count(self.plan.global_batch_size)
@@ -580,6 +608,8 @@ class Run:
             result, self.plan, loss=loss, lr=step.lr, progress=self.state.progress
         )
         clipped = self.parts.clipping.read(result)
+        if clipped:
+            self.state.clipped += 1
         self.state.metrics = {**metrics, **step.recorded}
         if not self.parts.listeners:
             return
@@ -634,6 +664,9 @@ class Run:
                 self.effective_steps,
                 self.total_steps,
             )
+            verdict = self.verdict
+            if verdict is not None:
+                _log.log(verdict.level, "%s", verdict)
 
     # ---- reports and checkpoints -----------------------------------------------------
 

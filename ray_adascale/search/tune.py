@@ -201,6 +201,7 @@ def _recipe_of(
             },
             "trials": len(trials),
             "completed": len(ranking),
+            "at_edge": _at_edge(winner.config, trials),
             "stopped_early": stopped_early,
             "failed": [
                 {"trial": trial.trial_id, "at": at, "error": trial.error_line}
@@ -492,24 +493,34 @@ def _warn_of(
     if unread:
         warn_at_user(unread_warning(unread))
     diverged = sum(isinstance(trial.error, FloatingPointError) for trial in trials)
-    for name, value in best.items() if 2 * diverged >= len(trials) else ():
-        tried = sorted(
-            {
-                each
-                for trial in trials
-                if isinstance(each := trial.config.get(name), int | float)
-            }
+    if 2 * diverged < len(trials):
+        return
+    for name, edge in _at_edge(best, trials).items():
+        warn_at_user(
+            f"{diverged} of {len(trials)} trials diverged, and the best has "
+            f"{name}={best[name]:.3g}, at the edge of those tried: "
+            f"search {'below' if edge == 'smallest' else 'above'} it, too."
         )
-        if (
-            len(tried) > 1
-            and any(isinstance(each, float) for each in tried)
-            and value in (tried[0], tried[-1])
-        ):
-            warn_at_user(
-                f"{diverged} of {len(trials)} trials diverged, and the best has "
-                f"{name}={value:.3g}, at the edge of those tried: "
-                f"search {'below' if value == tried[0] else 'above'} it, too."
-            )
+
+
+def _at_edge(best: Mapping[str, Any], trials: list[Finished]) -> dict[str, str]:
+    """Return the real numbers of the best config that are the smallest or the largest
+    of those tried, and which of the two.
+    """
+    found = {}
+    for name, value in best.items():
+        tried = {
+            each
+            for trial in trials
+            if isinstance(each := trial.config.get(name), int | float)
+        }
+        if len(tried) < 2 or not any(isinstance(each, float) for each in tried):
+            continue
+        if value == min(tried):
+            found[name] = "smallest"
+        elif value == max(tried):
+            found[name] = "largest"
+    return found
 
 
 def _warn_of_lost(failed: list[tuple[str, Finished]], winner: BaseResult) -> None:

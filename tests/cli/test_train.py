@@ -88,6 +88,16 @@ def test_train_hands_everything_on_and_says_how_it_went(
     )
 
 
+def test_train_ends_with_the_verdict(
+    called: dict[str, Any], cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict = "accuracy 0.9 is worse than the base run's.\nCheck first:\n- Epochs"
+    ended = {"stopped": "total_steps reached", "verdict": verdict}
+    monkeypatch.setattr(Result, "return_value", ended)
+    out = cli(*TRAIN).out
+    assert f"; total_steps reached\n{verdict}\nCheckpoint: " in out
+
+
 def test_the_default_name_has_the_files_stem_and_differs_each_time(
     called: dict[str, Any], searched: str, tmp_path: Path, cli: Any
 ) -> None:

@@ -41,6 +41,7 @@ from ray_adascale.run.base.base_run import BaseResult
 from ray_adascale.search.spec import SearchSpec
 from ray_adascale.search.tune import (
     _QUIET,
+    _at_edge,
     _ranking,
     _require_room,
     _restored,
@@ -233,6 +234,7 @@ def test_recipe_says_what_was_found_and_how(
         0,
     )
     assert (found["search_alg"], found["scheduler"]) == ("random", None)
+    assert found["at_edge"] == {}  # lr=0.02 of 5e-5, 0.02, 0.5 and -1
     assert found["wall_s"] > 0
     searched.save(tmp_path / "recipe.json")
     assert Recipe.load(tmp_path / "recipe.json") == searched
@@ -272,6 +274,21 @@ def test_the_best_at_the_edge_of_the_space_is_told_of_if_half_of_the_trials_dive
         _warn_of(outcome, [outcome], {**trials[0].config, "lr": best}, trials)
     assert len(told) == (says is not None)
     assert says is None or re.search(says, str(told[0].message))
+
+
+def test_which_numbers_of_the_best_are_at_the_edge_of_those_tried() -> None:
+    tried = [(1e-3, 0.1, 2), (1e-2, 0.5, 4), (0.1, 0.1, 8)]
+    trials = [
+        Finished(
+            str(i), {"lr": lr, "decay": decay, "depth": depth, "kind": "a"}, {}, None
+        )
+        for i, (lr, decay, depth) in enumerate(tried)
+    ]
+    # depths are whole numbers, of which a search has few
+    assert _at_edge(trials[0].config, trials) == {"lr": "smallest", "decay": "smallest"}
+    assert _at_edge(trials[1].config, trials) == {"decay": "largest"}
+    assert _at_edge(trials[2].config, trials) == {"lr": "largest", "decay": "smallest"}
+    assert _at_edge(trials[2].config, trials[2:]) == {}
 
 
 @pytest.mark.ray

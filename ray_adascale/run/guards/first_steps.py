@@ -108,7 +108,8 @@ def _tensors_of(batch: Any) -> list[Tensor]:
     return [x for x in arrays if isinstance(x, Tensor)]
 
 
-_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""Norms whose statistics are those of one micro-batch."""
 
 
 def warn_of_micro_batch(
@@ -126,7 +127,7 @@ def warn_of_micro_batch(
     norms = [
         name
         for name, part in module.named_modules()
-        if isinstance(part, _BATCH_NORM) and part.training
+        if isinstance(part, BATCH_NORM) and part.training
     ]
     if norms and examples < base_batch_size:
         warn_on_first_worker(
@@ -145,7 +146,7 @@ def written_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of the buffers that a forward pass may change, by name, without
     those of batch norm.
     """
-    norms = (*_BATCH_NORM, nn.SyncBatchNorm)
+    norms = (*BATCH_NORM, nn.SyncBatchNorm)
     parts = (
         (prefix, part)
         for prefix, part in module.named_modules()

@@ -51,6 +51,16 @@ expected norm.
 """
 
 
+BASE = "base"
+"""The key of the figures of the recipe's base runs in the first row of a trace."""
+
+
+NORM_BATCH = "norm_batch"
+"""The key of the examples of a micro-batch, for batch norm, in the first row of a
+trace.
+"""
+
+
 EVERY = "every"
 """The key of k in the rows of a trace that has a row for every k-th step."""
 
@@ -62,6 +72,8 @@ COUNTERS = (
     "rule",
     "optimizer",
     "untrained",
+    BASE,
+    NORM_BATCH,
     "total_steps",
     "steps_left",
     EVERY,
@@ -80,8 +92,9 @@ OWN_KEYS = frozenset(
         SKIPPED,
         CLIPPED,
         "stopped",  # the end of the run, for the driver
-        "loop_seconds",  # these two in the run's summary
+        "loop_seconds",  # these three in the run's summary
         "skipped_steps",
+        "verdict",
         "objective",  # these three in a trial's reports to Tune
         "epochs",
         "outcome",

@@ -26,7 +26,16 @@ from typing import Any
 
 from ..._files import SEARCH, TRACE, fetched
 from ..._warn import warn_at_user
-from .metrics import CLIPPED, EVERY, METRICS, OWN_KEYS, SHORT_STEP, SKIPPED
+from .metrics import (
+    BASE,
+    CLIPPED,
+    EVERY,
+    METRICS,
+    NORM_BATCH,
+    OWN_KEYS,
+    SHORT_STEP,
+    SKIPPED,
+)
 from .step import Listener, Step
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -45,6 +54,9 @@ COLUMNS = {
     "rule": "the scaling rule",
     "optimizer": "class of the optimizer, in the first row alone",
     "untrained": "metrics of the untrained model, in the first row alone",
+    BASE: "the recipe's base runs, for the verdict, in the first row alone",
+    NORM_BATCH: "examples of a micro-batch of a model with batch norm, with a recipe, in "
+    "the first row alone",
     CLIPPED: "true if the gradient was clipped at a multiple of the expected norm; "
     "else missing",
     SKIPPED: "true if the gradient was not finite, so that weights and τ stayed; else "

@@ -66,8 +66,8 @@ def test_each_column_of_a_run_is_explained(
     keys = {key for row in read_trace(tmp_path) for key in row}
     assert {"skipped", "clipped", "own", "loss"} <= keys
     assert keys - {"own"} <= set(COLUMNS)
-    # of a recipe's forecast, and of the adapters
-    assert set(COLUMNS) - keys <= {"steps_left", "short_step"}
+    # of a run with a recipe, and of the adapters
+    assert set(COLUMNS) - keys <= {"steps_left", "short_step", "base", "norm_batch"}
 
 
 def test_rows_come_back_as_they_went_in(tmp_path: Path) -> None:
