@@ -101,6 +101,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def _with_model(model: nn.Module) -> dict[str, Any]:
+    return {"model": model, "optimizer": sgd(model), "scheduler": None}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -130,6 +134,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
             "ReduceLROnPlateau is not supported",
         ),
         ({"train_dataset": []}, "Invalid train_dataset: it is empty"),
+        (_with_model(nn.LazyLinear(1)), "'weight' has no shape yet.*Call the model"),
+        (
+            _with_model(nn.Linear(2, 1, device="meta")),
+            "'weight' is on the meta device.*to_empty",
+        ),
         ({"loss_fn": None}, "Invalid loss_fn=None. Must be a function"),
         ({"evaluate": {"accuracy": 1}}, "Invalid evaluate"),
         ({"collate_fn": 3}, "Invalid collate_fn"),

@@ -124,8 +124,8 @@ class Ranks:
             text = "; ".join(
                 f"rank {failure.rank}: {failure.message}" for failure in answer
             )
-            where = "" if self._path is None else f" to {self._path}"
-            error = kind(f"No checkpoint was saved{where}. {text}")
+            where = "at all" if self._path is None else f"to {self._path}"
+            error = kind(f"No checkpoint was saved {where}. {text}")
             for failure in answer:
                 if failure.rank != self.rank:
                     error.add_note(failure.traceback)

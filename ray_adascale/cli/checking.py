@@ -190,7 +190,7 @@ class Check(OfWorkload):
             **(recipe.hyperparameters if recipe is not None else {}),
             **self.hyperparameters,
         }
-        return found + check_at_draws(
+        of_workload = check_at_draws(
             workload,
             {} if space is None else space,
             given,
@@ -199,6 +199,17 @@ class Check(OfWorkload):
             evaluates=not self.before_start,
             on_draw=lambda at: tell(f"checking at {at}, drawn from the search space"),
         )
+        return found + [self._with_whose_length(each) for each in of_workload]
+
+    def _with_whose_length(self, found: Finding) -> Finding:
+        """Return a finding that may follow from T with whose T it is."""
+        given = super().config
+        if self.recipe is not None or given.total_steps or given.total_epochs:
+            return found
+        if found.level == "failed" or f"{_STEPS} steps" in found.text:
+            text = f"T = {_STEPS} is the check's own. Give the run's: --total-steps."
+            return replace(found, text=f"{found.text}\n{text}")
+        return found
 
 
 def _other_workload(named: str, workload: Any) -> list[Finding]:

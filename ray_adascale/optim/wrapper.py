@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Muon, Optimizer
 
 from .._errors import listed
@@ -161,6 +162,20 @@ def check_parameters(model: nn.Module, optimizer: Optimizer, *, alone: bool) -> 
         ValueError: It has not.
     """
     own = {p: name for name, p in model.named_parameters()}
+    for p, name in own.items():
+        if isinstance(p, UninitializedParameter):
+            raise ValueError(
+                f"The parameter {name!r} has no shape yet, as of a lazy module. Call "
+                "the model once on an example, before the optimizer is built: "
+                "with torch.no_grad(): model(example)."
+            )
+        if p.is_meta:
+            raise ValueError(
+                f"The parameter {name!r} is on the meta device, and has no values. "
+                "Build the model without torch.device('meta'), or give it values "
+                "before the optimizer is built: model.to_empty(device='cpu'), and then "
+                "load or initialize them."
+            )
     given = {p for group in optimizer.param_groups for p in group["params"]}
     if any(map(is_dtensor, given)):
         return

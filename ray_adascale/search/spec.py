@@ -365,6 +365,12 @@ class SearchSpec:
                 "any scheduler that only stops "
                 "or pauses trials."
             )
+        if isinstance(scheduler, schedulers.ResourceChangingScheduler):
+            raise ValueError(
+                f"Invalid scheduler: {kind}. A trial has the resources of its start, "
+                "since the base run's threads and process stay. Use the scheduler that "
+                "it wraps."
+            )
         if scheduler.metric is not None:
             raise ValueError(
                 f"Invalid scheduler: {kind} with metric={scheduler.metric!r}. Leave "

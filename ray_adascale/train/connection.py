@@ -37,6 +37,12 @@ def check_address(address: str | None) -> None:
         ValueError: No process listens there.
     """
     address = address or os.environ.get("RAY_ADDRESS") or ""
+    if address.startswith(("http://", "https://")):
+        raise ValueError(
+            f"Invalid address {address!r}: that is the dashboard's, which takes jobs "
+            "(ray job submit). Give the head's own, as HOST:6379, or auto on a machine "
+            "of the cluster; by --address or by RAY_ADDRESS."
+        )
     host, colon, port = address.rpartition("/")[2].rpartition(":")
     if not (colon and port.isdecimal()):
         return  # "auto", or a cluster of this process

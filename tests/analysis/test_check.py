@@ -163,6 +163,7 @@ def test_a_batch_that_cannot_be_cut_is_used_whole_and_a_loss_that_is_not_finite_
         ),
         ({"acc": 0.25}, "failed", "metric='accuracy': evaluate returned 'acc'"),
         ({"accuracy": None}, "failed", "metric 'accuracy' of type NoneType"),
+        ({"accuracy": "done"}, "failed", "evaluate returned 'done' for it. Must be a"),
         (
             {"accuracy": float("nan")},
             "warning",

@@ -257,6 +257,42 @@ def test_a_file_needs_no_search_space(write: Any) -> None:
     assert text.startswith(f"Invalid --param-space '{path}:mine': there is no 'mine'")
 
 
+@pytest.mark.parametrize(
+    ("given", "its_own"), [({}, True), ({"total_steps": 500}, False)]
+)
+def test_a_check_says_whose_length_a_schedule_was_not_made_for(
+    write: Any, given: dict[str, Any], its_own: bool
+) -> None:
+    path = write("cycle.py", CYCLE)
+    check = check_of(path)
+    check.settings = {"base_batch_size": 4} | given
+    (text,) = of(check.findings(), "failed")
+    assert ("T = 1000 is the check's own. Give the run's: --total-steps" in text) == (
+        its_own
+    )
+    check.settings |= {"total_steps": 50}
+    assert not of(check.findings(), "failed")
+
+
+CYCLE = """
+import torch
+from torch import nn
+from ray_adascale import Workload
+
+def workload(config):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Workload(
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=50),
+        scheduler_unit="step",
+        train_dataset=[(torch.ones(2), torch.zeros(1))] * 64,
+        loss_fn=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+    )
+"""
+
+
 # ---- the commands --------------------------------------------------------------------
 
 

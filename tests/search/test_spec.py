@@ -13,8 +13,10 @@ from ray import tune
 from ray.train import ScalingConfig
 from ray.tune.schedulers import (
     AsyncHyperBandScheduler,
+    FIFOScheduler,
     HyperBandScheduler,
     PopulationBasedTraining,
+    ResourceChangingScheduler,
 )
 from ray.tune.search import BasicVariantGenerator
 from torch import nn
@@ -73,6 +75,10 @@ def spec(**changes: Any) -> SearchSpec:
         (
             {"scheduler": PopulationBasedTraining(hyperparam_mutations={"lr": [1, 2]})},
             "no single config gives",
+        ),
+        (
+            {"scheduler": ResourceChangingScheduler(FIFOScheduler())},
+            "A trial has the resources of its start.*Use the scheduler that it wraps",
         ),
         ({"scaling_config": {"num_workers": 2}}, "Invalid scaling_config of type dict"),
         (

@@ -50,6 +50,10 @@ def test_without_an_answer_the_remedies_are_named(
         match=r"Invalid address '127.0.0.1:1': no Ray cluster answers there \(.*refused\)\. ",
     ):
         check_address("127.0.0.1:1")
+    with pytest.raises(
+        ValueError, match=r"the dashboard's, which takes jobs.*HOST:6379"
+    ):
+        check_address("http://127.0.0.1:8265")
 
     def refuse(address: str | None, **_: object) -> None:
         raise ConnectionError("Failed to connect to Ray cluster")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -97,6 +98,12 @@ class Evaluation(Stage):
                 f"Invalid metric={self._metric!r}: evaluate returned "
                 f"{_names_of(metrics)}. Name one of them in "
                 "Workload(metric=...), or 'loss' for the training loss."
+            )
+        measured = metrics.get(self._metric or "", 0.0)
+        if not isinstance(measured, numbers.Real):
+            raise MissingMetric(
+                f"Invalid metric={self._metric!r}: evaluate returned {measured!r} for "
+                "it. Must be a number."
             )
         if log and metrics:
             _log.info("The untrained model: %s.", values_of(metrics))

@@ -131,7 +131,7 @@ def test_a_disk_without_room_for_a_folder_is_named_by_every_worker(
     )
     for text in said:
         assert re.match(
-            rf"CheckpointError: No checkpoint was saved\. rank {workers - 1}: OSError: .*No space",
+            rf"CheckpointError: No checkpoint was saved at all\. rank {workers - 1}: OSError: .*No space",
             text,
         )
         assert re.search(
@@ -168,7 +168,7 @@ def disagree(folder: str, step: int, tau: float, broken: bool) -> str:
         (
             (0, 0.0, True),
             [
-                "CheckpointError: No checkpoint was saved. rank 1: MemoryError: no room",
+                "CheckpointError: No checkpoint was saved at all. rank 1: MemoryError: no room",
                 "MemoryError: no room",
             ],
         ),
