@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,20 @@ class _Pending:
     output: RuleOutput | None = None
 
 
+class _Known(NamedTuple):
+    """What was read last: the gains of averages at a scale.
+
+    Attributes:
+        averages: The averages.
+        scale: S.
+        step: Has the gains.
+    """
+
+    averages: Average
+    scale: float
+    step: StepResult
+
+
 class AdaScaleAlgorithm:
     """Takes optimizer steps with ``lr · r`` and advances the clock τ, as
     :mod:`.next_state` computes them.
@@ -103,7 +117,7 @@ class AdaScaleAlgorithm:
         # the step under way, once its last pass has ended
         self._estimated: tuple[StepSums, Estimate] | None = None
         # read last: averages, S and their gains
-        self._known: tuple[Average, float, StepResult] | None = None
+        self._known: _Known | None = None
         self.pending: _Pending | None = None
         self._plan = current.plan  # of the last step
         self._declared = current.declared  # of full steps then
@@ -191,6 +205,7 @@ class AdaScaleAlgorithm:
             )
             self._step_by_rule(output, scale, skip)
         else:
+            # AdaScale's own rule, see _on_device: the factor is the gain itself.
             gains = estimated.gains[: estimated.averages.count.numel()].unbind()
             self._step_inner(gains, scale, skip)
         self.pending = _Pending(estimated, HostCopy(estimated.numbers), output)
@@ -326,7 +341,7 @@ class AdaScaleAlgorithm:
         if of.gains is None:
             return result(of, numbers, self._known_at(scale, of.averages))
         step = result(of, numbers, averaged(numbers))
-        self._known = of.averages, scale, step
+        self._known = _Known(of.averages, scale, step)
         if "weights" in numbers:
             check_weights(of.sums.plan, numbers["weights"])
         if self._current.observer is not None:
@@ -337,19 +352,16 @@ class AdaScaleAlgorithm:
         """Return what averages say at a scale; waits for the device unless it was
         read last.
         """
-        if (
-            self._known is None
-            or self._known[0] is not averages
-            or self._known[1] != scale
-        ):
+        known = self._known
+        if known is None or known.averages is not averages or known.scale != scale:
             gains = gains_of(
                 averages, scale, self.averaging, non_negative=self.state.non_negative
             )
             numbers = HostCopy(
                 {"gains": gains, "averages": averages.packed.reshape(-1)}
             ).read()
-            self._known = averages, scale, averaged(numbers)
-        return self._known[2]
+            known = self._known = _Known(averages, scale, averaged(numbers))
+        return known.step
 
     def _advance(
         self, of: Estimate, step: StepResult, output: RuleOutput | None

@@ -100,7 +100,7 @@ class ShardedGradScaler(_FSDPGradScaler):
         """Divide the gradients of the coming step by the loss scale; collective."""
         if not self.is_enabled():
             return
-        target = self._target(optimizer)
+        target = self._finish_then_target(optimizer)
         if dist.is_available() and dist.is_initialized():
             super().unscale_(target)
         else:
@@ -110,7 +110,7 @@ class ShardedGradScaler(_FSDPGradScaler):
         """Call ``optimizer.step()``, unless a gradient is not finite on some worker."""
         if not self.is_enabled():
             return optimizer.step(*args, **kwargs)
-        target = self._target(optimizer)
+        target = self._finish_then_target(optimizer)
         if target is optimizer:
             return super().step(optimizer, *args, **kwargs)
         target.stepped = False
@@ -122,9 +122,9 @@ class ShardedGradScaler(_FSDPGradScaler):
             _kind(optimizer).discard()
         return result
 
-    def _target(self, optimizer: Any) -> Any:
+    def _finish_then_target(self, optimizer: Any) -> Any:
         """Return the object that torch's scaler works on: the optimizer, or its
-        share of the gradients.
+        share of the gradients, once they are summed. Collective.
         """
         adascale = isinstance(optimizer, AdaScale)
         if not adascale and (

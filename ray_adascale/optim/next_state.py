@@ -349,8 +349,8 @@ def next_state(
     last = replace(
         step, effective_steps=tau, steps=state.last.steps + 1, lr_factor=lr_factor
     )
-    since_sample = increment + (0.0 if sampled else state.since_sample)
-    return AdaScaleState(averages, last, since_sample, state.non_negative)
+    since_sample = increment if sampled else increment + state.since_sample
+    return AdaScaleState(averages, last, since_sample, state.non_negative, skips=0)
 
 
 def skipped(state: AdaScaleState, shared: Mapping[str, float]) -> AdaScaleState:

@@ -167,8 +167,8 @@ class NoiseSample(NamedTuple):
     """A step's sample of the noise.
 
     Attributes:
-        check: Finite if the step's gradient is, and else NaN or +∞, 0-dim; ‖ḡ‖² if the
-            step was not measured.
+        check: Finite if the step's gradient is, and else NaN or +∞, which makes it a
+            skipped step, 0-dim; ‖ḡ‖² if the step was not measured.
         rows: σ² and μ², unclipped, and a row of ones, ``[3, num_gains]``; None where the
             step yields none.
         valid: Whether the rows are valid, bool, 0-dim; None if they are.
@@ -270,7 +270,7 @@ class StepSums:
             squared = scale.square()
             c = c / squared
         if "late" in self.numbers:
-            c = c + 0 * self.numbers["late"]
+            c = c + 0 * self.numbers["late"]  # NaN, and so a skipped step, if it is
         if not self.measured:
             return NoiseSample(c[0] if groups == 1 else c.sum())
 

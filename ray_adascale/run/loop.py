@@ -488,10 +488,11 @@ class Run:
             self.optimizer.clip_grad_value(clip_value)
 
     def step(self, **metrics: Any) -> bool:
-        """End a pass. Call it after each :meth:`backward`.
+        """End a micro-batch; after the step's last one, take the optimizer step. Call
+        it after each :meth:`backward`.
 
-        In the step's last pass: clip, step with lr·r, advance τ and the schedule, and
-        then evaluate, report and save a checkpoint if due.
+        The step: clip, step with lr·r, advance τ and the schedule, and then evaluate,
+        report and save a checkpoint if due.
 
         Args:
             **metrics: The user's metrics for the reports: numbers, or tensors of one
@@ -509,8 +510,10 @@ class Run:
         for name, number in user_metrics.items():
             if name != "loss":
                 self.state.recorded[name] = number
-        if not self._passes.ends_step():
+        if not self._passes.is_last:
+            self._passes.end_pass()
             return False
+
         # the step before, whose τ gives the learning rate of this one
         self._read_step()
         self._guards.step()
@@ -521,6 +524,7 @@ class Run:
         )
         self._passes.step()
         self._taken = self._commit_step(before, lr, user_metrics)
+
         must_read = self._must_read_step()
         if must_read:  # else this step is read when the next one is about to be taken
             self._read_step()

@@ -50,9 +50,9 @@ class Passes:
     """Runs the passes of each optimizer step, and the step itself.
 
     The order of calls: for each pass :meth:`begin`, the user's forward pass,
-    :meth:`begin_backward`, :meth:`backward` and :meth:`ends_step`; where the pass ends
-    the step, then :meth:`step` and :meth:`end_step`. :meth:`guard` encloses the whole
-    loop.
+    :meth:`begin_backward`, :meth:`backward`, and :meth:`end_pass`; after the step's
+    last pass :meth:`step` and :meth:`end_step` in its place. :meth:`guard` encloses
+    the whole loop.
 
     Args:
         module: The bare model.
@@ -202,7 +202,10 @@ class Passes:
             if not loss.requires_grad:
                 error.add_note(_DEPENDS_ON_NOTHING)
             raise
-        self._current.end()  # torch.autograd.grad() in the loop's loss is no pass
+        # The pass ends here, and not in autograd's callback as in other loops: only a
+        # backward pass of the run is one. In the step's last pass this sums over the
+        # workers.
+        self._current.end()
         self._kind.end_pass()
         self.state = PassState.BACKWARD_DONE
         if batch.is_last:
@@ -215,13 +218,10 @@ class Passes:
                 self.scaler.unscale_(self._optimizer)
         self._kind.after_last_pass()
 
-    def ends_step(self) -> bool:
-        """Return whether the pass is the step's last. End the pass if it is not."""
-        if self.is_last:
-            return True
+    def end_pass(self) -> None:
+        """End a pass that is not the step's last."""
         self._batch = None
         self.state = PassState.BETWEEN
-        return False
 
     # ---- the step --------------------------------------------------------------------
 
