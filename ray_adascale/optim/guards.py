@@ -48,7 +48,9 @@ class UnchangedGradients:
         """
         self._noted = slice(None)
         if one:
-            first = next((i for i, g in enumerate(gradients) if g is not None), 0)
+            first = 0
+            while first < len(gradients) - 1 and gradients[first] is None:
+                first += 1
             self._noted = slice(first, first + 1)
         self._left = versions(gradients[self._noted])
 
