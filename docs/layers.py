@@ -52,7 +52,7 @@ RAY_LAYERS: list[list[Package]] = [
             "notices",
             "trainer driver_monitor backend driver_channel worker_reports hangs "
             "failed_starts retry run_lock "
-            "ray_record pickling network connection cluster",
+            "ray_record pickling network connection cluster storing",
         )
     ],
 ]

@@ -185,16 +185,26 @@ class Save:
         """Whether this rank is still writing."""
         return self._thread is not None and self._thread.is_alive()
 
-    def finish(self) -> None:
-        """Wait for this rank's files, and complete the checkpoint with a manifest.
-        Collective.
+    def join(self, seconds: float) -> None:
+        """Wait for this rank's files, at most so many seconds."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Complete the checkpoint with a manifest. Collective.
+
+        Args:
+            wait: Wait for this rank's files. Else it is an error if they are not
+                written yet.
 
         Raises:
             CheckpointError: A rank could not write, so no manifest exists. Every rank
                 raises it.
         """
-        if self._thread is not None:
+        if self._thread is not None and wait:
             self._thread.join()
+        elif self.running:
+            self._error = CheckpointError("its files are not written in time.")
 
         def mine() -> list[Any]:
             if self._error is not None:

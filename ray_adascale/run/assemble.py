@@ -275,6 +275,7 @@ def _loop_of(given: Given, data: RunData, training: Training) -> RunParts:
     unit_weights = None
     if inputs.weight_of is not None:
         unit_weights = UnitWeights(inputs.weight_of, plan.workers, cpu_group)
+    backend.store_timeout_s = config.store_timeout_s
     # Built last, because their intervals begin now.
     checkpointing = Checkpointing(
         backend,

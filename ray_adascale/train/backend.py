@@ -37,6 +37,7 @@ from ..run.observe.step import Listener
 from .driver_channel import DriverClient
 from .ray_record import sealed_checkpoints
 from .run_lock import LOCK
+from .storing import Storing, stored_within
 from .worker_reports import Heartbeat, LiveMetrics
 
 _log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class RayTrainBackend(Backend):
     channel: Any = None
     """The channel to the driver, for this worker's heartbeats; None without one."""
     _heartbeat: Heartbeat | None = None
+    _saved_step = 0
     # the folder of rank 0's trace, where the storage is no disk
     _trace: Path | None = None
     _earlier_traces: Sequence[str] = ()  # names of earlier starts' files in it
@@ -289,6 +291,7 @@ class RayTrainBackend(Backend):
         return later
 
     def checkpoint_folder(self, step: int) -> Path:
+        self._saved_step = step
         return scratch_folder(f"checkpoint-{step}")
 
     def report(self, report: StepReport, folder: Path | None) -> None:
@@ -371,11 +374,21 @@ class RayTrainBackend(Backend):
             ):
                 _log.warning("%s", text)
 
-        # first: a start that resumes from the checkpoint continues after its rows
-        self.store_trace()
-        try:
+        def store() -> ray.train.Checkpoint:
+            # first: a start that resumes from the checkpoint continues after its rows
+            self.store_trace()
             return store_patiently(
                 lambda: self._storage.persist_current_checkpoint(local, name), waits
+            )
+
+        place = f"{self._storage.experiment_fs_path}/{name}"
+        try:
+            return stored_within(
+                store,
+                Storing(self.rank, self._saved_step, place),
+                self._storage.storage_filesystem,
+                lambda storing: DriverClient(self.channel).storing(self.rank, storing),
+                self.store_timeout_s,
             )
         except OSError as e:
             raise self._not_stored(e) from e

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from .._files import without_credentials
 from ..run.observe.failure import is_users
 from .hangs import Beat, Beats, Hang
+from .storing import Storing
 
 _MOST_EVENTS = 1_000
 """Largest number of events that wait for the driver."""
@@ -65,6 +66,10 @@ class Status(NamedTuple):
         quiet: A worker that sends no heartbeats, see
             :meth:`ray_adascale.train.hangs.Beats.quiet`.
         awaited: What is waited for while the workers are not in their loop.
+        slow: A step that does not end, see
+            :meth:`ray_adascale.train.hangs.Beats.slow`.
+        storing: The checkpoint's share that has been stored for longest; None if none
+            is stored now.
     """
 
     metrics: dict[str, Any] | None
@@ -74,6 +79,8 @@ class Status(NamedTuple):
     hang: Hang | None = None
     quiet: tuple[Beat, float] | None = None
     awaited: Awaited = Awaited(_ROOM)
+    slow: Hang | None = None
+    storing: Storing | None = None
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -90,6 +97,13 @@ class DriverChannel:
         self._stop = False
         self._sent_once: set[str] = set()
         self._beats = Beats()
+        self._storing: dict[int, tuple[Storing, float]] = {}
+
+    def storing(self, rank: int, storing: Storing | None) -> None:
+        """Set how far a worker is with the storing of its share; None at its end."""
+        self._storing.pop(rank, None)
+        if storing is not None:
+            self._storing[rank] = storing, time.monotonic()
 
     def beat(self, beat: Beat) -> bool:
         """Add a worker's heartbeat. Return whether a stop was requested."""
@@ -108,6 +122,7 @@ class DriverChannel:
         if not running:
             self._metrics = None
             self._beats.clear()
+            self._storing.clear()
             self.set_awaited(_ROOM, None)
 
     def set_ended(self) -> None:
@@ -151,8 +166,17 @@ class DriverChannel:
         now = time.monotonic()
         hang, quiet = self._beats.hang(now), self._beats.quiet(now)
         awaited = self._awaited._replace(seconds=now - self._awaited_since)
+        shares = [share.after(now - came) for share, came in self._storing.values()]
         return Status(
-            self._metrics, self._running, events, self._sent, hang, quiet, awaited
+            self._metrics,
+            self._running,
+            events,
+            self._sent,
+            hang,
+            quiet,
+            awaited,
+            self._beats.slow(now),
+            max(shares, key=lambda share: share.seconds, default=None),
         )
 
     def request_stop(self) -> None:
@@ -211,6 +235,10 @@ class DriverClient:
         except Exception:  # late: the next beat asks again
             pass
         return False
+
+    def storing(self, rank: int, storing: Storing | None) -> None:
+        """Send how far the storing of a checkpoint is; None at its end."""
+        self._send("storing", rank, storing)
 
     def note(self, name: str, value: Any) -> None:
         """Send a note, see :meth:`DriverChannel.notes`."""

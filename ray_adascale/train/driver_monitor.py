@@ -30,7 +30,13 @@ _ROOM_S = 5.0, 30.0
 cluster lacks, and between repetitions.
 """
 _STOP_S = 60.0
-"""Time limit for the workers' checkpoint after Ctrl-C."""
+"""Time limit for the workers' checkpoint after Ctrl-C. While it is stored, the limit of
+the time without progress.
+"""
+_STORING_S = 30.0
+"""Seconds of a checkpoint's storing before the driver logs it, and between
+repetitions.
+"""
 
 
 class DriverMonitor:
@@ -69,6 +75,7 @@ class DriverMonitor:
         self._ends_at: float | None = None
         self._waiting_since = time.monotonic()
         self._logged_at: float | None = None
+        self._storing_again = -math.inf
         self._wake, self._done = threading.Event(), False
         self._hangs = HangWatch()
         self._thread = threading.Thread(
@@ -133,6 +140,9 @@ class DriverMonitor:
         for level, text in status.events:
             _log.log(level, "%s", text)
         self._hangs.log_quiet(status.quiet, time.monotonic())
+        if status.quiet is None:
+            self._hangs.log_slow(status.slow, time.monotonic())
+        self._log_storing(time.monotonic())
         if status.running and not before.running:
             self._nodes = alive_nodes()
         if status.running and self._on_start is not None:
@@ -142,6 +152,15 @@ class DriverMonitor:
             except Exception as e:
                 _log.warning("After the run's start: %s: %s", type(e).__name__, e)
         self._hangs.look(status.hang)
+
+    def _log_storing(self, now: float) -> None:
+        """Log a checkpoint that takes long to store, every half minute."""
+        storing = self.status.storing
+        if storing is None or storing.seconds < _STORING_S:
+            self._storing_again = -math.inf
+        elif now >= self._storing_again:
+            self._storing_again = now + _STORING_S
+            _log.warning("%s.", storing.description())
 
     def _log_missing_resources(self) -> None:
         now = time.monotonic()
@@ -184,6 +203,11 @@ class DriverMonitor:
                 self._ends_at = now
         if self._lock.lost is not None and self._ends_at is None:
             self._ends_at = now
+        storing = self.status.storing
+        if self.interrupts == 1 and self._ends_at is not None and storing is not None:
+            # what has been stored so far would be lost
+            left = _STOP_S - storing.still_s
+            self._ends_at = max(self._ends_at, now + left)
         if (
             self._ends_at is not None
             and now >= self._ends_at

@@ -154,21 +154,43 @@ class Beats:
         Args:
             now: The present time, as for :meth:`add`.
         """
-        if not self._last:
+        limit = self._limit
+        return None if limit is None else self._standing(now, limit, limit)
+
+    def slow(self, now: float) -> Hang | None:
+        """Return a step that does not end, long before its limit: after 30 s, or a
+        quarter of the limit if that is longer; None without one.
+
+        Args:
+            now: The present time, as for :meth:`add`.
+        """
+        limit = self._limit
+        if limit is None:
             return None
+        return self._standing(now, max(_REPEAT_S, limit / 4), limit)
+
+    @property
+    def _limit(self) -> float | None:
+        """Seconds that the present step may take; None if it is not known for it."""
         beats = [beat for beat, _ in self._last.values()]
-        silence = {beat.rank: now - came for beat, came in self._last.values()}
         limits = [beat.limit_s for beat in beats if beat.limit_s is not None]
         if not limits or len(beats) < max(beat.world_size for beat in beats):
             return None
-        limit = max(limits)
+        return max(limits)
+
+    def _standing(self, now: float, seconds: float, limit: float) -> Hang | None:
+        """Return the run that has stood still for so long; None if it has not."""
+        beats = [beat for beat, _ in self._last.values()]
+        silence = {beat.rank: now - came for beat, came in self._last.values()}
         stands = {beat.rank: beat.seconds + silence[beat.rank] for beat in beats}
         for beat in beats:
-            if beat.phase is Phase.ENDED or stands[beat.rank] < limit:
+            if beat.phase is Phase.ENDED or stands[beat.rank] < seconds:
                 return None
-            if silence[beat.rank] < limit and not beat.phase.timed:
+            if silence[beat.rank] < seconds and not beat.phase.timed:
                 return None
-        silent = [beat for beat in beats if silence[beat.rank] >= min(_SILENT_S, limit)]
+        silent = [
+            beat for beat in beats if silence[beat.rank] >= min(_SILENT_S, seconds)
+        ]
         ahead = [beat for beat in beats if beat not in silent]
         behind = silent or _behind(beats)
         others = [beat for beat in ahead if beat not in behind]
@@ -220,6 +242,7 @@ class HangWatch:
 
     def __init__(self) -> None:
         self._quiet_again = -math.inf  # time of the next line about a quiet worker
+        self._slow_again = -math.inf  # and about a step that does not end
         self._since: float | None = None
         self._killed: tuple[str, int] | None = None  # node and process
         # kept, since Ray prints an error that is never fetched, such as of a lost node
@@ -250,6 +273,23 @@ class HangWatch:
                 beat.host,
                 seconds,
                 limit,
+            )
+
+    def log_slow(self, slow: Hang | None, now: float) -> None:
+        """Log that a step does not end, once at first and then every half minute.
+
+        Args:
+            slow: See :meth:`Beats.slow`.
+            now: The present time, in seconds.
+        """
+        if slow is None:
+            self._slow_again = -math.inf
+        elif now >= self._slow_again:
+            self._slow_again = now + _REPEAT_S
+            _log.warning(
+                "%s After %.0f s without a step the run itself ends a worker.",
+                slow.description(),
+                slow.limit_s,
             )
 
     def look(self, hang: Hang | None) -> None:

@@ -43,6 +43,11 @@ class SealedCheckpoint:
     attempt: int = 0
 
     @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return self.path.rpartition("/")[2]
+
+    @property
     def order(self) -> tuple[int, int]:
         """Its order in the course of the run: an earlier start's checkpoint comes
         before those of later starts.
@@ -79,17 +84,41 @@ def rename_cut_off_record(
 def newest_checkpoint(
     folder: str, filesystem: pyarrow.fs.FileSystem | None = None
 ) -> str | None:
-    """Return the name of the checkpoint that is last in the course of a run, listed or
-    not; None if there is no complete one.
+    """Return the name of the :func:`newest_stored` checkpoint; None if there is
+    none.
+    """
+    found = newest_stored(folder, filesystem)
+    return None if found is None else found.name
 
-    Contents are not verified.
+
+def newest_stored(
+    folder: str, filesystem: pyarrow.fs.FileSystem | None = None
+) -> SealedCheckpoint | None:
+    """Return the checkpoint that is last in the course of a run and has all its files,
+    listed by Ray or not; None if there is no such one.
+
+    Sizes are compared with the manifest, and contents are not verified.
 
     Args:
         folder: Absolute path or URI of the run's folder.
         filesystem: The storage, if the folder is a path within one.
     """
-    found = sealed_checkpoints(*_listed(folder, filesystem))
-    return found[-1].path.rpartition("/")[2] if found else None
+    filesystem, folder, names = _listed(folder, filesystem)
+    found = reversed(sealed_checkpoints(filesystem, folder, names))
+    return next((each for each in found if _is_whole(filesystem, each.path)), None)
+
+
+def _is_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> bool:
+    """Return whether each file of a checkpoint has the size in the manifest: an upload
+    may bring the manifest before the data.
+    """
+    try:
+        files = json.loads(read_text(f"{path}/{MANIFEST}", filesystem) or "")["files"]
+        sizes = {f"{path}/{name}": entry["size"] for name, entry in files.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False
+    found = filesystem.get_file_info(list(sizes))
+    return all(file.size == sizes[file.path] for file in found)
 
 
 def _listed(

@@ -37,7 +37,7 @@ from .driver_monitor import DriverMonitor
 from .failed_starts import FailedStarts, NextStart
 from .network import with_interface
 from .pickling import portable
-from .ray_record import newest_checkpoint, rename_cut_off_record
+from .ray_record import newest_checkpoint, newest_stored, rename_cut_off_record
 from .retry import RepeatedFailure, RetryPolicy, failure_message
 from .run_lock import RunLock
 
@@ -419,15 +419,7 @@ class AdaScaleTrainer(TorchTrainer):
             # DriverMonitor has killed the controller, or Ray's own handler of Ctrl-C
             # has exited with code 0.
             if self._monitor.interrupts or isinstance(e, SystemExit):
-                saved = newest_checkpoint(
-                    self._folder, self.run_config.storage_filesystem
-                )
-                lost = (
-                    "what came after its last checkpoint is lost"
-                    if saved
-                    else "it has no checkpoint yet"
-                )
-                raise KeyboardInterrupt(f"The run ended at once; {lost}.") from None
+                raise KeyboardInterrupt(self._what_is_stored()) from None
             raise
         finally:
             for number, handler in handlers.items():
@@ -440,6 +432,26 @@ class AdaScaleTrainer(TorchTrainer):
                 f"{result.metrics['optimizer_steps']:,}."
             )
         return result
+
+    def _what_is_stored(self) -> str:
+        """Return what a run that was ended at once has left, in sentences."""
+        status = self._monitor.status
+        reached = int((status.metrics or {}).get("optimizer_steps", 0))
+        saved = newest_stored(self._folder, self.run_config.storage_filesystem)
+        cut_off = ""
+        if status.storing is not None and (
+            saved is None or saved.step < status.storing.step
+        ):
+            cut_off = f" {status.storing.description()}, and was cut off."
+        if saved is None:
+            return f"The run ended at once; it has no whole checkpoint.{cut_off}"
+        whole = f"its last whole checkpoint is of optimizer step {saved.step:,}"
+        if reached <= saved.step:
+            return f"The run ended at once; {whole}."
+        return (
+            f"The run ended at once, at optimizer step {reached:,}; {whole}, and what "
+            f"came after it is lost.{cut_off}"
+        )
 
     def _run_controllers(self) -> ray.train.Result:
         """Return Ray Train's result. A controller that ends by a failed start is

@@ -187,3 +187,29 @@ def test_the_last_beat_of_a_worker_that_ray_is_about_to_end_is_sent_as_such(
     heartbeat.thread.join(10)
     assert not heartbeat.thread.is_alive()
     assert sent[-1] is Phase.ENDED
+
+
+def test_a_step_that_does_not_end_is_told_each_half_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Two workers are parted from each other, and both reach the driver."""
+    found = beats(*((beat(r, Phase.REDUCTION, 25.0), 500.0) for r in range(2)))
+    assert found.slow(504.0) is None
+    slow = found.slow(506.0)
+    assert slow is not None
+    assert found.hang(506.0) is None
+    watch = HangWatch()
+    with caplog.at_level(logging.WARNING, "ray_adascale"):
+        for now in (506.0, 510.0, 535.0, 537.0, 560.0):
+            watch.log_slow(found.slow(now), now)
+    assert len(caplog.messages) == 2
+    assert caplog.messages[0] == (
+        "The run has made no step for 31 s, after step 57. No worker is behind, and "
+        "each of them waits for the gradients of the other workers: the network may "
+        "be down. After 120 s without a step the run itself ends a worker."
+    )
+    # a step that takes 40 s, as those before it
+    long = beats(*((beat(r, Phase.PASS, 39.0, limit=400.0), 500.0) for r in range(2)))
+    assert long.slow(500.0) is None
+    # an evaluation may take any time
+    assert beats((beat(0, Phase.BOUNDARY, 99.0, of=1), 500.0)).slow(500.0) is None

@@ -91,3 +91,16 @@ def test_a_checkpoint_that_was_never_finished_or_has_a_damaged_state_does_not_co
     assert steps() == [20]
     (run / "checkpoint_2026-11-25_05" / "manifest.json").unlink()
     assert newest_checkpoint(str(run)) is None
+
+
+def test_a_manifest_without_its_files_is_no_checkpoint(run: Path) -> None:
+    """An upload that was cut off: `resume` was promised a checkpoint that was none."""
+    newest = run / "checkpoint_2026-11-25_04"
+    assert newest_checkpoint(str(run)) == newest.name
+    data = (newest / "__0_0.distcp").read_bytes()
+    (newest / "__0_0.distcp").write_bytes(data[:-1])
+    assert newest_checkpoint(str(run)) == "checkpoint_2026-11-25_05"
+    (newest / "__0_0.distcp").unlink()
+    assert newest_checkpoint(str(run)) == "checkpoint_2026-11-25_05"
+    (newest / "__0_0.distcp").write_bytes(data)
+    assert newest_checkpoint(str(run)) == newest.name

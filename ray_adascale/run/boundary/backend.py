@@ -76,6 +76,7 @@ class Backend(ABC):
         preemption_poll_s: Seconds between calls of :meth:`preemption_notice`; inf for
             never.
         keeps_checkpoints: Whether checkpoints are kept.
+        store_timeout_s: Seconds for which the storing of a checkpoint may stand still.
         shares_folder: Whether all workers write a checkpoint to one folder, so that
             rank 0 must find the files of the others there.
     """
@@ -86,6 +87,7 @@ class Backend(ABC):
     report_policy: ReportPolicy = ReportPolicy()
     preemption_poll_s: float = math.inf
     keeps_checkpoints: bool = True
+    store_timeout_s: float = math.inf
     shares_folder: bool = False
 
     @abstractmethod

@@ -76,12 +76,53 @@ class Boundary(NamedTuple):
     lr: float
 
 
-class _InFlight(NamedTuple):
-    """A checkpoint that a thread is writing, its folder, and its report."""
+class _InFlight:
+    """A checkpoint that a thread is writing.
 
-    saving: checkpoint.Save
-    folder: Path
-    report: StepReport
+    Args:
+        saving: It.
+        folder: Its folder.
+        report: Its report.
+        rank: This worker's number.
+    """
+
+    def __init__(
+        self, saving: checkpoint.Save, folder: Path, report: StepReport, rank: int
+    ) -> None:
+        self.saving = saving
+        self.folder = folder
+        self.report = report
+        self._rank = rank
+        self._timer = IntervalTimer(_LONG_S)
+        self._next_line_s = _LONG_S
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far."""
+        return self._timer.elapsed
+
+    def log_if_long(self) -> None:
+        """Log a warning every half minute while the files are written."""
+        if self.saving.running and self.seconds >= self._next_line_s:
+            self._next_line_s += _LONG_S
+            _log.warning(
+                "Rank %d has been writing the checkpoint of optimizer step %s to %s "
+                "for %.0f s.",
+                self._rank,
+                self.report.metrics.get("optimizer_steps", "?"),
+                self.folder,
+                self.seconds,
+            )
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until the files are written, or until this takes too long.
+
+        Args:
+            limit_s: Seconds since the beginning.
+        """
+        while self.saving.running and self.seconds < limit_s:
+            self.saving.join(min(_LONG_S, limit_s - self.seconds))
+            self.log_if_long()
 
 
 class Saver:
@@ -108,11 +149,15 @@ class Saver:
     @property
     def busy(self) -> bool:
         """Whether this worker is still writing a checkpoint, or its backend is still
-        uploading one.
+        uploading one. False once the writing takes too long: :meth:`finish` raises
+        then.
         """
-        return (
-            self._in_flight is not None and self._in_flight.saving.running
-        ) or self._backend.uploading
+        written = self._in_flight
+        if written is None:
+            return self._backend.uploading
+        written.log_if_long()
+        too_long = written.seconds >= self._backend.store_timeout_s
+        return (written.saving.running and not too_long) or self._backend.uploading
 
     def save(self, boundary: Boundary, content: Callable[[], Content]) -> Path | None:
         """Write this worker's share and seal the checkpoint. The caller reports the
@@ -143,21 +188,25 @@ class Saver:
             assert saving is not None
             # A copy, because the loop changes its metrics.
             self._in_flight = _InFlight(
-                saving, folder, replace(report, metrics=dict(report.metrics))
+                saving,
+                folder,
+                replace(report, metrics=dict(report.metrics)),
+                self._backend.rank,
             )
 
     def finish(self) -> None:
         """Wait for the checkpoint in flight, if there is one, seal it and report it.
 
         Raises:
-            CheckpointError: A worker could not write its share. The message names the
-                worker and the cause.
+            CheckpointError: A worker could not write its share, or not in time. The
+                message names the worker and the cause.
         """
         written, self._in_flight = self._in_flight, None
         if written is None:
             return
+        written.wait(self._backend.store_timeout_s)
         try:
-            written.saving.finish()
+            written.saving.finish(wait=False)
         except BaseException:
             _discard(written.folder)
             raise

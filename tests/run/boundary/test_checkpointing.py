@@ -5,7 +5,10 @@ where one can't take part.
 from __future__ import annotations
 
 import errno
+import logging
 import re
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ray_adascale import LocalBackend, checkpoint
+from ray_adascale import CheckpointError, LocalBackend, checkpoint
+from ray_adascale.checkpoint import dcp
 from ray_adascale.optim.schedule import BaseSchedule
+from ray_adascale.run.boundary import checkpointing
 from ray_adascale.run.boundary.checkpointing import Boundary, Saver
 from ray_adascale.run.boundary.stage import StepReport
 
@@ -183,3 +188,52 @@ def test_workers_that_are_not_at_one_place_write_nothing(
     for one, expected in zip(found, said, strict=True):
         assert expected in one
     assert len(list(tmp_path.glob("*/manifest.json"))) == (said[0] == "saved")
+
+
+def test_a_disk_that_hangs_is_told_each_half_minute_and_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hangs = threading.Event()
+    write = dcp.Writer.write_data
+
+    def slow(*given: Any) -> Any:
+        hangs.wait(60)
+        return write(*given)
+
+    monkeypatch.setattr(dcp.Writer, "write_data", slow)
+    monkeypatch.setattr(checkpointing, "_LONG_S", 0.1)
+    backend = LocalBackend(tmp_path, device="cpu")
+    saver = Saver(backend)
+    backend.store_timeout_s = 0.5
+    saver.begin(Boundary(9, 9.0, 0.1), content, outcome({"optimizer_steps": 9}))
+    assert saver.busy
+    time.sleep(0.15)
+    with caplog.at_level(logging.WARNING, "ray_adascale"):
+        assert saver.busy  # as asked at each step boundary
+        (line,) = caplog.messages
+        assert "Rank 0 has been writing the checkpoint of optimizer step 9 to " in line
+        time.sleep(0.5)
+        assert not saver.busy
+        with pytest.raises(CheckpointError, match="files are not written in time"):
+            saver.finish()
+    hangs.set()
+    assert not list(tmp_path.glob("*/manifest.json"))
+
+
+def test_the_end_of_a_run_waits_for_its_checkpoint_with_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = dcp.Writer.write_data
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.5)
+        return write(*given)
+
+    monkeypatch.setattr(dcp.Writer, "write_data", slow)
+    monkeypatch.setattr(checkpointing, "_LONG_S", 0.1)
+    saver = Saver(LocalBackend(tmp_path, device="cpu"))
+    saver.begin(Boundary(9, 9.0, 0.1), content, outcome({"optimizer_steps": 9}))
+    with caplog.at_level(logging.WARNING, "ray_adascale"):
+        saver.finish()
+    assert len(caplog.messages) >= 2
+    checkpoint.verify(tmp_path / "checkpoint_0000000009")
