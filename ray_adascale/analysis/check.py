@@ -14,12 +14,15 @@ from .._torch import leaves
 from ..batch import BatchSettings
 from ..config import AdaScaleConfig, read_settings
 from ..data.head import examples_of
+from ..forecast.replay import Forecaster
+from ..optim.rules import AUTO, auto_rule_of, make_rule, metric_of
 from ..recipe import Recipe
 from ..run.boundary.backend import LocalBackend
 from ..run.loop import Run
 from ..run.observe.advice import sum_advice
 from ..run.observe.failure import annotate_exceptions, lines_of, raised_when
 from ..run.observe.metrics import values_of
+from ..run.observe.verdict import BaseFigures, epochs_warning
 from ..workload import (
     SEEDS_ITSELF,
     Workload,
@@ -105,6 +108,7 @@ def check_workload(
                     )
                 doing = "The forward and backward pass"
                 found += _pass(run, built)
+                found += _epochs_at_scale(settings.rule, recipe)
                 reads = built.config_reads
                 if reads is not None and reads.unread:
                     found.append(
@@ -126,6 +130,41 @@ def check_workload(
         if issubclass(warning.category, UserWarning)
     )
     return [*(Finding("warning", text, repeated=True) for text in texts), *found]
+
+
+_SCALES = (1, 4, 8, 16)
+"""Scales for which a check shows the passes over the data."""
+
+
+def _epochs_at_scale(rule: Any, recipe: Recipe | None) -> list[Finding]:
+    """Return the passes over the data that runs at larger scales will make by the
+    recipe's forecast, as a warning where a scale repeats examples; none without a
+    recipe that has noise.
+    """
+    if recipe is None or not recipe.noise_by_seed:
+        return []
+    base = BaseFigures.of(recipe)
+    made = make_rule(auto_rule_of(recipe.optimizer_class) if rule == AUTO else rule)
+    if base.epochs is None or metric_of(made) != "euclidean":
+        return []
+    forecaster = Forecaster(recipe, rule=made)
+    examples = {
+        scale: forecaster.at(scale).expected.steps * scale * base.base_batch_size
+        for scale in _SCALES
+    }
+    shown = ", ".join(
+        f"{count / base.examples * base.epochs:.3g} at S = {scale}"
+        for scale, count in examples.items()
+    )
+    found = [
+        Finding("ok", f"Passes over the data, by the forecast: {shown}.", repeated=True)
+    ]
+    warned = [epochs_warning(base, count) for count in examples.values()]
+    first = next((i for i, text in enumerate(warned) if text is not None), None)
+    if first is not None:
+        text = f"From S = {_SCALES[first]} on. {warned[first]}"
+        found.append(Finding("warning", text, repeated=True))
+    return found
 
 
 def _at_base_batch(config: AdaScaleConfig, recipe: Recipe | None) -> AdaScaleConfig:

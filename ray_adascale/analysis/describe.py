@@ -18,6 +18,7 @@ from .._files import ERROR, SEARCH, fetched, without_credentials
 from ..recipe import Recipe, RecipeError
 from ..run.base.base_run import RESULT, BaseResult
 from ..run.observe.eta import clock_time
+from ..run.observe.verdict import epochs_in_words, epochs_warning
 from .runs import RunTrace, failure_of, is_number, load_run
 
 
@@ -162,10 +163,15 @@ def _describe_run(path: Path) -> tuple[str, bool]:
         values = run.column(name)
         lines.append(f"  {name:<12} {values[values == values][-1]:.4g}")
     verdict = run.verdict()
-    if verdict is not None:
-        first, *others = verdict.lines
-        lines.append(f"  verdict      {first}")
-        lines += [f"    {line}" for line in others]
+    in_words = [] if verdict is None else verdict.lines
+    base = run.base()
+    if base is not None and run.examples is not None:
+        lines.append(f"  epochs       {epochs_in_words(base, run.examples)}")
+        warning = epochs_warning(base, run.examples)
+        if warning is not None and f"- {warning}" not in in_words:
+            lines.append(f"    {warning}")
+    for i, line in enumerate(in_words):
+        lines.append(f"    {line}" if i else f"  verdict      {line}")
     lines += [f"  τ = {tau:<8,.0f} {what}" for tau, what in run.events]
     if path.is_dir():
         found = checkpoint.in_run(path)

@@ -26,6 +26,7 @@ from ..optim.rules import AUTO, auto_rule_of, make_rule, metric_of, name_of
 from ..recipe import Recipe
 from ..run.observe.advice import forecast_advice
 from ..run.observe.eta import clock_time
+from ..run.observe.verdict import BaseFigures, epochs_warning
 
 # share of the first worker's speed that further workers must add to be useful
 _PAYS = 0.5
@@ -49,6 +50,7 @@ class ForecastRow:
         last_scale: S of the last step.
         num_samples: n = k · accumulation.
         examples: Examples of all steps together.
+        epochs: Passes over the data; None where the dataset's length is unknown.
         steps: Optimizer steps, by the noise of all seeds together.
         low: Fewest steps of the interval, see
             :class:`ray_adascale.forecast.replay.Forecaster`.
@@ -74,6 +76,7 @@ class ForecastRow:
     last_scale: float
     num_samples: int
     examples: int
+    epochs: float | None
     steps: int
     low: int
     high: int
@@ -182,6 +185,8 @@ class Forecast:
             columns["last\nS"] = [f"{row.last_scale:.3g}" for row in rows]
             columns["exam-\nples"] = [f"{row.examples / base:.2f}×" for row in rows]
         columns["steps"] = [f"{row.steps:,}" for row in rows]
+        if any(row.epochs is not None for row in rows):
+            columns["epochs"] = [f"{row.epochs or 0.0:.3g}" for row in rows]
         if any(row.low < row.high for row in rows):
             columns["interval"] = [f"{row.low:,}–{row.high:,}" for row in rows]
         columns["mean\ngain"] = [f"{row.mean_gain:.2f}" for row in rows]
@@ -269,6 +274,7 @@ def forecast_recipe(
         useful[0],
         *sorted(useful, key=lambda k: math.inf if k is None else k),
     )
+    base = BaseFigures.of(recipe)
     rows: list[ForecastRow] = []
     for k, found, step_s in asked:
         expected = found.expected
@@ -297,6 +303,9 @@ def forecast_recipe(
                 last_scale=plan.scale,
                 num_samples=plan.num_samples,
                 examples=round(batch * expected.steps),
+                epochs=None
+                if base.epochs is None
+                else batch * expected.steps / base.examples * base.epochs,
                 steps=expected.steps,
                 low=low,
                 high=high,
@@ -424,9 +433,16 @@ def _notes(
         ]
     else:
         time = list(throughput.notes)
+    base = BaseFigures.of(recipe)
+    warnings = [(row.workers, epochs_warning(base, row.examples)) for row in rows]
+    of_epochs = [
+        f"{k} {'workers' if k > 1 else 'worker'}: {text}"
+        for k, text in warnings
+        if text is not None
+    ][:1]
     if not forecaster.measures:
-        return time  # the steps follow from S alone
-    notes = list(filter(None, [forecast_advice(recipe.optimizer_class)]))
+        return [*of_epochs, *time]  # the steps follow from S alone
+    notes = [*of_epochs, *filter(None, [forecast_advice(recipe.optimizer_class)])]
     if rows[-1].scale > _FAR:
         notes.append(
             f"Above S = {_FAR} a forecast is rough: of twelve at S = 64, six were "

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .runs import RunTrace
+from .runs import RunTrace, fair_base
 
 _INK = "#123457"  # replaced by the reader's text colour in the page
 _POINTS = 1200  # most points of a line: more would be invisible, and make the page slow
@@ -72,6 +72,7 @@ class Panel:
             then.
         ceiling: A column that is drawn thin and dashed beside the first one.
         dots: Whether each value is marked, for few values.
+        over: The column of the horizontal axis.
         noisy: Whether the values are drawn faint, and their means over equal stretches
             of τ on top.
     """
@@ -82,6 +83,11 @@ class Panel:
     ceiling: str | None = None
     dots: bool = False
     noisy: bool = False
+    over: str = "effective_steps"
+
+
+_AXES = {"effective_steps": "effective steps τ", "position": "examples"}
+"""The label of a horizontal axis by its column."""
 
 
 def make_panels(runs: list[RunTrace]) -> list[Panel]:
@@ -99,6 +105,17 @@ def make_panels(runs: list[RunTrace]) -> list[Panel]:
         # Logarithmic for a perplexity, which begins a thousand times as large as it
         # ends.
         *(Panel(key, (key,), _positive(runs, key, 100), dots=True) for key in metrics),
+        *(
+            Panel(
+                f"{key}, over examples",
+                (key,),
+                _positive(runs, key, 100),
+                dots=True,
+                over="position",
+            )
+            for key in metrics
+            if any(fair_base(run, runs) for run in runs)
+        ),
         Panel("Learning rate lr(⌊τ⌋), before the gain", ("lr",)),
         Panel("Gain r, with its ceiling S dashed", ("gain",), ceiling="scale"),
         *(
@@ -141,15 +158,17 @@ def _positive(runs: list[RunTrace], key: str, ratio: float = 1.0) -> bool:
     )
 
 
-def _line(run: RunTrace, key: str, *, dots: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return τ and values of the rows that have both. Many rows are reduced to means of
-    equal numbers of them.
+def _line(
+    run: RunTrace, key: str, *, dots: bool, over: str = "effective_steps"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return τ (or another column) and values of the rows that have both. Many rows are
+    reduced to means of equal numbers of them.
 
-    A metric of the untrained model stands at τ = 0.
+    A metric of the untrained model stands at 0.
     """
     untrained = run.untrained.get(key, np.nan)
     tau, values = (
-        np.append(0.0, run.column("effective_steps")),
+        np.append(0.0, run.column(over)),
         np.append(untrained, run.column(key)),
     )
     kept = np.isfinite(tau) & np.isfinite(values)
@@ -236,7 +255,7 @@ def drawn(panel: Panel, groups: list[list[RunTrace]]) -> Iterator[tuple[Any, Any
                     )
         if panel.log:
             number_log_axis(axes.yaxis)
-        axes.set(xlabel="effective steps τ", xlim=(0, None))
+        axes.set(xlabel=_AXES[panel.over], xlim=(0, None))
         axes.grid(alpha=0.2, color=_INK)
         axes.spines[["top", "right"]].set_visible(False)
         yield figure, axes
@@ -244,7 +263,7 @@ def drawn(panel: Panel, groups: list[list[RunTrace]]) -> Iterator[tuple[Any, Any
 
 
 def _points(panel: Panel, run: RunTrace, key: str) -> tuple[np.ndarray, np.ndarray]:
-    tau, values = _line(run, key, dots=panel.dots)
+    tau, values = _line(run, key, dots=panel.dots, over=panel.over)
     return (tau[values > 0], values[values > 0]) if panel.log else (tau, values)
 
 
@@ -269,7 +288,7 @@ def _draw_group(axes: Any, panel: Panel, runs: list[RunTrace], color: str) -> No
                 alpha=0.7,
                 color=color,
             )
-        for at, what in run.events:
+        for at, what in run.events if panel.over == "effective_steps" else ():
             axes.axvline(
                 at,
                 lw=1,

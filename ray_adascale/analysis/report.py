@@ -24,8 +24,16 @@ from ..forecast.replay import Forecaster
 from ..optim.rules import RULES
 from ..recipe import Recipe
 from ..run.observe.metrics import values_of
+from ..run.observe.verdict import epochs_warning
 from .plots import color_of, draw_svg, make_panels
-from .runs import RunTrace, alike_groups, failure_of, load_run, with_distinct_labels
+from .runs import (
+    RunTrace,
+    alike_groups,
+    failure_of,
+    fair_base,
+    load_run,
+    with_distinct_labels,
+)
 
 
 def write_report(
@@ -117,7 +125,8 @@ def _render(
         failures=failures,
         values_of=values_of,
         outcomes=[
-            (key, _outcome(run, metrics)) for key, run in zip(keys, runs, strict=True)
+            (key, _outcome(run, metrics, recipe))
+            for key, run in zip(keys, runs, strict=True)
         ],
         events=[
             (key, [f"{tau:,.0f}", what])
@@ -129,6 +138,8 @@ def _render(
             for key, run in zip(keys, runs, strict=True)
             if (verdict := run.verdict(recipe)) is not None and verdict.compares
         ],
+        epochs_warnings=list(_epochs_warnings(runs, recipe)),
+        fair=list(_fair_comparisons(runs, metrics)),
         comparisons=[(keys[i], cells) for i, cells in _comparisons(runs, recipe)],
         figures=figures,
         recipe=recipe,
@@ -138,9 +149,39 @@ def _render(
     )
 
 
-def _outcome(run: RunTrace, metrics: Iterable[str]) -> list[str]:
+def _epochs_warnings(runs: list[RunTrace], recipe: Recipe | None) -> Iterator[str]:
+    """Yield a warning for each run that repeats examples half again as often as the
+    base run, unless its verdict has it.
+    """
+    for run in runs:
+        base, verdict = run.base(recipe), run.verdict(recipe)
+        if base is None or run.examples is None:
+            continue
+        warning = epochs_warning(base, run.examples)
+        in_words = [] if verdict is None else verdict.lines
+        if warning is not None and f"- {warning}" not in in_words:
+            yield f"{run.label}: {warning}"
+
+
+def _fair_comparisons(runs: list[RunTrace], metrics: list[str]) -> Iterator[str]:
+    """Yield a sentence for each run beside a base run that used as many examples."""
+    for run in runs:
+        base = fair_base(run, runs)
+        if base is None:
+            continue
+        values = [
+            f"{key} {_newest(run.column(key))}, {_newest(base.column(key))}"
+            for key in metrics
+        ]
+        yield (
+            f"{run.label}, and {base.label}, a base run of as many examples "
+            f"({base.examples:,}): {'; '.join(values)}."
+        )
+
+
+def _outcome(run: RunTrace, metrics: Iterable[str], recipe: Recipe | None) -> list[str]:
     """Return a run's row: its figures, and the newest value of each metric."""
-    last, position = run.last, run.last.get("position")
+    last, epochs = run.last, run.epochs(recipe)
     losses = run.column("loss")[
         run.column("optimizer_steps") > 0.95 * last["optimizer_steps"]
     ]
@@ -150,7 +191,8 @@ def _outcome(run: RunTrace, metrics: Iterable[str]) -> list[str]:
         _scales_in_words(run),
         f"{last['optimizer_steps']:,}",
         # examples, where the trace has them
-        f"{position:,}" if isinstance(position, int) else "",
+        "" if run.examples is None else f"{run.examples:,}",
+        "" if epochs is None else f"{epochs:.3g}",
         f"{last['effective_steps']:,.0f}",
         f"{run.mean_gain:.2f}",
         f"{run.efficiency:.0%}",

@@ -18,6 +18,9 @@ from ..run.observe.metrics import CLIPPED, COUNTERS, METRICS, NORM_BATCH, SHORT_
 from ..run.observe.trace import faults_of, read_trace
 from ..run.observe.verdict import BaseFigures, RunFigures, Verdict, base_of
 
+_AS_MANY = 0.1
+"""Largest relative difference between numbers of examples that count as equal."""
+
 
 @dataclass(frozen=True)
 class RunTrace:
@@ -134,6 +137,27 @@ class RunTrace:
             if is_number(value)
         }
 
+    @property
+    def examples(self) -> int | None:
+        """Examples of the steps so far; None if the trace does not have them."""
+        position = self.last.get("position")
+        return position if isinstance(position, int) else None
+
+    def base(self, recipe: Recipe | None = None) -> BaseFigures | None:
+        """Return the base runs of a recipe. Default: of the run's own, by its trace;
+        None without one.
+        """
+        if recipe is not None:
+            return BaseFigures.of(recipe)
+        return base_of(self.rows[0])
+
+    def epochs(self, recipe: Recipe | None = None) -> float | None:
+        """Return the passes over the data so far; None if they are unknown."""
+        base = self.base(recipe)
+        if base is None or base.epochs is None or self.examples is None:
+            return None
+        return self.examples / base.examples * base.epochs
+
     def verdict(self, recipe: Recipe | None = None) -> Verdict | None:
         """Return the comparison with the base runs of a recipe, if the run has reached
         its T; None without one.
@@ -142,17 +166,16 @@ class RunTrace:
             recipe: The recipe. Default: that of the run, by its trace.
         """
         first, last = self.rows[0], self.last
-        base = base_of(first) if recipe is None else BaseFigures.of(recipe)
+        base = self.base(recipe)
         if base is None or last["effective_steps"] < base.total_steps * (1 - 1e-9):
             return None
         values = [row[base.metric] for row in self.rows if base.metric in row]
         taken = last.get("step", last["optimizer_steps"])
-        position = last.get("position")
         figures = RunFigures(
             value=values[-1] if values and is_number(values[-1]) else None,
             progress=last["effective_steps"] / base.total_steps,
             steps=last["optimizer_steps"],
-            examples=position if isinstance(position, int) else None,
+            examples=self.examples,
             efficiency=self.efficiency,
             clipped=self.clipped_share,
             skipped=self.skipped_steps / taken,
@@ -238,6 +261,20 @@ def alike_groups(runs: list[RunTrace]) -> list[list[RunTrace]]:
         )
         groups.setdefault(kind, []).append(run)
     return list(groups.values())
+
+
+def fair_base(run: RunTrace, runs: list[RunTrace]) -> RunTrace | None:
+    """Return the base run among these that used about as many examples as a run at a
+    larger scale; None without one.
+    """
+    if run.mean_scale <= 1 or not run.examples:
+        return None
+    for other in runs:
+        if other.mean_scale != 1 or other.examples is None:
+            continue
+        if abs(other.examples / run.examples - 1) <= _AS_MANY:
+            return other
+    return None
 
 
 def with_distinct_labels(runs: list[RunTrace]) -> list[RunTrace]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import sys
 import time
@@ -13,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .._errors import typed
+from .._errors import SettingError, typed
 from .._files import absolute, join, read_json, split, unique_name
 from ..config import AdaScaleConfig
 from ..train.connection import check_address
@@ -115,16 +116,74 @@ class Train(OnRay, Workers):
 
     Attributes:
         recipe: The file that `ray-adascale tune` wrote.
+        total_examples: Train the base run of ``recipe`` on this many examples in place
+            of its own, its schedule built for as many steps: the fair comparison with a
+            run that used them.
         working_dir: Folder of the workload's and the recipe's files, if they are not in
             the current one; for a run's options.txt.
     """
 
     recipe: str | None = option(None, metavar="FILE")
+    total_examples: int | None = None
     working_dir: str | None = None
     shown = tuple(field.name for field in fields(AdaScaleConfig))
 
     def __call__(self) -> int:
-        return self.with_files_found()._run()
+        return self.with_files_found().with_base_run()._run()
+
+    def with_base_run(self) -> Train:
+        """Return the command with the settings of a base run in place of the recipe, if
+        there is a ``--total-examples``.
+
+        Raises:
+            ValueError: There is no recipe.
+        """
+        if self.total_examples is None:
+            return self
+        if self.recipe is None:
+            raise ValueError(
+                f"Invalid --total-examples {self.total_examples} without --recipe FILE: "
+                "it stretches the base run of a recipe. Without one give --total-steps."
+            )
+        if self.total_examples < 1:
+            raise ValueError(
+                f"Invalid --total-examples {self.total_examples}. Must be at least 1."
+            )
+        from ..recipe import Recipe
+
+        recipe = Recipe.load(self.recipe)
+        base = recipe.base_batch_size
+        usual = {field.name: field.default for field in fields(AdaScaleConfig)}
+        settings = {
+            **(recipe.settings or {}),
+            "base_batch_size": base,
+            "total_steps": max(1, round(self.total_examples / base)),
+            # S = 1 on any number of workers
+            "global_batch_size": base,
+        }
+        for name, value in self.settings.items():
+            if name in settings and settings[name] != value:
+                raise SettingError(
+                    f"Invalid {{}}: --total-examples trains a base run, with "
+                    f"{settings[name]!r}. Leave it out.",
+                    **{name: value},
+                )
+        found = [
+            f"{key}={json.dumps(value)}"
+            for key, value in recipe.hyperparameters.items()
+        ]
+        return replace(
+            self,
+            recipe=None,
+            total_examples=None,
+            overrides=[*found, *self.overrides],
+            settings=self.settings
+            | {
+                name: value
+                for name, value in settings.items()
+                if value is not None and value != usual[name]
+            },
+        )
 
     def with_files_found(self) -> Train:
         """Return the command with the files of the workload and the recipe found, if

@@ -116,6 +116,7 @@ def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) 
             "S",
             "steps",
             "examples",
+            "epochs",
             "effective steps",
             "mean gain",
             "efficiency",
@@ -133,6 +134,7 @@ def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) 
             "1",
             "20",
             "640",
+            "",
             "20",
             "1.00",
             "100%",
@@ -148,6 +150,7 @@ def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) 
             "4",
             "10",
             "320",
+            "",
             "20",
             "2.00",
             "50%",
@@ -201,7 +204,8 @@ def test_page_says_what_the_runs_did(make: Callable[..., Page], tmp_path: Path) 
             "times the spread of its seeds. Check first "
             "(docs/guides/reading-the-gain.md):</p> <ul><li>Epochs: 2 times the "
             "examples of the base run. Repeated examples cost what a larger batch "
-            "saves: compare with a base run of as many examples.</li><li>Nothing "
+            "saves: compare with a base run of as many examples (`ray-adascale train "
+            "WORKLOAD --recipe FILE --total-examples 320`).</li><li>Nothing "
             "unusual: 0 % of the steps clipped, 0 % skipped; efficiency 50 %.</li></ul>",
         ),
         (
@@ -240,7 +244,45 @@ def test_a_run_is_judged_by_the_recipes_score(
     assert re.search(
         rf"<h1>.*</h1> <p><span [^>]*></span>whole: {re.escape(said)}", text
     )
-    assert "early: " not in text
+    assert "early: accuracy" not in text
+
+
+def test_passes_over_the_data_and_a_base_run_of_as_many_examples(
+    make: Callable[..., Page], tmp_path: Path
+) -> None:
+    """A base run of 20 steps of 8 examples, over 64: 2.5 epochs, and 5 at scale."""
+    base = write_rows(tmp_path / "base", base_rows())
+    scaled = write_rows(
+        tmp_path / "scaled", [row(s) | {"accuracy": 0.05 * s} for s in range(1, 11)]
+    )
+    long = write_rows(
+        tmp_path / "long",
+        [each | {"position": 8 * each["step"]} for each in base_rows(40)],
+    )
+    made = replace(
+        recipe([(0, 3, 1)], total_steps=20, base_steps_per_epoch=8.0),
+        metric="accuracy",
+        mode="max",
+        score=0.5,
+        repeats=[Repeat(seed=i, score=0.4 + 0.1 * i, noise=[]) for i in (1, 2)],
+    )
+    page = make(scaled, recipe=made)
+    assert dict(zip(*page.tables[0], strict=True))["epochs"] == "5"
+    path = tmp_path / "out" / "report.html"
+    warning = "scaled: Epochs: 5 passes over the data, 2.5 in the base run. Repeated"
+    assert warning in path.read_text()
+    assert "of as many examples (" in path.read_text()
+    assert "over examples" not in path.read_text()
+    page = make(scaled, long, recipe=made)
+    text = path.read_text()
+    assert (
+        "<p>scaled, and long, a base run of as many examples (320): accuracy 0.5000, "
+        "1.600.</p>" in text
+    )
+    assert text.count("<figcaption>accuracy, over examples</figcaption>") == 1
+    # One with twice as many is no such run.
+    make(scaled, base, recipe=made)
+    assert "a base run of as many examples (640)" not in path.read_text()
 
 
 def test_seeds_of_a_run_have_their_mean_and_spread(
@@ -431,7 +473,7 @@ def test_means_are_over_steps_where_old_rows_were_left_out(
     late = [row(s, scale=4.0, loss=0.01 if s > 95 else 1.0) for s in range(81, 101)]
     cells = make(write_rows(tmp_path / "long", early + late)).tables[0][1]
     assert cells[2] == "2 … 4, mean 2.4"
-    assert (cells[7], cells[8]) == ("83%", "0.01000")
+    assert (cells[8], cells[9]) == ("83%", "0.01000")
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -487,8 +529,10 @@ def test_the_noise_scale_is_that_of_the_whole_run(
         row(1, effective_steps=3.0),
         row(2, effective_steps=4.0, sigma2=5.0, mu2=2.0, noise_scale=20.0),
     ]
-    assert make(write_rows(tmp_path / "x", rows)).tables[0][1][9] == f"{8 * 14 / 5:.3g}"
-    assert make(write_rows(tmp_path / "y", [row(1, mu2=-1.0)])).tables[0][1][9] == ""
+    assert (
+        make(write_rows(tmp_path / "x", rows)).tables[0][1][10] == f"{8 * 14 / 5:.3g}"
+    )
+    assert make(write_rows(tmp_path / "y", [row(1, mu2=-1.0)])).tables[0][1][10] == ""
 
 
 def test_skipped_steps_are_told(make: Callable[..., Page], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import shutil
 import socket
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,39 @@ def test_train_ends_with_the_verdict(
     monkeypatch.setattr(Result, "return_value", ended)
     out = cli(*TRAIN).out
     assert f"; total_steps reached\n{verdict}\nCheckpoint: " in out
+
+
+def test_a_base_run_of_as_many_examples_is_one_line(
+    called: dict[str, Any], tmp_path: Path, cli: Any
+) -> None:
+    found = replace(
+        FOUND,
+        hyperparameters={"lr": 0.5, "kind": "a b", "sizes": [1, 2]},
+        settings={"precision": "bf16", "grad_clip": None, "shuffle": False},
+    )
+    found.save(tmp_path / "recipe.json")
+    words = [WORKLOAD, "lr=0.25", f"--recipe={tmp_path / 'recipe.json'}"]
+    cli("train", *words, "--total-examples=1604", "--num-workers=2", "--seed=3")
+    assert called["recipe"] is None
+    assert called["hyperparameters"] == {"lr": 0.25, "kind": "a b", "sizes": [1, 2]}
+    assert called["config"] == AdaScaleConfig(
+        base_batch_size=8,
+        total_steps=200,
+        global_batch_size=8,
+        precision="bf16",
+        shuffle=False,
+        seed=3,
+    )
+    assert called["config"].batch.plan(2).scale == 1
+    err = cli("train", *TRAIN[1:], "--total-examples=160", code=2).err
+    assert "Invalid --total-examples 160 without --recipe FILE" in err
+    more = ["--total-examples=160", "--total-steps=10"]
+    assert "Invalid --total-steps 10: --total-examples" in cli(
+        "train", *words, *more, code=2
+    ).err.replace("=10", " 10")
+    assert (
+        "Must be at least 1" in cli("train", *words, "--total-examples=0", code=2).err
+    )
 
 
 def test_the_default_name_has_the_files_stem_and_differs_each_time(

@@ -18,7 +18,7 @@ PAGE = "docs/guides/reading-the-gain.md"
 _FAR = 2.0
 """Spreads of the base run's seeds beyond which a run is better or worse."""
 _REPEATED = 1.5
-"""Examples of a run, in those of the base run, from which the passes are a finding."""
+"""Examples of a run, in those of the base run, from which repeated ones are warned of."""
 _UNSTABLE = 0.035
 """Share of clipped and skipped steps above which a schedule is near the edge of
 stability.
@@ -293,22 +293,11 @@ class Verdict:
     def _passes(self) -> Iterator[Check]:
         if self.run.examples is None:
             return
-        times = self.run.examples / self.base.examples
-        epochs = self.base.epochs
-        figure = f"{times:.3g} times the examples of the base run"
-        if epochs is not None:
-            figure = (
-                f"{times * epochs:.3g} passes over the data, {epochs:.3g} in the base "
-                "run"
-            )
-        repeats = epochs is None or times * epochs > 1
-        if times < _REPEATED or not repeats:
-            yield Check(figure=figure)
-            return
-        yield Check(
-            finding=f"Epochs: {figure}. Repeated examples cost what a larger batch "
-            "saves: compare with a base run of as many examples."
-        )
+        warning = epochs_warning(self.base, self.run.examples)
+        if warning is None:
+            yield Check(figure=epochs_in_words(self.base, self.run.examples))
+        else:
+            yield Check(finding=warning)
 
     def _micro_batch(self) -> Iterator[Check]:
         examples, base = self.run.norm_batch, self.base.base_batch_size
@@ -340,6 +329,33 @@ class Verdict:
             finding=f"E{figure[1:]}: less than half of each example counted. Use a "
             "smaller S."
         )
+
+
+def epochs_in_words(base: BaseFigures, examples: float) -> str:
+    """Return the passes over the data that these examples are, beside the base run's."""
+    times = examples / base.examples
+    if base.epochs is None:
+        return f"{times:.3g} times the examples of the base run"
+    return (
+        f"{times * base.epochs:.3g} passes over the data, {base.epochs:.3g} in the "
+        "base run"
+    )
+
+
+def epochs_warning(base: BaseFigures, examples: float) -> str | None:
+    """Return a warning if a run repeats examples half again as often as the base run;
+    None if it does not.
+    """
+    times = examples / base.examples
+    no_repeats = base.epochs is not None and times * base.epochs <= 1
+    if times < _REPEATED or no_repeats:
+        return None
+    return (
+        f"Epochs: {epochs_in_words(base, examples)}. Repeated examples cost what a "
+        "larger batch saves: compare with a base run of as many examples "
+        "(`ray-adascale train WORKLOAD --recipe FILE "
+        f"--total-examples {examples:.0f}`)."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,7 +173,8 @@ STEPS = "1 % of the steps clipped, 0 % skipped"
             [
                 "Epochs: 4.8 passes over the data, 3.2 in the base run. Repeated "
                 "examples cost what a larger batch saves: compare with a base run of "
-                "as many examples."
+                "as many examples (`ray-adascale train WORKLOAD --recipe FILE "
+                "--total-examples 14400`)."
             ],
             f"{STEPS}; efficiency 75 %",
         ),
@@ -190,7 +191,8 @@ STEPS = "1 % of the steps clipped, 0 % skipped"
             [
                 "Epochs: 1.5 times the examples of the base run. Repeated examples "
                 "cost what a larger batch saves: compare with a base run of as many "
-                "examples."
+                "examples (`ray-adascale train WORKLOAD --recipe FILE "
+                "--total-examples 14400`)."
             ],
             f"{STEPS}; efficiency 75 %",
         ),
