@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
@@ -119,6 +120,23 @@ def uncompiled(function: _Function) -> _Function:
     which takes a second.
     """
     return cast(_Function, torch._disable_dynamo(function))
+
+
+def uncompiled_in_graphs(function: _Function) -> _Function:
+    """Do what :func:`uncompiled` does, for functions that run in each step: where
+    nothing is compiled this costs three calls, and the other one eleven.
+
+    It is for few functions: Dynamo keeps eight variants of the wrapper.
+    """
+    disabled = uncompiled(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(_Function, call)
 
 
 def without_gradients(function: _Function) -> _Function:
@@ -263,6 +281,32 @@ def generators_kept(devices: Iterable[int] = ()) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)  # noqa: NPY002
+
+
+@contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a module on exit, as objects and as numbers.
+
+    A buffer that was made or resized within stays, since its module may remember that
+    it was.
+    """
+    kept = [
+        (part, name, buffer, buffer.clone())
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if not is_lazy(buffer)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for part, name, buffer, copied in kept:
+                now = getattr(part, name, None)
+                if not isinstance(now, Tensor) or now.shape != copied.shape:
+                    continue
+                if now is not buffer:
+                    setattr(part, name, buffer)
+                buffer.copy_(copied)
 
 
 def reshard(module: nn.Module) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from .. import _hooks
 from .._errors import check_count
-from .._torch import called_to_make_state, uncompiled
+from .._torch import called_to_make_state, uncompiled, uncompiled_in_graphs
 from .._warn import warn_at_user
 from ..batch import StepPlan
 from ..gain import count_decay
@@ -125,6 +125,7 @@ class AdaScale(OptimizerWrapper):
     is that of the last step boundary.
     """
 
+    @uncompiled
     def __init__(
         self,
         optimizer: Optimizer,
@@ -212,7 +213,7 @@ class AdaScale(OptimizerWrapper):
     # ---- interface of torch.optim.Optimizer ------------------------------------------
 
     @_hooks.around_own_step
-    @uncompiled  # Dynamo loses the code around a fused optimizer's step
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step with ``lr · r``; τ advances by r. A gradient that is
@@ -249,6 +250,7 @@ class AdaScale(OptimizerWrapper):
         with torch.no_grad():
             self._algorithm.step()
 
+    @uncompiled
     @torch.no_grad()
     def skip_step(self) -> None:
         """End a step without taking it, as a GradScaler that found an overflow does:
@@ -261,11 +263,13 @@ class AdaScale(OptimizerWrapper):
         self._algorithm.synchronize()
         self._algorithm.skip()
 
+    @uncompiled_in_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients and the passes of an unfinished or skipped step."""
         self._current.begin_step()
         self._optimizer.zero_grad(set_to_none=set_to_none)
 
+    @uncompiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer and watch its gradients from the next
         step on.
@@ -277,6 +281,7 @@ class AdaScale(OptimizerWrapper):
         if not self._single_gain:
             self._algorithm.add_gain()
 
+    @uncompiled
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state dict, with AdaScale's: tensors in
         ``"adascale"``, numbers in the first group.
@@ -294,6 +299,7 @@ class AdaScale(OptimizerWrapper):
             with_tensors(self._optimizer.state_dict(), self.statistics_state()), self
         )
 
+    @uncompiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict`, which is left unchanged. σ² is per base batch, so
         S and n may differ from the state's.
@@ -325,6 +331,7 @@ class AdaScale(OptimizerWrapper):
 
     # ---- FairScale's interface -------------------------------------------------------
 
+    @uncompiled
     def gain(self, pg_idx: int | None = None) -> float:
         """Return r of the current gradients (between backward and step), or of the last
         step. 1 before the first sample.
@@ -362,6 +369,7 @@ class AdaScale(OptimizerWrapper):
         self._require_boundary("set_scale")
         self.set_plan(self._current.declared.at_scale(scale))
 
+    @uncompiled
     def set_num_gradients_to_accumulate(
         self, num_gradients_to_accumulate: int, update_smoothing: bool = True
     ) -> None:
@@ -374,6 +382,7 @@ class AdaScale(OptimizerWrapper):
                 self._algorithm.averaging, smoothing=CountDecay(passes)
             )
 
+    @uncompiled
     def scale_grad_by_num_grads_to_accum(self) -> None:
         """Divide the accumulated gradients by the number of passes, where the loss
         was not (``is_scaled_loss=False``).
@@ -385,6 +394,7 @@ class AdaScale(OptimizerWrapper):
         with self._current.changing():
             self._current.divide_to_mean(self.plan)
 
+    @uncompiled
     def unhook(self) -> None:
         """Stop watching gradients; ``step()`` goes on with the averages unchanged."""
         self._current.unhook()
@@ -403,6 +413,7 @@ class AdaScale(OptimizerWrapper):
         """n, gradient samples in one optimizer step: workers × accumulation passes."""
         return self.plan.num_samples
 
+    @uncompiled
     def set_plan(self, plan: StepPlan) -> None:
         """Set what a step consists of, from the next step on: S, and the backward
         passes. θ stays.
@@ -422,6 +433,7 @@ class AdaScale(OptimizerWrapper):
             replace(plan, loss_divisor=self._current.declared.loss_divisor)
         )
 
+    @uncompiled
     def expect_passes(
         self,
         passes: int,
@@ -580,6 +592,7 @@ class AdaScale(OptimizerWrapper):
         """The step under way: its plan, its passes and its gradient samples."""
         return self._current
 
+    @uncompiled
     def clip_grad_norm(
         self,
         max_norm: float,
@@ -616,6 +629,7 @@ class AdaScale(OptimizerWrapper):
                 process_group=process_group,
             )
 
+    @uncompiled
     def clip_grad_value(self, clip_value: float) -> None:
         """Clip each element of the gradient of the next step, as
         :meth:`clip_grad_norm` clips its norm. The gain stays.

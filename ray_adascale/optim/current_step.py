@@ -476,6 +476,13 @@ class CurrentStep:
         self.workers.require_group()
         if self.observer is None:
             return
+        if self._told:
+            raise RuntimeError(
+                f"{caller}() comes before the backward pass of the step's last "
+                "micro-batch. In a loop over the run, run.backward() reduces the "
+                "gradients in that pass: leave the call out, or make it after "
+                "run.backward(), `if run.is_last_pass:`."
+            )
         if self.lacks_samples:
             raise self.no_samples()
         lacks_passes = self.accumulating

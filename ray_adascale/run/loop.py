@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._torch import sum_over_workers
+from .._torch import sum_over_workers, uncompiled, uncompiled_in_graphs
 from ..batch import StepPlan
 from ..checkpoint.rng import separate_streams
 from ..config import AdaScaleConfig
@@ -146,6 +146,7 @@ class Run:
         )
         self._assemble(inputs, config, recipe, backend)
 
+    @uncompiled
     def _assemble(
         self,
         inputs: RunInputs,
@@ -241,6 +242,7 @@ class Run:
         return self.optimizer.gain()
 
     @property
+    @uncompiled
     def progress(self) -> float:
         """Σ r over the optimizer steps: τ under AdaScale's own rule; AdaptDL's
         ``progress`` under every rule.
@@ -303,6 +305,7 @@ class Run:
         """Whether this step boundary was reported."""
         return self.parts.reporting.reported_step == self.state.iterations
 
+    @uncompiled
     def record(self, **metrics: Any) -> None:
         """Add metrics to this report and later ones, until they are recorded again.
         They count as an evaluation.
@@ -314,6 +317,7 @@ class Run:
             listener.after_record(metrics)
         self.parts.evaluation.after_record(metrics, self.effective_steps)
 
+    @uncompiled
     def sum(self, **values: float | Tensor) -> dict[str, float]:
         """Return the sum of each number over all workers. Collective, with the same
         names on all workers; waits for the device.
@@ -333,6 +337,7 @@ class Run:
         """
         self.parts.reporting.probed = sigma2, mu2
 
+    @uncompiled
     def summary(self) -> dict[str, Any]:
         """Return the last report's metrics, the number of skipped steps, the reason for
         the end, the seconds of this loop, and at the end of a run with a recipe its
@@ -433,6 +438,7 @@ class Run:
             "tqdm(total=run.total_steps), run.progress."
         )
 
+    @uncompiled_in_graphs
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of one micro-batch, with the loss weighted and scaled.
         The last pass reduces gradients.
@@ -460,6 +466,7 @@ class Run:
         flags = constant(float(self._stages.flags()), loss.device)[0]
         self.optimizer.current.share(flags=flags, **self.parts.replicas.numbers(loss))
 
+    @uncompiled
     def clip_grad_norm_(self, max_norm: float) -> Tensor | None:
         """Clip the step's gradient to a norm, between :meth:`backward` and
         :meth:`step`. Collective.
@@ -477,6 +484,7 @@ class Run:
             return None
         return self.optimizer.clip_grad_norm(max_norm)
 
+    @uncompiled
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip each element of the gradient to ±``clip_value`` in a step's last
         pass, as :meth:`clip_grad_norm_` does.
@@ -487,6 +495,7 @@ class Run:
         if self._passes.is_last:
             self.optimizer.clip_grad_value(clip_value)
 
+    @uncompiled_in_graphs
     def step(self, **metrics: Any) -> bool:
         """End a micro-batch; after the step's last one, take the optimizer step. Call
         it after each :meth:`backward`.
@@ -692,6 +701,7 @@ class Run:
         """
         self.parts.reporting.report(self, save=save)
 
+    @uncompiled
     def save_checkpoint(self) -> Path | None:
         """Save a checkpoint, report it, and wait until it is stored. Collective, at a
         step boundary.

@@ -234,6 +234,84 @@ def test_what_a_train_method_writes_is_kept_under_every_sharding(pool: Any) -> N
             torch.testing.assert_close(found, expected)
 
 
+class Observer(nn.Module):
+    """Scales by the largest input so far, in each mode, as observers of fake
+    quantization do.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("largest", torch.ones(()))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("shape", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        largest = torch.maximum(self.largest, x.detach().abs().max())
+        if self.how == "in place":
+            self.largest.copy_(largest)
+        else:
+            self.largest = largest
+        self.calls += 1
+        if self.shape is None:
+            self.shape = torch.tensor(x.shape)
+        return x / self.largest
+
+
+def observed_model(how: str) -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(Observer(how), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def _observed(sharding: str, how: str, evaluates: bool) -> Tensor:
+    """The weights of a run whose evaluations run the model."""
+    model = observed_model(how)
+    calls: list[int] = []
+
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        calls.append(int(net[0].calls))  # type: ignore[index,operator]
+        return {"score": float(net(100 * data().tensors[0]).sum().detach())}
+
+    workers = dist.get_world_size() if dist.is_initialized() else 1
+    settings = {"evaluate": evaluate, "evaluate_every": 100} if evaluates else {}
+    run = make_run(
+        model, sharding=sharding, per_worker_batch_size=BATCH // workers, **settings
+    )
+    drive(run)
+    if evaluates:
+        assert len(calls) == 2  # before the first step and after the last
+        assert calls[1] == STEPS
+    whole = [p.full_tensor() if is_dtensor(p) else p for p in model.parameters()]
+    return torch.cat([p.detach().flatten() for p in whole])
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_the_evaluation_before_the_first_step_leaves_buffers_as_they_were(
+    how: str,
+) -> None:
+    expected = plain_loop(observed_model(how))
+    weights = torch.cat([p.detach().flatten() for p in expected.parameters()])
+    for evaluates in (False, True):
+        assert torch.equal(_observed("none", how, evaluates), weights)
+
+
+def _observed_under_all() -> list[bool]:
+    with warnings.catch_warnings():
+        # each micro-batch changes the buffers
+        warnings.filterwarnings("ignore", message="The forward pass changes the buffer")
+        return [
+            torch.equal(
+                _observed(sharding, "in place", True),
+                _observed(sharding, "in place", False),
+            )
+            for sharding in ("none", "oss", "zero2", "fsdp2")
+        ]
+
+
+def test_it_leaves_them_under_every_sharding(pool: Any) -> None:
+    assert pool(2).run(_observed_under_all) == [[True] * 4] * 2
+
+
 def test_a_linear_probe_trains_in_eval_mode_with_one_warning() -> None:
     model, expected = transfer_model().eval(), transfer_model().eval()
     with pytest.warns(
@@ -929,6 +1007,87 @@ def test_step_hooks_of_an_optimizer_that_is_sharded_are_warned_of(pool: Any) -> 
 
 
 # ---- passes of the loop's own --------------------------------------------------------
+
+
+# ---- a compiled step -----------------------------------------------------------------
+
+
+def compiled_steps(run: Run, compile_it: bool) -> list[float]:
+    """The τ after each step of a loop whose whole step may be compiled."""
+
+    def one(x: Tensor, y: Tensor) -> bool:
+        loss = F.cross_entropy(run.model(x), y)
+        run.backward(loss)
+        run.clip_grad_norm_(5.0)
+        return run.step(above=(loss > 0.5).float())
+
+    if compile_it:
+        one = torch.compile(one, backend="eager")
+    return [run.effective_steps for x, y in run if one(x, y)]
+
+
+# Dynamo reads it, and hides the warning unless warnings are errors
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not")
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_is_compiled_as_a_whole_is_the_same(fused: bool) -> None:
+    def found(compile_it: bool) -> tuple[list[float], Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Linear(6, 2)
+        run = make_run(
+            model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1, fused=fused),
+            scheduler=True,
+            base_batch_size=4,
+            per_worker_batch_size=4,
+            accumulation=2,
+        )
+        return compiled_steps(run, compile_it), model.weight.detach()
+
+    (taus, weights), (expected, expected_weights) = found(True), found(False)
+    assert taus == expected
+    assert torch.equal(weights, expected_weights)
+
+
+# ---- reductions by hand --------------------------------------------------------------
+
+
+def _reduced_by_hand(when: str, passes: int) -> float | str:
+    torch.manual_seed(0)
+    run = make_run(
+        nn.Linear(6, 2),
+        base_batch_size=4,
+        per_worker_batch_size=4,
+        accumulation=passes,
+        sharding="zero2",
+    )
+    try:
+        for x, y in run:
+            if when == "before":
+                run.model.reduce()
+            run.backward(F.cross_entropy(run.model(x), y))
+            if when == "after" and run.is_last_pass:
+                run.model.reduce()
+            if when == "each pass":
+                run.model.reduce()
+            run.step()
+            if when == "boundary" and run.at_boundary:
+                run.model.reduce()
+    except RuntimeError as error:
+        return str(error)
+    return run.effective_steps
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_reduction_by_hand_changes_nothing_or_raises(pool: Any, passes: int) -> None:
+    def found(when: str) -> float | str:
+        first, second = pool(2).run(_reduced_by_hand, when, passes)
+        assert first == second
+        return first
+
+    assert found("after") == found("never")
+    for when in ("before", "boundary", *(["each pass"] if passes > 1 else [])):
+        assert "reduce() comes before the backward pass of" in str(found(when))
 
 
 def _adaptive_weight(inside: bool, sharding: str, accumulation: int) -> list[float]:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..._errors import SettingError, check_count, clip_multiple
-from ..._torch import is_dtensor
+from ..._torch import is_dtensor, uncompiled
 from ..._warn import warn_at_user
 from ...config import AdaScaleConfig, read_settings
 from ...data.source import base_steps_per_epoch
@@ -31,6 +31,7 @@ from ..build import adascale_of, check_built, check_schedule
 _log = logging.getLogger(__name__)
 
 
+@uncompiled
 def attach(
     model: nn.Module,
     optimizer: Optimizer,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._torch import in_eval_mode
+from ..._torch import buffers_kept, in_eval_mode
 from ..._warn import warn_on_first_worker
 from ...checkpoint.rng import capture_rng, restore_rng
 from ...config import EarlyStop
@@ -77,8 +77,8 @@ class Evaluation(Stage):
         """Evaluate the untrained model, so that a mistake in ``evaluate`` shows before
         the first step.
 
-        Random streams stay as they are, and the metrics don't count. A second call does
-        nothing.
+        Random streams and buffers stay as they are, and the metrics don't count. A
+        second call does nothing.
 
         Args:
             device: The device of this worker.
@@ -90,7 +90,8 @@ class Evaluation(Stage):
         if self._evaluate is None or self._names:
             return {}
         streams = capture_rng(device)
-        metrics = self._evaluated(self._evaluate)
+        with buffers_kept(self._module):
+            metrics = self._evaluated(self._evaluate)
         self.untrained.update(metrics)
         restore_rng(streams, device)
         if self._metric not in (None, "loss", *metrics):
