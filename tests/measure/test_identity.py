@@ -41,7 +41,9 @@ def test_the_first_ten_steps_are_checked_and_then_one_in_ten() -> None:
     assert [n for n in range(2001) if due(n, on_cpu=False)] == [0, 1, 2, 1000, 2000]
 
 
-@pytest.mark.parametrize("shape", [(3,), (40, 7), (5, LENGTH), (2 * LENGTH,)])
+@pytest.mark.parametrize(
+    "shape", [(3,), (40, 7), (5, LENGTH), (2 * LENGTH,), (10, 3000), (5000, 3)]
+)
 def test_a_product_is_that_of_the_first_elements_in_pieces_and_sparse_too(
     shape: tuple[int, ...],
 ) -> None:

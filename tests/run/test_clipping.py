@@ -76,6 +76,15 @@ def test_another_batch_expects_the_norm_that_its_noise_gives() -> None:
     )
 
 
+def test_the_expected_norm_is_saved_with_its_batch() -> None:
+    made, loaded = measured(*[3.0] * 10), ExpectedNorm(2.0, 10.0)
+    loaded.load_state_dict(made.state_dict())
+    moments = (16.0, 1.0)
+    limit = loaded.limit(8.0, 32, lambda: moments)
+    assert limit == made.limit(8.0, 32, lambda: moments)
+    assert limit == pytest.approx(2 * math.sqrt(3.0), rel=1e-12)
+
+
 def data() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(48, 4, generator=generator)

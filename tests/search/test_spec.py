@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from ray import tune
 from ray.train import ScalingConfig
+from ray.tune import schedulers
 from ray.tune.schedulers import (
     AsyncHyperBandScheduler,
     FIFOScheduler,
@@ -232,6 +233,23 @@ def test_what_waits_for_workers_reserves_nothing_that_they_need() -> None:
     spread = spec(scaling_config=ScalingConfig(num_workers=4))
     assert spread.resources["CPU"] >= 4
     assert spread.reserved == {"CPU": 0, "memory": 1}
+
+
+def test_asha_lets_each_trial_run_for_an_eighth_of_t(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[dict[str, Any]] = []
+    made = AsyncHyperBandScheduler()
+
+    def make(**settings: Any) -> AsyncHyperBandScheduler:
+        given.append(settings)
+        return made
+
+    monkeypatch.setattr(schedulers, "AsyncHyperBandScheduler", make)
+    assert spec(scheduler="asha").tune_scheduler is made
+    assert given == [
+        {"time_attr": "effective_steps", "max_t": T, "grace_period": T / 8}
+    ]
 
 
 def test_only_trials_that_may_be_paused_need_checkpoints() -> None:

@@ -104,6 +104,10 @@ def test_best_mean_over_the_repeats_wins() -> None:
         ][0].candidate
         == "0"
     )
+    # Neither the best single repeat nor the best worst one: means 0.5 and 0.4.
+    scores = {0: 0.0, 1: 1.0, 2: 0.4, 3: 0.4}
+    best = best_mean(planned, [repeated(i, score) for i, score in scores.items()])
+    assert best[0][0].candidate == "1"
     # A config that fails with another seed is out, however good its other repeats.
     scores_or_none = {0: 0.2, 1: 0.4, 2: 0.0, 3: None}
     assert (

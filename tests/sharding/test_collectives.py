@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 
 from ray_adascale.sharding import collectives
-from ray_adascale.sharding.collectives import Buffers, Reduction, gather_shards
+from ray_adascale.sharding.collectives import (
+    Buffers,
+    Reduction,
+    gather_shards,
+    send_from_first,
+)
 
 from ..pool import ProcessPool
 
@@ -32,6 +37,25 @@ def _other_dtype() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_sums_into_another_dtype(pool: Pool, world_size: int) -> None:
     pool(world_size).run(_other_dtype)
+
+
+def _sent() -> list[list[float]]:
+    rank = float(dist.get_rank())
+    tensors = [
+        torch.full((2,), rank),
+        torch.full((), rank + 10, dtype=torch.float64),
+        torch.empty(0),
+        torch.tensor([rank > 0]),
+        torch.full((1, 2), rank + 20, dtype=torch.float64).t(),
+        torch.full((3,), rank + 30),
+    ]
+    send_from_first(tensors)
+    return [tensor.reshape(-1).tolist() for tensor in tensors]
+
+
+def test_all_tensors_are_sent_from_the_first_worker(pool: Pool) -> None:
+    sent = [[0.0] * 2, [10.0], [], [False], [20.0] * 2, [30.0] * 3]
+    assert pool(2).run(_sent) == [sent, sent]
 
 
 def _sub_group() -> None:

@@ -17,6 +17,7 @@ from torch.optim import SGD
 
 from ray_adascale import OSS, AdaScale, ShardedDataParallel
 
+from ..model.reference_run import moments
 from ..uneven import assert_agree, batches, compared, weights
 from .against_ddp import OPTIMIZERS, ROUNDING, SMALL, Pool, build, wrapped
 
@@ -312,3 +313,86 @@ def test_a_pass_too_many_is_refused_as_under_ddp(
 ) -> None:
     for said in pool(2).run(_one_pass_too_many, accumulate, by):
         assert f"more than {accumulate} backward passes were added up" in said
+
+
+def _overflow_on_one_worker(every: int) -> list[tuple[bool, float]]:
+    """Steps of which one has an infinite gradient in rank 0's share alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    oss = OSS(model.parameters(), optim=SGD, lr=0.01)
+    wrapped_model = ShardedDataParallel(model, oss)
+    adascale = AdaScale(
+        oss,
+        num_gradients_to_accumulate=2,
+        averaging_window=0.05,
+        total_steps=1000,
+        measure_every=every,
+    )
+    generator, found = torch.Generator().manual_seed(dist.get_rank()), []
+    for step in range(6):
+        for i in range(2):
+            x = torch.randn(4, 6, generator=generator)
+            loss = (wrapped_model(x) - x.sum(1, keepdim=True)).square().mean() / 2
+            if step == 4 and i == 1:
+                loss = loss + float("inf") * model[0].weight[0, 0]
+            loss.backward()
+        adascale.step()
+        adascale.zero_grad()
+        found.append((adascale.last_step.skipped, adascale.effective_steps))
+    return found
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_an_overflow_in_one_workers_share_skips_the_step_on_all(
+    pool: Pool, every: int
+) -> None:
+    first, second = pool(2).run(_overflow_on_one_worker, every)
+    assert first == second
+    assert [skipped for skipped, _ in first] == [False] * 4 + [True, False]
+
+
+def _alone(every: int) -> None:
+    """One worker's sharded optimizer against the literal samples, with a step whose
+    gradient is made NaN by hand.
+    """
+    model = build(torch.float64)
+    oss = OSS(model.parameters(), optim=SGD, lr=0.01)
+    wrapped_model = ShardedDataParallel(model, oss)
+    adascale = AdaScale(
+        oss,
+        num_gradients_to_accumulate=3,
+        averaging_window=0.05,
+        total_steps=1000,
+        measure_every=every,
+    )
+    params = list(model.parameters())
+    for step in range(7):
+        before = [p.detach().clone() for p in params]
+        samples = []
+        for batch in batches(3, 1000 * step, torch.float64):
+            loss = _loss(wrapped_model, batch)
+            grads = torch.autograd.grad(loss, params, retain_graph=True)
+            samples.append(torch.cat([grad.reshape(-1) for grad in grads]).numpy())
+            (loss / 3).backward()
+        if step == 4:
+            params[0].grad.fill_(float("nan"))  # type: ignore[union-attr]
+        adascale.step()
+        adascale.zero_grad()
+        last = adascale.last_step
+        assert last.skipped == (step == 4)
+        if step == 4:
+            assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+            continue
+        mean = torch.from_numpy(sum(samples) / 3)
+        moved = torch.cat(
+            [(b - p.detach()).reshape(-1) for p, b in zip(params, before, strict=True)]
+        )
+        torch.testing.assert_close(moved, 0.01 * last.gain * mean)
+        if step % every == 0:
+            expected = moments(samples, [1 / 3] * 3, 3.0)
+            assert (last.sigma2, last.mu2) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_one_worker_alone_is_the_literal_algorithm(pool: Pool, every: int) -> None:
+    pool(1).run(_alone, every)
