@@ -464,7 +464,8 @@ class Run:
             return
         # on the device: a copy from the host would wait
         flags = constant(float(self._stages.flags()), loss.device)[0]
-        self.optimizer.current.share(flags=flags, **self.parts.replicas.numbers(loss))
+        compared = self.parts.replicas.numbers(loss, self.state.iterations + 1)
+        self.optimizer.current.share(flags=flags, **compared)
 
     @uncompiled
     def clip_grad_norm_(self, max_norm: float) -> Tensor | None:

@@ -35,6 +35,7 @@ _COMPARED = {
     "data": ("the workers' data differ", 0.0),
     "norm": ("a step's reduced gradient has unequal norms on the workers", 1e-4),
     "bits": ("the workers' weights differ", 0.0),
+    "tau": ("the workers' clocks differ", 1e-9),  # a sum of many τ is rounded
 }
 """What is compared, and the relative difference that is none. Processors of unequal
 kinds round float32 norms otherwise.
@@ -118,13 +119,14 @@ def _pieces(params: Iterable[Tensor]) -> list[_Piece]:
 
 class Replicas(Guard):
     """Compares the workers: their copies of the weights and of the reduced gradient,
-    and their losses.
+    their losses, and τ.
 
     In each step it compares ‖ḡ‖² (or a part of it) of the step before, as each worker
     took it from its own copy, and one piece of the weights after the other. So a
     gradient that was not reduced is found in the step after, and one bit of one weight
     after as many steps as there are pieces: one if the weights have at most 65,536
-    elements, on a GPU 4 million.
+    elements, on a GPU 4 million. τ is that of two steps before, which the host has read
+    on all workers, also where one of them reads each step at once.
 
     Args:
         module: The bare model.
@@ -164,18 +166,23 @@ class Replicas(Guard):
         self._zero = constant(0.0, device)[0]
         self._pieces = _pieces(module.parameters()) if copies and workers > 1 else []
         self._steps = 0
+        self._taus: dict[int, float] = {}  # after the last two steps that were read
         self._buffers = {name for name, _ in module.named_buffers()}
         self.found: str | None = None
 
-    def numbers(self, loss: Tensor) -> dict[str, Tensor]:
+    def numbers(self, loss: Tensor, step: int) -> dict[str, Tensor]:
         """Return this worker's numbers of the coming step, float64, 0-dim, to be
         summed. No host synchronization.
 
         Args:
             loss: This worker's loss of the step.
+            step: The step's number.
         """
+        tau = self._taus.get(step - 2, 0.0)
         own = {
             "loss": loss,
+            # a fill on the device: a copy from the host would wait
+            "tau": torch.full((), tau, dtype=torch.float64, device=self._zero.device),
             "data": constant(float(self._source.compared), self._zero.device)[0],
         }
         self._steps += 1
@@ -222,6 +229,10 @@ class Replicas(Guard):
 
     def read(self, step: Step) -> None:
         """Compare the numbers of a step."""
+        before = step.number - 1
+        if before in self._taus:
+            self._taus = {before: self._taus[before]}
+        self._taus[step.number] = step.result.effective_steps
         summed = step.result.shared
         for name, (what, difference) in _COMPARED.items():
             if name not in summed:
@@ -257,6 +268,13 @@ class Replicas(Guard):
             for name, p in self._module.named_parameters()
         }
         where = self._difference(self._weights() | gradients)
+        if self.found == _COMPARED["tau"][0]:
+            tau = self._taus[max(self._taus)]
+            _, values = first_difference({"": tau}, self._workers, self._group) or (
+                "",
+                "equal again",
+            )
+            where = f"τ is {values}. "
         raise RuntimeError(
             f"The workers' replicas are no longer equal: {self.found}. "
             f"{where or ''}{_CAUSES}"

@@ -255,6 +255,37 @@ def test_a_buffer_that_each_worker_draws_for_itself_is_warned_of_within_two_step
     assert "rank 0's" in text
 
 
+def _clock(sharding: str, fused: bool | None, differs: bool) -> tuple[int, str]:
+    """Rank 1's clock is behind from one step on; rank 0 reads it in each step."""
+
+    def before(run: Run, step: int) -> None:
+        if dist.get_rank() == 0:
+            assert run.effective_steps >= 0
+        elif differs and step == FAULT:
+            run.optimizer.effective_steps *= 0.99
+
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    return outcome(make_run(net, optimizer=optimizer, sharding=sharding), before)
+
+
+@pytest.mark.parametrize("differs", [True, False])
+@pytest.mark.parametrize(
+    ("sharding", "fused"),
+    [("none", None), ("none", True), ("zero2", True), ("fsdp2", None)],
+)
+def test_a_clock_that_differs_is_found_within_three_steps(
+    pool: Any, sharding: str, fused: bool | None, differs: bool
+) -> None:
+    for steps, error in pool(2).run(_clock, sharding, fused, differs):
+        if not differs:
+            assert (steps, error) == (STEPS, "")
+            continue
+        assert FAULT <= steps <= FAULT + 2
+        assert "the workers' clocks differ. τ is " in error
+        assert "on rank 0 and" in error
+
+
 def _no_fault(sharding: str, settings: dict[str, Any]) -> tuple[int, str]:
     net = network().to(settings.pop("dtype", torch.float32))
     x, y = (t.to(next(net.parameters()).dtype) for t in data().tensors)
