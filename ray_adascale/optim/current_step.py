@@ -889,6 +889,14 @@ class InferredPasses:
 
     def too_early(self, current: CurrentStep, caller: str) -> RuntimeError:
         """Return the error of a step that lacks passes."""
+        observer = current.observer
+        if observer is not None and (moved := observer.find_unseen()):
+            return RuntimeError(
+                f"{caller}() after {self.made} of {current.plan.passes} backward passes "
+                f"that were seen: {len(moved)} parameters were cast or moved between "
+                "the passes of a step (model.half(), .double(), .to()), and the later "
+                "passes were not. Cast before the first pass of a step."
+            )
         if self.step_end is not None:
             return RuntimeError(
                 f"{caller}() after backward pass {self.made} of a step, which has "

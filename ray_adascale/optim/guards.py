@@ -81,7 +81,9 @@ class UnchangedGradients:
 FOREIGN_PASS = (
     "loss.backward() was called in the loop beside run.backward(), so a micro-batch "
     "has several backward passes. Add the losses, "
-    "and call run.backward() once: run.backward(loss + other_loss)."
+    "and call run.backward() once: run.backward(loss + other_loss). For gradients in "
+    "evaluate, or of inputs, call torch.autograd.grad(), which leaves those of the step "
+    "alone."
 )
 
 CLEARED = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -57,6 +57,9 @@ class OptimizerWrapper(Optimizer):
 
     def __init__(self, optimizer: Optimizer) -> None:
         check_wrappable(optimizer)
+        _check_values(
+            ("", p) for group in optimizer.param_groups for p in group["params"]
+        )
         self._optimizer = optimizer
         self.has_step_hooks = False
         """Whether a hook was ever registered on a step of this optimizer, and not on
@@ -162,20 +165,7 @@ def check_parameters(model: nn.Module, optimizer: Optimizer, *, alone: bool) -> 
         ValueError: It has not.
     """
     own = {p: name for name, p in model.named_parameters()}
-    for p, name in own.items():
-        if isinstance(p, UninitializedParameter):
-            raise ValueError(
-                f"The parameter {name!r} has no shape yet, as of a lazy module. Call "
-                "the model once on an example, before the optimizer is built: "
-                "with torch.no_grad(): model(example)."
-            )
-        if p.is_meta:
-            raise ValueError(
-                f"The parameter {name!r} is on the meta device, and has no values. "
-                "Build the model without torch.device('meta'), or give it values "
-                "before the optimizer is built: model.to_empty(device='cpu'), and then "
-                "load or initialize them."
-            )
+    _check_values((name, p) for p, name in own.items())
     given = {p for group in optimizer.param_groups for p in group["params"]}
     if any(map(is_dtensor, given)):
         return
@@ -236,6 +226,29 @@ def check_wrappable(optimizer: Optimizer) -> None:
         for group in part.param_groups:
             if group.get("fused") or isinstance(part, Muon):
                 _check_shards(part, group)
+
+
+def _check_values(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if a parameter has no values yet.
+
+    Args:
+        named: Parameters with their names; "" where they are unknown.
+    """
+    for name, p in named:
+        what = f"The parameter {name!r}" if name else "A parameter of the optimizer"
+        if isinstance(p, UninitializedParameter):
+            raise ValueError(
+                f"{what} has no shape yet, as of a lazy module. Call the model once on "
+                "an example, before the optimizer is built: "
+                "with torch.no_grad(): model(example)."
+            )
+        if p.is_meta:
+            raise ValueError(
+                f"{what} is on the meta device, and has no values. Build the model "
+                "without torch.device('meta'), or give it values before the optimizer "
+                "is built: model.to_empty(device='cpu'), and then load or initialize "
+                "them."
+            )
 
 
 def _check_shards(optimizer: Optimizer, group: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,7 @@ class Passes:
         self._kind = kind
         self._device = device
         self._dtype = _DTYPES.get(precision)
+        self._module = module
         self._autocast = ExitStack()  # open during a forward pass
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self.loss = self._zero
@@ -125,7 +127,7 @@ class Passes:
         self._optimizer.zero_grad()
         if self.state is PassState.FAILED:
             self.state = PassState.BETWEEN
-        with self._users.in_loop():
+        with self._users.in_loop(), self._fresh_casts():
             self._current.told(True)
             try:
                 yield
@@ -133,6 +135,17 @@ class Passes:
                 self._current.told(False)
                 self._autocast.close()
                 self._kind.end_pass()
+
+    @contextmanager
+    def _fresh_casts(self) -> Iterator[None]:
+        if self._dtype is None:
+            yield
+            return
+        hook = self._module.register_forward_pre_hook(_FreshCasts())
+        try:
+            yield
+        finally:
+            hook.remove()
 
     # ---- a pass ----------------------------------------------------------------------
 
@@ -273,6 +286,25 @@ class Passes:
                 "A micro-batch went by without run.step(). Call run.backward() and "
                 "run.step() for each micro-batch."
             )
+
+
+class _FreshCasts:
+    """A forward hook that clears autocast's casts of the weights as the loop goes from
+    training to an evaluation of its own, or back.
+
+    Autocast is open from the micro-batch to its backward pass, and keeps the casts. The
+    weights may have changed: LoRA layers merge in eval mode, and an optimizer's
+    ``eval()``, or the loop, swaps an average in.
+    """
+
+    def __init__(self) -> None:
+        self._phase = True, True
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        phase = module.training, torch.is_grad_enabled()
+        if phase != self._phase:
+            self._phase = phase
+            torch.clear_autocast_cache()
 
 
 def _no_scalar(loss: object) -> ValueError:

@@ -99,6 +99,12 @@ def check_optimizer(optimizer: Optimizer, world_size: int) -> None:
     Raises:
         ValueError: It can't.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"Invalid optimizer of type {type(optimizer).__name__}. Must be one "
+            "torch.optim.Optimizer. Several become one by "
+            "ray_adascale.OptimizerChain([Muon(matrices, ...), AdamW(the_rest, ...)])."
+        )
     # AdaScale and OSS give the reason on their classes, since this module does not
     # import them.
     refusal: str | None = getattr(type(optimizer), "refuses_sharding", None)

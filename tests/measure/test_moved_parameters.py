@@ -244,6 +244,24 @@ def test_steps_in_a_row_without_a_sample_are_warned_of() -> None:
     assert "4 parameters were not seen (0.weight, 0.bias, 2.weight)" in text
 
 
+def test_a_cast_between_two_passes_is_named() -> None:
+    model = make_model(torch.float32)
+    ada = AdaScale(
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        num_gradients_to_accumulate=4,
+        **OF_A_RUN,
+    )
+    for number, (x, y) in enumerate(batches(4, 4)):
+        if number == 2:
+            model.double()
+        (F.cross_entropy(model(x.to(model[0].weight.dtype)), y) / 4).backward()
+    with pytest.raises(
+        RuntimeError,
+        match="2 of 4 backward passes that were seen: 4 parameters were cast or moved",
+    ):
+        ada.step()
+
+
 # ---- parameters that the optimizer does not have -------------------------------------
 
 

@@ -19,7 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
-from ray_adascale import AdamScaleRule, AdaScaleConfig, LEGWRule, Recipe, RuleInput, Run
+from ray_adascale import (
+    AdamScaleRule,
+    AdaScale,
+    AdaScaleConfig,
+    LEGWRule,
+    Recipe,
+    RuleInput,
+    Run,
+    attach,
+)
 from ray_adascale.optim.schedule import BaseSchedule
 from ray_adascale.run.build import check_built, check_recipe, check_schedule, wrap
 from ray_adascale.sharding.kinds.ddp import _settle_buckets
@@ -271,3 +280,37 @@ def test_a_model_in_data_parallel_is_refused() -> None:
             AdaScaleConfig(base_batch_size=4),
             None,
         )
+
+
+def meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Linear(6, 3)
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("client", ["run", "attach", "adascale"])
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (meta, r"on the meta device.*model\.to_empty"),
+        (lazy, "of a lazy module.*Call the model once on an example"),
+    ],
+)
+def test_parameters_without_numbers_are_refused(
+    client: str, model: Callable[[], nn.Module], message: str
+) -> None:
+    made = model()
+    optimizer = SGD(made.parameters(), lr=0.1)
+    config = AdaScaleConfig(
+        base_batch_size=4, total_steps=6, per_worker_batch_size=4, accumulation=2
+    )
+    with pytest.raises(ValueError, match=message):
+        if client == "run":
+            Run(made, optimizer, None, TensorDataset(torch.ones(8, 6)), config)
+        elif client == "attach":
+            attach(made, optimizer, None, config)
+        else:
+            AdaScale(optimizer, num_gradients_to_accumulate=2)

@@ -1073,8 +1073,11 @@ def test_the_recipes_curve_is_enforced() -> None:
             {"accuracy": np.zeros(0)},
             "metric 'accuracy': a ndarray of 0 numbers. Must be one",
         ),
-        ({"lr": 0.5}, "metric 'lr': the run reports it"),
-        ({"loss": 0.5}, "metric 'loss': the run reports it. .*such as 'val_loss'"),
+        ({"lr": 0.5}, "metric 'lr': the run or Ray Tune reports it"),
+        (
+            {"loss": 0.5},
+            "metric 'loss': the run or Ray Tune reports it. .*such as 'val_loss'",
+        ),
     ],
 )
 def test_a_mistake_in_evaluate_shows_before_the_first_step(

@@ -1009,6 +1009,60 @@ def test_step_hooks_of_an_optimizer_that_is_sharded_are_warned_of(pool: Any) -> 
 # ---- passes of the loop's own --------------------------------------------------------
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_backward_pass_in_evaluate_is_told_of_autograd(accumulation: int) -> None:
+    def gradient(net: nn.Module, how: str) -> dict[str, float]:
+        x, y = data().tensors
+        with torch.enable_grad():
+            loss = F.cross_entropy(net(x), y)
+            if how == "backward":
+                loss.backward()
+            else:
+                torch.autograd.grad(loss, list(net.parameters()))
+        return {"loss_of_all": float(loss)}
+
+    def trained(how: str) -> None:
+        drive(
+            make_run(
+                nn.Linear(6, 2),
+                evaluate=lambda net: gradient(net, how),
+                accumulation=accumulation,
+                per_worker_batch_size=BATCH,
+            )
+        )
+
+    trained("grad")
+    with pytest.raises(RuntimeError, match=r"in evaluate.*call torch\.autograd\.grad"):
+        trained("backward")
+
+
+@pytest.mark.parametrize("how", ["merged", "swapped"])
+def test_an_evaluation_before_the_backward_pass_leaves_no_stale_casts(how: str) -> None:
+    """Autocast kept the casts of the weights that the evaluation had."""
+
+    def evaluation(run: Run) -> None:
+        weight = run.module[0].weight
+        kept = weight.detach().clone()
+        with torch.no_grad():
+            run.module.eval()
+            if how == "swapped":
+                weight.mul_(-2.0)
+            run.module(data().tensors[0])
+            run.module.train()
+            weight.copy_(kept)
+
+    def trained(evaluates: bool) -> Tensor:
+        torch.manual_seed(2)
+        model = nn.Sequential(Merging(6, 8), nn.ReLU(), nn.Linear(8, 2))
+        model.requires_grad_(True)
+        nn.init.normal_(model[0].b)  # type: ignore[arg-type]
+        run = make_run(model, precision="bf16")
+        drive(run, evaluation if evaluates else lambda run: None)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(trained(True), trained(False))
+
+
 # ---- a compiled step -----------------------------------------------------------------
 
 

@@ -503,29 +503,32 @@ def test_a_loss_of_another_model_is_told_of(pool: Any, sharding: str) -> None:
         assert words in second[0]
 
 
-def _hooked(sharding: str, kind: str) -> Tensor:
+def _hooked(sharding: str, kind: str, at: int) -> Tensor:
+    """The weights of a run whose loop registers hooks before step ``at`` + 1."""
+
     def scale(p: Tensor) -> None:
         p.grad.mul_(0.1)  # type: ignore[union-attr]
 
     net = Net()
     run = make_run(net, sharding=sharding, total_steps=4)
-    for p in run.module.parameters():
-        if kind == "tensor":
-            p.register_hook(lambda grad: 0.1 * grad)
-        else:
-            p.register_post_accumulate_grad_hook(scale)
     for x, y in run:
+        for p in run.module.parameters() if run.state.iterations == at else ():
+            if kind == "tensor":
+                p.register_hook(lambda grad: 0.1 * grad)
+            else:
+                p.register_post_accumulate_grad_hook(scale)
         run.backward(both(run, x, y))
         run.step()
     return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
+@pytest.mark.parametrize("at", [0, 2])
 def test_hooks_that_are_registered_on_a_sharded_model_change_its_gradients(
-    pool: Any,
+    pool: Any, at: int
 ) -> None:
     """They found no gradient under zero2, or were left out without a word."""
-    by_tensor_hooks = pool(2).run(_hooked, "none", "tensor")[0]
-    for found in pool(2).run(_hooked, "zero2", "post-accumulate"):
+    by_tensor_hooks = pool(2).run(_hooked, "none", "tensor", at)[0]
+    for found in pool(2).run(_hooked, "zero2", "post-accumulate", at):
         torch.testing.assert_close(found, by_tensor_hooks)
 
 

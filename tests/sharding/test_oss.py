@@ -343,6 +343,12 @@ def test_refuses_to_shard_twice() -> None:
         OSS.wrap(AdaScale(SGD(build().parameters(), lr=0.1)))
 
 
+@pytest.mark.parametrize("given", [[], None, nn.Linear(2, 2)], ids=type)
+def test_refuses_what_is_not_one_optimizer(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"Must be one torch\.optim\.Optimizer"):
+        OSS.wrap(given)
+
+
 def test_refuses_an_optimizer_that_mixes_parameters() -> None:
     with pytest.raises(ValueError, match="LBFGS"):
         OSS(build().parameters(), torch.optim.LBFGS, lr=0.1)

@@ -83,9 +83,33 @@ are no curves: its position and its kind.
 """
 
 
+OF_TUNE = (
+    "done",
+    "trial_id",
+    "training_iteration",
+    "iterations_since_restore",
+    "time_this_iter_s",
+    "time_total_s",
+    "time_since_restore",
+    "timestamp",
+    "date",
+    "config",
+    "checkpoint_dir_name",
+    "should_checkpoint",
+    "experiment_tag",
+    "node_ip",
+    "hostname",
+    "pid",
+)
+"""The keys that Ray Tune writes into a trial's reports, or acts on: ``done`` ends the
+trial.
+"""
+
+
 OWN_KEYS = frozenset(
     {
         *METRICS,
+        *OF_TUNE,
         *LEFT,
         *COUNTERS,
         SHORT_STEP,
@@ -174,7 +198,7 @@ def plain_numbers(
         out[key] = value = value.item() if hasattr(value, "item") else value
         if key in OWN_KEYS or (key == "loss" and not of_step):
             raise ValueError(
-                f"Invalid metric {key!r}: the run reports it. Choose another name, "
+                f"Invalid metric {key!r}: the run or Ray Tune reports it. Choose another name, "
                 f"such as 'val_{key}'."
             )
         if not isinstance(value, bool | int | float | str):

@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..._torch import as_bytes, global_rank, without_gradients
 from ...measure.autograd import queue_end_of_backward, refuse_compiled
@@ -336,7 +337,7 @@ class Zero2(Kind):
         self._oss = optimizer
         self.sharded = optimizer.world_size > 1
         self.in_place = not self.sharded
-        self._hooked_last = False
+        self._hooks_made = -1  # in the process, when ours were registered last
 
     @property
     def _reduction(self) -> GradientReduction:
@@ -360,15 +361,13 @@ class Zero2(Kind):
     # ---- a pass ----------------------------------------------------------------------
 
     def begin_pass(self, *, last: bool) -> None:
-        reduction = self._reduction
-        # the user's hooks are registered by now, which find and may change the
-        # gradients
-        if not self._hooked_last:
-            reduction.hook_last()
-            self._hooked_last = True
-        reduction.syncing = last
+        self._reduction.syncing = last
 
     def check_last_pass(self) -> None:
+        # hooks that the loop has registered since find and may change the gradients
+        if self._hooks_made != RemovableHandle.next_id:
+            self._reduction.hook_last()
+            self._hooks_made = RemovableHandle.next_id
         # as its forward pass does, which the loop need not call
         cast(ShardedDataParallel, self.model).follow()
 

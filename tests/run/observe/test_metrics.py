@@ -13,7 +13,12 @@ import torch
 
 from ray_adascale.config import AdaScaleConfig
 from ray_adascale.optim.step_result import StepResult
-from ray_adascale.run.observe.metrics import METRICS, plain_numbers, step_metrics
+from ray_adascale.run.observe.metrics import (
+    METRICS,
+    OF_TUNE,
+    plain_numbers,
+    step_metrics,
+)
 
 
 def test_tensors_and_numpy_scalars_are_read_out() -> None:
@@ -41,6 +46,7 @@ def test_tensors_and_numpy_scalars_are_read_out() -> None:
         ),
         *("stopped", "loop_seconds"),  # for the driver
         *("objective", "epochs", "outcome"),  # of a report to Tune
+        *OF_TUNE,
     ],
 )
 def test_a_name_that_the_package_writes_is_refused(name: str) -> None:
@@ -49,9 +55,17 @@ def test_a_name_that_the_package_writes_is_refused(name: str) -> None:
     """
     with pytest.raises(
         ValueError,
-        match=f"Invalid metric '{name}': the run reports it. Choose another name",
+        match=f"Invalid metric '{name}': the run or Ray Tune reports it. Choose another name",
     ):
         plain_numbers({name: 2.0})
+
+
+def test_the_names_of_tune_are_those_that_it_writes() -> None:
+    """``done`` of an evaluation ended the trial."""
+    result = pytest.importorskip("ray.tune.result")
+    # names of reinforcement learning, which Tune writes only where a trial does not
+    ours = {"episodes_total", "timesteps_total", "timesteps_since_restore"}
+    assert {*result.AUTO_RESULT_KEYS, result.DONE, result.TRIAL_ID} - ours <= {*OF_TUNE}
 
 
 def test_the_loss_of_an_evaluation_needs_a_name_of_its_own() -> None:
