@@ -29,6 +29,9 @@ ERROR = "error.txt"
 line, and the whole traceback.
 """
 
+OPTIONS = "options.txt"
+"""The options of the ``ray-adascale train`` that started a run, in its folder."""
+
 SEARCH = "search.json"
 """The description of a search, in its folder."""
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import checkpoint
 from .._errors import workers_in_words
-from .._files import ERROR, SEARCH, fetched, without_credentials
+from .._files import ERROR, OPTIONS, SEARCH, fetched, without_credentials
 from ..recipe import Recipe, RecipeError
 from ..run.base.base_run import RESULT, BaseResult
 from ..run.observe.eta import clock_time
@@ -127,10 +127,11 @@ def _describe_run(path: Path) -> tuple[str, bool]:
     try:
         run = load_run(path)
     except ValueError:
-        if not failed:
+        if not failed and not (path / OPTIONS).is_file():
             raise
+        steps = "none" if failed else "none: its workers have not begun"
         return "\n".join(
-            [f"Run {path.resolve().name}", "  steps        none", *failed]
+            [f"Run {path.resolve().name}", f"  steps        {steps}", *failed]
         ), True
     last = run.last
     lines = [

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from .._files import (
     ERROR,
+    OPTIONS,
     SEARCH,
     absolute,
     join,
@@ -25,9 +26,6 @@ from .._files import (
     without_credentials,
     write_text,
 )
-
-OPTIONS = "options.txt"
-"""The options of the ``ray-adascale train`` that started a run."""
 
 _FIRST_LINE = (
     f"# `ray-adascale train @{OPTIONS}` goes on with this run, and so does "
@@ -54,6 +52,13 @@ class RunFolder:
             _FIRST_LINE + "".join(f"{shlex.quote(word)}\n" for word in self.words),
         )
 
+    def keep_options(self) -> None:
+        """Write the arguments if no start has left any: of one that ended before its
+        workers began.
+        """
+        if OPTIONS not in list_names(self.path):
+            self.write_options()
+
     def started(self) -> None:
         """Write the options, once the workers are in their loop."""
         self.write_options()
@@ -78,8 +83,7 @@ class RunFolder:
         path = join(self.path, ERROR)
         text = without_credentials(text)
         try:
-            if OPTIONS not in list_names(self.path):
-                self.write_options()
+            self.keep_options()
             write_text(path, text)
         except OSError:
             with tempfile.NamedTemporaryFile(

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._errors import SettingError, typed
-from .._files import absolute, join, read_json, split, unique_name
+from .._files import OPTIONS, absolute, join, read_json, split, unique_name
 from ..config import AdaScaleConfig
 from ..train.connection import check_address
 from .checking import Connection, OnRay
 from .command import Command, file_and_function, parse, tell
 from .options import OptionParser, add_options, option
-from .run_folder import OPTIONS, RunFolder, folder_of, is_anothers, read_options
+from .run_folder import RunFolder, folder_of, is_anothers, read_options
 from .source import resolve
 
 if TYPE_CHECKING:
@@ -329,6 +329,8 @@ class Train(OnRay, Workers):
             return 1
         except KeyboardInterrupt as e:
             tell(f"interrupted. {e}".rstrip())
+            with contextlib.suppress(OSError):
+                run.keep_options()
             run.print_how_to_continue(
                 "The workers had not begun; the same command starts the run again."
             )

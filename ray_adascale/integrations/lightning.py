@@ -14,9 +14,17 @@ from torch import Tensor
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import (
+        BackboneFinetuning,
+        StochasticWeightAveraging,
+    )
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 except ModuleNotFoundError:  # the older name of the package
     from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning.callbacks import (
+        BackboneFinetuning,
+        StochasticWeightAveraging,
+    )
     from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 
 from .._warn import warn_at_user
@@ -35,6 +43,13 @@ from .client import (
     with_clients_batch,
 )
 
+_IN_PLACE: dict[type[Callback], str] = {
+    StochasticWeightAveraging: "average the weights with Lightning's WeightAveraging",
+    BackboneFinetuning: (
+        "give the backbone a parameter group of its own, with a scheduler whose factor "
+        "for it is 0 at first"
+    ),
+}
 _PRECISIONS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
@@ -394,6 +409,14 @@ def _check(trainer: Trainer) -> None:
             "fully_shard use ray_adascale.Run and "
             "AdaScaleConfig(sharding='fsdp2')."
         )
+    for callback in trainer.callbacks:
+        for kind, instead in _IN_PLACE.items():
+            if isinstance(callback, kind):
+                raise ValueError(
+                    f"Lightning's {kind.__name__} sets learning rates of its own, "
+                    "which would not follow τ. Take it out of Trainer(callbacks=...), "
+                    f"and {instead}."
+                )
     if len(trainer.optimizers) != 1:
         raise ValueError(
             f"configure_optimizers returned {len(trainer.optimizers)} optimizers. Must "

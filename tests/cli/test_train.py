@@ -26,6 +26,7 @@ from ray.train.v2._internal.exceptions import (
 )
 
 from ray_adascale import AdaScaleConfig, checkpoint
+from ray_adascale.analysis.describe import describe
 from ray_adascale.cli.run_folder import folder_of
 from ray_adascale.run.observe.failure import annotate_exceptions
 from ray_adascale.train import cluster, trainer
@@ -397,7 +398,16 @@ def test_an_end_before_the_workers_loop(
 ) -> None:
     called |= {"error": KeyboardInterrupt("It has no checkpoint yet."), "refused": True}
     said = cli(*TRAIN, "--name=x", f"--storage-path={tmp_path}", code=130).err
-    assert "The workers had not begun; the same command starts the run again.\n" in said
+    resume = f"ray-adascale resume {tmp_path / 'x'}"
+    assert f"There is no checkpoint yet; `{resume}` starts the run again.\n" in said
+    del called["error"], called["refused"]
+    cli("resume", str(tmp_path / "x"))
+    assert called["run_config"].name == "x"
+    (tmp_path / "z").mkdir()
+    shutil.copy(tmp_path / "x" / "options.txt", tmp_path / "z")
+    text, whole = describe(tmp_path / "z")
+    assert "none: its workers have not begun" in text
+    assert whole
     called["error"] = NO_DISK
     said = cli(*TRAIN, "--name=unbuilt", f"--storage-path={tmp_path}", code=1).err
     assert f"`ray-adascale resume {tmp_path}/unbuilt` starts the run again.\n" in said

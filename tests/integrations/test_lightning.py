@@ -637,6 +637,11 @@ def test_a_second_fit_resumes_or_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_it_cannot_be_right_with_is_refused() -> None:
+    from lightning.pytorch.callbacks import (
+        BackboneFinetuning,
+        StochasticWeightAveraging,
+    )
+
     two = module(10)
     two.configure_optimizers = lambda: [
         two.optimizer,
@@ -645,6 +650,17 @@ def test_what_it_cannot_be_right_with_is_refused() -> None:
     two.automatic_optimization = False
     with pytest.raises(ValueError, match=r"2 optimizers\. Must be one.*OptimizerChain"):
         fit(AdaScaleCallback(settings(10)), two, accumulation=1)
+    for its_own, instead in (
+        (
+            StochasticWeightAveraging(0.01, swa_epoch_start=1),
+            "Lightning's WeightAveraging",
+        ),
+        (BackboneFinetuning(), "a parameter group of its own"),
+    ):
+        with pytest.raises(ValueError, match=f"sets learning rates.*{instead}"):
+            with_backbone = module(10)
+            with_backbone.backbone = torch.nn.Linear(1, 1)
+            fit([AdaScaleCallback(settings(10)), its_own], with_backbone, 1)
     with pytest.raises(ValueError, match="ModelParallelStrategy is not supported"):
         from lightning.pytorch.strategies import ModelParallelStrategy
 

@@ -256,7 +256,8 @@ def _warn_of_no_gradient(adascale: AdaScale) -> None:
                 "that attach() was given."
             )
 
-    adascale.register_step_pre_hook(before)
+    # of the inner optimizer: after a closure, in which Lightning makes the pass
+    adascale.wrapped.register_step_pre_hook(before)
 
 
 def _check_model(model: nn.Module) -> None:

@@ -520,6 +520,25 @@ def test_a_loop_whose_loss_is_of_another_model_is_told() -> None:
     adascale.step()  # once
 
 
+def test_a_pass_within_a_closure_is_no_step_without_a_gradient() -> None:
+    """Lightning makes the last pass of a step so. Warnings are errors here."""
+    model = nn.Linear(3, 1)
+    adascale, _ = attach(
+        model,
+        SGD(model.parameters(), lr=0.1),
+        None,
+        AdaScaleConfig(base_batch_size=2, total_steps=8),
+    )
+
+    def closure() -> float:
+        adascale.zero_grad()
+        loss = model(torch.ones(2, 3)).sum()
+        loss.backward()
+        return loss.item()
+
+    adascale.step(closure)
+
+
 def test_an_epoch_is_that_of_a_run_with_drop_last() -> None:
     """62 steps before, in place of 60, and a recipe was refused with the advice to
     use the same dataset.
