@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from .._files import on_this_machine
-from ..run.observe.metrics import COUNTERS, METRICS
+from ..run.observe.metrics import COUNTERS, METRICS, UNIX_TIME
 from .runs import RunTrace, is_number, load_run
 
 _NO_CURVES = (*COUNTERS, "optimizer_steps")
@@ -30,7 +30,7 @@ _GROUPS = (
 def write_events(
     run: str | os.PathLike[str] | RunTrace, folder: str | os.PathLike[str]
 ) -> Path:
-    """Write every row of a run's trace. What an earlier call wrote in the folder is
+    """Write every row of a run's trace, with the time of its step. What an earlier call wrote in the folder is
     replaced in TensorBoard.
 
     Args:
@@ -57,8 +57,14 @@ def write_events(
             for key, value in row.items():
                 if key not in _NO_CURVES and is_number(value) and math.isfinite(value):
                     group = _GROUPS.get(key, "metrics")
-                    writer.add_scalar(f"{group}/{key}", value, row["optimizer_steps"])
+                    at = row.get(UNIX_TIME)
                     writer.add_scalar(
-                        f"{group}_over_tau/{key}", value, int(row["effective_steps"])
+                        f"{group}/{key}", value, row["optimizer_steps"], walltime=at
+                    )
+                    writer.add_scalar(
+                        f"{group}_over_tau/{key}",
+                        value,
+                        int(row["effective_steps"]),
+                        walltime=at,
                     )
     return target

@@ -5,6 +5,7 @@ searches and runs have left.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -143,9 +144,11 @@ class Report(Command):
         if self.tensorboard:
             for run in with_distinct_labels([load_run(run) for run in runs]):
                 write_events(run, self.tensorboard)
+            installed = find_spec("tensorboard") is not None
+            hint = "" if installed else ", after pip install tensorboard"
             print(
                 f"Event files are in {self.tensorboard}: tensorboard --logdir "
-                f"{self.tensorboard}"
+                f"{self.tensorboard}{hint}"
             )
         replaced = (
             ", in place of an earlier page"

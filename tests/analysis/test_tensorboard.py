@@ -42,6 +42,22 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
+def times(folder: Path) -> dict[int, float]:
+    """Step -> wall time of the last of its events of the gain."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found: dict[int, float] = {}
+    for path in sorted(folder.glob("events*")):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            event: Any = Event.FromString(data[at + 12 : at + 12 + length])
+            at += 16 + length
+            if any(value.tag == "adascale/gain" for value in event.summary.value):
+                found[event.step] = event.wall_time
+    return found
+
+
 def test_every_number_of_the_trace_is_a_scalar(tmp_path: Path) -> None:
     rows = [row(1, loss=math.nan), row(2, loss=0.5, accuracy=0.75, note="mine")]
     folder = write_events(write_rows(tmp_path / "mine", rows), tmp_path / "events")
@@ -58,6 +74,16 @@ def test_every_number_of_the_trace_is_a_scalar(tmp_path: Path) -> None:
     assert {tag.partition("/")[0] for tag in found} == groups | {
         f"{group}_over_tau" for group in groups
     }
+
+
+def test_events_have_the_time_of_their_step(tmp_path: Path) -> None:
+    rows = [row(1, unix_time=1.7e9), row(2, unix_time=1.7e9 + 90.5)]
+    folder = write_events(write_rows(tmp_path / "mine", rows), tmp_path / "events")
+    assert times(folder) == {1: 1.7e9, 2: 1.7e9 + 90.5}
+    assert not any("unix_time" in tag for tag in scalars(folder))
+    # of a trace without times: when it was written
+    older = write_events(write_rows(tmp_path / "old", [row(1)]), tmp_path / "events")
+    assert times(older)[1] > 1.7e9 + 90.5
 
 
 def test_files_that_are_written_again_show_no_step_twice(tmp_path: Path) -> None:

@@ -234,7 +234,10 @@ def test_forecast_measures(
 # ---- report and describe -------------------------------------------------------------
 
 
-def test_report_and_describe(tmp_path: Path, cli: Any) -> None:
+def test_report_and_describe(
+    tmp_path: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray_adascale.cli.reading.find_spec", lambda name: object())
     write_rows(tmp_path / "run", [row(1), row(2)])
     page, edited = tmp_path / "page.html", tmp_path / "edited.json"
     words = [
@@ -250,6 +253,11 @@ def test_report_and_describe(tmp_path: Path, cli: Any) -> None:
     )
     assert cli("report", *words).out == f"{written}\n"
     assert len(list((tmp_path / "run").glob("events*"))) == 1
+    monkeypatch.setattr("ray_adascale.cli.reading.find_spec", lambda name: None)
+    assert cli("report", *words).out.startswith(
+        f"Event files are in {tmp_path}: tensorboard --logdir {tmp_path}, after pip "
+        "install tensorboard\n"
+    )
     assert (
         cli("report", *words[:-1]).out
         == f"Written to {page}, in place of an earlier page\n"

@@ -287,7 +287,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
         {
             key: value
             for key, value in row.items()
-            if key not in ("examples_per_s", "attempt")
+            if key not in ("examples_per_s", "attempt", "unix_time")
         }
         for row in read_trace(folder)
     ]

@@ -51,6 +51,10 @@ expected norm.
 """
 
 
+UNIX_TIME = "unix_time"
+"""The key of the time at which the host had a step's numbers, in the trace's row."""
+
+
 BASE = "base"
 """The key of the figures of the recipe's base runs in the first row of a trace."""
 
@@ -69,6 +73,7 @@ COUNTERS = (
     "step",
     "attempt",
     "position",
+    UNIX_TIME,
     "rule",
     "optimizer",
     "untrained",

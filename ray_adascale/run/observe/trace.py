@@ -35,6 +35,7 @@ from .metrics import (
     OWN_KEYS,
     SHORT_STEP,
     SKIPPED,
+    UNIX_TIME,
 )
 from .step import Listener, Step
 
@@ -48,6 +49,7 @@ COLUMNS = {
     "step": "number of the optimizer step, from 1; skipped steps count",
     "attempt": "number of the start, from 0: a restart or a resume is another start",
     "position": "examples that the run has used so far, over all workers",
+    UNIX_TIME: "when the step's numbers were known, in seconds since 1970",
     **METRICS,
     "steps_left": "optimizer steps to T by the forecast; only with a recipe that has "
     "noise",
@@ -104,6 +106,8 @@ class Trace(Listener):
         while total_steps > _MOST_ROWS * self._every:
             self._every *= 2
         self.number = attempt
+        # of the monotonic clock, so that a step reads one clock
+        self._began_at = time.time() - time.monotonic()
         # bytes of the file that are whole rows; None before it is made
         self._size: int | None = None
         # the last step's, while metrics may be recorded for it
@@ -123,10 +127,12 @@ class Trace(Listener):
         recorded for it.
         """
         self._add()
+        now = time.monotonic()
         self._row = step.row
+        self._row[UNIX_TIME] = self._began_at + now
         if step.number == 1:
             self._row.update(self.first)
-        if time.monotonic() - self._written >= _WITHIN_S:
+        if now - self._written >= _WITHIN_S:
             self._write()
 
     def after_record(self, metrics: Mapping[str, Any]) -> None:
