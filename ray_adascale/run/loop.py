@@ -22,7 +22,7 @@ from ..checkpoint.rng import separate_streams
 from ..config import AdaScaleConfig
 from ..data.order import MicroBatch
 from ..data.sampling import ExampleSampler
-from ..gain import advanced
+from ..gain import advanced, whole_number
 from ..optim.rules import name_of
 from ..optim.step_result import StepResult
 from ..optim.step_sums import constant
@@ -192,6 +192,7 @@ class Run:
             by_recipe=recipe is not None,
         )
         self._taken: Step | None = None  # until it is read
+        self._ended: Step | None = None  # the last step of this start
         self._stages = Stages(parts.stages, parts.backend.rank)
         self._loop_seconds = 0.0
         self._pulse = Pulse(parts.config.step_timeout_s)
@@ -261,8 +262,55 @@ class Run:
 
     @property
     def epoch(self) -> int:
-        """Epochs completed."""
+        """Epochs completed: passes over the data. See :attr:`base_epoch` for what a
+        base run does by its epoch.
+        """
         return self.source.epoch
+
+    @property
+    def base_epoch(self) -> int:
+        """The epoch of the base run that τ has reached, from 0: the place of ``epoch``
+        in a loop that changes something by it. At scale the data pass S/r times as
+        often, so that ``epoch`` is ahead.
+
+        Raises:
+            ValueError: The data have no length.
+        """
+        steps = self.base_schedule.base_steps_per_epoch
+        if steps is None:
+            raise ValueError(
+                "base_epoch needs the length of an epoch, and the data have none. Give "
+                "AdaScaleConfig(dataset_length=...)."
+            )
+        return whole_number(self.effective_steps / steps)
+
+    def every(self, effective_steps: float) -> bool:
+        """Return whether the optimizer step that has just ended took τ to or over a
+        multiple of a number of effective steps: the place of ``step % n == 0`` in a
+        loop. The same on all workers; False between the passes of a step, and beyond T.
+
+        Args:
+            effective_steps: n, base steps from one time to the next.
+
+        Raises:
+            ValueError: n is not positive.
+        """
+        if not 0 < effective_steps < math.inf:
+            raise ValueError(
+                f"Invalid {effective_steps=}. Must be positive: base steps from one "
+                "time to the next."
+            )
+        if not self.at_boundary or self._ended is None:
+            return False
+
+        def times(tau: float) -> int:
+            return whole_number(min(tau, self.total_steps) / effective_steps)
+
+        before = times(self._ended.tau_before)
+        # the bound is known without waiting for a GPU
+        if times(self.optimizer.furthest_effective_steps) == before:
+            return False
+        return times(self.effective_steps) > before
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -533,7 +581,7 @@ class Run:
             self.optimizer, self.plan, self.optimizer.average_moments
         )
         self._passes.step()
-        self._taken = self._commit_step(before, lr, user_metrics)
+        self._ended = self._taken = self._commit_step(before, lr, user_metrics)
 
         must_read = self._must_read_step()
         if must_read:  # else this step is read when the next one is about to be taken

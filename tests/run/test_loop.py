@@ -1153,3 +1153,42 @@ def test_a_metric_that_is_missing_from_the_last_evaluation_is_told() -> None:
     ):
         drive(run)
     assert run.summary()["accuracy"] == 0.5
+
+
+# ---- what a loop does by its step or its epoch ---------------------------------------
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_loop_does_at_scale_what_the_base_run_does_at_the_same_effective_steps(
+    accumulation: int, fused: bool | None
+) -> None:
+    """Literally: in a base run ``step % 7 == 0`` with steps from 1, and the epoch of
+    step t is (t · B0) // N.
+    """
+    run = make_run(model(), accumulation=accumulation, fused=fused)
+    per_epoch = len(dataset()) / 4
+    taus, due, epochs = [0.0], [], []
+    assert not run.every(1)
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        if not run.step():
+            assert not run.every(1e-3)
+            continue
+        due.append(run.every(7))
+        epochs.append(run.base_epoch)
+        taus.append(min(run.effective_steps, 40.0))
+    passed = [math.floor(tau / 7) for tau in taus]
+    assert due == [now > before for before, now in itertools.pairwise(passed)]
+    assert sum(due) == 5
+    if accumulation == 1:
+        assert due == [step % 7 == 0 for step in range(1, 41)]
+        assert epochs[:39] == [int(step // per_epoch) for step in range(1, 40)]
+    assert epochs[-1] == run.effective_steps // per_epoch <= run.epoch
+
+
+def test_every_needs_a_positive_number_and_base_epoch_a_length() -> None:
+    run = make_run(model())
+    for wrong in (0, -1, math.inf, math.nan):
+        with pytest.raises(ValueError, match="Must be positive: base steps"):
+            run.every(wrong)
