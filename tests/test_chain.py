@@ -273,7 +273,8 @@ def test_what_a_hook_on_one_optimizer_adds_to_a_state_comes_back_to_it(
     chain = OptimizerChain([muon, adamw])
     optimizer = wrap(chain)
     # groups in another order
-    chain.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "optimizer": 0})
+    new = nn.Parameter(torch.ones(2, 2))
+    optimizer.add_param_group({"params": [new], "optimizer": 0})
     train(model, [optimizer], batches(0, 2))
     alone, torchs = adamw.state_dict(), Optimizer.state_dict(chain)
     calls: list[Any] = []

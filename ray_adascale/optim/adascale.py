@@ -277,7 +277,7 @@ class AdaScale(OptimizerWrapper):
         self._require_boundary("add_param_group")
         self._algorithm.synchronize()
         self._optimizer.add_param_group(param_group)
-        self._current.renew()
+        self._current.add_group()
         if not self._single_gain:
             self._algorithm.add_gain()
 

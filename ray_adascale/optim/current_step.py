@@ -33,6 +33,7 @@ from ..measure.norms import take_norm
 from ..measure.observers import GradientObserver
 from ..sharding.kinds import kind_of
 from ..sharding.kinds.kind import Kind, Preconditioner, Wanted
+from ..sharding.known_groups import KnownGroups
 from .guards import CLEARED, FOREIGN_PASS, UnchangedGradients
 from .sampling import MeasuredSteps
 from .step_result import StepEnd
@@ -131,6 +132,7 @@ class CurrentStep:
         self._to_mean = to_mean
         self._precondition = precondition
         self._unchanged = UnchangedGradients()
+        self._known = KnownGroups(kind.optimizer.param_groups, "AdaScale")
         self.inferred = InferredPasses()
         self.observer: GradientObserver | None = None
         self.weights: Sequence[float] | None = None
@@ -272,6 +274,11 @@ class CurrentStep:
             self.observer.measure(False)
         self._notice_foreign()
 
+    def add_group(self) -> None:
+        """Watch a parameter group that AdaScale has added to the optimizer."""
+        self._known = KnownGroups(self.kind.optimizer.param_groups, "AdaScale")
+        self.renew()
+
     def renew(self) -> None:
         """Install another observer: a parameter group was added, or an OSS has now a
         ShardedDataParallel, which calls this.
@@ -400,7 +407,10 @@ class CurrentStep:
             if self._told:
                 self.observer.ignore(not step.measured)
             if not step.passing:
-                self._unchanged.check(self.kind.accumulated)
+                fault = self._unchanged.fault(self.kind.accumulated)
+                if fault is not None:
+                    self._known.check(self.kind.optimizer.param_groups)
+                    raise RuntimeError(fault)
         step.under_way = step.passing = True
         step.last, step.local_ended = last, False
 
@@ -501,6 +511,7 @@ class CurrentStep:
 
     def finish(self) -> StepSums:
         """Return the sums of the step, once it is :meth:`complete`."""
+        self._known.check(self.kind.optimizer.param_groups)
         self.complete()
         return (
             self._unobserved(self.plan)

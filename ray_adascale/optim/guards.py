@@ -26,8 +26,8 @@ from .step_sums import StepSums
 
 
 class UnchangedGradients:
-    """Raises if gradients change between the passes of a step: a loop clears, clips or
-    scales them.
+    """Notices whether gradients change between the passes of a step: a loop clears,
+    clips or scales them.
 
     Attributes:
         told: Whether the loop is that of a ``Run``, which clears gradients itself.
@@ -54,24 +54,22 @@ class UnchangedGradients:
             self._noted = slice(first, first + 1)
         self._left = versions(gradients[self._noted])
 
-    def check(self, gradients: Callable[[], Sequence[Tensor | None]]) -> None:
-        """Check, as the next pass begins, that they are the same.
+    def fault(self, gradients: Callable[[], Sequence[Tensor | None]]) -> str | None:
+        """Return the error of changed gradients, as the next pass begins; None if they
+        are the same.
 
         Args:
             gradients: Returns those of now.
-
-        Raises:
-            RuntimeError: They are not.
         """
         if self._left is None:
-            return
+            return None
         now = versions(gradients()[self._noted])
         if now == self._left:
-            return
-        for then, after in zip(self._left, now, strict=True):
+            return None
+        for then, after in zip(self._left, now, strict=False):
             if then is not None and after is None:
-                raise RuntimeError(CLEARED[self.told])
-        raise RuntimeError(_CHANGED[self.told])
+                return CLEARED[self.told]
+        return _CHANGED[self.told]
 
     def forget(self) -> None:
         """The step has ended, or its gradients were cleared."""

@@ -28,6 +28,7 @@ from ..measure.norms import stored_numbers, take_norm, with_dense_gradients
 from .buckets import Bucket, Fragment
 from .collect_state import EVERYONE, collect_state
 from .collectives import gather_shards, norm_over_workers
+from .known_groups import KnownGroups
 from .partition import (
     TORCHS,
     Owners,
@@ -302,6 +303,7 @@ class OSS(Optimizer):
                 self._shard.append_share(local, cast(OptimizerChain, self._full))
             else:
                 self._shard.param_groups.append(local)
+        self._known = KnownGroups(self.param_groups, "OSS")
         self._shares.numbers = self._numbers()
         self._shares.take(given or {}, fragments)
 
@@ -395,6 +397,7 @@ class OSS(Optimizer):
             # stays on each until the next step or load.
             make_state(self._full, self._shares, self.fragments)
             return None
+        self._known.check(self.param_groups)
         loss, in_place = None, False
 
         def evaluate() -> Any:

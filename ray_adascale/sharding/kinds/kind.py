@@ -189,10 +189,10 @@ class Kind:
         """Return the numbers of the step's gradients that this worker has: plain
         tensors in the memory of :meth:`gradients`.
         """
-        grads = [grad for grad in self.gradients() if grad is not None]
         return [
             grad if type(grad) is Tensor and not grad.requires_grad else grad.detach()
-            for grad in grads
+            for grad in self.gradients()
+            if grad is not None
         ]
 
     @without_gradients
