@@ -91,7 +91,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "run.guards",
             "what looks for mistakes of the program around a run",
-            "each_step first_steps guard users_optimizer",
+            "each_step first_steps guard users_model users_optimizer",
         ),
         Package(
             "run.observe",
@@ -143,7 +143,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "sharding",
             "where a tensor lives and how it travels",
             "oss partition share_state collect_state gradient_bucket buckets "
-            "collectives",
+            "known_groups collectives",
         ),
         Package("", "several optimizers as one", "chain"),
         Package(

@@ -744,11 +744,18 @@ class Run:
             user_keys=tuple(state.recorded),
         )
 
-    def report(self, *, save: bool) -> None:
+    def report(self, *, save: bool) -> Path | None:
         """Report the state of the run to the backend, with a checkpoint if ``save``.
         Collective, at a step boundary.
+
+        Returns:
+            As :meth:`.Reporting.report`.
+
+        Raises:
+            RuntimeError: The model has a trainable parameter that no group has.
         """
-        self.parts.reporting.report(self, save=save)
+        self._passes.users_model.check()
+        return self.parts.reporting.report(self, save=save)
 
     @uncompiled
     def save_checkpoint(self) -> Path | None:
@@ -778,5 +785,5 @@ class Run:
             )
         self._read_step()
         with warns_if_alone(self.backend.rank, self.plan.workers):
-            folder = self.parts.reporting.report(self, save=True)
+            folder = self.report(save=True)
         return folder if folder is not None and folder.is_dir() else None

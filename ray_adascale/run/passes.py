@@ -18,6 +18,7 @@ from ..data.order import MicroBatch
 from ..optim.adascale import AdaScale
 from ..sharding.kinds.kind import Kind
 from .guards.guard import Guards
+from .guards.users_model import UsersModel
 from .guards.users_optimizer import LOOP, UsersOptimizer
 
 _DEPENDS_ON_NOTHING = (
@@ -70,6 +71,7 @@ class Passes:
         state: Where the loop is.
         loss: Mean loss of this worker's share of the step's batch so far; float64,
             0-dim, on the device.
+        users_model: Refuses changes of the model's parameters.
     """
 
     def __init__(
@@ -102,7 +104,8 @@ class Passes:
         if kind.copies:  # fully_shard replaces parameters itself
             trained = set(kind.params)
             names = {p: name for name, p in module.named_parameters() if p in trained}
-        self._users = UsersOptimizer(guarded, optimizer, module, names)
+        self.users_model = UsersModel(module, names)
+        self._users_optimizer = UsersOptimizer(guarded, optimizer)
 
     @property
     def between(self) -> bool:
@@ -127,7 +130,11 @@ class Passes:
         self._optimizer.zero_grad()
         if self.state is PassState.FAILED:
             self.state = PassState.BETWEEN
-        with self._users.in_loop(), self._fresh_casts():
+        with (
+            self.users_model.in_loop(),
+            self._users_optimizer.in_loop(),
+            self._fresh_casts(),
+        ):
             self._current.told(True)
             try:
                 yield
@@ -198,6 +205,8 @@ class Passes:
         """
         batch = self._batch
         assert batch is not None
+        if self.users_model.changed:
+            self.users_model.check()
         if batch.is_last:
             self._kind.check_last_pass()
         factor = loss_factor(batch, plan)
@@ -241,7 +250,7 @@ class Passes:
     def step(self) -> None:
         """Take the optimizer step."""
         self._kind.before_step()
-        self._users.run_is_stepping = True
+        self._users_optimizer.run_is_stepping = True
         try:
             if self.scaler is None:
                 self._optimizer.take_step()
@@ -249,7 +258,7 @@ class Passes:
                 self.scaler.step(self._optimizer)
                 self.scaler.update()
         finally:
-            self._users.run_is_stepping = False
+            self._users_optimizer.run_is_stepping = False
 
     def end_step(self) -> None:
         """Clear the gradients, and end the step and its last pass."""

@@ -72,7 +72,9 @@ def make_run(
         )
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if scheduler else None
     extra = {
-        key: settings.pop(key) for key in ("evaluate", "backend") if key in settings
+        key: settings.pop(key)
+        for key in ("evaluate", "backend", "starting_step")
+        if key in settings
     }
     defaults = {
         "base_batch_size": BATCH,
@@ -508,6 +510,124 @@ def test_a_trainable_parameter_that_no_group_has_is_named(how: str) -> None:
         built(how, model, optimizer)
     model[0].requires_grad_(False)
     built(how, model, optimizer)
+
+
+def new_layer(model: nn.Sequential) -> None:
+    model[1] = nn.Linear(8, 2)
+
+
+def further_layer(model: nn.Sequential) -> None:
+    model.append(nn.Linear(2, 2))
+
+
+def parametrized(model: nn.Sequential) -> None:
+    nn.utils.parametrizations.weight_norm(model[1])
+
+
+def with_old_weight_norm(model: nn.Sequential) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(model[1])
+
+
+def past_the_attributes(model: nn.Sequential) -> None:
+    model._modules["1"] = nn.Linear(8, 2)
+
+
+def unfrozen(model: nn.Sequential) -> None:
+    model[0].requires_grad_(True)
+
+
+def changed_in_step_3(
+    change: Callable[[Any], None], **settings: Any
+) -> tuple[int, nn.Module]:
+    """Train with a change of the model after a step. Return the last step."""
+    model, steps = transfer_model(), 0
+    run = make_run(model, **settings)
+    try:
+        for x, y in run:
+            run.backward(F.cross_entropy(run.model(x), y))
+            steps += run.step()
+            if steps == 3 and run.at_boundary:
+                change(model)
+    except RuntimeError as error:
+        error.add_note(f"after step {steps}")
+        raise
+    return steps, model
+
+
+@pytest.mark.parametrize(
+    ("change", "names", "last"),
+    [
+        (new_layer, "2 parameters: '1.weight', '1.bias'", 3),
+        (further_layer, "2 parameters: '2.weight', '2.bias'", 3),
+        (parametrized, "2 parameters: '1.parametrizations.weight.original0', ", 3),
+        (with_old_weight_norm, "2 parameters: '1.weight_g', '1.weight_v'", 3),
+        (past_the_attributes, "2 parameters: '1.weight', '1.bias'", 3),
+        # torch calls no hook: at the report of the run's end
+        (unfrozen, "4 parameters: '0.0.weight', '0.0.bias', '0.1.weight', ", STEPS),
+    ],
+)
+def test_a_part_that_the_loop_adds_to_the_model_is_refused(
+    change: Callable[[Any], None], names: str, last: int
+) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        changed_in_step_3(change)
+    assert f"No parameter group has {names}" in str(caught.value)
+    assert "starting_step=int(run.effective_steps)" in str(caught.value)
+    assert caught.value.__notes__ == [f"after step {last}"]
+
+
+def _new_layer(sharding: str) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        changed_in_step_3(new_layer, sharding=sharding)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sharding", ["none", "oss", "zero2"])
+def test_a_new_layer_is_refused_on_each_worker(pool: Any, sharding: str) -> None:
+    for error in pool(2).run(_new_layer, sharding):
+        assert "No parameter group has 2 parameters: '1.weight', '1.bias'" in error
+
+
+def frozen_layer(model: nn.Sequential) -> None:
+    model.append(nn.Linear(2, 2).requires_grad_(False))
+
+
+def put_back(model: nn.Sequential) -> None:
+    head = model[1]
+    model[1] = nn.Linear(8, 2)
+    model[1] = head
+
+
+def a_copy(model: nn.Sequential) -> None:
+    copy.deepcopy(model).append(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("change", [frozen_layer, put_back, a_copy])
+def test_a_change_that_leaves_nothing_untrained_is_none(
+    change: Callable[[Any], None],
+) -> None:
+    assert changed_in_step_3(change)[0] == STEPS
+
+
+def test_a_run_begins_in_the_middle_with_a_new_layer() -> None:
+    model, steps = transfer_model(), 0
+    run = make_run(model)
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        steps += run.step()
+        if steps == 3:
+            break
+    new_layer(model)
+    before = model[1].weight.detach().clone()
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    run = make_run(model, optimizer=optimizer, starting_step=int(run.effective_steps))
+    for x, y in run:
+        run.backward(F.cross_entropy(run.model(x), y))
+        steps += run.step()
+    assert steps == STEPS
+    assert not torch.equal(model[1].weight, before)
 
 
 def built(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> object:

@@ -67,7 +67,7 @@ class Reporting(Stage):
             flags & (BoundaryFlags.REPORT | BoundaryFlags.BUSY) == BoundaryFlags.REPORT
         )
         if save or due or (evaluated and policy.evaluations):
-            self.report(run, save=save)
+            run.report(save=save)
         return None
 
     def report(self, run: RunAtBoundary, *, save: bool) -> Path | None:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from ...batch import StepPlan
@@ -145,7 +146,7 @@ class RunAtBoundary(Protocol):
 
     def step_report(self) -> StepReport: ...
 
-    def report(self, *, save: bool) -> None: ...
+    def report(self, *, save: bool) -> Path | None: ...
 
 
 class HasState(Protocol):

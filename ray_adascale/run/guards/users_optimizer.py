@@ -1,6 +1,4 @@
-"""The user's own optimizer in a run: nobody else steps it, gives it groups, or
-replaces the parameters that it has.
-"""
+"""The user's own optimizer in a run: nobody else steps it, or gives it groups."""
 
 from __future__ import annotations
 
@@ -9,11 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 
-from ..._errors import listed
 from ..._warn import warn_on_first_worker
 from ...optim.adascale import AdaScale
 
@@ -29,8 +24,6 @@ class UsersOptimizer:
     Args:
         users: The user's own optimizer.
         optimizer: The optimizer of the run.
-        module: The bare model.
-        names: Names of the parameters that must stay the same objects.
 
     Attributes:
         run_is_stepping: Whether the run steps the optimizer now.
@@ -40,12 +33,8 @@ class UsersOptimizer:
         self,
         users: Optimizer,
         optimizer: AdaScale,
-        module: nn.Module,
-        names: dict[Tensor, str],
     ) -> None:
         self._users = users
-        self._module = module
-        self._names = names
         self.run_is_stepping = False
         self._refuse_groups()
         self._before_the_loop = optimizer.register_step_post_hook(
@@ -59,17 +48,12 @@ class UsersOptimizer:
     def in_loop(self) -> Iterator[None]:
         """Return a context for a loop over the run."""
         self._before_the_loop.remove()
-        replaced = self._names.keys() - set(self._module.parameters())
-        if replaced:
-            _refuse_replaced([name for p, name in self._names.items() if p in replaced])
         steps = self._users.register_step_pre_hook(self._check_step)
-        parameters = register_module_parameter_registration_hook(self._check_parameter)
         self._refuse_groups()
         try:
             yield
         finally:
             steps.remove()
-            parameters.remove()
             # which an inner loop has restored
             vars(self._users).pop("add_param_group", None)
 
@@ -81,13 +65,6 @@ class UsersOptimizer:
                 "gain. Remove optimizer.step() and optimizer.zero_grad(): run.step() "
                 "does both, in a step's last pass."
             )
-
-    def _check_parameter(
-        self, owner: nn.Module, name: str, new: nn.Parameter | None
-    ) -> None:
-        old = dict(owner.named_parameters(recurse=False)).get(name)
-        if old is not None and old is not new and old in self._names:
-            _refuse_replaced([self._names[old]])
 
 
 def _warn_of_steps_outside() -> Callable[..., None]:
@@ -112,14 +89,4 @@ def _refuse_group(param_group: dict[str, Any]) -> None:
         "would not have the group. Give the optimizer "
         "all groups when it is built, and freeze what is to be trained later: "
         "part.requires_grad_(False)."
-    )
-
-
-def _refuse_replaced(names: list[str]) -> None:
-    raise RuntimeError(
-        f"The program has replaced {listed(names)} of the model since the run was "
-        "built, and the optimizer would go on to step "
-        "the old values. Leave assign=True out of load_state_dict(), or write in place "
-        "of module.weight = ...: "
-        "with torch.no_grad(): module.weight.copy_(...)."
     )

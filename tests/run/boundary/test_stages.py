@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -170,27 +169,16 @@ def test_a_run_has_stalled_once_its_best_evaluation_is_patience_ago(
 def test_when_a_boundary_is_reported(
     flags: int, evaluated: bool, policy: ReportPolicy, reports: list[bool]
 ) -> None:
-    class Backend(Told):
-        def report(self, report: Any, folder: Any) -> None:
-            made.append(folder is not None)
-
-    class Saving(Checkpointing):
-        def save(self, run: Any) -> Path:
-            return Path("checkpoint")
-
-    made: list[bool] = []
-    state: Any = None
-    backend = Backend()
+    backend = Told()
     backend.report_policy = replace(policy, in_background=False)
     run, evaluation = FakeRun(backend), evaluating()
     evaluation.evaluated_step = 7 if evaluated else 6
-    saving = Saving(backend, state, state, None, every_s=300.0, process_group=None)
-    stage = Reporting(backend, 10.0, evaluation, saving)
+    stage = Reporting(backend, 10.0, evaluation, checkpointing(backend))
     stage.act(run, flags)  # type: ignore[arg-type]
-    assert made == reports
-    run.reported, made[:] = True, []
+    assert run.reports == reports
+    run.reported = True
     stage.act(run, flags)  # type: ignore[arg-type]
-    assert made == []  # one report a boundary
+    assert run.reports == reports  # one report a boundary
 
 
 def test_a_checkpoint_in_the_background_is_begun_when_due_and_finished_when_nobody_is_busy(
