@@ -143,7 +143,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "sharding",
             "where a tensor lives and how it travels",
             "oss partition share_state collect_state gradient_bucket buckets "
-            "known_groups collectives",
+            "known_groups shared_memory collectives",
         ),
         Package("", "several optimizers as one", "chain"),
         Package(

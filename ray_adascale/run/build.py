@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import SettingError
 from .._torch import digest_of, first_difference
+from .._warn import warn_on_first_worker
 from ..batch import StepPlan
 from ..chain import parts_of
 from ..checkpoint.optimizer import parameter_names
@@ -31,8 +32,9 @@ from ..recipe import Recipe
 from ..sharding.kinds import shard
 from ..sharding.kinds.kind import Kind
 from ..sharding.kinds.zero2 import ShardedDataParallel
-from ..sharding.oss import OSS
+from ..sharding.oss import OSS, TIE
 from ..sharding.partition import has_state
+from ..sharding.shared_memory import shared_with_parameters
 from ..workload import RunInputs
 from .observe.advice import warn_of_optimizer, warn_of_schedule, warn_of_step_hooks
 
@@ -260,7 +262,7 @@ def wrap(
         ValueError: Sharding, rule, precision or optimizer can't be combined.
     """
     adam = metric_of(make_rule(config.rule)) == "adam"
-    sharding = _choose_sharding(config, plan.workers, optimizer, adam=adam)
+    sharding = _choose_sharding(config, plan.workers, module, optimizer, adam=adam)
     if sharding == "fsdp2" and config.precision == "fp16":
         raise SettingError(
             "{} is not supported. Use precision='bf16'.",
@@ -334,7 +336,12 @@ def adascale_of(
 
 
 def _choose_sharding(
-    config: AdaScaleConfig, workers: int, optimizer: Optimizer, *, adam: bool
+    config: AdaScaleConfig,
+    workers: int,
+    module: nn.Module,
+    optimizer: Optimizer,
+    *,
+    adam: bool,
 ) -> str:
     if adam and config.sharding not in ("auto", "none"):
         raise SettingError(
@@ -355,6 +362,16 @@ def _choose_sharding(
         )
     if adam or workers == 1:
         return "none"
-    if config.sharding == "auto":
-        return "zero2" if has_state(optimizer) and not sparse else "none"
-    return config.sharding
+    if config.sharding != "auto":
+        return config.sharding
+    if sparse or not has_state(optimizer):
+        return "none"
+    shared = shared_with_parameters(module, optimizer)
+    if shared is not None:
+        warn_on_first_worker(
+            f"{shared[0]!r} and {shared[1]!r} of the model share memory, which sharded "
+            "parameters can't, so sharding='auto' is 'none' and each worker has all "
+            f"optimizer state. {TIE}"
+        )
+        return "none"
+    return "zero2"

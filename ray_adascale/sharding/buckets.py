@@ -208,7 +208,7 @@ class Bucket:
         for p, offset, strides in zip(
             self.params, self.offsets, self.strides, strict=True
         ):
-            view = self.flat.as_strided(p.shape, strides, offset)
+            view = _with_own_storage(self.flat, offset, p.shape, strides)
             view.copy_(p)
             p.data = view
         self._addresses = [p.data_ptr() for p in self.params]
@@ -239,6 +239,21 @@ class Bucket:
                 and fragment.tensor.data_ptr() != start + fragment.offset * size
             ):
                 fragment.tensor.data = self._part(fragment).copy_(fragment.tensor)
+
+
+def _with_own_storage(
+    flat: Tensor, offset: int, shape: torch.Size, strides: tuple[int, ...]
+) -> Tensor:
+    """Return a view of a buffer as a tensor whose storage has these elements alone, in
+    the same memory.
+
+    ``torch.save`` writes the whole storage of a tensor, and safetensors refuses tensors
+    that have one storage.
+    """
+    size = flat.element_size()
+    end = offset + shape.numel()
+    storage = flat.untyped_storage()[offset * size : end * size]
+    return flat.new_empty(0).set_(storage, 0, shape, strides)
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:

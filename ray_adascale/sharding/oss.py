@@ -46,6 +46,13 @@ from .share_state import (
     packed,
     share_of,
 )
+from .shared_memory import shared_by_parameters
+
+TIE = (
+    "To tie weights, make them one parameter: head.weight = embed.weight, without "
+    "nn.Parameter(...). In place of a view, compute it in forward()."
+)
+"""What to do with memory that a parameter shares, as the end of an error message."""
 
 
 class GradientReducer(Protocol):
@@ -265,6 +272,14 @@ class OSS(Optimizer):
         groups = [g for g in numbers for _ in self.param_groups[g]["params"]]
         for p in params:
             check_shardable(p)
+        if self.world_size > 1:
+            shared = shared_by_parameters(self._params())
+            if shared is not None:
+                raise ValueError(
+                    f"Two parameters of the optimizer share memory, {shared[0]} and "
+                    f"{shared[1]}. OSS would give each memory of its own, and they "
+                    f"would train apart. {TIE}"
+                )
         if self.world_size == 1:
             fragments = [
                 Fragment(p, g, 0, p.numel(), p, 0)

@@ -91,6 +91,13 @@ def check_shardable(p: Tensor) -> None:
         raise ValueError(
             f"Invalid parameter of layout {p.layout}. OSS shards dense parameters only."
         )
+    steps = zip(p.shape, p.stride(), strict=True)
+    if p.requires_grad and any(size > 1 and stride == 0 for size, stride in steps):
+        raise ValueError(
+            f"Several elements of a parameter of shape {tuple(p.shape)} are one number "
+            "in memory, as expand() makes them, and no optimizer can step it. Give it "
+            "memory of its own: nn.Parameter(tensor.clone())."
+        )
 
 
 def check_optimizer(optimizer: Optimizer, world_size: int) -> None:

@@ -8,7 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..._torch import is_dtensor
-from ..oss import OSS
+from ..oss import OSS, TIE
+from ..shared_memory import shared_with_parameters
 from .ddp import DataParallel, data_parallel
 from .kind import Kind
 from .zero2 import ShardedDataParallel, Zero2
@@ -56,7 +57,18 @@ def shard(
 
     Returns:
         The model to call, and the optimizer with this worker's state.
+
+    Raises:
+        ValueError: A parameter shares memory, and would get other memory.
     """
+    moves = name == "fsdp2" or (name in ("oss", "zero2") and workers > 1)
+    shared = shared_with_parameters(module, optimizer) if moves else None
+    if shared is not None:
+        raise ValueError(
+            f"{shared[0]!r} and {shared[1]!r} of the model share memory. "
+            f"sharding={name!r} gives each parameter memory of its own, so they would "
+            f"come apart. {TIE} Or use sharding='none', or 'auto', which chooses it."
+        )
     if name == "fsdp2":
         # here, since DTensor takes most of a second to import
         from .fsdp2 import shard_model
