@@ -18,7 +18,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -54,6 +54,19 @@ class _Pass:
     @property
     def runs(self) -> bool:
         return self.end is not None and self.end() is not None
+
+
+class _Watched(NamedTuple):
+    """A tensor whose gradients are watched, and what its node was made for: another
+    tensor needs another node.
+    """
+
+    leaf: Tensor
+    node: Any  # which torch holds weakly
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+    layout: torch.layout
 
 
 class PassListener(Protocol):
@@ -135,8 +148,16 @@ class GradientObserver(ABC):
         """
 
     def refresh(self) -> None:  # noqa: B027 (most observers have nothing to do)
-        """Watch parameters that were cast or moved. Called between steps, and as a
-        step begins.
+        """Watch parameters that were cast, moved or resized. Called between steps, and
+        as a step begins.
+        """
+
+    def check_shapes(self) -> None:  # noqa: B027
+        """Raise if a parameter was resized since :meth:`refresh`. Called as a pass
+        begins, in which torch would raise.
+
+        Raises:
+            RuntimeError: A parameter was resized.
         """
 
     def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -243,9 +264,7 @@ class HookObserver(GradientObserver):
         self.groups = [list(params) for params in groups]
         self.hooked: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
         self._hooks: dict[Tensor, Callable[[Sequence[Tensor | None]], None]] = {}
-        # By parameter: the tensor that accumulates, its node, which torch holds weakly,
-        # and the dtype and device of then.
-        self._nodes: dict[Tensor, tuple[Tensor, Any, torch.dtype, torch.device]] = {}
+        self._watched: dict[Tensor, _Watched] = {}
         # in which the nodes of a GPU were made
         self._streams: dict[torch.device, torch.Stream] = {}
         self._pass = _Pass()
@@ -291,19 +310,31 @@ class HookObserver(GradientObserver):
         # torch makes another node only once nobody holds the old one
         for param, _ in moved:
             self.hooked.pop(param).remove()
-            del self._nodes[param]
+            del self._watched[param]
         for param, leaf in moved:
             self.hook(param, leaf)
 
+    def check_shapes(self) -> None:
+        for leaf, _, _, _, shape, _ in self._watched.values():
+            if leaf.shape != shape:
+                raise RuntimeError(
+                    f"A parameter of shape {tuple(shape)} was resized to "
+                    f"{tuple(leaf.shape)} after optimizer.zero_grad(). Resize it "
+                    "between optimizer.step() and optimizer.zero_grad(), which follows "
+                    "it."
+                )
+
     def find_unseen(self) -> list[Tensor]:
-        """Return the parameters of another dtype or device than they were hooked
-        with.
+        """Return the parameters of another dtype, device, shape or layout than they
+        were hooked with.
         """
-        nodes = self._nodes.items()
         found = [
             p
-            for p, (leaf, _, dtype, device) in nodes
-            if leaf.dtype is not dtype or leaf.device != device
+            for p, (leaf, _, dtype, device, shape, layout) in self._watched.items()
+            if leaf.dtype is not dtype
+            or leaf.device != device
+            or leaf.shape != shape
+            or leaf.layout is not layout
         ]
         if found and self._reducing is not None:
             self._reducing.check_cast(found)
@@ -322,8 +353,8 @@ class HookObserver(GradientObserver):
             for device, stream in streams.items()
             if torch.accelerator.current_stream(device) != stream
         ]
-        moved = self._nodes if left else self.find_unseen()
-        return [(param, self._nodes[param][0]) for param in moved]
+        moved = self._watched if left else self.find_unseen()
+        return [(param, self._watched[param].leaf) for param in moved]
 
     def slot(self, param: Tensor) -> Tensor | None:
         """Return the tensor for the norm of this parameter's gradients, if a hook
@@ -360,7 +391,9 @@ class HookObserver(GradientObserver):
         if (hook := self._hooks.get(param)) is None:
             hook = self._hooks[param] = self._hook_of(param)
         node = accumulator_of(leaf)
-        self._nodes[param] = leaf, node, leaf.dtype, leaf.device
+        self._watched[param] = _Watched(
+            leaf, node, leaf.dtype, leaf.device, leaf.shape, leaf.layout
+        )
         self.identity.half |= leaf.dtype.itemsize < 4
         if not leaf.is_cpu:
             self._streams[leaf.device] = torch.accelerator.current_stream(leaf.device)
@@ -510,7 +543,7 @@ class HookObserver(GradientObserver):
         for handle in self.hooked.values():
             handle.remove()
         self.hooked.clear()
-        self._nodes.clear()
+        self._watched.clear()
 
 
 def _can_train(param: Tensor) -> bool:

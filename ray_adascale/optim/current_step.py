@@ -300,7 +300,7 @@ class CurrentStep:
         self._unhooked = True
 
     def refresh(self) -> None:
-        """Watch parameters that were cast or moved. Called before the forward pass
+        """Watch parameters that were cast, moved or resized. Called before the forward pass
         of a step, if the loop tells.
         """
         if self.observer is not None:
@@ -835,6 +835,7 @@ class InferredPasses:
     def begin(self, current: CurrentStep, observer: GradientObserver) -> bool:
         """Begin a pass at its first gradient; return whether it is the step's last."""
         current.workers.require_group()
+        observer.check_shapes()
         if current.lacks_samples:
             raise current.no_samples()
         self._look_at_the_step_before(current, observer)

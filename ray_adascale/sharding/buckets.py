@@ -153,6 +153,7 @@ class Bucket:
             ]
             self.bounds = [*starts, end]
         self.strides = [_dense_strides(p) for p in self.params]
+        self._shapes = [p.shape for p in self.params]
         self.flat = torch.empty(
             0, dtype=self.params[0].dtype, device=self.params[0].device
         )
@@ -204,6 +205,14 @@ class Bucket:
                 "are not any more. Move and convert the "
                 "model before its optimizer is sharded."
             )
+        for p, shape in zip(self.params, self._shapes, strict=True):
+            if p.shape != shape:
+                raise RuntimeError(
+                    f"A parameter of shape {tuple(shape)} was resized to "
+                    f"{tuple(p.shape)} after its optimizer was sharded, which has no "
+                    "place for it. Resize it first, and build optimizer and run after "
+                    "it; or use sharding='none'."
+                )
         self.flat = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
         for p, offset, strides in zip(
             self.params, self.offsets, self.strides, strict=True

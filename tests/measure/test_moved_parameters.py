@@ -4,6 +4,7 @@ as before, or refused.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -201,12 +202,16 @@ def test_sharded_gradients_follow(pool: Any, passes: int, change: Change) -> Non
 @pytest.mark.parametrize("sharding", ["none", "oss"])
 def test_ddp_does_not_follow_a_cast(pool: Any, sharding: str) -> None:
     """Workers drifted apart in the step."""
-    with pytest.raises(Exception, match=r"cast or moved 4 parameters: '0\.weight'"):
+    with pytest.raises(
+        Exception, match=r"cast, moved or resized 4 parameters: '0\.weight'"
+    ):
         pool(2).run(_in_a_run, to_double, sharding, 1)
 
 
 def test_ddp_does_not_follow_a_cast_in_a_loop_of_ones_own(pool: Any) -> None:
-    with pytest.raises(Exception, match=r"cast or moved 4 parameters: '0\.weight'"):
+    with pytest.raises(
+        Exception, match=r"cast, moved or resized 4 parameters: '0\.weight'"
+    ):
         pool(2).run(_in_a_loop, to_double, "oss", 2)
 
 
@@ -348,3 +353,103 @@ def test_a_pass_beside_the_runs_own_is_noticed_after_a_cast(
                 ).square().sum().backward()
             run.step()
             assert number <= AT
+
+
+# ---- resized -------------------------------------------------------------------------
+
+
+class Grown(nn.Module):
+    """A table of words that grows, and a layer. The words that are added are in no
+    example.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(10, 4, dtype=torch.float64)
+        self.last = nn.Linear(4, 1, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.table(x).tanh())
+
+    def grow(self) -> None:
+        weight = self.table.weight
+        weight.data = torch.cat([weight.data, torch.zeros(3, 4, dtype=torch.float64)])
+        weight.grad = None
+
+
+WORDS = torch.arange(640) % 10
+TARGETS = torch.linspace(-1, 1, 640, dtype=torch.float64)[:, None]
+
+
+def _grown_in_a_loop(when: str) -> tuple[float, Tensor]:
+    model = Grown()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ada = AdaScale(optimizer, num_gradients_to_accumulate=2)
+    for step in range(STEPS):
+        for i in (2 * step, 2 * step + 1):
+            x, y = WORDS[8 * i : 8 * i + 8], TARGETS[8 * i : 8 * i + 8]
+            (F.mse_loss(model(x), y) / 2).backward()
+        ada.step()
+        if step == AT and when == "before":
+            model.grow()
+        ada.zero_grad()
+        if step == AT and when == "after":
+            model.grow()
+    return ada.gain(), model.table.weight[:10].detach()
+
+
+def _grown_in_a_run(when: str, sharding: str = "none") -> tuple[float, Tensor]:
+    model = Grown()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = AdaScaleConfig(
+        base_batch_size=8,
+        per_worker_batch_size=8,
+        accumulation=2,
+        total_steps=20,
+        shuffle=False,
+        sharding=sharding,
+    )
+    run, steps = Run(model, optimizer, None, TensorDataset(WORDS, TARGETS), config), 0
+    for x, y in run:
+        run.backward(F.mse_loss(run.model(x), y))
+        steps += run.step()
+        if run.at_boundary and steps == AT and when == "before":
+            model.grow()
+    return run.optimizer.last_step.gain, model.table.weight[:10].detach()
+
+
+@pytest.mark.parametrize("loop", [_grown_in_a_loop, _grown_in_a_run])
+def test_a_parameter_that_is_resized_is_followed(loop: Callable[..., Any]) -> None:
+    (gain, table), (expected, untouched) = loop("before"), loop("never")
+    assert gain == expected > 1
+    assert torch.equal(table, untouched)
+
+
+def test_a_parameter_that_is_resized_too_late_is_told_where() -> None:
+    with pytest.raises(
+        RuntimeError,
+        match=r"shape \(10, 4\) was resized to \(13, 4\) after.*Resize it between",
+    ):
+        _grown_in_a_loop("after")
+
+
+def _resized(sharding: str) -> str:
+    with pytest.raises(RuntimeError, match="resized") as caught:
+        _grown_in_a_run("before", sharding)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "error"),
+    [
+        ("none", "cast, moved or resized 1 parameters: 'table.weight'"),
+        ("oss", "cast, moved or resized 1 parameters: 'table.weight'"),
+        ("zero2", r"\(10, 4\) was resized to \(13, 4\) after its optimizer was shard"),
+    ],
+)
+def test_workers_refuse_a_parameter_that_is_resized(
+    pool: Any, sharding: str, error: str
+) -> None:
+    for found in pool(2).run(_resized, sharding):
+        assert re.search(error, found)

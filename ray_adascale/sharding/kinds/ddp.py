@@ -147,11 +147,10 @@ class _Reducing:
     def check_cast(self, params: Sequence[Tensor]) -> None:
         if (model := self._model()) is not None:
             raise RuntimeError(
-                f"The loop has cast or moved {_names(model, params)}. "
-                "DistributedDataParallel would leave their gradients "
-                "unreduced. Cast and move the model before the run, or "
-                "DistributedDataParallel, is built; or use "
-                "sharding='zero2', which follows."
+                f"The loop has cast, moved or resized {_names(model, params)}. "
+                "DistributedDataParallel would leave their gradients unreduced. Change "
+                "the model before the run, or DistributedDataParallel, is built; "
+                "sharding='zero2' follows casts and moves."
             )
 
 
