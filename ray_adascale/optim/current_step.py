@@ -954,10 +954,13 @@ _FAULTS = {
     "catches it, call optimizer.zero_grad(), and make all backward passes of the step "
     "again.",
     "too many": "Gradients of more than {passes} backward passes were added up before "
-    "step(), so the gain is not "
-    "known. Add the losses and call backward() once, or "
-    "set_num_gradients_to_accumulate() to the number of passes "
-    "(AdaptiveDataParallel: all but the last under no_sync()).",
+    "step(), so the gain is not known. Does one micro-batch have several losses, as "
+    "those of a GAN for real and for generated examples? Add the losses, and call "
+    "backward() once: AdaScale would take each pass for a micro-batch of its own, "
+    "whatever their number is set to. Or does the loop add up the gradients of several "
+    "micro-batches? Set their number: set_num_gradients_to_accumulate(), in attach "
+    "AdaScaleConfig(accumulation=...); with AdaptiveDataParallel all but the last are "
+    "under no_sync().",
     "uncleared": "The gradients of the last step were not cleared before the next "
     "backward pass, which has added to them. Call "
     "optimizer.zero_grad() after each step().",
