@@ -277,7 +277,7 @@ class Replicas(Guard):
             where = f"τ is {values}. "
         raise RuntimeError(
             f"The workers' replicas are no longer equal: {self.found}. "
-            f"{where or ''}{_CAUSES}"
+            f"{where or ''}{self._causes()}"
         )
 
     def compare(self) -> None:
@@ -291,7 +291,7 @@ class Replicas(Guard):
         if (where := self._difference(self._weights())) is not None:
             raise RuntimeError(
                 "No checkpoint was written: the workers' weights differ. "
-                f"{where}{_CAUSES}"
+                f"{where}{self._causes()}"
             )
         tensors: dict[str, Any] = {}
         for name, stateful in self._extra.items():
@@ -303,6 +303,18 @@ class Replicas(Guard):
                 f"{where}Update it alike on all workers, without `if rank == 0`. State "
                 "that differs is PerWorker(object)."
             )
+
+    def _causes(self) -> str:
+        """Return the likely causes of unequal weights: the end of an error message."""
+        for name, part in self._module.named_modules():
+            if getattr(part, "max_norm", None) is not None:
+                return (
+                    f"Likely cause: {name!r} has max_norm={part.max_norm}, so that its "
+                    "forward pass changes weights, on each worker those of its own "
+                    "examples. Leave max_norm out, and renormalize the rows in "
+                    f"after_step=, alike on all workers. {_CAUSES}"
+                )
+        return _CAUSES
 
     def _weights(self) -> dict[str, Tensor | None]:
         return {

@@ -46,6 +46,27 @@ class DataParallel(Kind):
 
     # ---- before the first step -------------------------------------------------------
 
+    def check(self) -> None:
+        """Check that DistributedDataParallel reduces the gradients of all parameters.
+
+        Raises:
+            ValueError: It was told to ignore some of them.
+        """
+        if self.model is None or not self.model.parameters_to_ignore:
+            return
+        own = set(self.params)
+        ignored = [
+            name
+            for name, p in self.model.module.named_parameters()
+            if name in self.model.parameters_to_ignore and p in own and p.requires_grad
+        ]
+        if ignored:
+            raise ValueError(
+                "DistributedDataParallel was told to ignore "
+                f"{listed(ignored)}, so the workers would step them apart. Leave them "
+                "out of _ddp_params_and_buffers_to_ignore, or freeze them."
+            )
+
     def observe(self, listener: PassListener, wanted: Wanted) -> GradientObserver:
         if wanted.precondition is not None:
             self.state.check_precondition()

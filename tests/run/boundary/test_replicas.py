@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Run
@@ -208,6 +209,46 @@ def test_a_rank_that_skips_one_reduction_is_found_within_two_steps(
     for steps, error in pool(2).run(_unreduced, sharding, fused, width):
         assert steps <= FAULT + 1
         assert "replicas are no longer equal" in error
+
+
+def _max_norm(sharding: str) -> tuple[int, str]:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.EmbeddingBag(12, 4, max_norm=0.5), nn.Linear(4, 2))
+    words = TensorDataset(
+        torch.randint(12, (256, 3), generator=torch.Generator().manual_seed(2)),
+        torch.zeros(256, 2),
+    )
+    run = make_run(net, dataset=words, sharding=sharding)
+    return outcome(run, lambda run, step: None)
+
+
+@pytest.mark.parametrize("sharding", ["none", "oss", "zero2"])
+def test_an_embedding_with_max_norm_is_named(pool: Any, sharding: str) -> None:
+    for steps, error in pool(2).run(_max_norm, sharding):
+        assert steps <= 2
+        assert "replicas are no longer equal" in error
+        assert "Likely cause: '0' has max_norm=0.5" in error
+        assert "in after_step=, alike on all workers" in error
+
+
+def _ignored(frozen: bool) -> tuple[int, str]:
+    net = network()
+    net[2].weight.requires_grad_(not frozen)
+    names = ["2.weight"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
+    try:
+        run = make_run(net, sharding="none")
+    except ValueError as error:
+        return 0, str(error)
+    return outcome(run, lambda run, step: None)
+
+
+def test_a_parameter_that_ddp_was_told_to_ignore_is_refused(pool: Any) -> None:
+    for steps, error in pool(2).run(_ignored, False):
+        assert steps == 0
+        assert "told to ignore 1 parameters: '2.weight'" in error
+    for steps, error in pool(2).run(_ignored, True):
+        assert (steps, error) == (STEPS, "")
 
 
 class Projection(nn.Module):
