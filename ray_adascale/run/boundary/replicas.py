@@ -186,8 +186,6 @@ class Replicas(Guard):
             "data": constant(float(self._source.compared), self._zero.device)[0],
         }
         self._steps += 1
-        if self._steps == 2:
-            self._check_late_buffers()
         if self._pieces:
             norms = self._optimizer.current.replicated
             norm = (
@@ -208,8 +206,8 @@ class Replicas(Guard):
         }
 
     def _check_late_buffers(self) -> None:
-        """Warn if the first step has made buffers, to be saved, that differ between
-        workers. Collective.
+        """Warn if the first step's forward passes have made buffers, to be saved, that
+        differ between workers. Collective.
         """
         late = {
             name: b
@@ -245,7 +243,7 @@ class Replicas(Guard):
 
     def step(self) -> None:
         """Raise an error that names the first difference, if there is one. Collective,
-        at the same place on all workers.
+        at the same place on all workers, as the look at buffers in the first step is.
 
         Unequal data may be worth a warning only.
 
@@ -253,6 +251,8 @@ class Replicas(Guard):
             RuntimeError: Weights or gradients differ.
             ValueError: Samplers differ.
         """
+        if self._steps == 1:
+            self._check_late_buffers()
         if self.found is None:
             return
         if self.found == _COMPARED["data"][0]:

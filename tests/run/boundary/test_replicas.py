@@ -285,13 +285,13 @@ def _drawn_buffer(sharding: str, statistics: bool) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("sharding", ["none", "oss", "zero2", "fsdp2"])
-def test_a_buffer_that_each_worker_draws_for_itself_is_warned_of_within_two_steps(
+def test_a_buffer_that_each_worker_draws_for_itself_is_warned_of_in_the_first_step(
     pool: Any, sharding: str
 ) -> None:
     told, others = pool(2).run(_drawn_buffer, sharding, False)
     assert others == []
     ((step, text),) = told
-    assert step == 2
+    assert step == 1
     assert "the buffer 'projection'" in text
     assert "rank 0's" in text
 
