@@ -259,6 +259,8 @@ def _with_own_storage(
     ``torch.save`` writes the whole storage of a tensor, and safetensors refuses tensors
     that have one storage.
     """
+    if flat.is_meta:
+        return flat.as_strided(shape, strides, offset)
     size = flat.element_size()
     end = offset + shape.numel()
     storage = flat.untyped_storage()[offset * size : end * size]
