@@ -835,7 +835,8 @@ class InferredPasses:
     def begin(self, current: CurrentStep, observer: GradientObserver) -> bool:
         """Begin a pass at its first gradient; return whether it is the step's last."""
         current.workers.require_group()
-        observer.check_shapes()
+        if self.made == 0:
+            observer.check_shapes()
         if current.lacks_samples:
             raise current.no_samples()
         self._look_at_the_step_before(current, observer)

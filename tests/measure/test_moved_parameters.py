@@ -299,7 +299,8 @@ def test_other_models_may_be_built_and_loaded_in_the_loop() -> None:
     def build_and_load(model: nn.Module) -> None:
         assign(other)
         make_model()
-        model.register_parameter("unused", nn.Parameter(torch.zeros(2)))
+        unused = nn.Parameter(torch.zeros(2), requires_grad=False)
+        model.register_parameter("unused", unused)
 
     assert _in_a_run(build_and_load, "none", 1)[0] == _in_a_run(leave, "none", 1)[0]
 
