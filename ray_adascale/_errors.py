@@ -33,6 +33,13 @@ class noted:
             error.add_note(note)
 
 
+def as_sentences(*texts: str) -> str:
+    """Return texts one after the other, with a full stop where one has no end."""
+    *before, last = (text.strip() for text in texts if text.strip())
+    ended = [text if text[-1] in ".:!?" else f"{text}." for text in before]
+    return " ".join([*ended, last])
+
+
 class SettingError(ValueError):
     """A setting that can't work. The message names the setting as the Python API does.
 

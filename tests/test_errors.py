@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ray_adascale._errors import SettingError, check_count
+from ray_adascale._errors import SettingError, as_sentences, check_count
 
 
 def test_integers_are_taken_as_python_ints() -> None:
@@ -37,3 +37,10 @@ def test_without_a_minimum_the_type_alone_counts() -> None:
         SettingError, match=r"^Invalid seed=0\.5\. Must be an integer\.$"
     ):
         check_count("seed", 0.5, minimum=None)
+
+
+def test_texts_become_sentences() -> None:
+    said = as_sentences("RuntimeError: is 50", "", "In call 51 of x.", "It is long")
+    assert said == "RuntimeError: is 50. In call 51 of x. It is long"
+    assert as_sentences("KeyError: 'a'") == "KeyError: 'a'"
+    assert as_sentences("Why?\n", "So:", "this") == "Why? So: this"

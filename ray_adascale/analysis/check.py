@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from .._errors import as_sentences
 from .._torch import leaves
 from ..batch import BatchSettings
 from ..config import AdaScaleConfig, read_settings
@@ -117,12 +118,12 @@ def check_workload(
         except Exception as e:
             lines = lines_of(e)
             of_run = (lines, raised_when(e))  # a check has no step
-            notes = "".join(
-                f" {note}" for note in getattr(e, "__notes__", []) if note not in of_run
+            notes = [note for note in getattr(e, "__notes__", []) if note not in of_run]
+            text = f"{doing} failed. " + as_sentences(
+                f"{type(e).__name__}: {e}", *notes
             )
-            text = f"{doing} failed. {type(e).__name__}: {e}{notes}" + (
-                f"\n{lines}" if lines else ""
-            )
+            if lines:
+                text += f"\n{lines}"
             found.append(Finding("failed", text))
     texts = dict.fromkeys(
         str(warning.message)

@@ -155,7 +155,7 @@ def _epochs_warnings(runs: list[RunTrace], recipe: Recipe | None) -> Iterator[st
     """
     for run in runs:
         base, verdict = run.base(recipe), run.verdict(recipe)
-        if base is None or run.examples is None:
+        if base is None or run.examples is None or run.mean_scale <= 1:
             continue
         warning = epochs_warning(base, run.examples)
         in_words = [] if verdict is None else verdict.lines
@@ -170,11 +170,11 @@ def _fair_comparisons(runs: list[RunTrace], metrics: list[str]) -> Iterator[str]
         if base is None:
             continue
         values = [
-            f"{key} {_newest(run.column(key))}, {_newest(base.column(key))}"
+            f"{key} {_newest(run.column(key))} against {_newest(base.column(key))}"
             for key in metrics
         ]
         yield (
-            f"{run.label}, and {base.label}, a base run of as many examples "
+            f"{run.label} beside {base.label}, a base run of as many examples "
             f"({base.examples:,}): {'; '.join(values)}."
         )
 

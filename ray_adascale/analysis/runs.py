@@ -159,15 +159,20 @@ class RunTrace:
         return self.examples / base.examples * base.epochs
 
     def verdict(self, recipe: Recipe | None = None) -> Verdict | None:
-        """Return the comparison with the base runs of a recipe, if the run has reached
-        its T; None without one.
+        """Return the comparison with the base runs of a recipe, if the run has its T and
+        has reached it; None without one.
 
         Args:
             recipe: The recipe. Default: that of the run, by its trace.
         """
         first, last = self.rows[0], self.last
         base = self.base(recipe)
-        if base is None or last["effective_steps"] < base.total_steps * (1 - 1e-9):
+        if (
+            base is None
+            or first.get("total_steps", base.total_steps) != base.total_steps
+        ):
+            return None  # another length, as of a base run of more examples
+        if last["effective_steps"] < base.total_steps * (1 - 1e-9):
             return None
         values = [row[base.metric] for row in self.rows if base.metric in row]
         taken = last.get("step", last["optimizer_steps"])
@@ -246,8 +251,8 @@ class RunTrace:
 
 
 def alike_groups(runs: list[RunTrace]) -> list[list[RunTrace]]:
-    """Return the runs in groups that are alike in S, workers, learning rate, rule
-    and optimizer, as seeds of one run are.
+    """Return the runs in groups that are alike in S, workers, learning rate, rule,
+    optimizer and length, as seeds of one run are.
     """
     groups: dict[tuple[Any, ...], list[RunTrace]] = {}
     for run in runs:
@@ -258,6 +263,7 @@ def alike_groups(runs: list[RunTrace]) -> list[list[RunTrace]]:
             first.get("lr"),
             last.get("rule"),
             first.get("optimizer"),
+            first.get("total_steps"),
         )
         groups.setdefault(kind, []).append(run)
     return list(groups.values())

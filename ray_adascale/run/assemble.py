@@ -245,6 +245,7 @@ def _loop_of(given: Given, data: RunData, training: Training) -> RunParts:
         trace.first = {
             "optimizer": class_name(largest_part(inputs.optimizer)),
             "untrained": evaluation.untrained,
+            "total_steps": data.total_steps,
         }
         if base is not None:
             trace.first |= {

@@ -212,3 +212,18 @@ def test_passes_over_the_data_at_larger_scales_are_shown() -> None:
     none = recipe([], total_steps=100, base_steps_per_epoch=8.0)
     findings = check_workload(workload, {"lr": 0.1}, AdaScaleConfig(), none)
     assert not any("Passes" in each.text for each in findings)
+
+
+def test_an_exceptions_notes_are_sentences_of_their_own() -> None:
+    def failing(config: dict[str, Any]) -> Workload:
+        made = workload(config)
+
+        def loss_fn(model: nn.Module, batch: Any) -> Any:
+            error = RuntimeError("expected Float")
+            error.add_note("In loss_fn(model, batch).")
+            raise error
+
+        return replace(made, loss_fn=loss_fn)
+
+    (text,) = of(check_workload(failing, {"lr": 0.1}, CONFIG), "failed")
+    assert "RuntimeError: expected Float. In loss_fn(model, batch)." in text

@@ -276,8 +276,8 @@ def test_passes_over_the_data_and_a_base_run_of_as_many_examples(
     page = make(scaled, long, recipe=made)
     text = path.read_text()
     assert (
-        "<p>scaled, and long, a base run of as many examples (320): accuracy 0.5000, "
-        "1.600.</p>" in text
+        "<p>scaled beside long, a base run of as many examples (320): accuracy 0.5000 "
+        "against 1.600.</p>" in text
     )
     assert text.count("<figcaption>accuracy, over examples</figcaption>") == 1
     # One with twice as many is no such run.
@@ -303,7 +303,7 @@ def test_seeds_of_a_run_have_their_mean_and_spread(
     )
     text = " ".join((tmp_path / "out" / "report.html").read_text().split())
     assert (
-        "<p>one, two are alike in S, workers, learning rate, rule and optimizer: "
+        "<p>one, two are alike in S, workers, learning rate, rule, optimizer and length: "
         "accuracy 0.75 ± 0.071," in text
     )
     assert text.count("are alike in") == 1
@@ -322,6 +322,26 @@ def test_seeds_of_a_run_have_their_mean_and_spread(
         "a band of one standard deviation"
         not in (tmp_path / "out" / "report.html").read_text()
     )
+
+
+def test_a_base_run_of_another_length_is_no_seed_and_has_no_verdict(
+    make: Callable[..., Page], tmp_path: Path
+) -> None:
+    runs = []
+    for name, count in (("base", 20), ("long", 40)):
+        rows = base_rows(count)
+        rows[0]["total_steps"] = count
+        runs.append(write_rows(tmp_path / name, rows))
+    made = replace(
+        recipe([], total_steps=20, base_steps_per_epoch=8.0),
+        metric="accuracy",
+        mode="max",
+    )
+    make(*runs, recipe=made)
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert "are alike" not in text
+    assert "base: accuracy 0.8 is" in text
+    assert "long: " not in text
 
 
 def test_the_untrained_models_metrics_stand_at_the_beginning(

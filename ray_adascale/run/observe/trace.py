@@ -56,6 +56,7 @@ COLUMNS = {
     "rule": "the scaling rule",
     "optimizer": "class of the optimizer, in the first row alone",
     "untrained": "metrics of the untrained model, in the first row alone",
+    "total_steps": "T, in the first row alone",
     BASE: "the recipe's base runs, for the verdict, in the first row alone",
     NORM_BATCH: "examples of a micro-batch of a model with batch norm, with a recipe, in "
     "the first row alone",

@@ -379,4 +379,5 @@ def base_of(row: Mapping[str, Any]) -> BaseFigures | None:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
+    percent = 100 * share
+    return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
