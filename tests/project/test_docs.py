@@ -8,8 +8,10 @@ the names that it uses from ``GIVEN``.
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import re
+import symtable
 import sys
 import types
 from collections.abc import Callable
@@ -19,10 +21,12 @@ from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
+import ray.train
 import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
+import ray_adascale
 from ray_adascale import AdaScaleConfig, read_trace
 
 from .readme import own_loop
@@ -245,6 +249,52 @@ def test_the_python_blocks_run(
     given = GIVEN[_name(page)](tmp_path) if _name(page) in GIVEN else {}
     namespace = {"__name__": "__main__", **given}
     run_page(blocks(page.read_text(), page), namespace)
+
+
+_FRAGMENT = re.compile(r"# In (?:your|a) program.*, with (?P<given>.*):$")
+"""The first line of a block that does not run by itself, with what it needs."""
+
+
+def names_of(code: str) -> tuple[set[str], set[str]]:
+    """The names that a block uses as globals, and those that it makes."""
+    used, made = set[str](), set[str]()
+
+    def walk(table: symtable.SymbolTable) -> None:
+        inside = table.get_type() != "module"
+        for symbol in table.get_symbols():
+            if symbol.is_referenced() and (symbol.is_global() or not inside):
+                used.add(symbol.get_name())
+            if not inside and (symbol.is_assigned() or symbol.is_imported()):
+                made.add(symbol.get_name())
+        for child in table.get_children():
+            walk(child)
+
+    walk(symtable.symtable(code, "block", "exec"))
+    return used, made
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=_name)
+def test_a_block_that_needs_more_than_its_page_has_says_so(page: Path) -> None:
+    """What is pasted in the order of the page runs (test_the_python_blocks_run), or
+    its first line says what it needs: each name that is not made on the page.
+    """
+    known = set(dir(builtins)) | {"__name__"}
+    for block in blocks(page.read_text(), page):
+        used, made = names_of(block.code)
+        missing = used - made - known
+        known |= made
+        fragment = _FRAGMENT.match(block.code.partition("\n")[0])
+        where = f"{_name(page)}:{block.line + 1}"
+        if missing or block.reason is not None:
+            assert fragment is not None, f"{where} lacks {sorted(missing)}"
+            told = set(re.findall(r"\w+", fragment["given"]))
+            imports = {*ray_adascale.__all__, *dir(ray.train), "ray_adascale", "rich"}
+            if "imports" in told:
+                missing -= imports
+            assert missing <= told, where
+    if page.name == "migrating.md" or _name(page) in NEEDS_GROUP:
+        for block in blocks(page.read_text(), page):
+            assert "init_process_group" in block.code or _FRAGMENT.match(block.code)
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=_name)
