@@ -184,8 +184,30 @@ def test_a_case_is_repeated_by_its_repr() -> None:
 @pytest.mark.parametrize("number", range(len(FAULTS)))
 def test_planted_faults_are_in_the_code(number: int) -> None:
     """A fault whose line was rewritten must be written anew."""
-    name, old, new = FAULTS[number]
+    name, function, old, new = FAULTS[number]
     assert old != new
     text = (ROOT / "ray_adascale" / name).read_text(encoding="utf-8")
-    start, end = place(text, old, name)
+    start, end = place(text, function, old)
     ast.parse(text[:start] + (new.strip() or "pass") + text[end:])
+
+
+def test_a_fault_is_planted_in_its_function_whatever_the_others_say() -> None:
+    text = """
+class A:
+    def step(self):
+        total = f(
+            1,
+        )
+        return total
+
+
+def step():
+    total = f(1)
+    return total
+"""
+    start, end = place(text, "A.step", "total = f(1)")
+    assert text[start:end] == "total = f(\n            1,\n        )"
+    with pytest.raises(ValueError, match="is there 0 times"):
+        place(text, "A.step", "f(2)")
+    with pytest.raises(ValueError, match="other is there 0 times"):
+        place(text, "A.other", "f(1)")

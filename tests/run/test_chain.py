@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -104,11 +105,33 @@ def test_adams_metric_needs_adam_alone() -> None:
         Run.of(workload({}), settings(rule="adamscale"))
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_chain_of_sgd_is_sgd() -> None:
+def _trained(optimizer_of: Callable[[list[nn.Parameter]], Any]) -> list[Any]:
+    """The end of a run with S > 1: the rule, τ, and the weights."""
     built = workload({})
-    chain = OptimizerChain([SGD([p], lr=0.1) for p in built.model.parameters()])
-    Run(built.model, chain, None, built.train_dataset, settings())
+    optimizer = optimizer_of(list(built.model.parameters()))
+    config = settings(accumulation=2, per_worker_batch_size=B0)
+    run = Run(built.model, optimizer, None, built.train_dataset, config)
+    for batch in run:
+        run.backward(built.loss(run.model, batch))
+        run.step()
+    weights = [p.detach().reshape(-1).tolist() for p in built.model.parameters()]
+    return [run.optimizer.rule, run.effective_steps, weights]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_chain_of_sgd_is_sgd(momentum: float) -> None:
+    """The rule chosen by default, the clock and the weights are SGD's to the bit."""
+
+    def chain(params: list[nn.Parameter]) -> Any:
+        return OptimizerChain([SGD([p], lr=0.01, momentum=momentum) for p in params])
+
+    def sgd(params: list[nn.Parameter]) -> Any:
+        return SGD([{"params": [p]} for p in params], lr=0.01, momentum=momentum)
+
+    of_chain, of_sgd = _trained(chain), _trained(sgd)
+    assert of_chain == of_sgd
+    assert of_sgd[1] >= T
 
 
 def test_a_list_of_optimizers_is_refused_and_the_chain_is_named() -> None:

@@ -23,7 +23,7 @@ from ray_adascale.train.trainer import _with_ray_data
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings(
         "ignore:The batch of .* exceeds the gradient noise scale"
     ),

@@ -36,7 +36,7 @@ from .test_trainer import workload as quiet
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(720),
     pytest.mark.filterwarnings(
         "ignore:The batch of .* exceeds the gradient noise scale"
     ),

@@ -49,7 +49,7 @@ from ..samples_of import recipe
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(720),
     pytest.mark.filterwarnings(
         "ignore:The batch of .* exceeds the gradient noise scale"
     ),
