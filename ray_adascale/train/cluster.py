@@ -5,9 +5,10 @@ build on a worker.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -22,6 +23,7 @@ WORKER_TIMEOUT_S = 300
 even for a worker that has died.
 """
 
+_NODE = "_ray_adascale_node"
 _START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 
 
@@ -68,14 +70,21 @@ def lacking(bundle: Mapping[str, float], count: int) -> str | None:
     return f"{workers_in_words(count)} of {_amounts(needed)} each, and {fits}"
 
 
-def room(bundle: Mapping[str, float], most: int) -> list[int]:
+def room(
+    bundle: Mapping[str, float], most: int, without: Collection[str] = ()
+) -> list[int]:
     """Return the number of workers that fit on each node when it is empty.
 
     Args:
         bundle: Resources of one worker, on one node.
         most: The number for a worker that needs no resources.
+        without: Ray's ids of nodes that are left out.
     """
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = [
+        node["Resources"]
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] not in without
+    ]
     needed = {key: value for key, value in bundle.items() if value > 0}
     return [
         min(
@@ -97,6 +106,35 @@ def alive_nodes() -> dict[str, str]:
         for node in ray.nodes()
         if node["Alive"]
     }
+
+
+class NodeOfWorker(NamedTuple):
+    """The node of a worker that has raised: Ray's id, and host name and address."""
+
+    id: str
+    name: str
+
+
+@contextmanager
+def naming_the_node() -> Iterator[None]:
+    """Return a context on a worker that adds the node to an exception, if the cluster
+    has several. See :func:`node_of`.
+    """
+    try:
+        yield
+    except Exception as error:
+        nodes = alive_nodes()
+        node = ray.get_runtime_context().get_node_id()
+        if len(nodes) > 1 and node in nodes:
+            setattr(error, _NODE, NodeOfWorker(node, nodes[node]))
+        raise
+
+
+def node_of(error: BaseException) -> NodeOfWorker | None:
+    """Return the node of the worker that raised an exception; None if it is unknown,
+    or the only one.
+    """
+    return getattr(error, _NODE, None)
 
 
 def lost_nodes(before: Mapping[str, str]) -> list[str]:

@@ -90,7 +90,12 @@ class DriverChannel:
     def __init__(self) -> None:
         self._metrics: dict[str, Any] | None = None
         self._running = False
-        self._notes: dict[str, Any] = {"placed": None, "restarts": 0, "loops": 0}
+        self._notes: dict[str, Any] = {
+            "placed": None,
+            "restarts": 0,
+            "loops": 0,
+            "stepped": set(),
+        }
         self.set_awaited(_ROOM, None)
         self._events: list[tuple[int, str]] = []
         self._sent = 0
@@ -108,6 +113,8 @@ class DriverChannel:
     def beat(self, beat: Beat) -> bool:
         """Add a worker's heartbeat. Return whether a stop was requested."""
         self._beats.add(beat, time.monotonic())
+        if beat.limit_s is not None:  # it has taken a step
+            self._notes["stepped"].add(beat.node)
         return self._stop
 
     def put(self, metrics: dict[str, Any]) -> None:
@@ -145,7 +152,8 @@ class DriverChannel:
 
     def notes(self) -> dict[str, Any]:
         """Return "placed", the placement group of the last start; "restarts" after a
-        failure; "loops", the loops that began.
+        failure; "loops", the loops that began; "stepped", the nodes whose workers
+        have taken a step.
         """
         return self._notes
 

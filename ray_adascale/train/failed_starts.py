@@ -10,18 +10,31 @@ the controller at each moment of a start.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import NamedTuple
 
 import ray.train
 from ray.exceptions import RayActorError, RayTaskError
 
 from .cluster import alive_nodes, room
-from .retry import STORAGE_TRIES, ProcessGroupFailed, is_rays, preemption_of, rays_words
+from .retry import (
+    STORAGE_TRIES,
+    ProcessGroupFailed,
+    RepeatedFailure,
+    bad_nodes,
+    failure_message,
+    is_rays,
+    preemption_of,
+    rays_words,
+)
 
 _FAILED, _TIMED_OUT = "WorkerGroupStartupFailedError", "WorkerGroupStartupTimeoutError"
 """Ray Train's exceptions of a start that failed, and of one for which there was no
 room in time. The names are private to Ray.
 """
+_NODE_ID = "ray.io/node-id"
+"""Ray's label of each node."""
 _TRIES = 2
 """Number of starts in a row that fail on the same nodes, before an elastic run
 starts with fewer workers.
@@ -36,11 +49,36 @@ class NextStart(NamedTuple):
             if there was no room.
         restarts: Number of restarts that count, with this one.
         num_workers: ``ScalingConfig``'s.
+        without: Ray's ids of the nodes that get no worker.
     """
 
     why: str | None
     restarts: int
     num_workers: int | tuple[int, int]
+    without: frozenset[str] = frozenset()
+
+    def scaling(self, asked: ray.train.ScalingConfig) -> ray.train.ScalingConfig:
+        """Return the scaling of this start.
+
+        Args:
+            asked: The user's.
+        """
+        if not self.without:
+            return replace(asked, num_workers=self.num_workers)
+        elsewhere = {_NODE_ID: f"!in({','.join(sorted(self.without))})"}
+        number = self.num_workers
+        most = number if isinstance(number, int) else number[1]
+        selector = asked.label_selector
+        if isinstance(selector, list):
+            selectors = [{**each, **elsewhere} for each in selector[:most]]
+            return replace(
+                asked, num_workers=self.num_workers, label_selector=selectors
+            )
+        return replace(
+            asked,
+            num_workers=self.num_workers,
+            label_selector={**(selector or {}), **elsewhere},
+        )
 
 
 class FailedStarts:
@@ -67,9 +105,10 @@ class FailedStarts:
         self._ended = 0  # controllers
         self._loops = 0
         self._in_a_row = 0
+        self._without: frozenset[str] = frozenset()
 
     def next_start(
-        self, error: Exception, restarts: int, loops: int
+        self, error: Exception, restarts: int, loops: int, stepped: Collection[str] = ()
     ) -> NextStart | None:
         """Return the start that follows a failure; None if another start would not
         help, or would be one too many.
@@ -78,13 +117,16 @@ class FailedStarts:
             error: What Ray Train has raised.
             restarts: Number of restarts so far that count.
             loops: How often the workers have begun their loop so far.
+            stepped: Ray's ids of the nodes whose workers have taken a step of the run.
         """
         cause = getattr(error, "controller_failure", error)
         self._ended += 1
         if 0 <= self._limit < self._ended:
             return None
         if type(cause).__name__ == _TIMED_OUT:
-            return NextStart(None, restarts, self._num_workers)
+            return NextStart(None, restarts, self._num_workers, self._without)
+        if isinstance(cause, RepeatedFailure):
+            return self._without_bad_nodes(cause, restarts + 1, set(stepped))
         if not _may_pass(cause):
             return None
         nodes = alive_nodes()
@@ -117,13 +159,44 @@ class FailedStarts:
                 f" That happened {_TRIES} times in a row, so the run goes on with "
                 f"{self._most} or fewer workers."
             )
-        return NextStart(why, restarts, self._num_workers)
+        return NextStart(why, restarts, self._num_workers, self._without)
+
+    def _without_bad_nodes(
+        self, failure: RepeatedFailure, restarts: int, stepped: set[str]
+    ) -> NextStart | None:
+        """Return the start without the nodes on which the run can't begin, though it
+        has run on others; None if that can't be.
+        """
+        bad = bad_nodes(failure)
+        nodes = alive_nodes()
+        good = (stepped & nodes.keys()) - self._without
+        if not bad or bad.keys() & stepped or not good or self._most <= self._fewest:
+            return None
+        if 0 <= self._max_failures < restarts:
+            return None
+        without = self._without | bad.keys()
+        most = min(self._most, sum(room(self._bundle, self._most, without)))
+        if most < self._fewest:
+            return None
+        self._without, self._most, self._in_a_row = without, most, 0
+        self._num_workers = self._fewest, most
+        error = failure_message(
+            ray.train.WorkerGroupError("", failure.failures), lines=False
+        )
+        why = (
+            f"{error.rstrip('.')}. The run has run on other nodes, so it goes on "
+            f"without {' and '.join(sorted(bad.values()))}, with {most} or fewer "
+            "workers."
+        )
+        return NextStart(why, restarts, self._num_workers, without)
 
     def _fewer(self) -> int:
         """Return the most workers without the node with the fewest; one worker fewer
         if there is one node.
         """
-        there = [count for count in room(self._bundle, self._most) if count]
+        there = [
+            count for count in room(self._bundle, self._most, self._without) if count
+        ]
         least = min(there) if len(there) > 1 else 1
         return max(min(self._most, sum(there)) - least, self._fewest)
 

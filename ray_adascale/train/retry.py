@@ -25,6 +25,7 @@ from ..checkpoint import CheckpointError
 from ..checkpoint.files import NotPermitted
 from ..run.boundary.backend import CHECKPOINT
 from ..run.observe.failure import lines_of, raised_when, traceback_of, was_beginning
+from .cluster import node_of
 from .driver_channel import DriverClient
 
 _BETWEEN_WORKERS = re.compile(
@@ -83,6 +84,17 @@ def _is_of_storage(error: Exception) -> bool:
     return isinstance(error, CheckpointError) or (
         isinstance(error, OSError) and not wrong_path
     )
+
+
+def bad_nodes(failure: RepeatedFailure) -> dict[str, str] | None:
+    """Return the nodes whose workers have raised before their first step: host name
+    and address by Ray's id; None if one is unknown, or another failure was first.
+    """
+    own = [error for error in failure.failures.values() if not _lost_a_worker(error)]
+    nodes = [node_of(error) for error in own if was_beginning(error)]
+    if len(nodes) < len(own) or None in nodes:
+        return None
+    return {node.id: node.name for node in nodes if node is not None}
 
 
 def is_nobodys_mistake(error: Exception) -> bool:
@@ -148,21 +160,27 @@ def _failure_message(error: BaseException, *, lines: bool) -> str:
     if found is None:
         return "\n".join(filter(None, [str(error), *getattr(error, "__notes__", ())]))
     rank, failure = found
+    who = _worker_in_words(rank, failure)
     if is_rays(failure):
-        return f"Worker {rank}: {rays_words(failure)}"
+        return f"{who}: {rays_words(failure)}"
     # a KeyError's text alone means little
     text, kind = str(failure).strip(), type(failure).__name__
-    message = f"Worker {rank}: {kind}: {text}" if text else f"Worker {rank}: {kind}"
+    message = f"{who}: {kind}: {text}" if text else f"{who}: {kind}"
     return "\n".join(
         [message, lines_of(failure)] if lines and lines_of(failure) else [message]
     )
+
+
+def _worker_in_words(rank: int, failure: Exception) -> str:
+    node = node_of(failure)
+    return f"Worker {rank}" if node is None else f"Worker {rank} on node {node.name}"
 
 
 def whole_failure(error: BaseException) -> str:
     """Return the tracebacks of all workers that failed."""
     failures: Mapping[int, Exception] = getattr(error, "worker_failures", {})
     parts = [
-        f"Worker {rank}:\n{traceback_of(failure)}"
+        f"{_worker_in_words(rank, failure)}:\n{traceback_of(failure)}"
         for rank, failure in sorted(failures.items())
     ]
     return "\n\n".join(map(str, [error, *parts])) + "\n"

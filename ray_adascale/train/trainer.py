@@ -31,7 +31,14 @@ from ..run.loop import Run
 from ..run.observe.failure import annotate_exceptions, telling_of_failure
 from ..workload import Workload, WorkloadFn
 from .backend import RayTrainBackend
-from .cluster import WORKER_TIMEOUT_S, build_on_worker, is_local, lacking, quiet_init
+from .cluster import (
+    WORKER_TIMEOUT_S,
+    build_on_worker,
+    is_local,
+    lacking,
+    naming_the_node,
+    quiet_init,
+)
 from .driver_channel import DriverClient, forward_warnings, make_channel
 from .driver_monitor import DriverMonitor
 from .failed_starts import FailedStarts, NextStart
@@ -119,6 +126,7 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
                 lambda: None if run is None else (began, run.state.iterations)
             )
         )
+        stack.enter_context(naming_the_node())
         backend.check_shared()
         workload = build_on_worker(
             job["workload"], job["hyperparameters"], config, backend.rank, job["recipe"]
@@ -457,7 +465,7 @@ class AdaScaleTrainer(TorchTrainer):
         """Return Ray Train's result. A controller that ends by a failed start is
         followed by another one.
         """
-        asked = self.scaling_config
+        asked = self._asked = self.scaling_config
         failed = FailedStarts(self._failures, asked)
         start = NextStart(None, 0, asked.num_workers)
         try:
@@ -469,7 +477,9 @@ class AdaScaleTrainer(TorchTrainer):
                     if self._monitor.ends:
                         raise
                     notes = ray.get(self._job["channel"].notes.remote())
-                    following = failed.next_start(e, notes["restarts"], notes["loops"])
+                    following = failed.next_start(
+                        e, notes["restarts"], notes["loops"], notes["stepped"]
+                    )
                     # the last one too: Ray would keep its workers
                     self._monitor.end_controller(notes["placed"])
                     if following is None:
@@ -501,7 +511,7 @@ class AdaScaleTrainer(TorchTrainer):
             controller_failure_limit=0,
         )
         self._configure(
-            scaling_config=replace(self.scaling_config, num_workers=start.num_workers),
+            scaling_config=start.scaling(self._asked),
             run_config=replace(
                 self.run_config,
                 failure_config=left,

@@ -67,7 +67,7 @@ def test_ray_is_started_quietly_and_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def node(alive: bool = True, **resources: float) -> dict[str, Any]:
-    return {"Alive": alive, "Resources": resources}
+    return {"NodeID": str(alive), "Alive": alive, "Resources": resources}
 
 
 @pytest.mark.parametrize(

@@ -192,3 +192,11 @@ def test_a_warning_that_nobody_takes_is_shown_here(
         with forward_warnings(DriverClient(None)):
             warnings.warn("to the log then", stacklevel=1)
     assert seen == ["to the log then"]
+
+
+def test_nodes_are_noted_whose_workers_have_taken_a_step() -> None:
+    here = Here()
+    assert here.board.notes()["stepped"] == set()
+    for node, limit_s in (("a", None), ("b", 120.0), ("b", 120.0)):
+        here.board.beat(Beat(0, 2, 3, Phase.PASS, 1.0, limit_s, node, "10.0.0.1", 7))
+    assert here.board.notes()["stepped"] == {"b"}

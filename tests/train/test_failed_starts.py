@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import pickle
 import re
 import time
 from dataclasses import dataclass
@@ -29,9 +30,10 @@ from ray.train.v2._internal.execution.callback import WorkerCallback
 from ray_adascale import AdaScaleConfig, AdaScaleTrainer, load_weights
 from ray_adascale.train import driver_monitor
 from ray_adascale.train import failed_starts as module
+from ray_adascale.train.cluster import NodeOfWorker
 from ray_adascale.train.failed_starts import FailedStarts
 from ray_adascale.train.network import AddressTorchConfig
-from ray_adascale.train.retry import ProcessGroupFailed
+from ray_adascale.train.retry import ProcessGroupFailed, RepeatedFailure
 
 from .dying import Plan, die
 from .test_trainer import _without_ray, flat
@@ -252,16 +254,24 @@ class Driver:
             module, "alive_nodes", lambda: dict.fromkeys(self.rooms, "a node")
         )
         monkeypatch.setattr(
-            module, "room", lambda bundle, most: list(self.rooms.values())
+            module,
+            "room",
+            lambda bundle, most, without=(): [
+                room for name, room in self.rooms.items() if name not in without
+            ],
         )
         scaling = ScalingConfig(num_workers=workers)
         self.failed = FailedStarts(FailureConfig(max_failures=failures), scaling)
         self.restarts = self.loops = 0
+        self.stepped: set[str] = set()
+        self.last: Any = None
 
     def after(self, cause: Exception, *, controller: bool = True) -> Any:
         """Return the next number of workers; None if the run ends."""
         error = ray.train.ControllerError(cause) if controller else cause
-        start = self.failed.next_start(error, self.restarts, self.loops)
+        start = self.last = self.failed.next_start(
+            error, self.restarts, self.loops, self.stepped
+        )
         if start is None:
             return None
         self.restarts = start.restarts
@@ -362,3 +372,84 @@ def test_storage_that_fails_at_three_starts_in_a_row_ends_the_run(
 ) -> None:
     driver = Driver(monkeypatch, (1, 2), a=1, b=1)
     assert [driver.after(FULL) for _ in range(3)] == [(1, 2), (1, 2), None]
+
+
+def _of(node: str | None, when: str = "Raised while the workload was built.") -> Any:
+    """An exception of a worker on a node, as it comes to the driver."""
+    error = FileNotFoundError(f"no dataset on {node}")
+    error.add_note(when)
+    if node is not None:
+        error._ray_adascale_node = NodeOfWorker(node, f"host-{node} (10.0.0.1)")
+    return pickle.loads(pickle.dumps(error)) if node is None else error
+
+
+LOST = RuntimeError("Connection closed by peer [10.0.0.1]: gloo")
+
+
+def test_a_node_on_which_a_grown_run_cannot_begin_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine without the dataset joins: its worker raises, the others lose it."""
+    driver = Driver(monkeypatch, (1, 3), a=1, b=2)
+    driver.stepped = {"a"}
+    failure = RepeatedFailure(
+        {0: LOST, 1: _of("b"), 2: _of("b")}, "Raised at the build."
+    )
+    assert driver.after(failure) == (1, 1)
+    assert driver.last.without == {"b"}
+    assert driver.restarts == 1
+    assert driver.last.why == (
+        "Worker 1 on node host-b (10.0.0.1): FileNotFoundError: no dataset on b. The "
+        "run has run on other nodes, so it goes on without host-b (10.0.0.1), with 1 "
+        "or fewer workers."
+    )
+    asked = ScalingConfig(num_workers=(1, 3), label_selector={"kind": "spot"})
+    scaling = driver.last.scaling(asked)
+    assert scaling.num_workers == (1, 1)
+    assert scaling.label_selector == {"kind": "spot", "ray.io/node-id": "!in(b)"}
+    each = ScalingConfig(num_workers=(1, 3), label_selector=[{"kind": "spot"}] * 3)
+    assert driver.last.scaling(each).label_selector == [scaling.label_selector]
+    # It stays left out, also after another failure; a second bad node goes too.
+    assert driver.after(DIED) == (1, 1)
+    assert driver.last.without == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("failures", "stepped", "workers", "rooms"),
+    [
+        # the program's fault: nodes fail that have run it, or none has
+        ({0: _of("a"), 1: _of("b")}, {"a"}, (1, 2), {"a": 1, "b": 1}),
+        ({1: _of("b")}, {"b"}, (1, 2), {"a": 1, "b": 1}),
+        ({1: _of("b")}, set(), (1, 2), {"a": 1, "b": 1}),
+        # the node that has run it is gone
+        ({1: _of("b")}, {"c"}, (1, 2), {"a": 1, "b": 1}),
+        # after a step the data of that step may be the reason
+        (
+            {1: _of("b", "Raised after optimizer step 7.")},
+            {"a"},
+            (1, 2),
+            {"a": 1, "b": 1},
+        ),
+        # a fixed number of workers, or too few without the node
+        ({1: _of("b")}, {"a"}, 2, {"a": 1, "b": 1}),
+        ({1: _of("b")}, {"a"}, (2, 3), {"a": 1, "b": 2}),
+        # the node is unknown
+        ({1: _of(None)}, {"a"}, (1, 2), {"a": 1, "b": 1}),
+    ],
+)
+def test_a_fault_of_the_program_is_not_taken_for_a_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+    failures: dict[int, Exception],
+    stepped: set[str],
+    workers: Any,
+    rooms: dict[str, int],
+) -> None:
+    driver = Driver(monkeypatch, workers, **rooms)
+    driver.stepped = stepped
+    assert driver.after(RepeatedFailure(failures, "Each would.")) is None
+
+
+def test_a_bad_node_counts_as_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch, (1, 2), failures=0, a=1, b=1)
+    driver.stepped = {"a"}
+    assert driver.after(RepeatedFailure({1: _of("b")}, "Each would.")) is None

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from ray_adascale.run.observe.failure import (
     users_lines,
     was_building,
 )
+from ray_adascale.train import cluster
 from ray_adascale.train import retry as module
 from ray_adascale.train.retry import (
     RepeatedFailure,
@@ -418,3 +420,30 @@ def test_a_controller_that_cannot_write_names_the_folder(
         f"Ray's controller could not write to the run's folder {tmp_path}/mine; the "
         f"disk of {tmp_path} is full: "
     )
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_a_failure_names_the_node_where_there_are_several(
+    monkeypatch: pytest.MonkeyPatch, several: bool
+) -> None:
+    """In the message and in the whole text, in the driver's process."""
+    nodes = {"b": "worker-2 (10.0.0.2)"} | ({"a": "head (10.0.0.1)"} if several else {})
+    monkeypatch.setattr(cluster, "alive_nodes", lambda: nodes)
+    monkeypatch.setattr(
+        cluster.ray,
+        "get_runtime_context",
+        lambda: SimpleNamespace(get_node_id=lambda: "b"),
+    )
+    with (
+        pytest.raises(FileNotFoundError) as caught,
+        annotate_exceptions(),
+        cluster.naming_the_node(),
+    ):
+        raise FileNotFoundError("/data/train is missing")
+    arrived = pickle.loads(cloudpickle.dumps(caught.value))
+    who = "Worker 1 on node worker-2 (10.0.0.2)" if several else "Worker 1"
+    failed = Failed(w1=arrived)
+    message = failure_message(failed)
+    assert message.startswith(f"{who}: FileNotFoundError: /data/train is missing")
+    assert f"{who}:\n" in whole_failure(failed)
+    assert "Raised while the workload was built." in arrived.__notes__
