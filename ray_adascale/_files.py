@@ -505,14 +505,24 @@ def rename_file(path: str, to: str) -> None:
 
 
 def read_json(path: str) -> Any:
-    """Return the value of a JSON file on any storage; None if there is no such file."""
+    """Return the value of a JSON file on any storage; None if there is no such file.
+
+    Raises:
+        ValueError: It is no JSON.
+    """
     text = read_text(path)
-    return None if text is None else json.loads(text)
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as e:
+        raise ValueError(f"{path} is damaged: it is no JSON ({e}).") from e
 
 
 def read_text(path: str, system: Any = None) -> str | None:
     """Return the content of a text file on any storage; None if there is none.
     ``system`` is as for :func:`list_names`.
+
+    Raises:
+        ValueError: It is no text.
     """
     system, inside = _storage(path, system)
     if not system.get_file_info(inside).is_file:
@@ -522,6 +532,8 @@ def read_text(path: str, system: Any = None) -> str | None:
             return str(file.read(), "utf-8")
     except FileNotFoundError:  # removed meanwhile
         return None
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is damaged: it is no text ({e}).") from e
 
 
 def list_names(path: str, system: Any = None) -> list[str]:

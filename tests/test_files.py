@@ -311,3 +311,13 @@ def test_temporary_files_of_a_killed_process_are_removed_by_the_next_and_others_
         for process in processes:
             process.kill()
             process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("content", "why"), [(b"\xee\x00{", "no text"), (b"\0\0\0", "no JSON")]
+)
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes, why: str) -> None:
+    file = tmp_path / "search.json"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{file} is damaged: it is {why}"):
+        read_json(str(file))

@@ -159,4 +159,9 @@ def read_options(folder: str) -> list[str]:
         raise ValueError(f"Invalid run {folder!r}: {path} is damaged ({e}).") from e
     if not words:
         raise ValueError(f"Invalid run {folder!r}: {path} is damaged (it is empty).")
+    if "\0" in text:
+        raise ValueError(
+            f"Invalid run {folder!r}: {path} is damaged (it has zeros, as after a power "
+            "cut)."
+        )
     return words

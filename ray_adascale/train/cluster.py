@@ -5,14 +5,18 @@ build on a worker.
 from __future__ import annotations
 
 import os
+import platform
+import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 import ray
+import torch
 
 from .._errors import workers_in_words
+from .._version import __version__
 from ..checkpoint.rng import seed_everything
 from ..config import AdaScaleConfig
 from ..recipe import Recipe
@@ -106,6 +110,35 @@ def alive_nodes() -> dict[str, str]:
         for node in ray.nodes()
         if node["Alive"]
     }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions in this process of what computes a run."""
+    return {
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "Ray": ray.__version__,
+        "ray_adascale": __version__,
+    }
+
+
+def check_versions(of_driver: Mapping[str, str]) -> None:
+    """Check on a worker that it has the driver's versions.
+
+    Raises:
+        ValueError: It has others.
+    """
+    here = versions()
+    others = [
+        f"{name} {here[name]}, and the driver {name} {version}"
+        for name, version in of_driver.items()
+        if here[name] != version
+    ]
+    if others:
+        raise ValueError(
+            f"Node {ray.util.get_node_ip_address()} ({socket.gethostname()}) has "
+            f"{'; '.join(others)}. Install the same versions on all nodes."
+        )
 
 
 class NodeOfWorker(NamedTuple):

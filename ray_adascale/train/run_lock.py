@@ -178,7 +178,13 @@ class RunLock:
         )
 
     def _read(self) -> str | None:
-        return read_text(self._path, self._filesystem)
+        """Return the text of the lock's file; None without one. A damaged one has no
+        owner: it is waited for, as one that is being written.
+        """
+        try:
+            return read_text(self._path, self._filesystem)
+        except ValueError:
+            return ""
 
     def _write(self, file: Any = None) -> None:
         self._beats += 1

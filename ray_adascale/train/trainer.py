@@ -34,10 +34,12 @@ from .backend import RayTrainBackend
 from .cluster import (
     WORKER_TIMEOUT_S,
     build_on_worker,
+    check_versions,
     is_local,
     lacking,
     naming_the_node,
     quiet_init,
+    versions,
 )
 from .driver_channel import DriverClient, forward_warnings, make_channel
 from .driver_monitor import DriverMonitor
@@ -127,6 +129,7 @@ def _train_workload(job: dict[str, Any]) -> dict[str, Any]:
             )
         )
         stack.enter_context(naming_the_node())
+        check_versions(job["versions"])
         backend.check_shared()
         workload = build_on_worker(
             job["workload"], job["hyperparameters"], config, backend.rank, job["recipe"]
@@ -282,6 +285,7 @@ class AdaScaleTrainer(TorchTrainer):
             },
             "config": config,
             "recipe": recipe,
+            "versions": versions(),
             "channel": None,
             "reports_evaluations": bool(run_config.callbacks),
             "lengths": None

@@ -807,6 +807,7 @@ def test_a_storage_path_says_where_a_name_is(
         ),
         ("options.txt", "'", "options.txt is damaged (No closing quotation)"),
         ("options.txt", "# nothing\n", "options.txt is damaged (it is empty)"),
+        ("options.txt", "\0" * 60, "options.txt is damaged (it has zeros, as after"),
     ],
 )
 def test_what_cannot_be_resumed(

@@ -16,7 +16,7 @@ import ray
 import torch
 
 from ray_adascale import AdaScaleConfig
-from ray_adascale.train import driver_monitor
+from ray_adascale.train import cluster, driver_monitor
 from ray_adascale.train.cluster import (
     alive_nodes,
     build_on_worker,
@@ -214,3 +214,18 @@ def test_the_limit_that_is_named_is_the_one_in_force(
     assert "gives up after 20 s" in start_message(
         "Ray waits", 1.0, None, ["a (10.0.0.1)"]
     )
+
+
+@pytest.mark.parametrize("name", ["Python", "torch", "Ray", "ray_adascale"])
+def test_another_version_on_a_node_is_told_first(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    ours = cluster.versions()
+    cluster.check_versions(ours)
+    with pytest.raises(
+        ValueError,
+        match=rf"Node 10\.0\.0\.7 \(.*\) has {name} {re.escape(ours[name])}, and the "
+        rf"driver {name} 9\.9\. Install the same versions on all nodes",
+    ):
+        cluster.check_versions({**ours, name: "9.9"})

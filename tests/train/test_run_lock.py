@@ -255,3 +255,13 @@ def test_a_folder_that_cannot_be_written_is_refused(
         RunLock(f"{storage}/run", "mine"),
     ):
         pass
+
+
+def test_a_lock_that_is_damaged_is_waited_for_and_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "_DEAD_AFTER_S", 0.3)
+    monkeypatch.setattr(run_lock, "_SETTLE_S", 0.1)
+    (tmp_path / LOCK).write_bytes(b"\xee\x00\x00")
+    with RunLock(str(tmp_path), "mine"):
+        assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
