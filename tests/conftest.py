@@ -197,8 +197,8 @@ def pytest_collection_modifyitems(
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     option = session.config.option
-    whole = option.lane == "release" and not (option.keyword or option.markexpr)
-    if whole and exitstatus == 0:
+    left_out = option.keyword or option.markexpr or option.collectonly
+    if option.lane == "release" and exitstatus == 0 and not left_out:
         release.keep({item.path: _watched(item) for item in session.items})
 
 

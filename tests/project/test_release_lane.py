@@ -79,3 +79,27 @@ def test_tests_of_kept_studies_are_of_this_lane(name: str) -> None:
     ]
     assert lanes == []
     assert conftest._may_hold(path, "release")
+
+
+@pytest.mark.parametrize(
+    ("status", "changes", "kept"),
+    [
+        (0, {}, True),
+        (1, {}, False),
+        (0, {"collectonly": True}, False),
+        (0, {"keyword": "one"}, False),
+        (0, {"markexpr": "not slow"}, False),
+        (0, {"lane": "docs"}, False),
+    ],
+)
+def test_a_digest_is_kept_only_if_all_tests_have_run_and_passed(
+    root: Path, status: int, changes: dict[str, Any], kept: bool
+) -> None:
+    given = {"lane": "release", "keyword": "", "markexpr": "", "collectonly": False}
+    option = SimpleNamespace(**(given | changes))
+    session: Any = SimpleNamespace(
+        config=SimpleNamespace(option=option),
+        items=[item(root, release=("kept/**/*",))],
+    )
+    conftest.pytest_sessionfinish(session, status)
+    assert (release.kept() != {}) == kept
