@@ -123,13 +123,15 @@ def one_run(
     kind = "end"
     try:
         with surroundings(Surroundings, data, disk=disk) as around:
+            around.slow_after(plan[0][0])
             around.start_driver(resume=False)
-            for at, kind in plan:
+            following = [at for at, _ in plan[1:]]
+            for (at, kind), then in zip(plan, [*following, None], strict=True):
                 around.wait_until(at)
                 if around.ended:
-                    # steps went by while the run recovered from the faults before
-                    break
+                    raise Broken(f"the run has ended before the fault of step {at}")
                 found = faults.inject(around, kind, chance)
+                around.slow_after(then)
                 lines.append({"seed": seed, **asdict(found)})
                 print(
                     f"  {found.kind}: at step {found.at}, {found.lost} again, "

@@ -22,7 +22,11 @@ from ray_adascale.checkpoint import dcp
 
 LENGTH = 101
 T = 600
-PAUSE_S = 0.02  # so that a step is no shorter than what a fault takes
+PAUSE_S = 0.02
+SLOW_S = 1.0
+"""Seconds of a pass beyond the step of the file "gate": the run goes on, and does not
+come far until the fault of that step is made.
+"""
 _CLOCK_S = 3600.0
 
 
@@ -79,7 +83,7 @@ def workload(config: dict[str, Any]) -> Workload:
         x, y, index = batch
         log.write(json.dumps([count.steps + 1, index.tolist()]) + "\n")
         if not (record / "hurry").exists():
-            time.sleep(PAUSE_S)
+            time.sleep(pause(record, count.steps))
         return F.cross_entropy(model(x), y)
 
     model = nn.Sequential(
@@ -100,6 +104,15 @@ def workload(config: dict[str, Any]) -> Workload:
         extra_state={"count": count},
         after_step=count.step,
     )
+
+
+def pause(record: Path, steps: int) -> float:
+    """Return the seconds of a pass after so many steps."""
+    try:
+        gate = int((record / "gate").read_text())
+    except (FileNotFoundError, ValueError):  # none, or it is being written
+        return PAUSE_S
+    return SLOW_S if steps >= gate else PAUSE_S
 
 
 def _switches(record: Path) -> None:

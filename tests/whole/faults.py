@@ -246,6 +246,15 @@ class Surroundings:
         start = self.worker(0)
         return 0 if start is None else max(start.examples, default=0)
 
+    def slow_after(self, step: int | None) -> None:
+        """Let the run take its time from a step on, so that it does not come to its
+        end before the fault of that step; None: from no step on.
+        """
+        if step is None:
+            (self.record / "gate").unlink(missing_ok=True)
+        else:
+            (self.record / "gate").write_text(str(step))
+
     def wait_until(self, step: int) -> None:
         """Wait until the run is at a step, or has ended. A driver that fails
         meanwhile is followed by `resume`.
@@ -269,17 +278,11 @@ class Surroundings:
         )
 
     def kept_step(self) -> int:
-        """Return the steps of the newest checkpoint that the drivers logged as
-        complete, since one was found damaged.
-        """
-        text = "".join(
-            self.log(number).read_text() for number in range(len(self.drivers))
-        )
-        found = re.findall(
-            r"optimizer step ([\d,]+), effective",
-            text[max(text.rfind("Skipped the checkpoint"), 0) :],
-        )
-        return max((int(steps.replace(",", "")) for steps in found), default=0)
+        """Return the steps of the newest whole checkpoint in the run's folder."""
+        for path in reversed(checkpoint.in_run(self.run)):
+            if checkpoint.is_complete(path):
+                return int(checkpoint.Saved(path).state["iterations"])
+        return 0
 
 
 def _lives(pid: int) -> bool:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from ray_adascale import AdaScaleConfig, LocalBackend, Run, checkpoint
 from ray_adascale.data.order import epoch_order
 
-from .chaos_workload import LENGTH
+from .chaos_workload import LENGTH, PAUSE_S, SLOW_S, pause
 from .faults import Outcome, Surroundings, broken
 
 ROOT = Path(__file__).parents[2]
@@ -121,22 +121,35 @@ def test_a_damaged_checkpoint_breaks_a_promise_only_if_it_is_accepted(
     ]
 
 
-def test_a_start_may_go_back_before_a_damaged_checkpoint_and_no_further(
+def test_the_kept_step_is_that_of_the_newest_whole_checkpoint_in_the_folder(
     tmp_path: Path,
 ) -> None:
-    around = Surroundings(tmp_path, drivers=[object(), object()])  # type: ignore[list-item]
-    lines = [
-        "run: Checkpoint of optimizer step 1,032, effective step 61.44.",
-        "Checkpoint of optimizer step 1,064, effective",
-    ]
-    (tmp_path / "driver-0.log").write_text("\n".join(lines))
-    (tmp_path / "driver-1.log").write_text("")
+    """Not of the drivers' logs, which come later than the steps of a quiet machine."""
+    around = Surroundings(tmp_path)
+    assert around.kept_step() == 0
+    for step in (1032, 1064):
+        state = {"iterations": step, "attempt": 0}
+        folder = around.run / f"checkpoint_2026-11-2{step % 10}_00-00-00.000000"
+        checkpoint.save(folder, {"x": torch.ones(3)}, state)
     assert around.kept_step() == 1064
-    (tmp_path / "driver-1.log").write_text(
-        "Skipped the checkpoint x of optimizer step 1,064: x/state.json is missing\n"
-        "Resumed from y: optimizer step 1,032, effective step 61.44 of 600, 2 workers\n"
-    )
+    data = bytearray((folder / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / "__0_0.distcp").write_bytes(data)
     assert around.kept_step() == 1032
+
+
+def test_a_run_does_not_come_far_beyond_the_step_of_a_fault(tmp_path: Path) -> None:
+    around = Surroundings(tmp_path)
+    around.record.mkdir()
+    assert pause(around.record, 500) == PAUSE_S
+    around.slow_after(57)
+    assert [pause(around.record, steps) for steps in (56, 57, 500)] == [
+        PAUSE_S,
+        SLOW_S,
+        SLOW_S,
+    ]
+    around.slow_after(None)
+    assert pause(around.record, 500) == PAUSE_S
 
 
 @pytest.mark.ray
@@ -164,5 +177,5 @@ def test_ten_faults(tmp_path: Path) -> None:
         json.loads(line)
         for line in (tmp_path / "faults.jsonl").read_text().splitlines()
     ]
-    assert len(lines) >= 8
+    assert len(lines) == 10
     assert not [line for line in lines if "broken" in line]
