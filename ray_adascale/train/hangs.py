@@ -287,7 +287,7 @@ class HangWatch:
         elif now >= self._slow_again:
             self._slow_again = now + _REPEAT_S
             _log.warning(
-                "%s After %.0f s without a step the run itself ends a worker.",
+                "%s The limit is %.0f s; then the worker that is behind is killed.",
                 slow.description(),
                 slow.limit_s,
             )

@@ -206,7 +206,7 @@ def test_a_step_that_does_not_end_is_told_each_half_minute(
     assert caplog.messages[0] == (
         "The run has made no step for 31 s, after step 57. No worker is behind, and "
         "each of them waits for the gradients of the other workers: the network may "
-        "be down. After 120 s without a step the run itself ends a worker."
+        "be down. The limit is 120 s; then the worker that is behind is killed."
     )
     # a step that takes 40 s, as those before it
     long = beats(*((beat(r, Phase.PASS, 39.0, limit=400.0), 500.0) for r in range(2)))
