@@ -336,12 +336,6 @@ class Train(OnRay, Workers):
             )
             return 130
         run.rename_traceback()  # a short run may end before its start is reported
-        best = self.checkpoint_config().checkpoint_score_attribute
-        if best is not None and math.isnan(result.metrics.get(best, math.nan)):
-            tell(
-                f"warning: --keep-best {self.keep_best}: the last checkpoint has no "
-                "such metric to be compared by"
-            )
         print(_summary(result, time.monotonic() - started))
         verdict = result.return_value.get("verdict")
         if verdict is not None:

@@ -116,5 +116,22 @@ def prepare(
     )
     adascale.step_end = early_step_end(adascale, lambda: accelerator.sync_gradients)
     model, optimizer, dataloader = accelerator.prepare(model, adascale, dataloader)
+    adascale.register_step_pre_hook(lambda *_: _refuse_settings_of(optimizer))
     accelerator.prepare_scheduler(schedule)  # so that its state is saved and loaded
     return model, optimizer, dataloader, schedule
+
+
+def _refuse_settings_of(optimizer: Any) -> None:
+    """Raise if AdaScale's settings were set on Accelerate's wrapper, which does not
+    pass them on.
+
+    Raises:
+        AttributeError: They were.
+    """
+    for name in ("sample_weights", "effective_steps"):
+        if name in vars(optimizer):
+            raise AttributeError(
+                f"optimizer.{name} was set on Accelerate's {type(optimizer).__name__}, "
+                f"which does not pass it on. Set schedule.optimizer.{name}; schedule "
+                "is what prepare() returned last."
+            )

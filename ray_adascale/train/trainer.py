@@ -8,6 +8,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from ray.util.annotations import PublicAPI
 
 from .._errors import SettingError, check_type
 from .._files import full_disk_note, join
+from .._warn import warn_at_user
 from ..config import AdaScaleConfig, read_settings
 from ..recipe import Recipe
 from ..run.boundary.backend import ReportPolicy
@@ -442,6 +444,13 @@ class AdaScaleTrainer(TorchTrainer):
             raise KeyboardInterrupt(
                 "The run has written a checkpoint of optimizer step "
                 f"{result.metrics['optimizer_steps']:,}."
+            )
+        best = self._job["kept_by"]
+        if best is not None and math.isnan(result.metrics.get(best, math.nan)):
+            warn_at_user(
+                f"The last checkpoint has no metric {best!r}, by which checkpoints are "
+                "kept: CheckpointConfig(checkpoint_score_attribute=...), --keep-best. "
+                "Name one that evaluate returns."
             )
         return result
 

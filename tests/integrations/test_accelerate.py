@@ -260,3 +260,29 @@ def test_a_loop_that_accumulates_and_does_not_tell_the_accelerator_is_refused(
 ) -> None:
     for told in pool(workers).run(_accumulates_by_itself, accumulation):
         assert "backward passes" in told
+
+
+def _weights_on_the_wrapper(name: str) -> str:
+    from ray_adascale.integrations.accelerate import prepare
+
+    with accelerator() as acc:
+        model, optimizer, scheduler = make(40)
+        loader: Any = DataLoader(dataset(64), batch_size=BATCH)
+        model, optimizer, loader, _ = prepare(
+            acc, model, optimizer, loader, scheduler, settings(40)
+        )
+        acc.backward(loss_of(model, next(iter(loader))))
+        setattr(optimizer, name, [0.5, 0.5] if name == "sample_weights" else 3.0)
+        try:
+            optimizer.step()
+        except AttributeError as error:
+            return str(error)
+    return "taken"
+
+
+@pytest.mark.parametrize("name", ["sample_weights", "effective_steps"])
+def test_what_is_set_on_the_wrapper_and_has_no_effect_is_refused(
+    pool: Any, name: str
+) -> None:
+    for told in pool(2).run(_weights_on_the_wrapper, name):
+        assert f"Set schedule.optimizer.{name}" in told

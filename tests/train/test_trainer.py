@@ -7,12 +7,15 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -552,3 +555,27 @@ def _children_of_session(session: int) -> list[str]:
         ["ps", "-o", "args=", "-s", str(session)], capture_output=True, text=True
     )
     return [line for line in found.stdout.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "told"), [({}, 1), ({"acuracy": math.nan}, 1), ({"acuracy": 0.5}, 0)]
+)
+def test_a_metric_to_keep_checkpoints_by_that_nothing_measures_is_told(
+    metrics: dict[str, float], told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = types.SimpleNamespace(metrics=metrics, return_value={"stopped": "T"})
+    monkeypatch.setattr(AdaScaleTrainer, "_run_controllers", lambda self: ended)
+    trainer = AdaScaleTrainer(
+        workload,
+        config=AdaScaleConfig(base_batch_size=4, total_steps=60),
+        run_config=RunConfig(
+            name="x",
+            checkpoint_config=CheckpointConfig(2, checkpoint_score_attribute="acuracy"),
+        ),
+    )
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        trainer._fit()
+    assert ["no metric 'acuracy'" in str(each.message) for each in heard] == [
+        True
+    ] * told
