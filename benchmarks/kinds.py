@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from ray_adascale import OSS, AdaScale, AdaScaleBetasRule, ShardedDataParallel
+from ray_adascale import OSS, AdaScale, AdaScaleMemoryRule, ShardedDataParallel
 from ray_adascale.optim.rules import ScalingRule
 
 Batch = tuple[Tensor, Tensor]
@@ -529,8 +529,8 @@ KINDS = {
         Kind(BASELINE, under_ddp(plain)),
         Kind("adascale", under_ddp(plain, adascale), "adascale"),
         Kind(
-            "adascale_betas",
-            under_ddp(plain, partial(adascale, rule=AdaScaleBetasRule())),
+            "adascale_memory",
+            under_ddp(plain, partial(adascale, rule=AdaScaleMemoryRule())),
             None,
             betas=True,
         ),

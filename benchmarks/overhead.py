@@ -3,7 +3,7 @@ SGD(momentum) or another kind.
 
     python benchmarks/overhead.py                                   # three models, 1 and 4 accumulation passes
     python benchmarks/overhead.py --models narrow --kinds adascale --rounds 40 --json overhead.json
-    python benchmarks/overhead.py --optimizer adamw --baseline adascale --kinds adascale_betas --models narrow small
+    python benchmarks/overhead.py --optimizer adamw --baseline adascale --kinds adascale_memory --models narrow small
     python benchmarks/overhead.py --device cuda                     # ResNet-50 and GPT-2 in bf16, one process, two passes (n = 2)
 
 All kinds run *interleaved*, in the same two processes. A round is one block of steps of

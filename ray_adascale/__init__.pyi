@@ -24,7 +24,7 @@ from .optim.betas import BetaRule as BetaRule
 from .optim.effective_average import EffectiveAverage as EffectiveAverage
 from .optim.grad_scaler import ShardedGradScaler as ShardedGradScaler
 from .optim.rules import AdamScaleRule as AdamScaleRule
-from .optim.rules import AdaScaleBetasRule as AdaScaleBetasRule
+from .optim.rules import AdaScaleMemoryRule as AdaScaleMemoryRule
 from .optim.rules import AdaScaleRule as AdaScaleRule
 from .optim.rules import LEGWRule as LEGWRule
 from .optim.rules import LinearRule as LinearRule

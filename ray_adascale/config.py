@@ -132,12 +132,13 @@ class AdaScaleConfig:
             base batch, the run adds passes until S ≥ 1. Without this setting such a
             batch raises an error. ``AdaScaleTrainer`` sets it for
             ``num_workers=(min, max)``.
-        rule: How the LR follows the scale. "auto": "adascale_betas" for Adam, AdamW,
+        rule: How the LR follows the scale. "auto": "adascale_memory" for Adam, AdamW,
             Adamax and Lion, else "adascale". "adascale": the LR times the gain r.
-            "adascale_betas": that, and β^r for the betas. For comparisons "linear",
-            "sqrt", "unscaled" ("linear:354" takes 354 steps) and "adamscale" (AdaptDL's
-            for Adam). Or a rule such as ``LEGWRule(5, 50_000)``, or a callable
-            (RuleInput) -> (LR factor, clock increment).
+            "adascale_memory": its LR times √r for Adam and its kind, and betas and
+            momentum on the effective clock. For comparisons "linear", "sqrt",
+            "unscaled" ("linear:354" takes 354 steps) and "adamscale" (AdaptDL's for
+            Adam). Or a rule such as ``LEGWRule(5, 50_000)``, or a callable (RuleInput)
+            -> (LR factor, clock increment).
         sharding: Where gradients and optimizer state live. "none": all on every worker
             (DDP). "oss": each worker holds 1/N of the state. "zero2": and 1/N of the
             gradients (ShardedDataParallel). "fsdp2": and 1/N of the weights between

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
-from ray_adascale import OSS, AdaScale, AdaScaleBetasRule, BetaRule, OptimizerChain
+from ray_adascale import OSS, AdaScale, AdaScaleMemoryRule, BetaRule, OptimizerChain
 from ray_adascale.run.base.base_run import Momentum, momentum_of
 from ray_adascale.sharding.partition import has_state
 
@@ -552,9 +552,14 @@ def test_betas_change_in_groups_that_have_them(momentum: bool, sharded: bool) ->
     adascale = scaled(
         model,
         OSS.wrap(chain) if sharded else chain,
-        AdaScaleBetasRule(BetaRule(momentum=momentum)),
+        AdaScaleMemoryRule(BetaRule(muon=float(momentum))),
     )
     used: list[Any] = []
+    rates: list[float] = []
+    adamw.register_step_pre_hook(
+        lambda o, a, k: rates.extend(g["lr"] for g in chain.param_groups)
+    )
+    own = [group["lr"] for group in chain.param_groups]
     muon.register_step_pre_hook(
         lambda o, a, k: used.append(chain.param_groups[0]["momentum"])
     )
@@ -575,6 +580,13 @@ def test_betas_change_in_groups_that_have_them(momentum: bool, sharded: bool) ->
         buffer = m * buffer + (1 - m) * grad
         assert used == [pytest.approx(m), pytest.approx((0.9**r, 0.999**r))]
         used.clear()
+        # Adam's step is divided by the size of the gradients, Muon's by that of an
+        # average.
+        factors = [r, r**0.5, r**0.5]
+        assert rates == pytest.approx(
+            [factor * lr for factor, lr in zip(factors, own, strict=True)]
+        )
+        rates.clear()
         state = adascale.state_dict()["state"]
         torch.testing.assert_close(state[0]["momentum_buffer"], buffer)
         assert [float(state[i]["step"]) for i in range(2, 6)] == pytest.approx(
@@ -595,10 +607,11 @@ def test_a_chain_without_betas_and_a_part_that_cannot_be_corrected_are_refused()
     with pytest.raises(
         ValueError, match=r"groups of Muon and SGD have none\. Use Adam"
     ):
-        scaled(model, without, AdaScaleBetasRule())
-    scaled(model, without, AdaScaleBetasRule(BetaRule(momentum=True)))
+        scaled(model, without, AdaScaleMemoryRule(BetaRule()))
+    scaled(model, without, AdaScaleMemoryRule(BetaRule(muon=1)))
+    scaled(model, without, AdaScaleMemoryRule(BetaRule(momentum=1)))
     nadam = OptimizerChain(
         [AdamW([model[0].weight]), torch.optim.NAdam([model[2].weight])]
     )
     with pytest.raises(ValueError, match="not known to be exact with NAdam"):
-        scaled(model, nadam, AdaScaleBetasRule())
+        scaled(model, nadam, AdaScaleMemoryRule())

@@ -615,18 +615,6 @@ def _case(
     )
 
 
-LARGER_DECODER = Case(
-    "next character of the standard library's docstrings, a causal transformer of 0.5 "
-    "M parameters, betas (0.9, 0.95)",
-    functools.partial(decoder, width=144),
-    "bits a character",
-    0,
-    bits_without_context,
-    4,
-    500,
-    (4e-3,),
-)
-
 _DIGITS = "1,797 digits of 8×8 pixels"
 CASES = {
     "vit": _case(

@@ -49,8 +49,8 @@ class Method:
 
     Attributes:
         rule: Makes the scaling rule, given the number of optimizer steps or None.
-        given_steps: Whether it is given the number of steps of the run of
-            :attr:`Comparison.own`.
+        given_steps: Whether it is given the number of steps of another method's run, see
+            :attr:`Comparison.paced_by`.
         about: Its LR factor and clock, for the page.
     """
 
@@ -120,6 +120,8 @@ class Comparison:
         loss_examples: Number of examples in the final training loss; None for all.
         with_optimizer: Puts the optimizer into a built workload.
         own: Name of the method that is compared with the others.
+        paced_by: Name of the method whose number of steps the methods with given steps
+            have; None: that of ``own``.
         most_passes: Most gradient samples of a step.
     """
 
@@ -135,6 +137,7 @@ class Comparison:
     loss_examples: int | None = None
     with_optimizer: Callable[[Workload, Job], Workload] = as_built
     own: str = "AdaScale"
+    paced_by: str | None = None
     most_passes: int = MOST_PASSES
 
 
@@ -327,8 +330,11 @@ def best_schedule(
     plan: Plan, results: Results, workload: str
 ) -> tuple[float, str] | None:
     """Return the grid's best schedule at S = 1, or None while the grid is
-    incomplete.
+    incomplete. The only one of a grid needs no runs.
     """
+    cells = plan.grid(workload)
+    if len(cells) == 1:
+        return cells[0]
     if any(
         job not in results
         for job in plan.grid_jobs()
@@ -336,7 +342,7 @@ def best_schedule(
     ):
         return None
     return min(
-        plan.grid(workload),
+        cells,
         key=lambda cell: grid_score(plan, results, workload, 1, *cell),
     )
 
@@ -349,17 +355,18 @@ def stretched(
     seed: int,
     best: tuple[float, str],
 ) -> list[Job]:
-    """Return the runs of methods that are given the steps of the comparison's own;
-    none if that run is missing or failed.
+    """Return the runs of methods that are given the steps of another one; none if its
+    run is missing or failed.
     """
-    own = results.get(plan.job(workload, plan.comparison.own, scale, seed, best))
-    if own is None or own.failed:
+    pace = plan.comparison.paced_by or plan.comparison.own
+    paced = results.get(plan.job(workload, pace, scale, seed, best))
+    if paced is None or paced.failed:
         return []
     given = [
         name for name, method in plan.comparison.methods.items() if method.given_steps
     ]
     return [
-        replace(plan.job(workload, m, scale, seed, best), steps=own.optimizer_steps)
+        replace(plan.job(workload, m, scale, seed, best), steps=paced.optimizer_steps)
         for m in given
     ]
 

@@ -10,7 +10,7 @@ quarter of an hour on one GPU.
 A decoder predicts the next byte of Python sources. A small search at S = 1 and T/4
 finds LR, warm-up and weight decay. The base run is recorded, its forecast printed, and
 its schedule carried to S = 4, 16 and 64 by accumulation in one process: by AdaScale, by
-``adascale_betas``, by LR × √S, LR × S with a warm-up, and an unscaled LR. The last
+``adascale_memory``, by LR × √S, LR × S with a warm-up, and an unscaled LR. The last
 three are given AdaScale's optimizer steps.
 
 The runs are ordered by what would be missed most. The speed of the model is measured
@@ -616,7 +616,7 @@ class Study:
         for scale in sorted(
             {i.scale for i in self.items if i.scale > 1 and i.optimizer == optimizer}
         ):
-            for method in (OWN, "AdaScale, β^r"):
+            for method in (OWN, "AdaScale, √r"):
                 low, steps, high = self.forecast(recipe, scale, RULES[method](None))
                 print(
                     f"forecast, {optimizer}, S = {scale}, {method}: {steps} steps "
@@ -675,7 +675,7 @@ def conduct(study: Study, speed: Speed) -> list[Planned]:
 # ---- the page ------------------------------------------------------------------------
 
 
-METHODS = (OWN, "AdaScale, β^r", *GIVEN)
+METHODS = (OWN, "AdaScale, √r", *GIVEN)
 HOW = """\
 - One process on one GPU. The workers of a step are its passes: 2 of 64 examples at S = 4, 4 of 128 at S = 16, 16
   of 128 at S = 64. Every method at a

@@ -91,7 +91,7 @@ RULES: dict[str, Callable[[int | None], Any]] = {
     SEARCH: lambda steps: "adascale",
     BASE: lambda steps: "adascale",
     OWN: lambda steps: "adascale",
-    "AdaScale, β^r": lambda steps: "adascale_betas",
+    "AdaScale, √r": lambda steps: "adascale_memory",
     "LR × √S": lambda steps: SquareRootRule(steps=steps),
     "LR × S": lambda steps: LinearRule(steps=steps),
     "unscaled": lambda steps: UnscaledRule(steps=steps),
@@ -116,7 +116,7 @@ class Item:
 
 
 def _items() -> tuple[Item, ...]:
-    betas, root, linear, unscaled = "AdaScale, β^r", *GIVEN
+    betas, root, linear, unscaled = "AdaScale, √r", *GIVEN
     adamw = [
         (BASE, 1, 1),
         (OWN, 16, 1),

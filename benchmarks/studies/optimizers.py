@@ -20,7 +20,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from comparison import (
     Result,
     Results,
     Rounds,
+    best_schedule,
     conduct,
     rounds,
     rounds_and_recipes,
@@ -59,13 +60,16 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ray_adascale import (
-    AdaScaleBetasRule,
+    AdaScaleMemoryRule,
+    AdaScaleRule,
     BetaRule,
+    LinearRule,
     OptimizerChain,
     SquareRootRule,
     UnscaledRule,
     Workload,
 )
+from ray_adascale.optim.rules import ScalingRule
 
 sys.path.append(str(Path(__file__).parents[1]))
 from bench import PAGES, by_hand, count, markdown
@@ -144,27 +148,31 @@ def momentum_sgd(built: Workload, job: Job) -> Workload:
 
 
 @dataclass(frozen=True)
-class OneBeta(BetaRule):
-    """β^r for one beta alone; the other stays as it is, in steps.
+class GainAndBetas(AdaScaleRule):
+    """(r, r) and β^r: what "auto" was for AdamW before :class:`AdaScaleMemoryRule`.
 
     Attributes:
-        which: 1 or 2.
+        betas: The rule for betas and momentum.
     """
 
-    which: int = 1
+    betas: BetaRule = field(default_factory=BetaRule)
+
+
+@dataclass(frozen=True)
+class PlainDecay(BetaRule):
+    """β^r, with AdamW's decay as it is."""
 
     @contextmanager
     def applied(
-        self, groups: Any, optimizer: Any, increments: Any, step_counts: Any
+        self,
+        groups: Any,
+        optimizer: Any,
+        increments: Any,
+        step_counts: Any,
+        lr_factors: Any = None,
     ) -> Iterator[None]:
-        """Change both betas, and set the other one back for the step."""
-        before = [group["betas"] for group in groups]
+        """Change the betas alone."""
         with super().applied(groups, optimizer, increments, step_counts):
-            for group, old in zip(groups, before, strict=True):
-                new = group["betas"]
-                group["betas"] = (
-                    (new[0], old[1]) if self.which == 1 else (old[0], new[1])
-                )
             yield
 
 
@@ -183,9 +191,14 @@ def with_optimizer(
 # ---- studies -------------------------------------------------------------------------
 
 
-_AUTO = Method(lambda steps: "auto", about="(r, r), betas to the power r")
+_AUTO = Method(lambda steps: "auto", about="(√r, r), betas to the power r")
 _FIXED = Method(lambda steps: "adascale", about="(r, r)")
-_BETAS = Method(lambda steps: AdaScaleBetasRule(), about="(r, r), betas to the power r")
+_BETAS = Method(lambda steps: GainAndBetas(), about="(r, r), betas to the power r")
+
+
+def paced(rule: Callable[..., ScalingRule], about: str) -> Method:
+    """Return the method of a rule that is given its number of steps."""
+    return Method(lambda steps: rule(steps=steps), given_steps=True, about=about)
 
 
 def compared(
@@ -196,20 +209,15 @@ def compared(
     stages: tuple[tuple[int, int], ...],
     **settings: Any,
 ) -> Comparison:
-    """Return the comparison of an optimizer; ``own`` is the method whose steps the
-    unscaled LR is given.
+    """Return the comparison of an optimizer; ``paced_by`` or else ``own`` is the method
+    whose steps the unscaled LR is given.
     """
-    about = f"as many steps as {own} took with this seed"
-    unscaled = Method(
-        lambda steps: UnscaledRule(steps=steps), given_steps=True, about=f"1, {about}"
-    )
-    methods = {**methods, "unscaled": unscaled}
+    pace = settings.get("paced_by", own)
+    about = f"as many steps as {pace} took with this seed"
+    methods = {**methods, "unscaled": paced(UnscaledRule, f"1, {about}")}
     if optimizer == "adamw":
-        methods["√S"] = Method(
-            lambda steps: SquareRootRule(steps=steps),
-            given_steps=True,
-            about=f"√S, {about}",
-        )
+        methods["√S"] = paced(SquareRootRule, f"√S, {about}")
+        methods["LR × S"] = paced(LinearRule, f"S with a warm-up, {about}")
     return Comparison(
         optimizer=optimizer,
         cases=cases,
@@ -233,6 +241,7 @@ class Study:
         comparison: Its methods and workloads.
         title: Heading of its page.
         how: Its settings, in words.
+        rules: Its methods, in words.
         page: Name of its page.
         kept: Path of its runs.
         defaults: Number of seeds and scales.
@@ -242,6 +251,7 @@ class Study:
     comparison: Comparison
     title: str
     how: str
+    rules: str
     page: Path
     kept: str
     defaults: dict[str, Any]
@@ -250,7 +260,15 @@ class Study:
 
 _LATER = ((16, 3), (4, 3), (64, 3), (16, 5), (4, 5), (64, 5))
 _SEEDS = tuple((scale, seeds) for seeds in range(1, 6) for scale in (16, 4))
-ADAMW_METHODS = {"auto": _AUTO, "fixed betas": _FIXED}
+ADAMW_METHODS = {
+    "AdaScale": _AUTO,
+    "plain decay": Method(
+        lambda steps: AdaScaleMemoryRule(PlainDecay()),
+        about="(√r, r), betas to the power r, decay as it is",
+    ),
+    "r, β^r": _BETAS,
+    "fixed betas": _FIXED,
+}
 _SAME: dict[str, Any] = {
     "shapes": ("own",),
     "grid_scale": 1,
@@ -258,27 +276,6 @@ _SAME: dict[str, Any] = {
     "loss_examples": 500,
     "most_passes": 4,
 }
-WHY = Comparison(
-    optimizer="adamw",
-    cases={"vit": adamw_workloads.CASES["vit"]},
-    methods={
-        **ADAMW_METHODS,
-        "β1 alone": Method(
-            lambda steps: AdaScaleBetasRule(OneBeta(which=1)),
-            about="(r, r), β1 to the power r",
-        ),
-        "β2 alone": Method(
-            lambda steps: AdaScaleBetasRule(OneBeta(which=2)),
-            about="(r, r), β2 to the power r",
-        ),
-    },
-    against=("fixed betas", "β1 alone", "β2 alone"),
-    pictured=(),
-    stages=_SEEDS,
-    own="auto",
-    **_SAME,
-)
-"""Which of the two betas it is, on the workload where fixed betas lose most."""
 MOMENTUM = Comparison(
     optimizer="sgd",
     cases={
@@ -291,30 +288,28 @@ MOMENTUM = Comparison(
     },
     methods={
         "AdaScale": Method(lambda steps: "adascale", about="(r, r)"),
+        "m^√r": Method(
+            lambda steps: AdaScaleMemoryRule(),
+            about="(r, r), momentum to the power √r",
+        ),
         "m^r": Method(
-            lambda steps: AdaScaleBetasRule(BetaRule(momentum=True)),
+            lambda steps: AdaScaleMemoryRule(BetaRule(momentum=1)),
             about="(r, r), momentum to the power r",
         ),
     },
-    against=("m^r",),
+    against=("m^√r", "m^r"),
     pictured=(),
     stages=((1, 5), (16, 5)),
     with_optimizer=momentum_sgd,
     **_SAME,
 )
-"""Whether momentum SGD gains by the same change."""
+"""What becomes of the momentum of SGD."""
 
-LARGER = Comparison(
-    optimizer="adamw",
-    cases={"larger decoder": adamw_workloads.LARGER_DECODER},
-    methods=ADAMW_METHODS,
-    against=("fixed betas",),
-    pictured=(),
-    stages=tuple((scale, seeds) for seeds in range(1, 6) for scale in (1, 16)),
-    own="auto",
-    **_SAME | {"evaluations": 40},
-)
-"""Whether the loss rises at the peak of the LR."""
+_LARGE = ("vit", "decoder", "recommender", "converged")
+"""The workloads that run at S = 64 as well."""
+EDGE = 1.4
+"""The LR of the runs at the edge of stability over the grid's best."""
+
 
 STUDIES = {
     "adamw": Study(
@@ -322,15 +317,19 @@ STUDIES = {
             "adamw",
             adamw_workloads.CASES,
             ADAMW_METHODS,
-            "auto",
+            "AdaScale",
             ((1, 5), *_SEEDS),
             shapes=("own",),
             most_passes=4,
+            paced_by="r, β^r",
         ),
         "AdamW",
         "`torch.optim.AdamW`, betas (0.9, 0.999) where nothing else is said, ε 1e-8. "
         "Each workload has its own schedule. Peak "
         "LR: the best of four, two seeds.",
+        '**AdaScale** is the default, `rule="adascale_memory"`: (√r, r) and β^r. '
+        "**plain decay** is the same without the factor √r on the decay, **r, β^r** is "
+        '(r, r) and β^r, **fixed betas** is `rule="adascale"`.',
         PAGES / "adamw.md",
         "benchmarks/studies/kept/adamw.jsonl",
         {"seeds": 5, "scales": (1, 4, 16)},
@@ -342,7 +341,7 @@ STUDIES = {
                 name: replace(case, lrs=tuple(lr / LIONS_PART for lr in case.lrs))
                 for name, case in SMALL.items()
             },
-            {"AdaScale": _FIXED, "β^r": _BETAS},
+            {"AdaScale": _FIXED, "β^r": _BETAS, "√r, β^r": _AUTO},
             "AdaScale",
             ((1, 5), *_LATER),
             with_optimizer=partial(with_optimizer, lion),
@@ -356,6 +355,8 @@ STUDIES = {
         f"grids the LRs are {LIONS_PART} times smaller and the decay is {LIONS_PART} "
         "times larger, so that LR · decay is the "
         "same. Peak LR: the best of five, two seeds.",
+        '**AdaScale** is `rule="adascale"`, **β^r** is (r, r) and β^r, **√r, β^r** is '
+        "the default.",
         PAGES / "lion.md",
         "benchmarks/studies/kept/lion.jsonl",
         {"seeds": 5, "scales": (1, 4, 16, 64)},
@@ -371,7 +372,7 @@ STUDIES = {
                 "AdaScale": _FIXED,
                 "β^r": _BETAS,
                 "β^r, m^r": Method(
-                    lambda steps: AdaScaleBetasRule(BetaRule(momentum=True)),
+                    lambda steps: GainAndBetas(BetaRule(muon=1)),
                     about="(r, r), AdamW's betas and Muon's momentum to the power r",
                 ),
             },
@@ -390,6 +391,8 @@ STUDIES = {
         "matrices are those of the transformer's two layers, and the middle one of the "
         "three linear layers of tabular. Schedule: "
         "the best of four peak LRs times two shapes, one seed.",
+        '**AdaScale** is `rule="adascale"`, **β^r** is (r, r) and β^r, **m^r** is '
+        "`BetaRule(muon=1)`.",
         PAGES / "muon.md",
         "benchmarks/studies/kept/muon.jsonl",
         {"seeds": 3, "scales": (1, 4, 16)},
@@ -400,40 +403,61 @@ STUDIES = {
 
 def train(job: Job) -> Result:
     """Run a job."""
-    comparisons = (MOMENTUM, LARGER, WHY) if job.optimizer in ("adamw", "sgd") else ()
-    of = (
-        c
-        for c in comparisons
-        if c.optimizer == job.optimizer
-        and job.workload in c.cases
-        and job.method in (comparison.BASE, *c.methods)
-    )
-    return comparison.train(
-        next(of, STUDIES.get(job.optimizer, STUDIES["adamw"]).comparison), job
-    )
+    if job.optimizer == MOMENTUM.optimizer:
+        return comparison.train(MOMENTUM, job)
+    return comparison.train(STUDIES[job.optimizer].comparison, job)
 
 
-def questions(plan: Plan) -> list[Plan]:
-    """Return the plans of the further questions of AdamW's study, of a whole study
-    of AdamW alone.
+@dataclass(frozen=True)
+class Questions:
+    """The plans of the further questions of AdamW's study.
+
+    Attributes:
+        large: S = 64, on some workloads.
+        edge: The LR times :data:`EDGE`, S = 16.
+        momentum: SGD with momentum, S = 16.
     """
+
+    large: Plan
+    edge: Plan
+    momentum: Plan
+
+    @property
+    def all(self) -> list[Plan]:
+        """Return the plans in the order in which they run."""
+        return [self.large, self.edge, self.momentum]
+
+
+def questions(plan: Plan, results: Results) -> Questions | None:
+    """Return the questions of a whole study of AdamW, once its LRs are chosen."""
     if plan.comparison.optimizer != "adamw" or plan.total_steps:
-        return []
-    made = [
-        replace(plan, comparison=c, workloads=tuple(c.cases))
-        for c in (WHY, MOMENTUM, LARGER)
-    ]
-    return [
-        made[0],
-        replace(made[1], scales=(1, 16)),
-        replace(made[2], scales=(1, 16), grid_seeds=(101,)),
-    ]
+        return None
+    hotter = {}
+    for name in plan.workloads:
+        best = best_schedule(plan, results, name)
+        if best is None:
+            return None
+        hotter[name] = replace(plan.case(name), lrs=(float(f"{EDGE * best[0]:.4g}"),))
+    large = tuple(name for name in plan.workloads if name in _LARGE)
+    return Questions(
+        large=replace(plan, workloads=large, scales=(1, 64)),
+        edge=replace(
+            plan,
+            comparison=replace(plan.comparison, cases=hotter),
+            scales=(1, 16),
+            grid_seeds=(),
+        ),
+        momentum=replace(
+            plan, comparison=MOMENTUM, workloads=tuple(MOMENTUM.cases), scales=(1, 16)
+        ),
+    )
 
 
 def all_rounds(plan: Plan, path: Path, results: Results) -> Rounds:
     """Yield the rounds of a study, then those of its questions."""
     yield from rounds_and_recipes(plan, path, results)
-    for question in questions(plan):
+    further = questions(plan, results)
+    for question in [] if further is None else further.all:
         yield from rounds(question, path, results)
 
 
@@ -442,9 +466,7 @@ def all_rounds(plan: Plan, path: Path, results: Results) -> Rounds:
 HOW = """\
 - {}
 - The schedule is chosen at S = 1 on the search split, with seeds of its own.
-- **AdaScale** and **fixed betas** are `rule="adascale"`, **β^r** is `rule="adascale_betas"`, **auto** is the default, which is
-  β^r here, **m^r** is `BetaRule(momentum=True)`. The unscaled LR and √S are given a number of steps that nobody knows
-  beforehand; they differ in the LR alone.
+- {} Methods with a given number of steps are told what nobody knows beforehand; they differ in the LR alone.
 - Every run is one thread; the n = min(S, {}) gradient samples of a step are accumulation passes. Training
   loss: of the first 500 examples. Failed: as in [transfer](transfer.md)."""
 
@@ -508,57 +530,38 @@ def in_short(plan: Plan, results: Results) -> str:
     )
 
 
-def rise(case: Case, result: Result) -> float:
-    """Return by how much the loss of an evaluation lay above the best before it, at
-    most.
-    """
-    losses = [case.loss(score) for score in result.curve_score]
-    return max(now - min(losses[: i + 1]) for i, now in enumerate(losses))
-
-
-def rises(plan: Plan, results: Results) -> str:
-    """Return a table of the largest :func:`rise` of each seed's run, averaged."""
-    rows = []
-    for workload in plan.workloads:
-        row = [workload]
-        for scale in plan.scales:
-            for method in (plan.comparison.own,) if scale == 1 else ADAMW_METHODS:
-                found = seeds_of(plan, results, workload, scale, method).values()
-                each = [rise(plan.case(workload), result) for result in found]
-                row.append(f"{statistics.mean(each):.3f}" if each else "not run")
-        rows.append(row)
-    names = [
-        f"{method}, S = {s}" for s in plan.scales if s > 1 for method in ADAMW_METHODS
-    ]
-    return markdown(["workload", "base run", *names], rows)
-
-
 def answers(plan: Plan, results: Results) -> list[str]:
     """Return the sections of AdamW's questions."""
-    if not questions(plan):
+    further = questions(plan, results)
+    if further is None:
         return []
-    why, momentum, larger = questions(plan)
-    return [
-        "## Which beta",
-        "The exponent r for one beta alone, on the vision transformer.",
-        *(
-            part
-            for s in why.scales[1:]
-            for part in (f"S = {s}:", by_workload(why, results, s))
+    sections = (
+        (further.large, 64, "S = 64", ""),
+        (
+            further.edge,
+            16,
+            "At the edge",
+            f"The LR {EDGE} times the grid's best, at S = 1 as well; S = 16.",
         ),
-        "## Momentum SGD",
-        "Two of the workloads with momentum SGD (0.9) in place of AdamW, LR tuned "
-        "anew, S = 16.",
-        by_workload(momentum, results, 16),
-        "## Rises of the loss",
-        "By how much the loss of an evaluation lay above the best before it, at most; "
-        "ten evaluations a run, mean over seeds.",
-        rises(plan, results),
-        f"Larger decoder: {larger.case('larger decoder').about}; B0 = 4, T = 500, 40 "
-        "evaluations a run:",
-        by_workload(larger, results, 16),
-        rises(larger, results),
-    ]
+        (
+            further.momentum,
+            16,
+            "Momentum SGD",
+            "Two of the workloads with momentum SGD (0.9) in place of AdamW, LR tuned "
+            "anew, S = 16.",
+        ),
+    )
+    parts = []
+    for of, scale, heading, text in sections:
+        ran = tuple(
+            name
+            for name in of.workloads
+            if seeds_of(of, results, name, scale, of.comparison.own)
+        )
+        if ran:
+            shown = replace(of, workloads=ran)
+            parts += [f"## {heading}", text, by_workload(shown, results, scale)]
+    return parts
 
 
 def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) -> None:
@@ -566,7 +569,8 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
     kept, of = by_hand(page), STUDIES[plan.comparison.optimizer]
     page.parent.mkdir(parents=True, exist_ok=True)
     scale = picture_by_scale(plan, results, page)
-    table = by_workload if questions(plan) else standing
+    many = len(plan.workloads) > len(plan.comparison.methods)
+    table = by_workload if many else standing
     parts = [
         f"# {of.title}",
         "One schedule, tuned at the base batch, carried to larger batches. Metric on a "
@@ -578,7 +582,7 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
         kept,
         "## All methods",
         STANDING,
-        in_short(plan, results) if questions(plan) else "",
+        in_short(plan, results) if many else "",
         *(
             part
             for s in plan.scales[1:]
@@ -593,7 +597,7 @@ def write(plan: Plan, results: Results, runs: Path, page: Path, command: str) ->
         forecasts(plan, results, runs),
         *answers(plan, results),
         "## How",
-        HOW.format(of.how, plan.comparison.most_passes),
+        HOW.format(of.how, of.rules, plan.comparison.most_passes),
         *workload_sections(plan, results),
     ]
     write_page(page, parts)

@@ -25,6 +25,7 @@ import numpy as np
 
 from ..batch import BatchFollower, BatchSettings, StepPlan
 from ..gain import advanced, plain_effective_decay, plain_gain
+from ..optim.betas import BetaRule
 from ..optim.rules import RuleInput, ScalingRule, betas_of, make_rule
 from ..recipe import NoiseProbe, Recipe, smoothing_width
 
@@ -214,8 +215,9 @@ class Law:
 
     Attributes:
         momentum: m, 0 ≤ m < 1.
-        momentum_is_beta: Whether m is β1. A rule for betas leaves another momentum as
-            it is, unless ``BetaRule.momentum`` is set.
+        momentum_is_beta: Whether m is β1. A rule for betas may leave another momentum
+            as it is, see :class:`ray_adascale.BetaRule`.
+        is_muons: Whether m is Muon's.
         calm: Share of the base run's random motion that disappears with the noise.
         shake: Growth of μ² with the larger LR.
         most_shake: Limit of that growth.
@@ -223,6 +225,7 @@ class Law:
 
     momentum: float = 0.0
     momentum_is_beta: bool = True
+    is_muons: bool = False
     calm: float = 0.6
     shake: float = 2.0
     most_shake: float = 2.0
@@ -231,6 +234,12 @@ class Law:
     def memory(self) -> float:
         """L, the lag of the weights in steps."""
         return self.momentum / (1 - self.momentum)
+
+    def power_of(self, betas: BetaRule) -> float:
+        """Return the power p of a rule for betas, under which m is m^(e^p)."""
+        if self.momentum_is_beta:
+            return 1.0
+        return betas.muon if self.is_muons else betas.momentum
 
     def under_betas(self, exponent: float) -> Law:
         """Return the law for the step after one in which a rule for betas raised m
@@ -363,11 +372,8 @@ def replay(
     gains: list[float] = []
     pushed, moved = 0.0, 0.0  # u and p of the law
     betas = betas_of(advance)
-    if (
-        betas is not None
-        and law is not None
-        and not (law.momentum_is_beta or betas.momentum)
-    ):
+    power = 0.0 if betas is None or law is None else law.power_of(betas)
+    if power == 0:
         betas = None
     law_of_step = law  # with the momentum of the step before
     memory = 0.0 if law is None or betas is not None else law.memory / stride
@@ -400,7 +406,7 @@ def replay(
                 f"{tau * stride:g}."
             )
         if law is not None and betas is not None:
-            law_of_step = law.under_betas(betas.exponent(increment))
+            law_of_step = law.under_betas(betas.exponent(increment) ** power)
         taus.append(tau * stride)
         gains.append(r)
         tau, progress = advanced(tau, increment), advanced(progress, r)
@@ -535,6 +541,7 @@ class Forecaster:
                 law=Law(
                     momentum=self._recipe.momentum,
                     momentum_is_beta=self._recipe.momentum_is_beta,
+                    is_muons=self._recipe.optimizer_class == "Muon",
                 ),
                 base_batch_size=self._recipe.base_batch_size,
                 rule=self._rule,

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..gain import Average, advanced
+from .betas import normalizing
 from .bias_correction import BiasCorrectionCounters
 from .current_step import CurrentStep
 from .deferred import HostCopy, read, skippable_step, steps_on_device
@@ -112,6 +113,7 @@ class AdaScaleAlgorithm:
         self.averaging, self.state = averaging, state
         self._step_counts = BiasCorrectionCounters(self._inner)
         self.rule = rule
+        self._normalizes: list[bool] = []
         self._total_steps = total_steps
         self._base_batch_size = base_batch_size
         # the step under way, once its last pass has ended
@@ -216,16 +218,17 @@ class AdaScaleAlgorithm:
 
     def _output_of_rule(self, step: StepResult, scale: float) -> RuleOutput:
         """Return what the rule makes of known gains."""
+        if len(self._normalizes) != len(self._optimizer.param_groups):
+            self._normalizes = normalizing(self._inner)
         whole = RuleInput(
             gain=step.gain,
             scale=scale,
             effective_steps=self.state.last.effective_steps,
             total_steps=self._total_steps,
             base_batch_size=self._base_batch_size,
+            normalizes=self._normalizes[0],
         )
-        return apply_rule(
-            self._rule, whole, step.group_gains, len(self._optimizer.param_groups)
-        )
+        return apply_rule(self._rule, whole, step.group_gains, self._normalizes)
 
     def _step_by_rule(
         self, output: RuleOutput, scale: float, skip: Tensor | None = None
@@ -239,7 +242,11 @@ class AdaScaleAlgorithm:
             return
         groups = self._optimizer.param_groups
         with betas.applied(
-            groups, self._inner, output.group_increments, self._step_counts
+            groups,
+            self._inner,
+            output.group_increments,
+            self._step_counts,
+            output.lr_factors,
         ):
             self._step_inner(output.lr_factors, scale, skip)
 

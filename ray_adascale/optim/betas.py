@@ -26,6 +26,17 @@ _INSTEAD = (
 )
 
 
+def normalizing(optimizer: Optimizer) -> list[bool]:
+    """Return for each parameter group whether its optimizer divides by the size of its
+    gradients before they are averaged, as Adam, AdamW and Adamax do.
+    """
+    found = [False] * len(optimizer.param_groups)
+    for part, numbers in parts_of(optimizer):
+        for number in numbers:
+            found[number] = isinstance(part, _COUNTING)
+    return found
+
+
 @dataclass(frozen=True)
 class BetaRule:
     """Rule for an optimizer's betas: in a step of c effective steps β becomes β^e, for
@@ -44,28 +55,38 @@ class BetaRule:
     so it is 1 − β^(Σe) here as well. A checkpoint can be continued with another rule,
     and a checkpoint of another rule with this.
 
+    A decoupled weight decay, as AdamW's, is multiplied by the LR. If the LR factor is
+    not c, the decay is multiplied by c over that factor, so that it acts once for each
+    effective step, as in the base run.
+
     In an :class:`ray_adascale.OptimizerChain` the rule changes the groups that have
-    betas. Groups with a momentum in place of betas keep it, unless ``momentum`` is set.
+    betas. Groups with a momentum in place of betas keep it, unless ``momentum`` or
+    ``muon`` is set. Other optimizers than SGD and Muon keep theirs.
 
     Attributes:
-        momentum: Whether the momentum m of SGD and Muon becomes m^e as well. SGD then
-            adds the gradient with the weight (1 − m^e)/(1 − m), as the dampening of
-            that step, so that the LR means the same. Muon needs no such weight: its
-            buffer is an average, and its step does not depend on the buffer's size.
-            Measured for SGD, where it does not pay, and for Muon (docs/results.md).
+        momentum: Power p of the exponent of SGD's momentum: m becomes m' = m^(e^p). 0
+            leaves it, 1 keeps its reach in effective steps, and 0.5 is between them.
+            The gradient then has the weight (1 − m')/(1 − m), as the dampening of that
+            step, so that the LR means the same. With Nesterov momentum torch adds the
+            gradient itself to the step, and the LR is divided by 1 − m + m' for the
+            same reason.
+        muon: Power for Muon's momentum. Muon needs no weight: its buffer is an average,
+            and its step does not depend on the buffer's size.
 
     Raises:
-        ValueError: ``momentum`` is no bool.
+        ValueError: A power is not from 0 to 1.
     """
 
-    momentum: bool = False
+    momentum: float = 0.0
+    muon: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.momentum, bool):
-            raise ValueError(
-                f"Invalid BetaRule(momentum={self.momentum!r}). Must be True or False: "
-                "the momentum itself is the optimizer's."
-            )
+        for name, power in (("momentum", self.momentum), ("muon", self.muon)):
+            if not 0 <= power <= 1:
+                raise ValueError(
+                    f"Invalid BetaRule({name}={power!r}). Must be from 0 to 1: a power "
+                    "of the exponent; the momentum itself is the optimizer's."
+                )
 
     def exponent(self, increment: float) -> float:
         """Return e.
@@ -145,25 +166,18 @@ class BetaRule:
                     f"{name}(foreach=True) or {name}(fused=True)."
                 )
             return tuple(group["betas"])
-        if not (self.momentum and "momentum" in group):
-            return None
-        if isinstance(optimizer, Muon):
+        if self._momentum_power(optimizer):
             return (float(group["momentum"]),)
-        if not isinstance(optimizer, SGD):
-            raise ValueError(
-                f"BetaRule(momentum=True) is for SGD and Muon. {name} does not weigh "
-                "the gradient by a dampening, so its LR "
-                "would mean something else with each momentum. Use rule='adascale'."
-            )
-        if group["nesterov"] or group["dampening"] != 0:
-            raise ValueError(
-                f"Invalid nesterov={group['nesterov']}, dampening={group['dampening']} "
-                "with BetaRule(momentum=True): the step "
-                "sets a dampening of its own, and torch's Nesterov momentum allows "
-                "none. Use SGD without both, or "
-                "rule='adascale'."
-            )
-        return (float(group["momentum"]),)
+        return None
+
+    def _momentum_power(self, optimizer: Optimizer) -> float:
+        """Return the power for the momentum of a plain optimizer. Others than SGD and
+        Muon do not weigh the gradient by a dampening, so that their LR would mean
+        something else with each momentum.
+        """
+        if isinstance(optimizer, SGD):
+            return self.momentum
+        return self.muon if isinstance(optimizer, Muon) else 0.0
 
     @contextmanager
     def applied(
@@ -172,6 +186,7 @@ class BetaRule:
         optimizer: Optimizer,
         increments: Sequence[float],
         step_counts: BiasCorrectionCounters,
+        lr_factors: Sequence[float] | None = None,
     ) -> Iterator[None]:
         """Change the betas for the optimizer step in the context; restore them
         afterwards, also if the step raises.
@@ -184,14 +199,19 @@ class BetaRule:
             increments: c of each group, or one for all.
             step_counts: The step counts of ``optimizer``. The same object in every
                 step.
+            lr_factors: Factor on the LR of each group, or one for all; None: c.
 
         Raises:
             ValueError: The betas can't be changed.
         """
+        factors = increments if lr_factors is None else lr_factors
         with ExitStack() as stack:
             for part, numbers in parts_of(optimizer):
                 if not isinstance(optimizer, OptimizerChain) or self._changes(part):
-                    own = [increments[i % len(increments)] for i in numbers]
+                    own = [
+                        (increments[i % len(increments)], factors[i % len(factors)])
+                        for i in numbers
+                    ]
                     stack.enter_context(
                         self._applied_to(
                             part,
@@ -209,21 +229,30 @@ class BetaRule:
         optimizer: Optimizer,
         numbers: Sequence[int],
         groups: Sequence[dict[str, Any]],
-        increments: Sequence[float],
+        steps: Sequence[tuple[float, float]],
         step_counts: BiasCorrectionCounters,
     ) -> Iterator[None]:
         """Change the betas of a plain optimizer, see :meth:`applied`."""
         exponents: dict[int, float] = {}
         changes = []
-        for number, group, increment in zip(numbers, groups, increments, strict=True):
+        power = self._momentum_power(optimizer)
+        for number, group, (increment, lr_factor) in zip(
+            numbers, groups, steps, strict=True
+        ):
             factors = self._decay_factors(optimizer, group)
-            e = 1.0 if factors is None else self.exponent(increment)
+            e = 1.0
+            if factors is not None:
+                e = self.exponent(increment)
+                if "betas" not in group:
+                    e **= power
             exponents[number] = e
-            changes.append(
-                {}
-                if factors is None or e == 1
-                else _changed(optimizer, group, factors, e)
-            )
+            new = {}
+            if factors is not None and e != 1:
+                new = _changed(optimizer, group, factors, e)
+            if lr_factor != increment and group.get("decoupled_weight_decay"):
+                # lr · decay acts once for each effective step
+                new["weight_decay"] = group["weight_decay"] * increment / lr_factor
+            changes.append(new)
         kept = [
             {key: group[key] for key in new}
             for group, new in zip(groups, changes, strict=True)
@@ -260,6 +289,14 @@ def _changed(
     # buffer ← m·buffer + (1 − m)·g, and the step is of the orthogonalized buffer
     if isinstance(optimizer, Muon):
         return {"momentum": new[0]}
-    # torch: buffer ← m·buffer + (1 − dampening)·g. A gradient's weights add up to 1/(1
-    # − m) if 1 − dampening is this ratio.
-    return {"momentum": new[0], "dampening": 1 - (1 - new[0]) / (1 - factors[0])}
+    (m,), (changed,) = factors, new
+    if m == 1:
+        return {}
+    # torch: buffer ← m'·buffer + (1 − dampening')·g. A constant g leaves the buffer at
+    # (1 − dampening)/(1 − m)·g, whatever m' is.
+    weight = (1 - group["dampening"]) * (1 - changed) / (1 - m)
+    entries = {"momentum": changed, "dampening": 1 - weight}
+    if group["nesterov"]:
+        # torch's step is g + m'·buffer: a constant g makes (1 − m + m')/(1 − m)·g.
+        entries["lr"] = group["lr"] / (1 - m + changed)
+    return entries

@@ -309,7 +309,10 @@ class RuleOutput:
 
 
 def apply_rule(
-    rule: ScalingRule, whole: RuleInput, group_gains: Sequence[float], num_groups: int
+    rule: ScalingRule,
+    whole: RuleInput,
+    group_gains: Sequence[float],
+    normalizes: Sequence[bool],
 ) -> RuleOutput:
     """Return the output of a rule for a step with these gains.
 
@@ -317,12 +320,17 @@ def apply_rule(
         rule: The rule.
         whole: Its input for the whole optimizer.
         group_gains: r of each gain's group.
-        num_groups: Parameter groups. Even with one gain, a rule may have another factor
-            for each.
+        normalizes: As in :class:`.rules.RuleInput`, for each parameter group. Even with
+            one gain, a rule may have another factor for each group.
     """
     inputs = [
-        replace(whole, gain=group_gains[i % len(group_gains)], group=i)
-        for i in range(num_groups)
+        replace(
+            whole,
+            gain=group_gains[i % len(group_gains)],
+            group=i,
+            normalizes=normalized,
+        )
+        for i, normalized in enumerate(normalizes)
     ]
     lr_factors, group_increments = zip(*map(rule, inputs), strict=True)
     return RuleOutput(lr_factors, group_increments, *rule(whole))

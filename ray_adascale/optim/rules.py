@@ -9,7 +9,7 @@ number of optimizer steps in a run. A rule may also change the optimizer's betas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -32,6 +32,9 @@ class RuleInput:
         base_batch_size: B0 in examples, or None if it is not known.
         group: Index of the parameter group, with ``gain`` that group's; None: the whole
             optimizer, for the clock.
+        normalizes: Whether the group's optimizer divides by the size of its gradients
+            before they are averaged, see :func:`.betas.normalizing`. For the whole optimizer:
+            that of the first group.
     """
 
     gain: float
@@ -40,6 +43,7 @@ class RuleInput:
     total_steps: float | None = None
     base_batch_size: float | None = None
     group: int | None = None
+    normalizes: bool = False
 
 
 ScalingRule = Callable[[RuleInput], tuple[float, float]]
@@ -90,28 +94,45 @@ def betas_of(rule: ScalingRule) -> BetaRule | None:
 
 @dataclass(frozen=True)
 class AdaScaleRule:
-    """LR × r, clock + r: Johnson et al., ICML 2020. Derived for SGD; for Adam and
-    AdamW by measurement (docs/results.md).
-    """
+    """LR × r, clock + r: Johnson et al., ICML 2020. Derived for SGD."""
 
     def __call__(self, now: RuleInput) -> tuple[float, float]:
         return now.gain, now.gain
 
 
 @dataclass(frozen=True)
-class AdaScaleBetasRule(AdaScaleRule):
-    """(r, r), and β^r for the optimizer's betas: AdaScale with the averages of Adam on
-    the effective clock.
+class AdaScaleMemoryRule:
+    """AdaScale with the optimizer's memory on the effective clock: (√r, r) and β^r for
+    Adam, AdamW and Adamax, (r, r) and β^r for Lion, (r, r) and m^√r for SGD.
 
-    For Adam, AdamW, Adamax and Lion. Under :class:`AdaScaleRule` the averages reach
-    over r times as many effective steps as in the base run; here their reach stays.
-    There is no derivation: docs/results.md has what was measured.
+    Adam divides by √v, and v is the mean square of the gradients that it is given. Let
+    μ be the mean of one element of the gradient, and σ² its variance in a base batch:
+
+    - A base step moves the element by lr·μ/√(μ² + σ²).
+    - A step at scale S with the LR factor f moves it by f·lr·μ/√(μ² + σ²/S).
+    - The step is to be worth r base steps, so f = r·√((μ² + σ²/S)/(μ² + σ²)). The ratio
+      under the root is 1/r, so f = √r.
+
+    With f = r a step would be worth r^1.5 base steps on a clock that counts r. The
+    averages decay by β^r, so that they reach over as many effective steps as in the
+    base run. Where noise is large, r = S, and this is the square-root rule of Malladi
+    et al., arXiv 2205.10287. r is the gain of the whole gradient, in the Euclidean
+    norm.
+
+    Lion takes the sign of an average that reaches over as many effective steps as in
+    the base run. It has as much noise, so its factor is r, as is that of SGD and Muon.
+    See :class:`BetaRule` for momentum.
 
     Attributes:
-        betas: Whether the momentum of SGD and Muon changes as well.
+        betas: The rule for betas and momentum.
     """
 
-    betas: BetaRule = field(default_factory=BetaRule)
+    betas: BetaRule = field(default_factory=lambda: BetaRule(momentum=0.5))
+
+    def __call__(self, now: RuleInput) -> tuple[float, float]:
+        if now.normalizes:
+            return math.sqrt(now.gain), now.gain
+        return now.gain, now.gain
 
 
 def _stretch(now: RuleInput, steps: int | None, increment: float, name: str) -> float:
@@ -338,12 +359,10 @@ class UnscaledRule:
 
 AUTO = "auto"
 RULES: dict[str, Callable[..., ScalingRule]] = {
-    # until the optimizer is known; LR factor and clock of AdaScaleBetasRule are the
-    # same
-    AUTO: AdaScaleRule,
+    AUTO: AdaScaleRule,  # until the optimizer is known
     "adamscale": AdamScaleRule,
     "adascale": AdaScaleRule,
-    "adascale_betas": AdaScaleBetasRule,
+    "adascale_memory": AdaScaleMemoryRule,
     "linear": LinearRule,
     "sqrt": SquareRootRule,
     "unscaled": UnscaledRule,
@@ -397,43 +416,40 @@ def name_of(rule: ScalingRule) -> str:
     )
 
 
+_HAVE_BETAS = frozenset({"Adam", "AdamW", "Adamax", "Lion"})
+
+
+def auto_rule(kinds: Iterable[str]) -> str:
+    """Return the name of the rule that "auto" stands for: "adascale_memory" with Adam,
+    AdamW, Adamax or Lion, alone or in a chain, and else "adascale".
+
+    Args:
+        kinds: Names of the optimizers' classes.
+    """
+    return "adascale" if _HAVE_BETAS.isdisjoint(kinds) else "adascale_memory"
+
+
 def chosen_rule(rule: str | ScalingRule, optimizer: Optimizer) -> str | ScalingRule:
     """Return a rule, or the name of the one that "auto" stands for with an optimizer.
 
-    It is "adascale_betas" for Adam, AdamW, Adamax and Lion, alone or beside optimizers
-    without betas in a chain, and "adascale" for all others. For others with betas a
-    warning says why.
+    It is :func:`auto_rule`'s. If there are betas that can't be changed it is
+    "adascale", and a warning says why.
     """
     if rule != AUTO:
         return rule
-    with_betas = [
-        part
-        for part, _ in parts_of(optimizer)
-        if any("betas" in group for group in part.param_groups)
-    ]
-    try:
-        if not with_betas:
-            return "adascale"
-        BetaRule().check(optimizer)
-        return "adascale_betas"
-    except ValueError as error:
-        warn_on_first_worker(
-            f"rule='auto' is 'adascale' here. {error} With fixed betas the averages "
-            "reach over r times as many effective "
-            "steps as in the base run, and the metrics of AdamW fell behind "
-            "(docs/results.md): compare with a base run. "
-            "rule='adascale' says that this is meant."
-        )
-        return "adascale"
-
-
-def auto_rule_of(kind: str) -> str:
-    """Return the rule that "auto" stands for with the optimizer of a recipe, by the
-    name of its class.
-    """
-    return (
-        "adascale_betas" if kind in ("Adam", "AdamW", "Adamax", "Lion") else "adascale"
-    )
+    parts = [part for part, _ in parts_of(optimizer)]
+    if any("betas" in group for part in parts for group in part.param_groups):
+        try:
+            BetaRule().check(optimizer)
+        except ValueError as error:
+            warn_on_first_worker(
+                f"rule='auto' is 'adascale' here. {error} With fixed betas the "
+                "averages reach over r times as many effective steps as in the base "
+                "run, and the metrics of AdamW fell behind (docs/results.md): compare "
+                "with a base run. rule='adascale' says that this is meant."
+            )
+            return auto_rule([])
+    return auto_rule(kind.__name__ for part in parts for kind in type(part).__mro__)
 
 
 def follows_gain(rule: ScalingRule) -> bool:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from ray_adascale import (
-    AdaScaleBetasRule,
     AdaScaleConfig,
+    AdaScaleMemoryRule,
     BetaRule,
     LEGWRule,
     Recipe,
@@ -128,7 +128,7 @@ def test_under_betas_on_the_clock_momentum_averages_less_and_nothing_lags() -> N
         np.array([0.0]), np.array([3.0]), np.array([1.0]), np.array([1 / 3])
     )
     given: dict[str, Any] = {"scale": 4, "total_steps": 1000, "averaging_window": 1e-3}
-    r = replay(noise, law=Law(momentum=0.9), rule="adascale_betas", **given).gains[-1]
+    r = replay(noise, law=Law(momentum=0.9), rule="adascale_memory", **given).gains[-1]
     m = 0.9**r
     # Adam's random motion does not disappear with the noise
     f = 1 + 4 / 3 * (r - 1) * (1 - m) / (1 + m)
@@ -136,7 +136,7 @@ def test_under_betas_on_the_clock_momentum_averages_less_and_nothing_lags() -> N
     # A momentum that is not a β1 has SGD's law, with m^r.
     law = Law(momentum=0.9, momentum_is_beta=False)
     r = replay(
-        noise, law=law, rule=AdaScaleBetasRule(BetaRule(momentum=True)), **given
+        noise, law=law, rule=AdaScaleMemoryRule(BetaRule(momentum=1)), **given
     ).gains[-1]
     m = 0.9**r
     f = 0.4 + 0.15 * r + 2 / 3 * (r - 1) * (1 - m) / (1 + m)
@@ -145,7 +145,7 @@ def test_under_betas_on_the_clock_momentum_averages_less_and_nothing_lags() -> N
     assert 2.04 < r < 2.43
     ends = curve((0, 1, 0), (19, 1, 0), (20, 0, 1))
     given = {"scale": 4, "total_steps": 40, "averaging_window": 1e-9}
-    again = replay(ends, law=Law(momentum=0.5), rule="adascale_betas", **given)
+    again = replay(ends, law=Law(momentum=0.5), rule="adascale_memory", **given)
     # as without momentum, where τ is 20
     assert again.gains[:6] == pytest.approx([4.0] * 5 + [1.0])
 
@@ -154,10 +154,10 @@ def test_a_momentum_that_a_rule_for_betas_leaves_is_forecast_as_it_is() -> None:
     noise = curve((0, 1, 0.5), (200, 1, 0.1))
     given: dict[str, Any] = {"scale": 4, "total_steps": 200}
     plain = replay(noise, law=Law(momentum=0.9), **given).gains
-    both = AdaScaleBetasRule(BetaRule(momentum=True))
+    both, betas = (AdaScaleMemoryRule(BetaRule(momentum=m)) for m in (1, 0))
     for rule, is_beta, kept in (
-        ("adascale_betas", False, True),
-        ("adascale_betas", True, False),
+        (betas, False, True),
+        (betas, True, False),
         (both, False, False),
         (both, True, False),
     ):

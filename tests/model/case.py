@@ -488,7 +488,7 @@ def scheduler(case: Case, optimizer: Optimizer, total: int) -> LRScheduler | Non
     cycles = (
         case.optimizer in ("sgd", "adam", "adamw")
         and not case.fused
-        and case.rule != "adascale_betas"
+        and (case.rule != "adascale_memory" or case.optimizer == "sgd")
     )
     peaks = [group["lr"] for group in optimizer.param_groups]
     make: dict[str, Any] = {

@@ -58,7 +58,7 @@ def tolerance(case: Case) -> float:
         return 1e-6
     # A fused step has its LR in float32; torch counts Adam's steps in float32, of which
     # the betas' rule makes fractions.
-    return 1e-7 if case.fused or case.rule == "adascale_betas" else 1e-9
+    return 1e-7 if case.fused or case.rule == "adascale_memory" else 1e-9
 
 
 def is_plain(case: Case) -> bool:
@@ -72,7 +72,7 @@ def is_plain(case: Case) -> bool:
         or case.rescaled
         or case.batches
         or case.efficiency
-        or case.rule in ("adascale_betas", "legw", "lsw+")
+        or case.rule in ("adascale_memory", "legw", "lsw+")
     )
 
 

@@ -14,7 +14,7 @@ _ADAMS = ("adam", "amsgrad", "adamw")
 _RULES = (
     "adascale",
     "adascale",
-    "adascale_betas",
+    "adascale_memory",
     "adamscale",
     "linear",
     "sqrt",
@@ -29,7 +29,7 @@ def refusal(case: Case) -> str | None:
     None if it must run.
     """
     run, bare, found = case.client == "run", case.client == "adascale", []
-    follows = case.rule in ("adascale", "adascale_betas", "adamscale")
+    follows = case.rule in ("adascale", "adascale_memory", "adamscale")
     adam, fixed = case.rule == "adamscale", not (case.batches or case.efficiency)
     matrices = (
         [p for p in net(case).parameters() if p.ndim == 2]
@@ -60,7 +60,7 @@ def refusal(case: Case) -> str | None:
                 "the clock of that rule advances by the scale",
             ),
             (
-                case.rule == "adascale_betas" and case.optimizer in ("sgd", "rmsprop"),
+                case.rule == "adascale_memory" and case.optimizer == "rmsprop",
                 "changes betas|keeps",
             ),
             (run and adam and leg.sharding != "none", "with the rule AdamScale"),
@@ -106,7 +106,7 @@ def allowed(case: Case) -> bool:
         case.client == "adascale",
     )
     legs, plain = case.legs, Case()
-    sgd, betas = case.optimizer == "sgd", case.rule == "adascale_betas"
+    sgd, betas = case.optimizer == "sgd", case.rule == "adascale_memory"
     shardings = {leg.sharding for leg in legs if leg.workers > 1}
     several = len(legs) > 1
     of_bare = (
@@ -310,7 +310,7 @@ def _any_case(rng: random.Random) -> Case:
         legs = [replace(leg, sharding="none") for leg in legs]
     if bare and rng.random() < 0.1:
         legs = [replace(leg, sharding="zero2") for leg in legs]
-    of_rule = {"adascale_betas": ("adamw", "adamax"), "adamscale": _ADAMS}
+    of_rule = {"adascale_memory": ("adamw", "adamax", "sgd"), "adamscale": _ADAMS}
     span = tuple(range(rng.randint(0, 3), rng.randint(4, 8)))
     known = of_rule.get(
         rule,
@@ -380,7 +380,7 @@ def _any_case(rng: random.Random) -> Case:
         maximize=maybe(0.15, optimizer != "muon", False),
         fused=maybe(0.1, optimizer in ("sgd", *_ADAMS), False),
         groups=1
-        if rule == "adascale_betas" and optimizer == "adamax"
+        if rule == "adascale_memory" and optimizer == "adamax"
         else rng.choices((1, 2, 3), (3, 3, 2))[0],
         scheduler=scheduler,
         unit=maybe(0.3, "epoch", "step") if scheduler and not bare else "step",

@@ -23,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from .adam_betas import step_with_betas
 from .base import Row, Shape, base_hyperparameters, calls_at, examples_of, shape_of
 from .case import (
     Case,
@@ -37,6 +36,7 @@ from .case import (
     optimizers,
     score_of,
 )
+from .changing_memory import step_with_betas, step_with_momentum
 
 Vector = NDArray[np.float64]
 Gradient = dict[Tensor, Tensor | None]
@@ -325,7 +325,7 @@ def apply_rule(
     warmup = scale * 0.1 * case.length / leg.base
     rules = {
         "adascale": (r, r),
-        "adascale_betas": (r, r),
+        "adascale_memory": (r if case.optimizer == "sgd" else math.sqrt(r), r),
         "adamscale": (math.sqrt(r), r),
         "linear": (1 + (scale - 1) * ramp, scale),
         "sqrt": (math.sqrt(scale), scale),
@@ -451,10 +451,11 @@ def reference_run(
         single_gain=case.single_gain or not bare,
     )
     betas = {
-        p: ([], [], [], p.detach().double().numpy().ravel().copy())
+        p: ([], [], [], [], p.detach().double().numpy().ravel().copy())
         for g in groups
         for p in g["params"]
     }
+    momenta: dict[Tensor, Vector] = {}
     rows: list[Row] = []
     tau, r, position, loss_scale = (
         0.0,
@@ -598,6 +599,10 @@ def reference_run(
                 torch.nn.utils.clip_grad_norm_(
                     [p for p in module.parameters() if p in stepped], limit
                 )
+            remembers = case.rule == "adascale_memory"
+            if remembers and any(each != 1 for each in result.gains):
+                for p in (p for g in groups for p in g["params"] if p.requires_grad):
+                    momenta.setdefault(p, np.zeros(p.shape))
             for group, r_group, at_base in zip(
                 groups, result.gains, curve[calls_at(case, leg, tau)], strict=True
             ):
@@ -605,9 +610,14 @@ def reference_run(
                 group.update(
                     {**at_base, "params": group["params"], "lr": factor * at_base["lr"]}
                 )
-                for p in group["params"] if case.rule == "adascale_betas" else ():
-                    step_with_betas(p, group, exponent, betas[p])
-            for member in members if case.rule != "adascale_betas" else ():
+                if remembers and case.optimizer == "sgd":
+                    step_with_momentum(group, exponent, momenta)
+                elif remembers:
+                    # AdamW's decay is decoupled; Adamax has none here
+                    decay = group["weight_decay"] * exponent / factor
+                    for p in group["params"]:
+                        step_with_betas(p, group, exponent, decay, betas[p])
+            for member in () if remembers else members:
                 member.step()
             tau += increment  # or the whole number that the sum equals but for rounding
             tau = round(tau) if abs(tau - round(tau)) < 1e-12 * tau else tau

@@ -26,12 +26,12 @@ from torch.optim import (
     SparseAdam,
 )
 
-from ray_adascale import AdaScale, AdaScaleBetasRule, AdaScaleRule, BetaRule
+from ray_adascale import AdaScale, AdaScaleMemoryRule, AdaScaleRule, BetaRule
 from ray_adascale.optim.bias_correction import BiasCorrectionCounters
 from ray_adascale.optim.rules import betas_of
 
 from ..classifier import backward, batches, make_model, two_groups, weights
-from ..model.adam_betas import adam_with_changing_betas
+from ..model.changing_memory import adam_with_changing_betas
 
 
 @pytest.fixture
@@ -87,12 +87,12 @@ def scaled(
     rule: Any = None,
     **kwargs: Any,
 ) -> tuple[nn.Sequential, AdaScale]:
-    """The classifier under AdaScale with β^r, two passes a step."""
+    """The classifier under AdaScale with (√r, r) and β^r, two passes a step."""
     model = make_model()
     optimizer = kind(
         two_groups(model) if groups else model.parameters(), **{"lr": 0.02, **kwargs}
     )
-    rule = AdaScaleBetasRule() if rule is None else rule
+    rule = AdaScaleMemoryRule() if rule is None else rule
     return model, AdaScale(
         optimizer, scale=scale, num_gradients_to_accumulate=2, rule=rule
     )
@@ -128,8 +128,10 @@ def equal(a: list[Any], b: list[Any]) -> bool:
 
 
 def test_a_bad_momentum_and_bad_clocks_are_named() -> None:
-    with pytest.raises(ValueError, match=r"momentum=0\.9\)\. Must be True or False"):
-        BetaRule(momentum=0.9)  # type: ignore[arg-type]
+    for power in (-0.1, 1.1, math.nan):
+        for name in ("momentum", "muon"):
+            with pytest.raises(ValueError, match=rf"{name}={power}\)\. Must be from 0"):
+                BetaRule(**{name: power})
     for increment in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(
             ValueError, match=rf"clock increment is {increment}, an exponent"
@@ -138,11 +140,10 @@ def test_a_bad_momentum_and_bad_clocks_are_named() -> None:
 
 
 def test_a_rule_carries_what_becomes_of_betas() -> None:
-    assert betas_of(AdaScaleBetasRule(BetaRule(momentum=True))) == BetaRule(
-        momentum=True
-    )
+    assert betas_of(AdaScaleMemoryRule(BetaRule(muon=1))) == BetaRule(muon=1)
+    assert betas_of(AdaScaleMemoryRule()) == BetaRule(momentum=0.5)
     assert betas_of(AdaScaleRule()) is None
-    rule = AdaScaleBetasRule((0.5, 0.9))  # type: ignore[arg-type]
+    rule = AdaScaleMemoryRule((0.5, 0.9))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"betas=\(0\.5, 0\.9\).*Must be a BetaRule"):
         betas_of(rule)
 
@@ -192,7 +193,7 @@ def test_the_bias_correction_is_that_of_the_product_of_the_betas(
             EXPONENTS,
             [0.1] * len(EXPONENTS),
             betas=(0.9, 0.99),
-            weight_decay=options.get("weight_decay", 0.0),
+            decays=[options.get("weight_decay", 0.0)] * len(EXPONENTS),
             infinity=cls is Adamax,
         )
         np.testing.assert_allclose(
@@ -251,7 +252,7 @@ def test_momentum_moves_as_in_the_steps_that_a_step_stands_for(doubles: None) ->
         step_counts = BiasCorrectionCounters(optimizer)
         for e in exponents:
             p.grad = torch.tensor([4.0])
-            with BetaRule(momentum=True).applied(
+            with BetaRule(momentum=1).applied(
                 optimizer.param_groups, optimizer, [e], step_counts
             ):
                 optimizer.step()
@@ -262,6 +263,65 @@ def test_momentum_moves_as_in_the_steps_that_a_step_stands_for(doubles: None) ->
         buffers.append(float(optimizer.state[p]["momentum_buffer"]))
     # 4 · (1 + 1/2 + 1/4 + 1/8 + 1/16)
     assert buffers == [pytest.approx(7.75, rel=1e-15)] * 2
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_a_decoupled_decay_acts_once_for_each_effective_step(
+    doubles: None, kind: Any
+) -> None:
+    p = nn.Parameter(torch.tensor([8.0]))
+    optimizer = kind([p], lr=0.1, weight_decay=0.25)
+    p.grad = torch.zeros(1)
+    step_counts = BiasCorrectionCounters(optimizer)
+    with BetaRule().applied(optimizer.param_groups, optimizer, [9], step_counts, [3]):
+        optimizer.param_groups[0]["lr"] *= 3
+        decay = optimizer.param_groups[0]["weight_decay"]
+        optimizer.step()
+    # a decay in the gradient is divided by its size
+    assert decay == (0.75 if kind is AdamW else 0.25)
+    if kind is AdamW:
+        assert p.item() == pytest.approx(8 * (1 - 9 * 0.1 * 0.25), rel=1e-15)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.25])
+def test_a_momentum_that_changes_leaves_the_learning_rates_meaning(
+    doubles: None, nesterov: bool, weight_decay: float
+) -> None:
+    """A constant gradient moves the weights by lr/(1 − m) a step, whatever m' is and
+    was, once the buffer is full; so a change of m' makes no jump.
+    """
+    p = nn.Parameter(torch.tensor([8.0]))
+    optimizer = SGD(
+        [p], lr=0.1, momentum=0.5, nesterov=nesterov, weight_decay=weight_decay
+    )
+    rule, step_counts = BetaRule(momentum=0.5), BiasCorrectionCounters(optimizer)
+    full = 4 + 8 * weight_decay
+    optimizer.state[p]["momentum_buffer"] = torch.tensor([2 * full])
+    for e in (1.0, 9.0, 4.0, 1.0):
+        p.data.fill_(8.0)
+        p.grad = torch.tensor([4.0])
+        with rule.applied(optimizer.param_groups, optimizer, [e], step_counts):
+            m = optimizer.param_groups[0]["momentum"]
+            assert m == pytest.approx(0.5**e**0.5)
+            optimizer.step()
+        assert p.item() == pytest.approx(8 - 0.2 * full, rel=1e-15)
+        assert float(optimizer.state[p]["momentum_buffer"]) == pytest.approx(2 * full)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"], group["dampening"]) == (0.1, 0.5, 0)
+
+
+def test_dampening_and_a_momentum_of_one_stay_what_they_are(doubles: None) -> None:
+    for m, dampening, weight in ((0.5, 0.5, 0.75), (1.0, 0.5, 0.5)):
+        p = nn.Parameter(torch.tensor([1.0]))
+        optimizer = SGD([p], lr=0.1, momentum=m, dampening=dampening)
+        with BetaRule(momentum=0.5).applied(
+            optimizer.param_groups, optimizer, [4.0], BiasCorrectionCounters(optimizer)
+        ):
+            group = optimizer.param_groups[0]
+            # (1 − ½)·(1 − m²)/(1 − m)
+            assert (group["momentum"], 1 - group["dampening"]) == (m**2, weight)
 
 
 # ---- under AdaScale ------------------------------------------------------------------
@@ -288,7 +348,10 @@ def test_a_group_without_betas_stays_as_it_is() -> None:
         {"params": model[2].parameters(), "plain": True},
     ]
     adascale = AdaScale(
-        Lion(groups), scale=4.0, num_gradients_to_accumulate=2, rule=AdaScaleBetasRule()
+        Lion(groups),
+        scale=4.0,
+        num_gradients_to_accumulate=2,
+        rule=AdaScaleMemoryRule(),
     )
     seen: list[Any] = []
     adascale.wrapped.register_step_pre_hook(
@@ -433,24 +496,7 @@ def test_compiled_code_takes_the_same_steps(compiled: str) -> None:
             {"momentum": 0.9},
             r"groups of SGD have none\. Use.*rule='adascale'",
         ),
-        (
-            RMSprop,
-            BetaRule(momentum=True),
-            {},
-            r"BetaRule\(momentum=True\) is for SGD and Muon\. RMSprop",
-        ),
-        (
-            SGD,
-            BetaRule(momentum=True),
-            {"momentum": 0.9, "nesterov": True},
-            r"nesterov=True, dampening=0",
-        ),
-        (
-            SGD,
-            BetaRule(momentum=True),
-            {"momentum": 0.9, "dampening": 0.5},
-            r"nesterov=False, dampening=0\.5",
-        ),
+        (RMSprop, BetaRule(momentum=1), {}, r"groups of RMSprop have none\. Use Adam"),
         (
             Adam,
             BetaRule(),
@@ -469,13 +515,13 @@ def test_optimizers_that_a_rule_for_betas_does_not_suit(
     kind: Any, rule: BetaRule, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        scaled(kind, rule=AdaScaleBetasRule(rule), **options)
+        scaled(kind, rule=AdaScaleMemoryRule(rule), **options)
 
 
 def test_a_rule_that_is_set_later_is_checked() -> None:
     _, adascale = scaled(SGD, rule=AdaScaleRule())
     with pytest.raises(ValueError, match="groups of SGD have none"):
-        adascale.rule = AdaScaleBetasRule()
+        adascale.rule = AdaScaleMemoryRule(BetaRule())
     assert adascale.rule == AdaScaleRule()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from ray_adascale import AdaScale, AdaScaleBetasRule, OptimizerChain
+from ray_adascale import AdaScale, AdaScaleMemoryRule, OptimizerChain
 from ray_adascale.optim.bias_correction import BiasCorrectionCounters
 
 from ..classifier import backward, batches, make_model, weights
@@ -153,7 +153,7 @@ def scaled(kind: str) -> tuple[nn.Sequential, AdaScale]:
         scale=4.0,
         num_gradients_to_accumulate=2,
         single_gain=True,
-        rule=AdaScaleBetasRule(),
+        rule=AdaScaleMemoryRule(),
     )
 
 

@@ -25,7 +25,7 @@ from ray_adascale.optim.next_state import (
     result,
     skipped,
 )
-from ray_adascale.optim.rules import AdaScaleRule, RuleInput
+from ray_adascale.optim.rules import AdaScaleMemoryRule, AdaScaleRule, RuleInput
 from ray_adascale.optim.saved_state import check_tensors, tensors_of
 from ray_adascale.optim.step_result import StepResult
 from ray_adascale.optim.step_sums import StepSums
@@ -169,7 +169,7 @@ def test_two_steps_by_hand_from_their_sums_to_the_clock() -> None:
         total_steps=100.0,
         base_batch_size=8.0,
     )
-    output = apply_rule(rule, whole, step.group_gains, 2)
+    output = apply_rule(rule, whole, step.group_gains, [False, False])
     assert (output.lr_factors, output.group_increments) == ((2.5, 2.5), (3.5, 3.5))
     assert (output.lr_factor, output.increment) == (2.5, 2.5)
     one = next_state(start, of.averages, step, output.lr_factor, output.increment)
@@ -242,7 +242,18 @@ def test_the_rule_is_asked_for_each_group_with_its_gain() -> None:
         AdaScaleRule(),
         RuleInput(gain=3.0, scale=4.0, effective_steps=0.0),
         [2.0, 4.0],
-        2,
+        [False, False],
     )
     assert (output.lr_factors, output.group_increments) == ((2.0, 4.0), (2.0, 4.0))
     assert (output.lr_factor, output.increment) == (3.0, 3.0)
+
+
+def test_a_group_that_normalizes_has_the_root_of_the_gain_on_the_same_clock() -> None:
+    output = apply_rule(
+        AdaScaleMemoryRule(),
+        RuleInput(gain=9.0, scale=16.0, effective_steps=0.0),
+        [9.0],
+        [False, True],
+    )
+    assert (output.lr_factors, output.group_increments) == ((9.0, 3.0), (9.0, 9.0))
+    assert output.increment == 9.0

@@ -27,7 +27,7 @@ from torch.optim import (
 from ray_adascale import (
     AdamScaleRule,
     AdaScale,
-    AdaScaleBetasRule,
+    AdaScaleMemoryRule,
     AdaScaleRule,
     LEGWRule,
     LinearRule,
@@ -56,7 +56,7 @@ def now(gain: float = 3.0, scale: float = 4.0, **kwargs: Any) -> RuleInput:
     ("rule", "pair"),
     [
         (AdaScaleRule(), (3.0, 3.0)),
-        (AdaScaleBetasRule(), (3.0, 3.0)),
+        (AdaScaleMemoryRule(), (3.0, 3.0)),
         (AdamScaleRule(), (math.sqrt(3), 3.0)),
         (AdamScaleRule(power=0.3), (3**0.3, 3.0)),
         # The warm-up is a tenth of T = 1000, and 20 a fifth of that: 1 + 3/5.
@@ -101,12 +101,19 @@ def test_rules_by_name_and_refused_ones() -> None:
     named = [
         AdamScaleRule(),
         AdaScaleRule(),
-        AdaScaleBetasRule(),
+        AdaScaleMemoryRule(),
         LinearRule(),
         SquareRootRule(),
         UnscaledRule(),
     ]
-    names = ("adamscale", "adascale", "adascale_betas", "linear", "sqrt", "unscaled")
+    names = (
+        "adamscale",
+        "adascale",
+        "adascale_memory",
+        "linear",
+        "sqrt",
+        "unscaled",
+    )
     assert [make_rule(name) for name in names] == named
     assert [name_of(rule) for rule in named] == list(names)
     assert name_of(LinearRule(warmup=0)) == "LinearRule(warmup=0, steps=None)"
@@ -116,7 +123,7 @@ def test_rules_by_name_and_refused_ones() -> None:
             make_rule(cls)  # type: ignore[arg-type]
     with pytest.raises(
         ValueError,
-        match=r"rule='cubic'\. Known rules: auto, adamscale, adascale, adascale_betas, linear",
+        match=r"rule='cubic'\. Known rules: auto, adamscale, adascale, adascale_memory, linear",
     ):
         make_rule("cubic")
     assert [make_rule(f"{name}:354") for name in ("linear", "sqrt", "unscaled")] == [
@@ -160,12 +167,12 @@ def optimizer_of(*kinds: Any) -> Any:
         ([SGD], "adascale"),
         ([Muon], "adascale"),
         ([SGD, Muon], "adascale"),
-        ([Adam], "adascale_betas"),
-        ([AdamW], "adascale_betas"),
-        ([Adamax], "adascale_betas"),
-        ([Lion], "adascale_betas"),
-        ([SGD, AdamW], "adascale_betas"),
-        ([Muon, AdamW], "adascale_betas"),
+        ([Adam], "adascale_memory"),
+        ([AdamW], "adascale_memory"),
+        ([Adamax], "adascale_memory"),
+        ([Lion], "adascale_memory"),
+        ([SGD, AdamW], "adascale_memory"),
+        ([Muon, AdamW], "adascale_memory"),
     ],
 )
 def test_auto_changes_the_betas_where_there_are_any(

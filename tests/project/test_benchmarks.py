@@ -138,8 +138,8 @@ def test_a_kind_that_did_other_work_is_named(smoke: tuple[dict[str, Any], str]) 
         ["--models", "x"],
         ["--shrink", "0"],
         ["--workers", "0"],
-        ["--kinds", "adascale_betas"],  # SGD has no betas
-        ["--baseline", "adascale_betas"],
+        ["--kinds", "adascale_memory"],  # SGD has no betas
+        ["--baseline", "adascale_memory"],
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_starts(
@@ -154,13 +154,13 @@ def test_the_baseline_always_runs() -> None:
     overhead = load("overhead")
     settings, _, left_out = overhead.parse(["--kinds", "zero"])
     assert settings.kinds == ["ddp", "zero"]
-    assert left_out["adascale_betas"] == "SGD has no betas"
+    assert left_out["adascale_memory"] == "SGD has no betas"
     settings, _, left_out = overhead.parse(
-        ["--kinds", "adascale_betas", "--baseline", "adascale", "--optimizer", "adamw"]
+        ["--kinds", "adascale_memory", "--baseline", "adascale", "--optimizer", "adamw"]
     )
-    assert settings.kinds == ["adascale", "adascale_betas"]
+    assert settings.kinds == ["adascale", "adascale_memory"]
     assert settings.baseline == "adascale"
-    assert "adascale_betas" not in left_out
+    assert "adascale_memory" not in left_out
 
 
 def test_the_checkpoint_benchmark_measures_every_kind_at_every_size(

@@ -89,36 +89,36 @@ def test_the_rule_that_was_chosen_stands_wherever_a_run_is_read(
             config,
             backend=LocalBackend(folder, device="cpu"),
         )
-    assert run.config.rule == "adascale_betas"
-    assert "T = 12 effective steps; rule adascale_betas." in caplog.text
+    assert run.config.rule == "adascale_memory"
+    assert "T = 12 effective steps; rule adascale_memory." in caplog.text
     for x, y in run:
         run.backward(torch.nn.functional.cross_entropy(run.model(x), y))
         run.step()
     rows = read_trace(folder)
-    assert {row["rule"] for row in rows} == {"adascale_betas"}
+    assert {row["rule"] for row in rows} == {"adascale_memory"}
     assert [row.get("optimizer") for row in rows] == [
         "AdamW",
         *[None] * (len(rows) - 1),
     ]
     checkpoint = max(folder.glob("checkpoint_*"))
     assert all(
-        "rule         adascale_betas" in describe(path)[0]
+        "rule         adascale_memory" in describe(path)[0]
         for path in (folder, checkpoint)
     )
     page = write_report([folder], tmp_path / "report.html").read_text()
-    assert '<td data-label="rule" class="text">adascale_betas</td>' in page
+    assert '<td data-label="rule" class="text">adascale_memory</td>' in page
     of = recipe(
         [(t, 4.0, 1.0) for t in range(0, 100, 10)], search={"optimizer_class": "AdamW"}
     )
     assert [forecast_recipe(each).rule for each in (of, recipe([(0, 4.0, 1.0)]))] == [
-        "adascale_betas",
+        "adascale_memory",
         "adascale",
     ]
     with (
         pytest.warns(UserWarning, match="the averages of AdamW reach over"),
         pytest.raises(
             ValueError,
-            match=r"rule is 'adascale', was 'adascale_betas'.*accept_changes",
+            match=r"rule is 'adascale', was 'adascale_memory'.*accept_changes",
         ),
     ):
         built(

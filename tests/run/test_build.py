@@ -254,7 +254,7 @@ def test_a_data_parallel_model_may_outlive_its_process_group() -> None:
     ("kind", "rule", "match"),
     [
         (torch.optim.LBFGS, "adascale", "can't wrap LBFGS"),
-        (torch.optim.RAdam, "adascale_betas", "not known to be exact with RAdam"),
+        (torch.optim.RAdam, "adascale_memory", "not known to be exact with RAdam"),
     ],
 )
 def test_an_optimizer_that_is_refused_is_not_warned_of_first(

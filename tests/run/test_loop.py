@@ -636,7 +636,7 @@ def _same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
             "kind": "adamw",
             "per_worker_batch_size": 8,
             "accumulation": 2,
-            "rule": "adascale_betas",
+            "rule": "adascale_memory",
         },
     ],
     ids=["base", "scaled", "fused", "adamw", "adamw-fused", "betas"],

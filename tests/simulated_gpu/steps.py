@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ray_adascale import (
     OSS,
     AdaScale,
-    AdaScaleBetasRule,
+    AdaScaleMemoryRule,
     ShardedDataParallel,
     ShardedGradScaler,
 )
@@ -166,7 +166,7 @@ class Training:
                 "measure_every": 1000,
             }
         if self.case.variant == "betas":
-            kwargs["rule"] = AdaScaleBetasRule()
+            kwargs["rule"] = AdaScaleMemoryRule()
         return AdaScale(
             optimizer,
             scale=SCALE,

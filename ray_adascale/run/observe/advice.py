@@ -16,7 +16,12 @@ from ..._warn import warn_at_user, warn_on_first_worker
 from ...chain import largest_part, parts_of
 from ...forecast.replay import PredictedRun
 from ...optim.curves import other_length
-from ...optim.rules import AdamScaleRule, AdaScaleRule, ScalingRule, betas_of
+from ...optim.rules import (
+    AdamScaleRule,
+    AdaScaleMemoryRule,
+    AdaScaleRule,
+    ScalingRule,
+)
 from ...optim.schedule import BaseSchedule
 from ...recipe import Recipe
 from ...workload import ConfigAccessLog, unread_warning
@@ -66,24 +71,24 @@ def _rule_advice(rule: ScalingRule, optimizer: Optimizer) -> str | None:
             "(docs/guides/choosing.md). Leave rule out, or compare with a base run "
             "before you trust it."
         )
-    if not isinstance(rule, AdaScaleRule):
+    if not isinstance(rule, AdaScaleRule | AdaScaleMemoryRule):
         return None
     parts = [part for part, _ in parts_of(optimizer)]
     kinds = {class_name(part) for part in parts}
     name = " and ".join(dict.fromkeys(type(part).__name__ for part in parts))
     if not (kinds <= SGD | ADAM | MUON or kinds <= LION):
         return (
-            "AdaScale is derived for SGD. It was measured with Adam, AdamW, Muon and "
-            "Lion (docs/results.md), but not with "
+            "AdaScale is derived for SGD and Adam. It was measured with these, AdamW, "
+            "Muon and Lion (docs/results.md), but not with "
             f"{name}. The run goes on. Compare with a base run before you trust it."
         )
-    if betas_of(rule) is not None or not kinds & (ADAM | LION):
+    if isinstance(rule, AdaScaleMemoryRule) or not kinds & (ADAM | LION):
         return None
     return (
         f"With rule='adascale' the averages of {name} reach over r times more "
         "effective steps than in the base run, and metrics "
         'fell behind the base run\'s (docs/results.md). Leave rule out: "auto" changes '
-        "the betas with the gain."
+        "the betas with the gain, and multiplies the LR by its root."
     )
 
 

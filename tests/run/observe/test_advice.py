@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import SGD, Adam, Adamax, AdamW, Muon, Optimizer, RMSprop
 
-from ray_adascale import AdaScaleBetasRule, BetaRule, OptimizerChain
+from ray_adascale import OptimizerChain
 from ray_adascale.optim.rules import make_rule
 from ray_adascale.run.observe.advice import (
     NoiseWarning,
@@ -167,9 +167,6 @@ def advice(rule: Any, optimizer: Any, of: Any = None) -> str | None:
     return str(caught[0].message) if caught else None
 
 
-MOMENTUM = AdaScaleBetasRule(BetaRule(momentum=True))
-
-
 @pytest.mark.parametrize(
     ("rule", "kinds", "words"),
     [
@@ -188,11 +185,11 @@ MOMENTUM = AdaScaleBetasRule(BetaRule(momentum=True))
         ("adascale", [Lion], "the averages of Lion reach over r times.*Leave rule out"),
         ("adascale", [Lion, AdamW], "not with Lion and AdamW. The run goes on"),
         ("adascale", [RMSprop], "not with RMSprop. The run goes on"),
-        ("adascale_betas", [AdamW], None),
-        ("adascale_betas", [Muon, AdamW], None),
-        ("adascale_betas", [Lion], None),
-        (MOMENTUM, [SGD], None),
-        ("adascale_betas", [Adamax], "not with Adamax"),
+        ("adascale_memory", [AdamW], None),
+        ("adascale_memory", [Muon, AdamW], None),
+        ("adascale_memory", [Lion], None),
+        ("adascale_memory", [SGD], None),
+        ("adascale_memory", [Adamax], "not with Adamax"),
     ],
 )
 def test_a_rule_that_was_not_measured_with_an_optimizer_or_fell_behind_warns(

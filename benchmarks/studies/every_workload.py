@@ -1,0 +1,272 @@
+"""Every workload of every study at S = 16: by how much AdaScale, LR × S, LR × √S and
+an unscaled LR end better than the base run.
+
+    python benchmarks/studies/every_workload.py    write the page, from the kept runs of the studies
+
+No runs of its own. A method is that of its study: the default rule of the optimizer
+where it was measured. The workloads of ``forecast.py`` have one base run, whose score
+is that of the page of forecasts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import at_size
+import comparison
+import optimizers
+import transfer
+from comparison import BASE, Plan, Result, Results, seeds_of
+from comparison_page import write_page
+
+sys.path.append(str(Path(__file__).parents[1]))
+from bench import PAGES, markdown
+
+PAGE = PAGES / "every-workload.md"
+ROOT = Path(__file__).parents[2]
+SCALE = 16
+OTHERS = ("LR × S", "LR × √S", "unscaled")
+"""Methods beside AdaScale, with as many optimizer steps."""
+FORECAST_ROW = re.compile(
+    rf"^\| (.+?) \| {SCALE} \|.*\| (accuracy|error) ([\d.]+) \| ([\d.]+) \|$",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """By how much a method ended better than the base run.
+
+    Attributes:
+        by: Mean over seeds; NaN if a run failed.
+        steps: Mean optimizer steps.
+    """
+
+    by: float
+    steps: float
+
+    def cell(self, error: float) -> str:
+        """Return the cell of a table; bold if worse by more than the error."""
+        if math.isnan(self.by):
+            return "**failed**"
+        text = f"{self.by:+.3f}"
+        return f"**{text}**" if self.by < -error else text
+
+
+@dataclass(frozen=True)
+class Row:
+    """A workload at S = 16.
+
+    Attributes:
+        study: Name of the study's page.
+        workload: Its name.
+        optimizer: Name of the optimizer.
+        metric: Name of the metric.
+        total_steps: T; NaN: unknown.
+        error: Standard error of the mean at S = 1; 0 with one base run.
+        own: AdaScale's outcome.
+        others: Those of :data:`OTHERS` that were measured.
+    """
+
+    study: str
+    workload: str
+    optimizer: str
+    metric: str
+    total_steps: float
+    error: float
+    own: Outcome
+    others: Mapping[str, Outcome]
+
+    @property
+    def worse(self) -> bool:
+        """Whether AdaScale failed, or is worse by more than the error."""
+        return not self.own.by >= -self.error
+
+
+def outcome(
+    plan: Plan, results: Results, workload: str, method: str, base: dict[int, Result]
+) -> Outcome | None:
+    """Return the outcome of a method; None if it was not measured."""
+    found = {
+        seed: run
+        for seed, run in seeds_of(plan, results, workload, SCALE, method).items()
+        if seed in base
+    }
+    if not found:
+        return None
+    steps = statistics.mean(run.optimizer_steps for run in found.values())
+    if any(run.failed for run in found.values()):
+        return Outcome(math.nan, steps)
+    better = plan.case(workload).better
+    return Outcome(
+        statistics.mean(
+            better(run.score or 0.0, base[seed].score or 0.0)
+            for seed, run in found.items()
+        ),
+        steps,
+    )
+
+
+def rows_of(
+    study: str,
+    optimizer: str,
+    plan: Plan,
+    results: Results,
+    names: Mapping[str, str],
+    own: str = BASE,
+) -> Iterator[Row]:
+    """Yield the rows of a study.
+
+    Args:
+        study: Name of its page.
+        optimizer: Name of its optimizer.
+        plan: Its plan.
+        results: Its kept runs.
+        names: The study's name of each of :data:`OTHERS` that it has.
+        own: The method that is the default rule.
+    """
+    for workload in plan.workloads:
+        at_base = seeds_of(plan, results, workload, 1, BASE)
+        base = {seed: run for seed, run in at_base.items() if not run.failed}
+        outcomes = {
+            name: outcome(plan, results, workload, method, base)
+            for name, method in {BASE: own, **names}.items()
+        }
+        ended = outcomes.pop(BASE)
+        if ended is None:
+            continue
+        scores = [run.score or 0.0 for run in base.values()]
+        yield Row(
+            study,
+            workload,
+            optimizer,
+            plan.case(workload).metric,
+            plan.steps(workload),
+            statistics.stdev(scores) / math.sqrt(len(scores)),
+            ended,
+            {name: found for name, found in outcomes.items() if found is not None},
+        )
+
+
+def forecast_rows() -> Iterator[Row]:
+    """Yield the rows of the page of forecasts, each with one base run."""
+    text = (ROOT / "benchmarks/studies/pages/forecast.md").read_text()
+    for name, metric, before, after in FORECAST_ROW.findall(text):
+        sign = 1 if metric == "accuracy" else -1
+        by = sign * (float(after) - float(before))
+        yield Row(
+            "forecast", name, "SGD", metric, math.nan, 0.0, Outcome(by, math.nan), {}
+        )
+
+
+def every_row() -> list[Row]:
+    """Return the rows of all studies with kept runs."""
+
+    def kept(path: str) -> Results:
+        return comparison.read(ROOT / path)
+
+    rows: list[Row] = []
+    for study, plan, path, names in (
+        (
+            "transfer",
+            transfer.parse([])[1],
+            transfer.KEPT,
+            {"LR × S": "LSW+", "LR × √S": "√", "unscaled": "unscaled"},
+        ),
+        (
+            "at-size",
+            at_size.parse([])[1],
+            at_size.KEPT,
+            {"LR × S": "linear", "LR × √S": "√", "unscaled": "unscaled"},
+        ),
+    ):
+        rows += rows_of(study, "SGD", plan, kept(path), names)
+    rows += forecast_rows()
+    for name, own in (("adamw", BASE), ("lion", "β^r"), ("muon", BASE)):
+        of = optimizers.STUDIES[name]
+        plan, results = optimizers.parse([name])[1], kept(of.kept)
+        names = {"unscaled": "unscaled"}
+        if name == "adamw":
+            names |= {"LR × S": "LR × S", "LR × √S": "√S"}
+            further = optimizers.questions(plan, results)
+            if further is not None:
+                rows += rows_of("adamw", "SGD", further.momentum, results, {})
+        rows += rows_of(name, of.title, plan, results, names, own)
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """Return the table of all rows."""
+    lines = []
+    for row in rows:
+        share = row.own.steps / row.total_steps
+        others = [
+            found.cell(row.error) if (found := row.others.get(name)) else ""
+            for name in OTHERS
+        ]
+        lines.append(
+            [
+                f"[{row.study}]({row.study}.md)",
+                f"{row.workload}, {row.metric}",
+                row.optimizer,
+                row.own.cell(row.error) + (f" ± {row.error:.3f}" if row.error else ""),
+                "" if math.isnan(share) else f"{share:.2f}",
+                *others,
+            ]
+        )
+    head = ["study", "workload", "optimizer", "AdaScale", "steps / T", *OTHERS]
+    return markdown(head, lines)
+
+
+def counts(rows: list[Row]) -> str:
+    """Return in words how many workloads are worse than their base runs."""
+
+    def worse(of: list[Row]) -> str:
+        return f"{sum(row.worse for row in of)} of {len(of)}"
+
+    parts = []
+    for optimizer in dict.fromkeys(row.optimizer for row in rows):
+        of = [row for row in rows if row.optimizer == optimizer]
+        parts.append(f"{optimizer} {worse(of)}")
+    sentences = [f"Worse than the base run: {worse(rows)}; {', '.join(parts)}."]
+    for name in OTHERS:
+        pairs = [(row, row.others[name]) for row in rows if name in row.others]
+        lost = sum(not found.by >= -row.error for row, found in pairs)
+        own = worse([row for row, _ in pairs])
+        sentences.append(
+            f"{name}, with as many steps: {lost} of {len(pairs)}, where AdaScale is "
+            f"worse on {own}."
+        )
+    return "\n".join(f"- {sentence}" for sentence in sentences)
+
+
+def main() -> int:
+    rows = every_row()
+    write_page(
+        PAGE,
+        [
+            "# Every workload at S = 16",
+            "By how much each method ended better (+) or worse (−) than the base run, "
+            "with the same seeds; ± is the standard error of the mean at S = 1. Bold: "
+            "worse by more than that error, or a run that failed. The workloads of "
+            "[forecast](forecast.md) have one base run, so that any loss counts. Written by "
+            "`python benchmarks/studies/every_workload.py` from the kept runs. LR × S, "
+            "LR × √S and the unscaled LR have as many steps as AdaScale, or as the "
+            "study says. The 25 M parameters of [one GPU](gpu-transfer.md), one seed, are "
+            "not among them.",
+            counts(rows),
+            table(rows),
+        ],
+    )
+    print(counts(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
