@@ -194,6 +194,15 @@ def kinds(text: str) -> list[str]:
                 "trial 0",
                 "repeat 0",
                 "clipped",
+                # whether the run is better, and by how much, is chance
+                "verdict ",
+                "epochs ",
+                "big: accuracy 0 is",
+                "accuracy 0 is",
+                "If it is no chance",
+                "None of the first checks",
+                "Check first",
+                "- ",
             )
         )
         if not often:
