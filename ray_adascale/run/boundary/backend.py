@@ -252,7 +252,8 @@ class LocalBackend(Backend):
         Raises:
             ValueError: The folder is not shared, on all workers.
         """
-        token = _Token(self.rank, socket.gethostname(), str(self.folder))
+        folder = None if self.folder is None else str(self.folder)
+        token = _Token(self.rank, socket.gethostname(), folder)
         tokens: list[Any] = [None] * self.world_size
         with contextlib.ExitStack() as written:
             if self.folder is not None:
@@ -271,7 +272,8 @@ class LocalBackend(Backend):
             raise ValueError(
                 f"Invalid folder {first.folder!r}: rank 0 on {first.host} does not see "
                 f"what was written to {where}. No checkpoint of several workers could "
-                "be loaded. Name a folder that all machines share, such as one on NFS."
+                "be loaded. Give all workers one folder that all machines share, such "
+                "as one on NFS."
             )
 
     def _newest_usable(self, folder: Path) -> Path | None:
@@ -359,7 +361,7 @@ class _Token(NamedTuple):
 
     rank: int
     host: str
-    folder: str
+    folder: str | None
 
     @property
     def name(self) -> str:
@@ -374,7 +376,11 @@ def _not_found(folder: Path | None, tokens: Sequence[_Token]) -> list[_Token]:
     while True:
         names = [] if folder is None else os.listdir(folder)
         # None on all workers keeps no checkpoints
-        missing = [t for t in tokens if t.name not in names and t.folder != str(None)]
+        missing = [
+            token
+            for token in tokens
+            if token.name not in names and (folder, token.folder) != (None, None)
+        ]
         if not missing or waited >= _CACHED_S:
             return missing
         time.sleep(_LOOK_AGAIN_S)

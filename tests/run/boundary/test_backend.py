@@ -341,8 +341,29 @@ def test_a_folder_that_is_not_shared_is_refused_at_the_start_by_all(
     first, second = pool(2).run(_on_machines_of_their_own, str(tmp_path))
     assert first == second
     assert f"does not see what was written to '{tmp_path}/1' of rank 1 on " in first
-    assert "Name a folder that all machines share" in first
+    assert "Give all workers one folder that all machines share" in first
     assert not list(tmp_path.rglob(".*"))  # no token stays
+
+
+def _on_rank_0_alone(folder: str, rank: int) -> str:
+    backend_of_a_run._CACHED_S = 0.0
+    own = folder if dist.get_rank() == rank else None
+    try:
+        latest(LocalBackend(own, device="cpu"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_folder_on_one_rank_alone_is_refused_and_on_none_is_not(
+    pool: Pool, tmp_path: Path, rank: int
+) -> None:
+    """Its checkpoint would wait for the others."""
+    said = pool(2).run(_on_rank_0_alone, str(tmp_path), rank)
+    assert [text[:14] for text in said] == (
+        ["Invalid folder"] * 2 if rank < 2 else [""] * 2
+    )
 
 
 def _saved_apart(folder: str) -> tuple[str, list[str]]:
