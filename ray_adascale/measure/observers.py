@@ -35,7 +35,7 @@ from .identity import Identity, project, total
 from .norms import GroupSums, SampleNorms, take_norm, take_norms, worth_sharing
 
 
-class _Pass:
+class _RunningPass:
     """The running backward pass, as each parameter's hook sees it; it holds nothing
     alive.
     """
@@ -267,7 +267,7 @@ class HookObserver(GradientObserver):
         self._watched: dict[Tensor, _Watched] = {}
         # in which the nodes of a GPU were made
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._pass = _Pass()
+        self._pass = _RunningPass()
         self._starting = threading.Lock()  # autograd has a thread for each GPU
         self.samples = SampleNorms(self.groups, self.device)
         self._sums = GroupSums(len(self.groups), self.device)
