@@ -4,9 +4,11 @@ resources, and whether it can work.
 
 from __future__ import annotations
 
+import json
 import math
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import ray
 from ray.train import ScalingConfig
 from ray.tune import Callback, schedulers
+from ray.tune.result import EXPR_RESULT_FILE
 from ray.tune.search import BasicVariantGenerator, Searcher
 from ray.tune.search.sample import Categorical, Domain
 from ray.util.state import list_nodes
@@ -21,12 +24,30 @@ from ray.util.state.exception import RayStateApiException
 
 from .._errors import SettingError, check_count, check_type
 from .._fields import json_value
-from .._files import SEARCH, join, read_json, write_json
+from .._files import SEARCH, join, read_json, read_text, write_json
 from ..analysis.runs import is_number
 from ..config import AdaScaleConfig
 from ..run.base.base_run import base_config, kept_settings, workload_name
 from .search import Search
 from .trial import EPOCHS
+
+
+class Asha(schedulers.AsyncHyperBandScheduler):
+    """ASHA that goes on in a continued search: it hears again what its trials have
+    reported to an earlier start.
+
+    Tune restores a scheduler as it was before the first trial, with empty rungs.
+    """
+
+    def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+        super().on_trial_add(tune_controller, trial)
+        storage = trial.storage
+        if not storage.trial_dir_name:  # it has never begun
+            return
+        path = f"{storage.trial_fs_path}/{EXPR_RESULT_FILE}"
+        for line in (read_text(path, storage.storage_filesystem) or "").splitlines():
+            with suppress(ValueError):  # a last line that was cut off
+                self.on_trial_result(tune_controller, trial, json.loads(line))
 
 
 @dataclass(frozen=True)
@@ -113,6 +134,7 @@ class SearchSpec:
         """
         # ASHA and FIFO never pause a trial. Other schedulers, subclasses included, may.
         return type(self.tune_scheduler) not in (
+            Asha,
             schedulers.AsyncHyperBandScheduler,
             schedulers.FIFOScheduler,
         )
@@ -274,6 +296,7 @@ class SearchSpec:
         kind = type(self.tune_scheduler)
         if self.search.scaling_config is not None and kind not in (
             schedulers.FIFOScheduler,
+            Asha,
             schedulers.AsyncHyperBandScheduler,
             schedulers.MedianStoppingRule,
         ):
@@ -344,9 +367,7 @@ class SearchSpec:
                 (EPOCHS, epochs) if steps is None else ("effective_steps", steps)
             )
             assert length is not None
-            return schedulers.AsyncHyperBandScheduler(
-                time_attr=clock, max_t=length, grace_period=length / 8
-            )
+            return Asha(time_attr=clock, max_t=length, grace_period=length / 8)
         if not isinstance(scheduler, schedulers.TrialScheduler):
             raise ValueError(
                 f"Invalid {scheduler=}. Must be 'asha', None or a scheduler of "

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow.fs
 import pytest
 from ray import tune
 from ray.train import ScalingConfig
-from ray.tune import schedulers
 from ray.tune.schedulers import (
     AsyncHyperBandScheduler,
     FIFOScheduler,
@@ -23,7 +24,7 @@ from ray.tune.search import BasicVariantGenerator
 from torch import nn
 
 from ray_adascale import AdaScaleConfig, Search
-from ray_adascale.search.spec import SearchSpec, _describe_space
+from ray_adascale.search.spec import Asha, SearchSpec, _describe_space
 
 from ..samples_of import regression
 
@@ -239,17 +240,57 @@ def test_asha_lets_each_trial_run_for_an_eighth_of_t(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[dict[str, Any]] = []
-    made = AsyncHyperBandScheduler()
+    made = Asha()
 
-    def make(**settings: Any) -> AsyncHyperBandScheduler:
+    def make(**settings: Any) -> Asha:
         given.append(settings)
         return made
 
-    monkeypatch.setattr(schedulers, "AsyncHyperBandScheduler", make)
-    assert spec(scheduler="asha").tune_scheduler is made
+    monkeypatch.setattr("ray_adascale.search.spec.Asha", make)
+    assert search_scheduler() is made
     assert given == [
         {"time_attr": "effective_steps", "max_t": T, "grace_period": T / 8}
     ]
+
+
+def search_scheduler() -> Any:
+    return spec(scheduler="asha").tune_scheduler
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_asha_knows_in_a_continued_search_how_good_earlier_trials_were(
+    tmp_path: Path, continued: bool
+) -> None:
+    """A trial that is worse than three others at T/8 is stopped there."""
+
+    def trial(name: str, *objectives: float) -> Any:
+        reports = [
+            {"effective_steps": T / 8 * (i + 1), "objective": objective}
+            for i, objective in enumerate(objectives)
+        ]
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        if continued and reports:
+            text = "".join(f"{json.dumps(report)}\n" for report in reports)
+            (folder / "result.json").write_text(f'{text}{{"cut off')
+        storage = SimpleNamespace(
+            trial_dir_name=name,
+            trial_fs_path=str(folder),
+            storage_filesystem=pyarrow.fs.LocalFileSystem(),
+        )
+        return SimpleNamespace(trial_id=name, storage=storage), reports
+
+    scheduler = search_scheduler()
+    scheduler.set_search_properties("objective", "max")
+    for name in "abc":
+        earlier, reports = trial(name, 1.0, 1.0)
+        scheduler.on_trial_add(None, earlier)
+        for report in [] if continued else reports:
+            scheduler.on_trial_result(None, earlier, report)
+    late, _ = trial("d")
+    scheduler.on_trial_add(None, late)
+    report = {"effective_steps": T / 8, "objective": 0.5}
+    assert scheduler.on_trial_result(None, late, report) == "STOP"
 
 
 def test_only_trials_that_may_be_paused_need_checkpoints() -> None:
