@@ -295,7 +295,7 @@ def test_the_figures_of_a_recipe() -> None:
 
 # ---- a run that is worse -------------------------------------------------------------
 
-WORDS, TOPICS, EXAMPLES, STEPS_OF_BASE = 400, 4, 800, 200
+WORDS, TOPICS, EXAMPLES, STEPS_OF_BASE = 400, 4, 400, 150
 
 
 def texts(config: dict[str, Any]) -> Workload:
@@ -370,7 +370,7 @@ def test_the_end_of_a_classifier_with_repeated_examples_names_the_epochs(
     assert "(2 seeds), by" in text
     examples = run.source.position
     assert examples == 128 * run.summary()["optimizer_steps"]
-    epochs = f"{examples / EXAMPLES:.3g} passes over the data, 2 in the base run"
+    epochs = f"{examples / EXAMPLES:.3g} passes over the data, 3 in the base run"
     assert text.splitlines()[2].startswith(f"- Epochs: {epochs}. Repeated examples")
     logged = [each for each in caplog.records if each.getMessage() == text]
     assert [each.levelno for each in logged] == [logging.WARNING]
