@@ -60,6 +60,7 @@ class Forecast(Command):
 
     def __call__(self) -> int:
         from rich.console import Console
+        from rich.measure import Measurement
 
         from ..analysis.forecast import forecast_recipe
         from ..recipe import Recipe
@@ -86,7 +87,11 @@ class Forecast(Command):
         if self.json:
             print(made.to_json())
         else:
-            Console().print(made.table())
+            console, table = Console(), made.table()
+            # a narrow terminal would cut figures off
+            unlimited = console.options.update(max_width=1000)
+            needed = Measurement.get(console, unlimited, table).maximum
+            Console(width=max(console.width, needed)).print(table)
         return 0
 
     def _throughput(

@@ -167,6 +167,15 @@ def test_forecast_prints_a_table_or_json(cli: Any) -> None:
     ]
 
 
+def test_a_narrow_terminal_cuts_no_figures_off(
+    cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    out = cli("forecast", RECIPE, "--workers=1,8").out
+    assert "interval" in out
+    assert "…" not in out
+
+
 def test_forecast_replays_a_run_whose_batch_changes(cli: Any) -> None:
     def row_of(*words: str) -> dict[str, Any]:
         (found,) = json.loads(
