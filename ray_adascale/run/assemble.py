@@ -417,6 +417,10 @@ def _resume(
             )
         elif start is not None:
             start()
+            optimizer = train_state.optimizer
+            batch.follower.next_plan(
+                optimizer.effective_steps, optimizer.average_moments
+            )
         if batch.follower.plan != plan:
             plan = batch.follower.plan
             set_batch(plan, train_state.optimizer, train_state.source, backend.rank)

@@ -136,3 +136,28 @@ def _at_scale(sharding: str) -> tuple[list[float], float]:
     run = trained(parts, start=DONE, sharding=sharding)
     assert run.effective_steps >= T
     return weights(run), run.effective_steps
+
+
+def test_the_batch_is_that_of_the_schedule_at_the_starting_step() -> None:
+    """The first step had the batch of τ = 0."""
+    sizes = []
+    model, optimizer, scheduler = reset(from_elsewhere())
+    config = AdaScaleConfig(
+        base_batch_size=4,
+        per_worker_batch_size=4,
+        total_steps=T,
+        scheduler_unit="step",
+        batch_schedule=[(0, 4), (5, 8), (20, 12)],
+    )
+    run = Run(
+        *(model, optimizer, scheduler, data(), config),
+        backend=LocalBackend(None, device="cpu"),
+        starting_step=DONE,
+    )
+    assert run.plan.global_batch_size == 8
+    for x, y in run:
+        sizes.append(len(x))
+        run.backward(F.cross_entropy(run.model(x), y))
+        if run.step():
+            break
+    assert sizes == [4, 4]
