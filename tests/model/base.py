@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .case import Case, Leg, net, optimizers, scheduler
+from .case import Case, Leg, net, optimizers, sampled_order, scheduler
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,11 @@ def examples_of(
     position = _step_start(case, position, batch)
     places = [divmod(i, case.length) for i in range(position, position + batch)]
     stream = [
-        order_of(case.length, case.seed, epoch)[i] if case.shuffle else i
+        sampled_order(case.length, epoch)[i]
+        if case.sampled
+        else order_of(case.length, case.seed, epoch)[i]
+        if case.shuffle
+        else i
         for epoch, i in places
     ]
     parts, n = [], workers * passes

@@ -112,6 +112,16 @@ class Case:
             batch makes it.
         added: Bare: step before which the last layer's parameters are added as a group;
             None: never.
+        units: The loss is a mean over units (:func:`units_of`), of which a micro-batch
+            may have none.
+        starting: ``starting_step``.
+        sampled: The order of examples is a sampler's (:func:`sampled_order`).
+        collated: ``collate_fn`` is given.
+        by_text: The batch schedule is given as text.
+        smoothed_by_scale: Bare: ``smoothing`` is a function of the plan.
+        left_out: Bare: steps that the loop ends by ``skip_step()``.
+        divided: Bare: in short steps too the loss is divided by the passes of full
+            ones.
     """
 
     client: str = "run"
@@ -162,6 +172,14 @@ class Case:
     short: tuple[tuple[int, int], ...] = ()
     rescaled: tuple[tuple[int, float], ...] = ()
     added: int | None = None
+    units: bool = False
+    starting: int = 0
+    sampled: bool = False
+    collated: bool = False
+    by_text: bool = False
+    smoothed_by_scale: bool = False
+    left_out: tuple[int, ...] = ()
+    divided: bool = False
 
 
 # ---- data, model and loss ------------------------------------------------------------
@@ -375,13 +393,34 @@ def score_of(case: Case, module: nn.Module) -> float:
     return float(loss_of(case, module, *dataset(case)[:16][:3]))
 
 
+def units_of(index: Any) -> Any:
+    """Return the units of an example: 0, 1 or 2."""
+    return index % 3
+
+
+def sampled_order(length: int, epoch: int) -> list[int]:
+    """Return the order of a sampler: from the end, rotated in each epoch."""
+    return [(5 * epoch - i) % length for i in range(length)]
+
+
 def loss_of(
-    case: Case, model: nn.Module, x: Tensor, tokens: Tensor, y: Tensor
+    case: Case,
+    model: nn.Module,
+    x: Tensor,
+    tokens: Tensor,
+    y: Tensor,
+    index: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean loss of a micro-batch; with ``maximize`` its negative, so that
-    training still lowers the error.
+    """Return the mean loss of a micro-batch, over the units of its examples if the case
+    has some; with ``maximize`` its negative, so that training still lowers the error.
     """
-    loss = F.mse_loss(model(x, tokens), y)
+    out = model(x, tokens)
+    if case.units and index is not None:
+        units = units_of(index)
+        losses = (out - y).square().flatten(1).mean(dim=1)
+        loss = (losses * units).sum() / units.sum().clamp(min=1)
+    else:
+        loss = F.mse_loss(out, y)
     return -loss if case.maximize else loss
 
 

@@ -6,8 +6,8 @@ import random
 from dataclasses import fields, replace
 from typing import Any
 
-from .base import batch_of
-from .case import NETS, SCHEDULERS, Case, Leg, net
+from .base import batch_of, examples_of, shape_of
+from .case import NETS, SCHEDULERS, Case, Leg, net, units_of
 
 _SHARDINGS = ("none", "oss", "zero2", "fsdp2")
 _ADAMS = ("adam", "amsgrad", "adamw")
@@ -106,16 +106,21 @@ def allowed(case: Case) -> bool:
         case.client == "adascale",
     )
     legs, plain = case.legs, Case()
+    total = legs[0].total
     sgd, betas = case.optimizer == "sgd", case.rule == "adascale_memory"
     shardings = {leg.sharding for leg in legs if leg.workers > 1}
     several = len(legs) > 1
     of_bare = (
         "smoothing", "effective", "debias", "clip_samples", "floor", "single_gain", "scaled_loss", "changes", "short",
-        "rescaled", "added",
+        "rescaled", "added", "smoothed_by_scale", "left_out", "divided",
     )  # fmt: skip
-    of_run = ("iterable", "loaders", "batches", "efficiency", "evaluate", "bare_model")
+    of_run = (
+        "iterable", "loaders", "batches", "efficiency", "evaluate", "bare_model",
+        "starting", "sampled", "collated", "by_text",
+    )  # fmt: skip
 
     def default(*names: str) -> bool:
+        """Whether the case has the plainest value of each."""
         return all(getattr(case, name) == getattr(plain, name) for name in names)
 
     starts = [sum(leg.steps or 0 for leg in legs[:i]) for i in range(len(legs))]
@@ -252,6 +257,23 @@ def allowed(case: Case) -> bool:
         not case.loaders or (not several and legs[0].workers == 1),
         not (case.batches or case.efficiency)
         or (default("drop_last") and all(leg.batch is None for leg in legs)),
+        # nothing sends the buffers in a loop of one's own with fully_shard
+        not bare or case.net != "norm" or "fsdp2" not in shardings,
+        not case.units
+        or (
+            not base_run
+            and total < 100
+            and default("poison", "iterable", "batches", "efficiency")
+            and _has_units(case)
+        ),
+        not case.starting
+        or (case.starting < total and default("drop_last", "iterable", "loaders")),
+        not (case.sampled or case.collated) or default("iterable", "loaders"),
+        not case.by_text or bool(case.batches),
+        not case.smoothed_by_scale or (case.smoothing is None and not case.effective),
+        not case.left_out or case.precision == "fp32",
+        not case.divided or (bool(case.short) and case.scaled_loss),
+        case.rule != "cautious" or (not base_run and default("efficiency")),
         not (case.batches and case.efficiency),
         not case.batches
         or min(b for _, b in case.batches) >= max(leg.base for leg in legs),
@@ -428,6 +450,52 @@ def _any_case(rng: random.Random) -> Case:
 
 def draw(seed: str) -> Case:
     """Return the case of a seed."""
+    case = _drawn(seed)
+    # by a generator of its own: a new dimension leaves the others of a seed as they are
+    rng = random.Random(f"{seed} more")
+    refused = refusal(case)
+    for change in _more(case, rng):
+        changed = replace(case, **change)
+        if allowed(changed) and refusal(changed) == refused and _sensible(changed):
+            case = changed
+    return case
+
+
+def _more(case: Case, rng: random.Random) -> list[dict[str, Any]]:
+    """Return changes of a case, each of which is made if it is allowed then."""
+    total = case.legs[0].total
+    drawn: list[tuple[float, dict[str, Any]]] = [
+        (0.2, {"units": True}),
+        (0.1, {"starting": rng.randint(1, max(total // 2, 1))}),
+        (0.1, {"sampled": True}),
+        (0.1, {"collated": True}),
+        (0.5, {"by_text": True}),
+        (0.15, {"smoothed_by_scale": True}),
+        (0.15, {"left_out": tuple(rng.sample(range(6), 2))}),
+        (0.5, {"divided": True}),
+        (0.1, {"rule": "cautious"}),
+    ]
+    return [change for share, change in drawn if rng.random() < share]
+
+
+def _has_units(case: Case) -> bool:
+    """Return whether each step has a unit."""
+    step = position = 0
+    position = case.starting * case.legs[0].base
+    for leg in case.legs:
+        for _ in range(leg.steps or 120):
+            shape = shape_of(case, leg, step, 0.0, None)
+            seen, position = examples_of(
+                case, position, shape.batch, shape.workers, shape.passes
+            )
+            if not any(units_of(i) for own in seen for part in own for i in part):
+                return False
+            step += 1
+    return True
+
+
+def _drawn(seed: str) -> Case:
+    """Return the case of a seed in the older dimensions."""
     rng = random.Random(seed)
     refused, long = rng.random() < 0.06, rng.random() < 0.015
     while True:
@@ -567,6 +635,13 @@ def values(case: Case) -> dict[str, str]:
         if case.quiet == 0
         else "later",
         "looks": str(case.looks is not None),
+        "weights": "units" if case.units else "examples",
+        "starting": str(case.starting > 0),
+        "order": "sampler" if case.sampled else "seed",
+        "collated": str(case.collated),
+        "left out": str(bool(case.left_out)),
+        "divided": str(case.divided),
+        "θ by S": str(case.smoothed_by_scale),
     }
 
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import default_collate
 
 from ray_adascale import (
     AdaScale,
@@ -34,6 +35,7 @@ from ray_adascale import (
     LinearRule,
     LocalBackend,
     OptimizerChain,
+    RuleInput,
     Run,
     ShardedGradScaler,
     StepPlan,
@@ -59,8 +61,10 @@ from .case import (
     make_quiet,
     net,
     optimizers,
+    sampled_order,
     scheduler,
     score_of,
+    units_of,
 )
 
 Pools = Callable[[int], Any]
@@ -172,7 +176,18 @@ def _built(case: Case, leg: Leg) -> tuple[nn.Module, Optimizer, Any]:
 def _rule(case: Case) -> Any:
     if case.rule == "legw":
         return LEGWRule(0.1, case.length)
+    if case.rule == "cautious":
+        return _cautious
     return LinearRule(steps=7) if case.rule == "lsw+" else case.rule
+
+
+def _cautious(now: RuleInput) -> tuple[float, float]:
+    factor = 1 + (now.gain - 1) / 2
+    return factor, factor
+
+
+def _order(case: Case) -> Any:
+    return (lambda epoch: sampled_order(case.length, epoch)) if case.sampled else None
 
 
 def _poisoned(case: Case, step: int, first_pass: bool, loss: Tensor) -> Tensor:
@@ -308,7 +323,9 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
         drop_last=case.drop_last,
         num_loader_workers=case.loaders,
         dataset_length=case.length if case.iterable else None,
-        batch_schedule=list(case.batches) or None,
+        batch_schedule=",".join(f"{start}:{batch}" for start, batch in case.batches)
+        if case.by_text
+        else list(case.batches) or None,
         target_efficiency=case.efficiency,
         evaluate_every=case.evaluate,
         find_unused_parameters=case.net == "branch" or bool(case.frozen),
@@ -337,6 +354,10 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
         config,
         backend=backend,
         evaluate=evaluate if case.evaluate else None,
+        weight_of=(lambda batch: units_of(batch[3]).sum()) if case.units else None,
+        sampler=_order(case),
+        collate_fn=default_collate if case.collated else None,
+        starting_step=case.starting,
     )
     watch = _Watch(run.optimizer)
     rows: list[Row] = []
@@ -360,9 +381,8 @@ def _run_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
                 _look(
                     case, run.module, step
                 )  # last: under FSDP2 it leaves whole weights, and what is set on these is lost
-            loss = loss_of(
-                case, run.module if case.bare_model else run.model, x, tokens, y
-            )
+            model = run.module if case.bare_model else run.model
+            loss = loss_of(case, model, x, tokens, y, index)
             if fails:
                 caught = None
             with _fails(module, fails):
@@ -454,7 +474,8 @@ def _base_run(case: Case, number: int, taken: int, folder: str) -> _Result:
 def _wrapped(
     module: nn.Module, optimizer: Optimizer, sharding: str, unused: bool
 ) -> tuple[nn.Module, Optimizer]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if alone and sharding not in ("oss", "zero2"):
         return module, optimizer
     if sharding == "fsdp2":
         shard_model(module, optimizer, torch.device("cpu"))
@@ -463,6 +484,8 @@ def _wrapped(
         optimizer = OSS.wrap(optimizer)
     if sharding == "zero2":
         return ShardedDataParallel(module, optimizer), optimizer
+    if alone:
+        return module, optimizer
     return DistributedDataParallel(module, find_unused_parameters=unused), optimizer
 
 
@@ -476,7 +499,8 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
         _hook(module)
     precondition = adam_preconditioner(optimizer) if case.rule == "adamscale" else None
     unused = case.net == "branch" or bool(case.frozen)
-    if leg.workers == 1:
+    model: nn.Module
+    if leg.workers == 1 and (case.rule == "adamscale" or case.added is not None):
         model = module
     else:
         model, optimizer = _wrapped(module, optimizer, leg.sharding, unused)
@@ -494,6 +518,8 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
     more: dict[str, Any] = {"grad_scaler": scaler}
     if case.effective:
         more |= {"averaging_window": case.window, "measure_every": case.measure_every}
+    elif case.smoothed_by_scale:
+        more["smoothing"] = lambda plan: 0.9**plan.scale
     elif case.smoothing is not None:
         more["smoothing"] = case.smoothing
     ada = AdaScale(
@@ -540,14 +566,22 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
     def make_passes(
         step: int, now: int, batches: list[list[int]], fails: tuple[int, int] | None
     ) -> None:
+        divisor = passes if case.divided else now
         if now != passes:
-            ada.expect_passes(now)
+            ada.expect_passes(now, loss_divided_by=divisor if case.divided else None)
+        weights: list[float] = []
+        if case.units:
+            units = [[sum(map(units_of, part)) for part in own] for own in seen]
+            weights = [own / sum(map(sum, units)) for own in units[rank]]
+            ada.sample_weights = weights
         for i, indices in enumerate(batches):
-            x, tokens, y, _ = data[indices]
+            x, tokens, y, index = data[indices]
             with torch.autocast("cpu", dtype=torch.float16, enabled=scaler is not None):
-                loss = loss_of(case, model, x, tokens, y)
+                loss = loss_of(case, model, x, tokens, y, index)
+            if case.units:
+                loss = loss * (leg.workers * now * weights[i])
             loss = _poisoned(
-                case, step, i == 0, loss / now if case.scaled_loss else loss
+                case, step, i == 0, loss / divisor if case.scaled_loss else loss
             )
             if scaler is not None:
                 loss = scaler.scale(loss)
@@ -612,7 +646,9 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
                 scaler.unscale_(ada)
             ada.clip_grad_norm(case.clip)
         expected, before = ada.gain(), ada.steps
-        if scaler is not None:
+        if step in case.left_out:
+            ada.skip_step()
+        elif scaler is not None:
             scaler.step(ada)
             scaler.update()
         else:
@@ -649,4 +685,4 @@ def _bare_leg(case: Case, number: int, taken: int, folder: str) -> _Result:
 
 def _counts(case: Case) -> bool:
     """Whether θ follows from the number of samples."""
-    return case.smoothing is None and not case.effective
+    return case.smoothing is None and not case.effective and not case.smoothed_by_scale

@@ -35,6 +35,7 @@ from .case import (
     net,
     optimizers,
     score_of,
+    units_of,
 )
 from .changing_memory import step_with_betas, step_with_momentum
 
@@ -332,6 +333,7 @@ def apply_rule(
         "unscaled": (1.0, scale),
         "legw": (math.sqrt(scale) * min(1.0, tau / warmup), scale),
         "lsw+": (1 + (scale - 1) * ramp, leg.total / 7),
+        "cautious": (1 + (r - 1) / 2, 1 + (r - 1) / 2),
     }
     return rules[case.rule]
 
@@ -348,10 +350,10 @@ def gradient(
     None for parameters without one.
     """
     params = [p for p in module.parameters() if p.requires_grad]
-    x, tokens, y, _ = dataset(case)[rows]
+    x, tokens, y, index = dataset(case)[rows]
     kind = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[case.precision]
     with torch.autocast("cpu", dtype=kind, enabled=kind is not None):
-        loss = loss_of(case, module, x, tokens, y)
+        loss = loss_of(case, module, x, tokens, y, index)
     found = torch.autograd.grad(loss * factor, params, allow_unused=True)
     gradient = {
         p: None if g is None else g / factor for p, g in zip(params, found, strict=True)
@@ -372,19 +374,30 @@ def keeps_buffers(module: nn.Module, keeps: bool) -> Iterator[None]:
             b.copy_(was)
 
 
+def weights_of(case: Case, seen: Any, shape: Shape) -> list[float]:
+    """The weights w_i of the gradient samples: the share of each in the examples, or
+    in the units.
+    """
+    parts = [seen[k][p] for p in range(shape.passes) for k in range(shape.workers)]
+    sizes = [
+        sum(units_of(i) for i in part) if case.units else len(part) for part in parts
+    ]
+    return [size / sum(sizes) for size in sizes]
+
+
 def samples_of(
     case: Case, module: nn.Module, seen: Any, shape: Shape, step: int, loss_scale: float
 ) -> list[Gradient]:
     """The gradient samples g_i; the loss carries the factor n·w_i/passes, and the
-    loss scale.
+    loss scale. A sample of weight 0 has a gradient of zero, whatever the factor.
     """
     samples = []
+    weights = iter(weights_of(case, seen, shape))
     for p in range(shape.passes):
         for k in range(shape.workers):
             factor = (
                 shape.workers
-                * len(seen[k][p])
-                / shape.batch
+                * (next(weights) or 1.0)
                 * (1 if case.scaled_loss else shape.passes)
             )
             hooked = case.hooked is not None and step >= case.hooked
@@ -463,7 +476,8 @@ def reference_run(
         0,
         65536.0 if case.precision == "fp16" else 1.0,
     )
-    base, evaluated_at = case.legs[0].base, 0.0
+    base, evaluated_at = case.legs[0].base, float(case.starting)
+    tau, position = float(case.starting), case.starting * base
     # the step from which the next measurement may begin
     expected, free = ExpectedNorm(), 0.0
     ended, unsampled = 0, False
@@ -494,6 +508,8 @@ def reference_run(
                 if case.smoothing is None
                 else case.smoothing
             )
+            if case.smoothed_by_scale:
+                averages.smoothing = 0.9**scale
             frozen = frozen_names(case, step)
             make_quiet(case, module, step)
             of_leg = leg.workers > 1 and leg.sharding == "zero2"
@@ -524,11 +540,8 @@ def reference_run(
             seen, position = examples_of(
                 case, position, shape.batch, shape.workers, shape.passes
             )
-            weights = [
-                len(seen[k][p]) / shape.batch
-                for p in range(shape.passes)
-                for k in range(shape.workers)
-            ]
+            weights = weights_of(case, seen, shape)
+            counting = [i for i, w in enumerate(weights) if w > 0]
             samples = samples_of(case, module, seen, shape, step, loss_scale)
             for q in module.parameters():
                 found = [
@@ -550,6 +563,13 @@ def reference_run(
                     Row(True, r, tau, math.nan, math.nan, math.nan, math.nan, [], seen)
                 )
                 continue
+            if step in case.left_out:
+                ended += 1
+                unsampled = measured and n == 1 and full_n > 1
+                rows.append(
+                    Row(True, r, tau, math.nan, math.nan, math.nan, math.nan, [], seen)
+                )
+                continue
             # ---- σ² and μ²
             flats = [
                 [flat(case, members[0], group["params"], g) for g in samples]
@@ -561,10 +581,13 @@ def reference_run(
             ]
             statistics = None
             ended += 1
-            if n > 1 and measured:
-                statistics = np.array([moments(gs, weights, scale) for gs in flats])
-            # A measured step that yields no sample is measured again in the next step.
-            unsampled = measured and statistics is None and full_n > 1
+            if len(counting) > 1 and measured:
+                counted = [weights[i] for i in counting]
+                statistics = np.array(
+                    [moments([gs[i] for i in counting], counted, scale) for gs in flats]
+                )
+            # A measured step of one pass is followed by one that is measured again.
+            unsampled = measured and n == 1 and full_n > 1
             # ---- the largest norm: κ times the root of the average of ‖ḡ‖² over effective time, which knows E‖ḡ‖² = μ² + σ²/S
             multiple = isinstance(case.clip, str) and scale > 1
             limit = case.clip if isinstance(case.clip, float) else math.inf
