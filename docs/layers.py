@@ -137,7 +137,7 @@ TORCH_LAYERS: list[list[Package]] = [
         Package(
             "sharding.kinds",
             "what each kind of sharding does in a step",
-            "state kind ddp zero2 fsdp2",
+            "state sharding ddp zero2 fsdp2",
         ),
         Package(
             "sharding",

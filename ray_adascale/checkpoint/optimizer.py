@@ -26,8 +26,8 @@ from .._warn import warn_at_user
 from ..chain import parts_of
 from ..optim.adascale import AdaScale
 from ..sharding.buckets import Fragment, memory_order
-from ..sharding.kinds import kind_of
-from ..sharding.kinds.kind import Kind
+from ..sharding.kinds import sharding_of
+from ..sharding.kinds.sharding import Sharding
 from .files import CheckpointError, TensorShard
 
 if TYPE_CHECKING:
@@ -61,11 +61,11 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]
     return {p: names.get(p, f".{i}") for i, p in enumerate(params)}
 
 
-def _kind(optimizer: Optimizer) -> Kind:
+def _sharding(optimizer: Optimizer) -> Sharding:
     return (
-        optimizer.current.kind
+        optimizer.current.sharding
         if isinstance(optimizer, AdaScale)
-        else kind_of(optimizer)
+        else sharding_of(optimizer)
     )
 
 
@@ -105,7 +105,7 @@ def optimizer_tensors(
         TypeError: The state holds a value that is not a tensor, a number or None, or
             that belongs to no parameter.
     """
-    sharding = _kind(optimizer)
+    sharding = _sharding(optimizer)
     holder, held = sharding.stepped, sharding.fragments()
     for key in holder.state:
         if not isinstance(key, Tensor):
@@ -180,7 +180,7 @@ def load_optimizer(
     Raises:
         CheckpointError: A parameter has another number of elements in the checkpoint.
     """
-    sharding = _kind(optimizer)
+    sharding = _sharding(optimizer)
     holder, held = sharding.stepped, sharding.fragments()
     by_name = {names[f.param]: (i, f) for i, f in enumerate(held)}
     into: dict[str, Tensor | TensorShard] = {}

@@ -126,7 +126,7 @@ class GradientObserver(ABC):
     all of it, equal to the last bit.
     """
 
-    shares_norm: bool = False
+    norm_in_parts: bool = False
     """Whether each worker takes a part of the reduced gradient's norm, as always of one
     that is sharded. The parts are summed.
 
@@ -282,7 +282,7 @@ class HookObserver(GradientObserver):
         self._pass.measured = measures
         # In a step that is not measured nothing else is to be sent, and to wait for the
         # others takes longer than to read all.
-        self.shares_norm = self.sharded or (measures and self._worth_sharing)
+        self.norm_in_parts = self.sharded or (measures and self._worth_sharing)
 
     def ignore(self, ignored: bool) -> None:
         self._pass.ignored = ignored

@@ -20,7 +20,7 @@ from .._torch import called_to_make_state, uncompiled, uncompiled_in_graphs
 from .._warn import warn_at_user
 from ..batch import StepPlan
 from ..gain import count_decay
-from ..sharding.kinds import kind_of
+from ..sharding.kinds import sharding_of
 from .algorithm import AdaScaleAlgorithm
 from .current_step import CurrentStep
 from .next_state import AdaScaleState, Averaging, Smoothing
@@ -162,9 +162,9 @@ class AdaScale(OptimizerWrapper):
                     f"Give scale, or both of {base_batch_size=} and {batch_size=}."
                 )
             scale = batch_size / base_batch_size
-        kind = kind_of(optimizer, model)
+        sharding = sharding_of(optimizer, model)
         workers = Workers(
-            world_size, kind.state.group if process_group is None else process_group
+            world_size, sharding.state.group if process_group is None else process_group
         )
         window = (
             None if averaging_window is None else averaging_window * (total_steps or 1)
@@ -172,7 +172,7 @@ class AdaScale(OptimizerWrapper):
         sampling = MeasuredSteps(window, measure_every)
         self._single_gain = single_gain
         self._current = CurrentStep(
-            kind,
+            sharding,
             sampling,
             workers,
             grad_scaler=grad_scaler,
@@ -191,7 +191,7 @@ class AdaScale(OptimizerWrapper):
             optimizer,
             self._current,
             averaging,
-            AdaScaleState.empty(num_gains, averaging, kind.device),
+            AdaScaleState.empty(num_gains, averaging, sharding.device),
             rule=AdaScaleRule() if rule is None else rule,
             total_steps=total_steps,
             base_batch_size=base_batch_size,
@@ -621,7 +621,7 @@ class AdaScale(OptimizerWrapper):
         """
         self._current.complete("clip_grad_norm")
         with self._current.changing():
-            return self._current.kind.clip_norm(
+            return self._current.sharding.clip_norm(
                 self._params,
                 max_norm,
                 norm_type,
@@ -636,7 +636,7 @@ class AdaScale(OptimizerWrapper):
         """
         self._current.complete("clip_grad_value")
         with self._current.changing():
-            self._current.kind.clip_value(self._params, clip_value)
+            self._current.sharding.clip_value(self._params, clip_value)
 
     def _require_boundary(self, what: str) -> None:
         if not self.at_boundary and not (

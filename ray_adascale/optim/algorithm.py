@@ -108,7 +108,7 @@ class AdaScaleAlgorithm:
         base_batch_size: float | None,
     ) -> None:
         self._optimizer = optimizer
-        self._inner = current.kind.stepped
+        self._inner = current.sharding.stepped
         self._current = current
         self.averaging, self.state = averaging, state
         self._step_counts = BiasCorrectionCounters(self._inner)
@@ -177,7 +177,7 @@ class AdaScaleAlgorithm:
     def _on_device(self, sums: StepSums) -> bool:
         """Whether a step needs none of its own numbers on the host."""
         rule_needs_gain = sums.measured and type(self._rule) is not AdaScaleRule
-        if rule_needs_gain or not self._current.kind.fuses:
+        if rule_needs_gain or not self._current.sharding.fuses:
             return False
         return steps_on_device(type(self._inner), self._optimizer.param_groups)
 
@@ -317,7 +317,7 @@ class AdaScaleAlgorithm:
 
     def _leave_out(self, step: StepResult) -> None:
         self._skip(step.shared)
-        self._current.kind.discard()
+        self._current.sharding.discard()
 
     def _skip(self, shared: Mapping[str, float]) -> None:
         self.state = skipped(self.state, shared)
@@ -386,7 +386,7 @@ class AdaScaleAlgorithm:
         self._equal_samples.read(step)
         current = self._current
         if current.observer is not None:
-            self._unsampled_steps.read(step, of.sums, current.unseen, current.kind)
+            self._unsampled_steps.read(step, of.sums, current.unseen, current.sharding)
         if output is None:
             self.state = next_state(self.state, of.averages, step, step.gain, step.gain)
         else:

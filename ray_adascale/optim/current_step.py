@@ -31,8 +31,8 @@ from ..measure.autograd import on_pass
 from ..measure.identity import Identity, due
 from ..measure.norms import take_norm
 from ..measure.observers import GradientObserver
-from ..sharding.kinds import kind_of
-from ..sharding.kinds.kind import Kind, Preconditioner, Wanted
+from ..sharding.kinds import sharding_of
+from ..sharding.kinds.sharding import Preconditioner, Sharding, Wanted
 from ..sharding.known_groups import KnownGroups
 from .guards import CLEARED, FOREIGN_PASS, UnchangedGradients
 from .sampling import MeasuredSteps
@@ -87,7 +87,7 @@ class CurrentStep:
     """The step under way.
 
     Args:
-        kind: The kind of sharding of the gradients.
+        sharding: The kind of sharding of the gradients.
         sampling: Decides which steps are measured.
         workers: Workers that share the batch.
         grad_scaler: Scales the loss.
@@ -117,7 +117,7 @@ class CurrentStep:
 
     def __init__(
         self,
-        kind: Kind,
+        sharding: Sharding,
         sampling: MeasuredSteps,
         workers: Workers,
         *,
@@ -125,14 +125,14 @@ class CurrentStep:
         to_mean: bool,
         precondition: Preconditioner | None,
     ) -> None:
-        self.kind = kind
+        self.sharding = sharding
         self.workers = workers
         self._sampling = sampling
         self._grad_scaler = grad_scaler
         self._to_mean = to_mean
         self._precondition = precondition
         self._unchanged = UnchangedGradients()
-        self._known = KnownGroups(kind.optimizer.param_groups, "AdaScale")
+        self._known = KnownGroups(sharding.optimizer.param_groups, "AdaScale")
         self.inferred = InferredPasses()
         self.observer: GradientObserver | None = None
         self.weights: Sequence[float] | None = None
@@ -150,7 +150,7 @@ class CurrentStep:
         self.declared = StepPlan(workers=workers.count)
         self.step = Progress()
         self._next(0, 0)
-        kind.state.listen(self)
+        sharding.state.listen(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks, callables and process groups belong to this process.
@@ -230,12 +230,12 @@ class CurrentStep:
 
     @property
     def params(self) -> list[Tensor]:
-        return self.kind.params
+        return self.sharding.params
 
     @property
     def device(self) -> torch.device:
         """Device of the statistics."""
-        return self.kind.device
+        return self.sharding.device
 
     @property
     def scales_loss(self) -> bool:
@@ -261,7 +261,7 @@ class CurrentStep:
         """
         if self._unhooked:
             return
-        self.kind.check()
+        self.sharding.check()
         plan = self.declared
         several, one_pass = plan.num_samples > 1, plan.passes == 1
         needed = several or plan.scale != 1
@@ -270,13 +270,13 @@ class CurrentStep:
             return
         self._detach()
         if needed:
-            self._wanted, self.observer = wanted, self.kind.observe(self, wanted)
+            self._wanted, self.observer = wanted, self.sharding.observe(self, wanted)
             self.observer.measure(False)
         self._notice_foreign()
 
     def add_group(self) -> None:
         """Watch a parameter group that AdaScale has added to the optimizer."""
-        self._known = KnownGroups(self.kind.optimizer.param_groups, "AdaScale")
+        self._known = KnownGroups(self.sharding.optimizer.param_groups, "AdaScale")
         self.renew()
 
     def renew(self) -> None:
@@ -284,7 +284,7 @@ class CurrentStep:
         ShardedDataParallel, which calls this.
         """
         self._detach()
-        self.kind = kind_of(self.kind.optimizer, self.kind.model)
+        self.sharding = sharding_of(self.sharding.optimizer, self.sharding.model)
         self._attach()
         if not self._told:
             self._watch()
@@ -407,9 +407,9 @@ class CurrentStep:
             if self._told:
                 self.observer.ignore(not step.measured)
             if not step.passing:
-                fault = self._unchanged.fault(self.kind.accumulated)
+                fault = self._unchanged.fault(self.sharding.accumulated)
                 if fault is not None:
-                    self._known.check(self.kind.optimizer.param_groups)
+                    self._known.check(self.sharding.optimizer.param_groups)
                     raise RuntimeError(fault)
         step.under_way = step.passing = True
         step.last, step.local_ended = last, False
@@ -438,7 +438,7 @@ class CurrentStep:
         step.local_ended = True
         if step.measured and (step.last is None or step.last.num_samples > 1):
             step.norms.append(observer.local_sq_norms())
-        if step.last is not None and not observer.shares_norm and not step.sent:
+        if step.last is not None and not observer.norm_in_parts and not step.sent:
             # Only A is still in parts. Sent now, it travels behind the last gradients,
             # which are awaited anyway.
             self._send({}, step.last, seen=True)
@@ -458,7 +458,7 @@ class CurrentStep:
             elif self._told or self._measured_steps:
                 # A loop that does not tell: not in its first step, where DDP may
                 # rebuild its buckets.
-                self._unchanged.note(self.kind.accumulated(), one=not step.measured)
+                self._unchanged.note(self.sharding.accumulated(), one=not step.measured)
             if self._told:
                 self.observer.ignore(False)
         step.passing = False
@@ -511,7 +511,7 @@ class CurrentStep:
 
     def finish(self) -> StepSums:
         """Return the sums of the step, once it is :meth:`complete`."""
-        self._known.check(self.kind.optimizer.param_groups)
+        self._known.check(self.sharding.optimizer.param_groups)
         self.complete()
         return (
             self._unobserved(self.plan)
@@ -553,7 +553,7 @@ class CurrentStep:
         """Take the step's gradients as they are now: a change of our own has kept
         them finite.
         """
-        self.step.final = versions(self.kind.gradients())
+        self.step.final = versions(self.sharding.gradients())
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -574,14 +574,14 @@ class CurrentStep:
         Collective, if gradients are sharded and were changed.
         """
         if self.step.final is None or self.step.final == versions(
-            self.kind.gradients()
+            self.sharding.gradients()
         ):
             return sums
         self.step.sums = sums = replace(
             sums,
             numbers={
                 **sums.numbers,
-                "late": self.kind.finite(
+                "late": self.sharding.finite(
                     self.workers.group, several=self.workers.reduce
                 ),
             },
@@ -592,7 +592,7 @@ class CurrentStep:
 
     def divide_to_mean(self, plan: StepPlan) -> None:
         """Divide the gradients that the passes add up to, so that they are ḡ."""
-        if plan.multiple_of_mean != 1 and (grads := self.kind.numbers()):
+        if plan.multiple_of_mean != 1 and (grads := self.sharding.numbers()):
             torch._foreach_div_(grads, plan.multiple_of_mean)
 
     def end_step(self) -> None:
@@ -669,7 +669,7 @@ class CurrentStep:
 
     def _no_norms(self) -> Tensor:
         return torch.zeros(
-            len(self.kind.groups), dtype=torch.float64, device=self.device
+            len(self.sharding.groups), dtype=torch.float64, device=self.device
         )
 
     def _gather(self, plan: StepPlan, *, seen: bool, scaled: bool) -> StepSums:
@@ -679,7 +679,7 @@ class CurrentStep:
         observer = self.observer
         assert observer is not None
         own: dict[str, Tensor] = {}
-        if observer.shares_norm:
+        if observer.norm_in_parts:
             rank, workers = 0, 1
             if self.workers.reduce:
                 rank, workers = dist.get_rank(self.workers.group), self.workers.count
@@ -735,7 +735,7 @@ class CurrentStep:
         return StepSums(
             plan,
             {
-                "check": self.kind.finite(
+                "check": self.sharding.finite(
                     self.workers.group, several=self.workers.reduce
                 ),
                 **self._shared,
@@ -932,7 +932,7 @@ def _has_gradients(current: CurrentStep, observer: GradientObserver) -> bool:
     """Whether gradients other than zero are left. Waits for the device."""
     grads = observer.gradients_left(current.params)
     return any(
-        bool(take_norm(current.kind.local(grad.detach())) != 0) for grad in grads
+        bool(take_norm(current.sharding.local(grad.detach())) != 0) for grad in grads
     )
 
 
@@ -945,7 +945,7 @@ def _first_gradient(current: CurrentStep) -> tuple[int, int] | None:
         return None
     address = 0
     if grad.layout is torch.strided:
-        address = current.kind.local(grad).data_ptr()
+        address = current.sharding.local(grad).data_ptr()
     return address, count_of_writes(grad)
 
 

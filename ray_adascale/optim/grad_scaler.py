@@ -14,8 +14,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import (
 )
 from torch.optim import Optimizer
 
-from ..sharding.kinds import kind_of
-from ..sharding.kinds.kind import Kind
+from ..sharding.kinds import sharding_of
+from ..sharding.kinds.sharding import Sharding
 from .adascale import AdaScale
 
 
@@ -37,8 +37,12 @@ class _Target:
         optimizer = self._optimizer()
         if optimizer is None:
             return []
-        kind = _kind(optimizer)
-        return optimizer.param_groups if kind.in_place else kind.stepped.param_groups
+        sharding = _sharding(optimizer)
+        return (
+            optimizer.param_groups
+            if sharding.in_place
+            else sharding.stepped.param_groups
+        )
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         self.stepped = True
@@ -46,11 +50,11 @@ class _Target:
         return None if optimizer is None else optimizer.step(*args, **kwargs)
 
 
-def _kind(optimizer: Optimizer) -> Kind:
+def _sharding(optimizer: Optimizer) -> Sharding:
     return (
-        optimizer.current.kind
+        optimizer.current.sharding
         if isinstance(optimizer, AdaScale)
-        else kind_of(optimizer)
+        else sharding_of(optimizer)
     )
 
 
@@ -119,7 +123,7 @@ class ShardedGradScaler(_FSDPGradScaler):
             optimizer.skip_step()
         if not target.stepped:
             # else the next pass would add to those of the overflow
-            _kind(optimizer).discard()
+            _sharding(optimizer).discard()
         return result
 
     def _finish_then_target(self, optimizer: Any) -> Any:
@@ -128,14 +132,14 @@ class ShardedGradScaler(_FSDPGradScaler):
         """
         adascale = isinstance(optimizer, AdaScale)
         if not adascale and (
-            not isinstance(optimizer, Optimizer) or kind_of(optimizer).in_place
+            not isinstance(optimizer, Optimizer) or sharding_of(optimizer).in_place
         ):
             return optimizer
         # If no backward pass reached a parameter here, the other workers are in these
         # reductions. The scaler's own all-reduce comes after them.
         if adascale:
             optimizer.current.complete(scaled=True)
-        _kind(optimizer).join()
+        _sharding(optimizer).join()
         if optimizer not in self._targets:
             self._targets[optimizer] = _Target(optimizer)
         return self._targets[optimizer]

@@ -17,7 +17,7 @@ from .._warn import warn_at_user, warn_on_first_worker
 from ..batch import StepPlan
 from ..chain import parts_of
 from ..measure.identity import Identity
-from ..sharding.kinds.kind import Kind
+from ..sharding.kinds.sharding import Sharding
 from ..sharding.kinds.state import state_of
 from .step_result import StepResult
 from .step_sums import StepSums
@@ -157,7 +157,11 @@ class UnsampledSteps:
         self._warned = False
 
     def read(
-        self, step: StepResult, sums: StepSums, unseen: Sequence[Tensor], kind: Kind
+        self,
+        step: StepResult,
+        sums: StepSums,
+        unseen: Sequence[Tensor],
+        sharding: Sharding,
     ) -> None:
         """Look at a step that was taken, in a loop whose gradients are observed.
 
@@ -165,7 +169,7 @@ class UnsampledSteps:
             step: The step.
             sums: Its sums.
             unseen: Parameters whose gradients were not measured.
-            kind: Has the model, for the names of its parameters.
+            sharding: Has the model, for the names of its parameters.
         """
         if self._warned or sums.plan.num_samples == 1:
             return
@@ -180,11 +184,11 @@ class UnsampledSteps:
         self._warned = True
         warn_on_first_worker(
             f"The noise of {_UNSAMPLED} steps in a row could not be measured, and the "
-            f"gain stays as it was: {_why_unsampled(unseen, kind)}"
+            f"gain stays as it was: {_why_unsampled(unseen, sharding)}"
         )
 
 
-def _why_unsampled(unseen: Sequence[Tensor], kind: Kind) -> str:
+def _why_unsampled(unseen: Sequence[Tensor], sharding: Sharding) -> str:
     if not unseen:
         return (
             "no backward pass was seen in them. Gradients that the loop computes by "
@@ -193,8 +197,10 @@ def _why_unsampled(unseen: Sequence[Tensor], kind: Kind) -> str:
             "micro-batch."
         )
     names: dict[Tensor, str] = {}
-    if kind.model is not None:
-        names = {p: unwrapped_name(name) for name, p in kind.model.named_parameters()}
+    if sharding.model is not None:
+        names = {
+            p: unwrapped_name(name) for name, p in sharding.model.named_parameters()
+        }
     listing = ", ".join(
         names.get(p, f"one of shape {tuple(p.shape)}") for p in unseen[:3]
     )

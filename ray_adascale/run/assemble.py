@@ -257,7 +257,7 @@ def _loop_of(given: Given, data: RunData, training: Training) -> RunParts:
         wrapped.optimizer,
         without_own(train_state.extra),
         data.source,
-        copies=wrapped.kind.copies,
+        copies=wrapped.sharding.copies,
         rank=backend.rank,
         workers=plan.workers,
         device=backend.device,
@@ -270,7 +270,7 @@ def _loop_of(given: Given, data: RunData, training: Training) -> RunParts:
         guarded=inputs.optimizer,
         precision=config.precision,
         device=backend.device,
-        kind=wrapped.kind,
+        sharding=wrapped.sharding,
         guards=_guards_of(training, train_state.extra, replicas, plan, backend.device),
     )
     unit_weights = None

@@ -30,7 +30,7 @@ from ..optim.schedule import BaseSchedule, LRCurves
 from ..optim.wrapper import check_parameters, check_wrappable
 from ..recipe import Recipe
 from ..sharding.kinds import shard
-from ..sharding.kinds.kind import Kind
+from ..sharding.kinds.sharding import Sharding
 from ..sharding.kinds.zero2 import ShardedDataParallel
 from ..sharding.oss import OSS, TIE
 from ..sharding.partition import has_state
@@ -49,14 +49,14 @@ class Wrapped:
         parameter_names: Name of each of the optimizer's parameters in the bare model.
             Checkpoints use these names.
         scaler: The loss scaler; None unless precision is "fp16".
-        kind: The kind of sharding.
+        sharding: The kind of sharding.
     """
 
     model: nn.Module
     optimizer: AdaScale
     parameter_names: dict[Tensor, str]
     scaler: torch.amp.GradScaler | None
-    kind: Kind
+    sharding: Sharding
 
 
 def check_built(
@@ -289,9 +289,9 @@ def wrap(
     adascale = adascale_of(
         sharded, config, plan, total_steps=total_steps, grad_scaler=scaler, model=model
     )
-    kind = adascale.current.kind
-    kind.drive(module)
-    return Wrapped(model, adascale, names, scaler, kind)
+    of_step = adascale.current.sharding
+    of_step.drive(module)
+    return Wrapped(model, adascale, names, scaler, of_step)
 
 
 def set_batch(

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..batch import StepPlan
 from ..data.order import MicroBatch
 from ..optim.adascale import AdaScale
-from ..sharding.kinds.kind import Kind
+from ..sharding.kinds.sharding import Sharding
 from .guards.guard import Guards
 from .guards.users_model import UsersModel
 from .guards.users_optimizer import LOOP, UsersOptimizer
@@ -64,7 +64,7 @@ class Passes:
             step it.
         precision: "fp32", "bf16" or "fp16".
         device: The device of the loss.
-        kind: The kind of sharding.
+        sharding: The kind of sharding.
         guards: What looks at the passes.
 
     Attributes:
@@ -83,14 +83,14 @@ class Passes:
         guarded: Optimizer,
         precision: str,
         device: torch.device,
-        kind: Kind,
+        sharding: Sharding,
         guards: Guards,
     ) -> None:
         self._optimizer = optimizer
         self._current = optimizer.current
         self.scaler = scaler
         self.guards = guards
-        self._kind = kind
+        self._sharding = sharding
         self._device = device
         self._dtype = _DTYPES.get(precision)
         self._module = module
@@ -101,8 +101,8 @@ class Passes:
         self._batch: MicroBatch | None = None
         self._weights: list[float] = []
         names: dict[Tensor, str] = {}
-        if kind.copies:  # fully_shard replaces parameters itself
-            trained = set(kind.params)
+        if sharding.copies:  # fully_shard replaces parameters itself
+            trained = set(sharding.params)
             names = {p: name for name, p in module.named_parameters() if p in trained}
         self.users_model = UsersModel(module, names)
         self._users_optimizer = UsersOptimizer(guarded, optimizer)
@@ -141,7 +141,7 @@ class Passes:
             finally:
                 self._current.told(False)
                 self._autocast.close()
-                self._kind.end_pass()
+                self._sharding.end_pass()
 
     @contextmanager
     def _fresh_casts(self) -> Iterator[None]:
@@ -165,7 +165,7 @@ class Passes:
         self._batch = batch
         self.state = PassState.FORWARD
         self._weights.append(batch.weight)
-        self._kind.begin_pass(last=batch.is_last)
+        self._sharding.begin_pass(last=batch.is_last)
         if self._dtype is not None:
             self._autocast.enter_context(
                 torch.autocast(self._device.type, dtype=self._dtype)
@@ -208,7 +208,7 @@ class Passes:
         if self.users_model.changed:
             self.users_model.check()
         if batch.is_last:
-            self._kind.check_last_pass()
+            self._sharding.check_last_pass()
         factor = loss_factor(batch, plan)
         if factor != 1:
             loss = loss * factor
@@ -228,7 +228,7 @@ class Passes:
         # backward pass of the run is one. In the step's last pass this sums over the
         # workers.
         self._current.end()
-        self._kind.end_pass()
+        self._sharding.end_pass()
         self.state = PassState.BACKWARD_DONE
         if batch.is_last:
             self._show_gradients()
@@ -238,7 +238,7 @@ class Passes:
         if self.scaler is not None:
             with self._current.changing():
                 self.scaler.unscale_(self._optimizer)
-        self._kind.after_last_pass()
+        self._sharding.after_last_pass()
 
     def end_pass(self) -> None:
         """End a pass that is not the step's last."""
@@ -249,7 +249,7 @@ class Passes:
 
     def step(self) -> None:
         """Take the optimizer step."""
-        self._kind.before_step()
+        self._sharding.before_step()
         self._users_optimizer.run_is_stepping = True
         try:
             if self.scaler is None:

@@ -57,7 +57,7 @@ def _steps_against_reference(
     )
     observer = adascale.current.observer
     assert observer is not None
-    assert observer.shares_norm is shares
+    assert observer.norm_in_parts is shares
     reference = ReferenceAdaScale(scale=scale, n=world * passes)
     momentum = [0.0, 0.0]
     data = batches(world * passes * 6, 4)

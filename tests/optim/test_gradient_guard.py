@@ -257,7 +257,7 @@ def _nan_on_one_shard(sharded: bool) -> tuple[list[bool], list[float]]:
     for step, (x, y) in enumerate(batches(8, 4)[rank::2]):
         F.cross_entropy(net(x), y).backward()
         if step == 2:
-            for grad in ada.current.kind.numbers():
+            for grad in ada.current.sharding.numbers():
                 grad.view(-1)[0] = math.nan
         ada.step()
         ada.zero_grad()

@@ -51,7 +51,7 @@ class Setup:
             guarded=self.users,
             precision=precision,
             device=torch.device("cpu"),
-            kind=self.optimizer.current.kind,
+            sharding=self.optimizer.current.sharding,
             guards=Guards([OnlyRunsBackward(self.optimizer)]),
         )
         self.optimizer.current.told(True)  # as within guard()

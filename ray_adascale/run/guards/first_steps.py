@@ -18,7 +18,7 @@ from ..._warn import warn_on_first_worker
 from ...batch import StepPlan
 from ...checkpoint.per_worker import without_own
 from ...data.order import MicroBatch
-from ...sharding.kinds.kind import NOT_REACHED
+from ...sharding.kinds.sharding import NOT_REACHED
 from ..observe.advice import sum_advice
 from ..observe.step import Step
 from .guard import Guard

@@ -11,11 +11,11 @@ from ..._torch import is_dtensor
 from ..oss import OSS, TIE
 from ..shared_memory import shared_with_parameters
 from .ddp import DataParallel, data_parallel
-from .kind import Kind
+from .sharding import Sharding
 from .zero2 import ShardedDataParallel, Zero2
 
 
-def kind_of(optimizer: Optimizer, model: nn.Module | None = None) -> Kind:
+def sharding_of(optimizer: Optimizer, model: nn.Module | None = None) -> Sharding:
     """Return the kind of sharding of an optimizer's gradients. This is the only place
     that asks for it.
 
@@ -32,7 +32,7 @@ def kind_of(optimizer: Optimizer, model: nn.Module | None = None) -> Kind:
         return FullyShard(optimizer, model)
     if isinstance(model, DistributedDataParallel):
         return DataParallel(optimizer, model)
-    return Kind(optimizer, model)
+    return Sharding(optimizer, model)
 
 
 def shard(

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ..._errors import listed
 from ...measure.observers import GradientObserver, HookObserver, PassListener
-from .kind import Kind, Wanted
+from .sharding import Sharding, Wanted
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -34,7 +34,7 @@ _NOT_CALLED = (
 )
 
 
-class DataParallel(Kind):
+class DataParallel(Sharding):
     """Gradients that a DistributedDataParallel reduces."""
 
     model: DistributedDataParallel | None

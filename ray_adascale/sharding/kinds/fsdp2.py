@@ -47,10 +47,10 @@ from ...measure.norms import take_group_norms
 from ...measure.observers import GradientObserver, HookObserver, PassListener
 from ..buckets import Fragment
 from ..collectives import send_from_first
-from .kind import Kind, Wanted, finite_everywhere
+from .sharding import Sharding, Wanted, finite_everywhere
 
 
-class FullyShard(Kind):
+class FullyShard(Sharding):
     """Gradients that FSDP2 reduces to the shards, as DTensors."""
 
     copies, sharded, fuses = False, True, False
@@ -174,7 +174,7 @@ class FSDP2Observer(HookObserver):
     """
 
     sharded = True
-    shares_norm = True
+    norm_in_parts = True
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ from ..buckets import Bucket, Fragment
 from ..collectives import Buffers, send_from_first
 from ..gradient_bucket import GradientBucket
 from ..oss import OSS
-from .kind import Kind, Wanted, finite_everywhere
+from .sharding import Sharding, Wanted, finite_everywhere
 from .state import SharedState
 
 # Reductions under way at a time: one on the network while the next bucket fills. A
@@ -325,7 +325,7 @@ def _sharded(optimizer: Any) -> OSS:
 # ---- what the loop and AdaScale call -------------------------------------------------
 
 
-class Zero2(Kind):
+class Zero2(Sharding):
     """Gradients that a ShardedDataParallel sends to their owners. One worker alone
     has no owners, and all gradients.
     """
@@ -801,7 +801,7 @@ class _OwnedShards(GradientObserver):
     """
 
     sharded = True
-    shares_norm = True
+    norm_in_parts = True
     reducer: weakref.ref[GradientReduction]
 
     def gradients_left(self, params: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -45,7 +45,7 @@ class Wanted:
     precondition: Preconditioner | None
 
 
-class Kind:
+class Sharding:
     """A worker that has all gradients itself: it is alone, or the loop lets something
     reduce them that is not known here.
 
