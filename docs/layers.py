@@ -123,7 +123,7 @@ TORCH_LAYERS: list[list[Package]] = [
             "optim",
             "how weights move, and at which learning rate",
             "tau_schedule curves schedule scheduler_checks adascale algorithm "
-            "step_result current_step "
+            "current_step "
             "guards workers next_state saved_state effective_average "
             "rules betas bias_correction deferred wrapper grad_scaler adam_metric "
             "step_sums sampling",

@@ -31,7 +31,7 @@ from .optim.rules import LinearRule as LinearRule
 from .optim.rules import RuleInput as RuleInput
 from .optim.rules import SquareRootRule as SquareRootRule
 from .optim.rules import UnscaledRule as UnscaledRule
-from .optim.step_result import StepResult as StepResult
+from .optim.step_sums import StepResult as StepResult
 from .optim.tau_schedule import TauSchedule as TauSchedule
 from .recipe import Recipe as Recipe
 from .recipe import RecipeError as RecipeError

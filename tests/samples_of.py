@@ -19,7 +19,7 @@ from ray_adascale import LocalBackend, Recipe, Workload
 from ray_adascale._files import TRACE
 from ray_adascale.batch import StepPlan
 from ray_adascale.optim.schedule import BaseSchedule
-from ray_adascale.optim.step_result import StepResult
+from ray_adascale.optim.step_sums import StepResult
 from ray_adascale.recipe import SHARE, NoiseProbe, probe_steps
 from ray_adascale.run.boundary.backend import ReportPolicy
 from ray_adascale.run.observe.metrics import METRICS

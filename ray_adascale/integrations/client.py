@@ -25,7 +25,7 @@ from ..gain import advanced
 from ..measure.probe import BatchSamples
 from ..optim.adascale import AdaScale
 from ..optim.rules import name_of
-from ..optim.step_result import StepEnd
+from ..optim.step_sums import StepEnd
 from ..optim.tau_schedule import TauSchedule
 from ..recipe import NoiseProbe, Recipe
 from ..run.base.base_noise import ProbeSeries, noise_steps

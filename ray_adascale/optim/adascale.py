@@ -27,7 +27,7 @@ from .next_state import AdaScaleState, Averaging, Smoothing
 from .rules import AdaScaleRule, ScalingRule
 from .sampling import MeasuredSteps
 from .saved_state import check_tensors, with_tensors, without_tensors
-from .step_result import StepEnd, StepResult
+from .step_sums import StepEnd, StepResult
 from .workers import Workers
 from .wrapper import OptimizerWrapper, check_parameters
 

@@ -34,8 +34,7 @@ from .next_state import (
 )
 from .rules import AdaScaleRule, RuleInput, ScalingRule, betas_of
 from .saved_state import check_tensors, ended_of, state_of, tensors_of
-from .step_result import StepResult
-from .step_sums import StepSums, constant
+from .step_sums import StepResult, StepSums, constant
 
 _OTHER_METHODS = (
     "AdaScale calls the optimizer's step(). An optimizer that takes its steps by other "

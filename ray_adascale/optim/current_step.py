@@ -36,11 +36,11 @@ from ..sharding.kinds.sharding import Preconditioner, Sharding, Wanted
 from ..sharding.known_groups import KnownGroups
 from .guards import CLEARED, FOREIGN_PASS, UnchangedGradients
 from .sampling import MeasuredSteps
-from .step_result import StepEnd
 from .step_sums import (
     OWN,
     Numbers,
     Packed,
+    StepEnd,
     StepSums,
     checked_weights,
     constant,

@@ -19,8 +19,7 @@ from ..chain import parts_of
 from ..measure.identity import Identity
 from ..sharding.kinds.sharding import Sharding
 from ..sharding.kinds.state import state_of
-from .step_result import StepResult
-from .step_sums import StepSums
+from .step_sums import StepResult, StepSums
 
 # ---- the passes ----------------------------------------------------------------------
 

@@ -26,8 +26,7 @@ from torch import Tensor
 from ..batch import StepPlan
 from ..gain import Average, advanced, gain_of_sums, plain_effective_decay
 from .rules import RuleInput, ScalingRule
-from .step_result import StepResult
-from .step_sums import Numbers, StepSums, constant
+from .step_sums import Numbers, StepResult, StepSums, constant
 
 _NO_SAMPLE = (math.nan, math.nan)
 MOST_SKIPPED = 50

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import nn
 
 from ..optim.adascale import AdaScale
-from ..optim.step_result import StepResult
+from ..optim.step_sums import StepResult
 
 
 class AfterStep:

@@ -14,7 +14,7 @@ from ..config import AdaScaleConfig
 from ..gain import plain_effective_decay
 from ..optim.adascale import AdaScale
 from ..optim.rules import make_rule, metric_of
-from ..optim.step_result import StepResult
+from ..optim.step_sums import StepResult
 from ..recipe import Recipe
 from .observe.metrics import CLIPPED
 

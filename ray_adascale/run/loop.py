@@ -24,8 +24,7 @@ from ..data.order import MicroBatch
 from ..data.sampling import ExampleSampler
 from ..gain import advanced, whole_number
 from ..optim.rules import name_of
-from ..optim.step_result import StepResult
-from ..optim.step_sums import constant
+from ..optim.step_sums import StepResult, constant
 from ..recipe import Recipe
 from ..workload import RunInputs, Workload, with_unit
 from .after_step import AfterStep

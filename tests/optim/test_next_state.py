@@ -27,8 +27,7 @@ from ray_adascale.optim.next_state import (
 )
 from ray_adascale.optim.rules import AdaScaleMemoryRule, AdaScaleRule, RuleInput
 from ray_adascale.optim.saved_state import check_tensors, tensors_of
-from ray_adascale.optim.step_result import StepResult
-from ray_adascale.optim.step_sums import StepSums
+from ray_adascale.optim.step_sums import StepResult, StepSums
 
 SCALE = 4.0
 

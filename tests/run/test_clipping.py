@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ray_adascale import AdaScaleConfig, LocalBackend, Recipe, Run, read_trace
 from ray_adascale._torch import is_dtensor
-from ray_adascale.optim.step_result import StepResult
+from ray_adascale.optim.step_sums import StepResult
 from ray_adascale.run.clipping import Clipping, ExpectedNorm
 
 from ..samples_of import recipe

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...batch import StepPlan
-from ...optim.step_result import StepResult
+from ...optim.step_sums import StepResult
 from ..observe.metrics import step_metrics
 from .backend import Backend
 from .checkpointing import Checkpointing

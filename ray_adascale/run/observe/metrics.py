@@ -10,7 +10,7 @@ from typing import Any
 
 from ...batch import StepPlan
 from ...gain import plain_noise_scale
-from ...optim.step_result import StepResult
+from ...optim.step_sums import StepResult
 from .eta import LEFT, Eta
 
 METRICS = {

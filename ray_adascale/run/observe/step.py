@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...batch import StepPlan
-from ...optim.step_result import StepResult
+from ...optim.step_sums import StepResult
 
 _UNKNOWN = StepResult()
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ray_adascale import EarlyStop, LocalBackend
 from ray_adascale.batch import StepPlan
-from ray_adascale.optim.step_result import StepResult
+from ray_adascale.optim.step_sums import StepResult
 from ray_adascale.run.boundary import stage
 from ray_adascale.run.boundary.backend import ReportPolicy
 from ray_adascale.run.boundary.checkpointing import Checkpointing

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ray_adascale.config import AdaScaleConfig
-from ray_adascale.optim.step_result import StepResult
+from ray_adascale.optim.step_sums import StepResult
 from ray_adascale.run.observe.metrics import (
     METRICS,
     OF_TUNE,
